@@ -1,0 +1,73 @@
+"""kvinterp: does decoding from a KV cache compute the same thing as recomputing the prefix?
+
+Import it as ``import kvinterp as kv``. Names are imported when first used, so that importing the package is quick and
+changes nothing; TransformerLens and transformers are imported when the first model is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvinterp._version import __version__
+
+if TYPE_CHECKING:
+    from kvinterp.comparison import Comparison, compare, compare_traces
+    from kvinterp.data import Prompt, load_prompts
+    from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
+    from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
+    from kvinterp.paths import Cached, ExecutionPath, Greedy, Recompute, TopK, TopP, path_named, run
+    from kvinterp.policies import Policy, policy_named
+    from kvinterp.recording import Recorder, Trace, record
+
+_HOMES = {
+    "comparison": ("Comparison", "compare", "compare_traces"),
+    "data": ("Prompt", "load_prompts"),
+    "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
+    "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
+    "paths": ("Cached", "ExecutionPath", "Greedy", "Recompute", "TopK", "TopP", "path_named", "run"),
+    "policies": ("Policy", "policy_named"),
+    "recording": ("Recorder", "Trace", "record"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "KINDS",
+    "SITES",
+    "Adapter",
+    "Cached",
+    "Comparison",
+    "ExecutionPath",
+    "Greedy",
+    "InputError",
+    "KvinterpError",
+    "NonFiniteError",
+    "Policy",
+    "Prompt",
+    "Recompute",
+    "Recorder",
+    "TopK",
+    "TopP",
+    "Trace",
+    "UnsupportedError",
+    "__version__",
+    "compare",
+    "compare_traces",
+    "load_model",
+    "load_prompts",
+    "path_named",
+    "policy_named",
+    "record",
+    "run",
+    "wrap",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvinterp' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"kvinterp.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,439 @@
+"""Runs a model along two paths side by side and says how far apart they are, at which step, layer, head and position."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvinterp import metrics
+from kvinterp.comparison.tables import Differences
+from kvinterp.data import Prompt
+from kvinterp.errors import InputError, located
+from kvinterp.models import Adapter, dtype_named, expand_sites, wrap
+from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Site
+from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
+from kvinterp.paths.runner import check_choice, encode, end_tokens, first_nonfinite, in_batches
+from kvinterp.paths.sampling import uniforms
+from kvinterp.policies import Place
+from kvinterp.provenance import provenance
+from kvinterp.recording import Trace, Watch, chosen_layers
+
+__all__ = ["PROTOCOLS", "Comparison", "compare", "compare_traces"]
+
+PROTOCOLS = {
+    "matched": "both paths are fed the same tokens at every step: the difference is numerical only",
+    "free": "each path is fed its own tokens: after the first flip the two contexts differ",
+}
+COMPARED = (*RESIDUAL_SITES, "pattern", *CACHE_SITES)
+
+
+@dataclasses.dataclass
+class Comparison:
+    """How far apart two paths are. Every table is tidy: a row a number, named columns; divergences are in nats.
+
+    Attributes:
+        steps: One row an example and step: token_a, token_b, kl, js, max_abs_logit, rms_logit, top1_agree, margin_a,
+            margin_b (logits), top_probability_difference, flipped, after_flip.
+        examples: One row an example: flip_index, token_divergence, mean_kl, mean_kl_before_flip, mean_kl_after_flip.
+        layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance.
+        heads: One row an example, step, layer and query head: kl of the attention pattern.
+        kv: One row an example, step, tensor (K or V), layer, KV head and absolute position: relative_error, ulp_mean,
+            ulp_max.
+        failures: Examples left out because NaN or Inf appeared: example, id, message.
+        about: Paths, protocol, strategy and provenance.
+    """
+
+    steps: pd.DataFrame
+    examples: pd.DataFrame
+    layers: pd.DataFrame
+    heads: pd.DataFrame
+    kv: pd.DataFrame
+    failures: pd.DataFrame
+    about: dict[str, Any]
+
+    @property
+    def statistics(self) -> dict[str, float]:
+        """What ``llama-perplexity --kl-divergence`` prints, over every step of every example."""
+        steps = self.steps
+        return metrics.kl_statistics(
+            steps["kl"].to_numpy(), steps["top1_agree"].to_numpy(), steps["top_probability_difference"].to_numpy()
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of ``summary.json``, as plain values."""
+        steps, examples = self.steps, self.examples
+        before, after = steps.loc[~steps["after_flip"], "kl"], steps.loc[steps["after_flip"], "kl"]
+        return {
+            **{key: self.about[key] for key in ("paths", "protocol", "strategy")},
+            "examples": len(examples),
+            "steps": len(steps),
+            "failed": len(self.failures),
+            "divergence_rate": _mean(examples["flip_index"].notna()),
+            "bitwise_equal_steps": int((steps["max_abs_logit"] == 0).sum()),
+            "mean_kl": _mean(steps["kl"]),
+            "mean_kl_before_flip": _mean(before),
+            "mean_kl_after_flip": _mean(after),
+            "max_abs_logit": None if steps.empty else float(steps["max_abs_logit"].max()),
+            "statistics": None if steps.empty else self.statistics,
+            "failures": self.failures.to_dict("records"),
+            "provenance": {k: v for k, v in self.about.items() if k not in ("paths", "protocol", "strategy")},
+        }
+
+    def where(self) -> str:
+        """A few sentences: whether the paths differ, when, and in which layer, head and cache position most."""
+        return "\n".join(_where(self))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Comparison]) -> Comparison:
+        """Several comparisons of one model along the same paths as one.
+
+        Raises:
+            InputError: They were made differently: averaging them together would mix unlike things.
+        """
+        if not parts:
+            raise InputError("there is no comparison to join: give at least one.")
+        first = parts[0].about
+        for part in parts[1:]:
+            unlike = sorted(key for key in first if part.about.get(key) != first[key])
+            if unlike:
+                raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
+        names = [f.name for f in dataclasses.fields(cls) if f.name != "about"]
+        tables = {n: pd.concat([getattr(p, n) for p in parts], ignore_index=True) for n in names}
+        return cls(**tables, about=first)
+
+
+def compare(
+    model: Any,
+    prompts: Any,
+    a: str | ExecutionPath = "cached",
+    b: str | ExecutionPath = "recompute",
+    *,
+    protocol: str = "matched",
+    strategy: str | Strategy = "greedy",
+    max_new_tokens: int = 48,
+    seed: int = 0,
+    continuation: Sequence[int] | None = None,
+    record: str | Sequence[str] = "resid_post,pattern,kv",
+    layers: Iterable[int] | None = None,
+    stop: str = "end of sequence",
+    batch_size: int = 1,
+    progress: str = "bar",
+    done: Callable[[Comparison], None] | None = None,
+) -> Comparison:
+    """Runs two paths side by side on the same prompts and compares them at every step.
+
+    Args:
+        model: A model of any kind, or an adapter.
+        prompts: One prompt or a list: texts, :class:`Prompt`, or token ids.
+        a: The leading path: in the matched protocol both are fed the tokens it chooses.
+        b: The path it is compared with.
+        protocol: ``"matched"`` or ``"free"``; see PROTOCOLS.
+        strategy: How tokens are chosen; both paths draw from the same random number at each step.
+        max_new_tokens: Most steps; step 0 is the token the prefill decides.
+        seed: Seeds the random numbers.
+        continuation: Token ids to feed both paths (matched, one prompt) instead of the leading path's choices.
+        record: Sites to compare, out of the residual sites, pattern and the cache sites (``kv``); ``""`` for none.
+        layers: Layers to compare; all unless said.
+        stop: ``"end of sequence"`` or ``"length"``.
+        batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
+        progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
+        done: Told of every finished batch.
+
+    Raises:
+        InputError: Something given does not exist or does not fit.
+        UnsupportedError: This kind of model cannot give a site.
+    """
+    adapter, path_a, path_b, strategy = wrap(model), path_named(a), path_named(b), strategy_named(strategy)
+    check_choice("protocol", protocol, tuple(PROTOCOLS))
+    check_choice("stop", stop, ("end of sequence", "length"))
+    check_choice("progress", progress, ("bar", "none"))
+    single = isinstance(prompts, str | Prompt) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    items = [prompts] if single else list(prompts)
+    if not items:
+        raise InputError("the list of prompts is empty: give at least one.")
+    if continuation is not None and (len(items) != 1 or protocol != "matched"):
+        raise InputError("continuation feeds one prompt in the matched protocol: give one prompt, or leave it out.")
+    tokens = [encode(adapter, item, max_new_tokens) for item in items]
+    names = [item.id if isinstance(item, Prompt) else str(index) for index, item in enumerate(items)]
+    with located(f"model {adapter.facts.name}, {path_a} against {path_b}"):
+        pair = _Pair(adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, _compared(record))
+        pair.prepare(layers, continuation, stop)
+        with tqdm(total=len(tokens), desc="comparing", unit="prompt", disable=None if progress == "bar" else True) as bar:
+
+            def finished(indices: Sequence[int], made: Sequence[Comparison]) -> None:
+                bar.update(len(indices))
+                if done is not None:
+                    done(Comparison.joined(made))
+
+            parts = in_batches(
+                adapter,
+                (path_a, path_b),
+                tokens,
+                max_new_tokens,
+                batch_size,
+                lambda batch: pair.batch(batch, [tokens[i] for i in batch], [names[i] for i in batch]),
+                finished,
+            )
+    return Comparison.joined(parts)
+
+
+class _Glimpse:
+    """Holds what one path shows at the newest position, until the next step."""
+
+    def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
+        self.watch = Watch(adapter, wanted, self._see)
+        self.places, self.listeners = self.watch.places, self.watch.listeners
+        self.begin_pass, self.seen = self.watch.begin_pass, dict[Site, Tensor]()
+
+    def begin_step(self, step: int) -> None:
+        self.seen.clear()
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        self.watch.on_read(place, keys, values)
+
+    def _see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
+        whole = site in CACHE_SITES
+        self.seen[site, layer] = tensor if whole else tensor[:, :, -1] if site == "pattern" else tensor[:, -1]
+
+
+@dataclasses.dataclass
+class _Pair:
+    """Two paths of one model and how they are fed."""
+
+    adapter: Adapter
+    paths: tuple[ExecutionPath, ExecutionPath]
+    protocol: str
+    strategy: Strategy
+    seed: int
+    steps: int
+    sites: tuple[str, ...]
+
+    def prepare(self, layers: Iterable[int] | None, continuation: Sequence[int] | None, stop: str) -> None:
+        self.layers = chosen_layers(self.adapter, layers)
+        self.continuation, self.stop = continuation, stop
+        self.wanted = [(site, layer) for site in self.sites for layer in self.layers]
+        self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
+        for target in self.targets:
+            _Glimpse(target, self.wanted)
+        self.about = provenance(
+            self.adapter,
+            paths={"a": str(self.paths[0]), "b": str(self.paths[1])},
+            protocol=self.protocol,
+            strategy=str(self.strategy),
+            seed=self.seed,
+        )
+
+    def batch(self, indices: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]) -> list[Comparison]:
+        """Runs one batch and returns a comparison for each prompt."""
+        facts, size = self.adapter.facts, len(prompts)
+        prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
+        random = torch.stack([uniforms(self.seed, i, self.steps) for i in indices]).to(prompt.device)
+        ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
+        forced = None if self.continuation is None else torch.tensor(list(self.continuation), device=prompt.device)
+        length = self.steps if forced is None else min(self.steps, len(forced) + 1)
+        glimpses = [_Glimpse(target, self.wanted) for target in self.targets]
+        differences = Differences(self.layers, range(facts.query_heads), range(facts.kv_heads))
+        chosen: list[Tensor] = []
+        fed: list[Tensor] = []
+        finite: list[Tensor] = []
+        over = torch.zeros(size, dtype=torch.bool, device=prompt.device)
+        runners = [Runner(self.adapter, p, prompt, length, [g]) for p, g in zip(self.paths, glimpses, strict=True)]
+        with runners[0], runners[1]:
+            feeds: list[Tensor | None] = [None, None]
+            for step in range(length):
+                logits = [runner.advance(feed).to(prompt.device) for runner, feed in zip(runners, feeds, strict=True)]
+                picks = [self.strategy.choose(row, random[:, step]) for row in logits]
+                differences.add(
+                    step, indices, prompt.shape[1] + step, (logits[0], logits[1]), (glimpses[0].seen, glimpses[1].seen)
+                )
+                chosen.append(torch.stack(picks))
+                finite.append(torch.stack([row.isfinite().all(-1) for row in logits]))
+                lead = picks[0] if forced is None or step >= len(forced) else forced[step].expand(size)
+                feeds = [lead, lead] if self.protocol == "matched" else list(picks)
+                fed.append(torch.stack([feed for feed in feeds if feed is not None]))
+                if ends is not None:
+                    over = over | torch.isin(fed[-1], ends).any(0)
+                    if bool(over.all()):
+                        break
+        stacked = (
+            torch.stack(chosen, -1).tolist(),
+            torch.stack(fed, -1).tolist(),
+            torch.stack(finite, -1).cpu().numpy(),
+        )
+        frames = [t.frame() for t in (differences.steps, differences.layers, differences.patterns, differences.kv)]
+        stops = [] if ends is None else ends.tolist()
+        return [self._one(row, indices[row], prompts[row], names[row], *stacked, frames, stops) for row in range(size)]
+
+    def _one(
+        self,
+        row: int,
+        example: int,
+        prompt: Sequence[int],
+        name: str,
+        chosen: list[list[list[int]]],
+        fed: list[list[list[int]]],
+        finite: np.ndarray,
+        frames: list[pd.DataFrame],
+        stops: Sequence[int],
+    ) -> Comparison:
+        both = list(zip(fed[0][row], fed[1][row], strict=True))
+        count = next((i + 1 for i, pair in enumerate(both) if set(pair) & set(stops)), len(both))
+        for side, path in enumerate(self.paths):
+            if not finite[side, row, :count].all():
+                message = first_nonfinite(self.adapter, path, prompt, fed[side][row][: count - 1])
+                return _failed(example, name, message, frames, self.about)
+        steps, layers, heads, kv = (
+            f[(f["example"] == example) & (f["step"] < count)].reset_index(drop=True) for f in frames
+        )
+        a, b = (np.asarray(chosen[side][row][:count]) for side in (0, 1))
+        steps = _with_tokens(steps, a, b)
+        texts = {f"text_{side}": self.adapter.decode(tokens.tolist()) for side, tokens in (("a", a), ("b", b))}
+        examples = pd.DataFrame([_example_row(example, name, len(prompt), steps, texts)])
+        return Comparison(steps, examples, layers, heads, kv, _no_failures(), self.about)
+
+
+def compare_traces(a: Trace, b: Trace) -> Comparison:
+    """Compares two traces that were recorded with ``logits="keep"``, for instance on two machines.
+
+    Residual sites and patterns are compared at the newest position; cache sites where they were recorded with
+    ``positions="all"``.
+
+    Args:
+        a: The leading trace.
+        b: The other.
+
+    Raises:
+        InputError: They are not of the same prompt, or hold no logits.
+    """
+    if a.prompt != b.prompt:
+        raise InputError(
+            f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
+        )
+    if a.logits is None or b.logits is None:
+        raise InputError("a trace holds no logits: run it with logits='keep'.")
+    count = min(len(a.tokens), len(b.tokens))
+    layers = sorted({layer for _, layer in a.records} & {layer for _, layer in b.records})
+    heads, kv_heads = _head_count(a, "pattern"), _head_count(a, "cache_k", "cache_k_pre", "cache_v")
+    differences = Differences(layers, range(heads), range(kv_heads))
+    for step in range(count):
+        seen = (_shown(a, step), _shown(b, step))
+        logits = (a.logits[step : step + 1], b.logits[step : step + 1])
+        differences.add(step, [0], len(a.prompt) + step, logits, seen)
+    steps = _with_tokens(differences.steps.frame(), np.asarray(a.tokens[:count]), np.asarray(b.tokens[:count]))
+    examples = pd.DataFrame([_example_row(0, "0", len(a.prompt), steps, {"text_a": "", "text_b": ""})])
+    matched = a.fed[: count - 1] == b.fed[: count - 1]
+    about = {
+        **a.provenance,
+        "paths": {"a": a.path, "b": b.path},
+        "protocol": "matched" if matched else "free",
+        "strategy": a.provenance.get("strategy", "unknown"),
+        "provenance_b": b.provenance,
+    }
+    tables = (differences.layers.frame(), differences.patterns.frame(), differences.kv.frame())
+    return Comparison(steps, examples, *tables, _no_failures(), about)
+
+
+def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
+    if step not in trace.steps:
+        return {}
+    index = trace.steps.index(step)
+    seen = {}
+    for (site, layer), kept in trace.records.items():
+        tensor = kept[index][None]
+        newest = {1: site in RESIDUAL_SITES, 2: site == "pattern", 3: site in CACHE_SITES}
+        if newest.get(tensor.dim() - 1, False):
+            seen[site, layer] = tensor
+    return seen
+
+
+def _head_count(trace: Trace, *sites: str) -> int:
+    return next((kept[0].shape[0] for (site, _), kept in trace.records.items() if site in sites and kept), 0)
+
+
+def _compared(record: str | Sequence[str]) -> tuple[str, ...]:
+    sites = expand_sites(record)
+    wrong = [site for site in sites if site not in COMPARED]
+    if wrong:
+        raise InputError(
+            f"site {wrong[0]!r} cannot be compared: expected one of {', '.join(COMPARED)} or kv; use run() to record it."
+        )
+    return sites
+
+
+def _with_tokens(steps: pd.DataFrame, a: np.ndarray, b: np.ndarray) -> pd.DataFrame:
+    steps = steps.sort_values("step", ignore_index=True)
+    flipped = a != b
+    first = int(flipped.argmax()) if flipped.any() else len(a)
+    extra = {"token_a": a, "token_b": b, "flipped": flipped, "after_flip": np.arange(len(a)) > first}
+    steps = steps.assign(**extra)
+    front = ["example", "step", "token_a", "token_b"]
+    return steps[front + [c for c in steps.columns if c not in front]]
+
+
+def _example_row(example: int, name: str, prompt_tokens: int, steps: pd.DataFrame, texts: dict[str, str]) -> dict[str, Any]:
+    flips = steps.index[steps["flipped"]]
+    return {
+        "example": example,
+        "id": name,
+        "prompt_tokens": prompt_tokens,
+        "steps": len(steps),
+        "flip_index": float(flips[0]) if len(flips) else np.nan,
+        "token_divergence": float(steps["flipped"].mean()),
+        "mean_kl": float(steps["kl"].mean()),
+        "mean_kl_before_flip": float(steps.loc[~steps["after_flip"], "kl"].mean()),
+        "mean_kl_after_flip": float(steps.loc[steps["after_flip"], "kl"].mean()),
+        "max_kl": float(steps["kl"].max()),
+        "max_abs_logit": float(steps["max_abs_logit"].max()),
+        "smallest_margin": float(steps["margin_a"].min()),
+        **texts,
+    }
+
+
+def _no_failures() -> pd.DataFrame:
+    return pd.DataFrame({"example": np.zeros(0, np.int64), "id": np.zeros(0, object), "message": np.zeros(0, object)})
+
+
+def _failed(example: int, name: str, message: str, frames: list[pd.DataFrame], about: dict[str, Any]) -> Comparison:
+    empty = [frame.iloc[:0] for frame in frames]
+    steps = _with_tokens(empty[0], np.zeros(0, np.int64), np.zeros(0, np.int64))
+    examples = pd.DataFrame(columns=list(_example_row(0, "", 0, steps.assign(flipped=False), {"text_a": "", "text_b": ""})))
+    failure = pd.DataFrame([{"example": example, "id": name, "message": message}])
+    return Comparison(steps, examples, *empty[1:], failure, about)
+
+
+def _mean(values: pd.Series) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _where(comparison: Comparison) -> list[str]:
+    steps, about = comparison.steps, comparison.about
+    head = f"{about['paths']['a']} against {about['paths']['b']} on {about['model']} ({about['kind']}, {about['dtype']})"
+    if steps.empty:
+        return [f"{head}: no example could be compared; see failures."]
+    differing = steps[steps["max_abs_logit"] > 0]
+    if differing.empty:
+        return [f"{head}: bitwise equal at all {len(steps)} steps."]
+    flips = comparison.examples["flip_index"].notna()
+    lines = [
+        f"{head}: logits differ at {len(differing)} of {len(steps)} steps, first at step {differing['step'].min()}; "
+        f"mean KL {steps['kl'].mean():.2e} nats, largest logit difference {steps['max_abs_logit'].max():.3g}; "
+        f"{int(flips.sum())} of {len(flips)} examples flip a token."
+    ]
+    for frame, value, what, keys in (
+        (comparison.layers, "relative_l2", "residual stream differs most (relative L2 {:.2e})", ("site", "layer")),
+        (comparison.heads, "kl", "attention pattern differs most (KL {:.2e} nats)", ("layer", "head")),
+        (comparison.kv, "relative_error", "cache differs most (relative error {:.2e})", ("tensor", "layer", "kv_head")),
+    ):
+        if not frame.empty and frame[value].max() > 0:
+            mean = frame.groupby(list(keys))[value].mean()
+            place = mean.idxmax()
+            named = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in zip(keys, place, strict=True))  # type: ignore[call-overload]
+            lines.append(f"The {what.format(mean.max())} on average at {named}.")
+    return lines

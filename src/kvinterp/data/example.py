@@ -1,0 +1,100 @@
+"""What one prompt is, what one worked example is, and how the train and heldout splits are kept apart.
+
+The split of a problem is a function of its text alone, so no seed, order or later change of a generator's
+mixture can move a heldout problem into the training stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from random import Random
+from typing import Any, Literal, get_args
+
+from kvinterp.errors import InputError, unknown
+
+__all__ = ["Example", "Prompt", "Split", "check_split", "distinct", "draws", "split_of"]
+
+Split = Literal["train", "heldout"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text a model is asked to continue, with what is needed to judge the continuation.
+
+    Attributes:
+        id: A name that no other prompt of the same list has.
+        text: The text given to the tokenizer, without the beginning-of-sequence token.
+        task: The task whose ``score`` judges a completion; empty if nothing does.
+        answer: The final answer, or a whole correct completion where the task has no single short answer.
+        facts: What a restatement has to keep.
+        meta: Whatever else the task's ``score`` reads.
+    """
+
+    id: str
+    text: str
+    task: str = ""
+    answer: str = ""
+    facts: tuple[str, ...] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and a full worked completion; what a small model is trained on is the two in a row.
+
+    Attributes:
+        prompt: The problem.
+        completion: The worked solution, beginning with a space and without the end-of-sequence token.
+    """
+
+    prompt: Prompt
+    completion: str
+
+
+def split_of(text: str) -> Split:
+    """Gives the split a problem text belongs to: one in ten is held out, by SHA-256 of the text."""
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return "heldout" if int.from_bytes(digest, "big") % 10 == 0 else "train"
+
+
+def check_split(split: str) -> None:
+    """Raises InputError unless ``split`` is a split."""
+    if split not in get_args(Split):
+        raise unknown("split", split, get_args(Split))
+
+
+def draws(draw: Callable[[Random], Example], seed: int, split: Split) -> Iterator[Example]:
+    """Yields one task's examples of one split without end; the same problem may come again.
+
+    Args:
+        draw: Makes one example from a random state.
+        seed: Seed of the stream.
+        split: Which split the problems are taken from.
+    """
+    check_split(split)
+    rng = Random(seed)
+    while True:
+        example = draw(rng)
+        if split_of(example.prompt.text) == split:
+            yield example
+
+
+def distinct(draw: Callable[[Random], Example], count: int, seed: int, split: Split) -> list[Example]:
+    """Collects ``count`` examples with pairwise different problem texts.
+
+    Raises:
+        InputError: If ``count`` is below one, the split is unknown, or the task has too few different problems.
+    """
+    if count < 1:
+        raise InputError(f"asked for {count} problems: expected a positive number; ask for at least 1.")
+    found: dict[str, Example] = {}
+    for example in islice(draws(draw, seed, split), 200 + 20 * count):
+        found.setdefault(example.prompt.text, example)
+        if len(found) == count:
+            return list(found.values())
+    raise InputError(
+        f"asked for {count} different {split} problems, but the generator gave only {len(found)}: ask for fewer."
+    )

@@ -1,0 +1,90 @@
+"""Generated texts to be said again in other words with every fact kept.
+
+A text is two sentences of two or three facts each, drawn from a few kinds (who owns what, who lives where, what costs
+how much), and every kind has one other way of saying it. Scoring does not look at the wording: it asks whether every
+fact (name, number, place, thing) is in the completion as a word of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from random import Random
+
+from kvinterp.data.example import Example, Prompt, Split, distinct
+from kvinterp.data.words import ADJECTIVES, JOBS, OBJECTS, PEOPLE, PLACES, THINGS
+
+__all__ = ["draw", "generate", "score"]
+
+
+def generate(count: int, seed: int, split: Split = "heldout") -> list[Example]:
+    """Makes ``count`` different texts with a restatement of each.
+
+    Args:
+        count: How many.
+        seed: Seed of the generator; the same count, seed and split give the same texts.
+        split: ``"train"`` or ``"heldout"``; no text is ever in both.
+    """
+    return distinct(draw, count, seed, split)
+
+
+def score(prompt: Prompt, completion: str) -> bool:
+    """Tells whether every fact of the prompt is in the completion as a whole word or phrase."""
+    return bool(prompt.facts) and all(
+        re.search(rf"(?<!\w){re.escape(fact)}(?!\w)", completion) is not None for fact in prompt.facts
+    )
+
+
+def draw(rng: Random) -> Example:
+    """Makes one text of two sentences of different kinds about different people."""
+    names = [name for name, _ in rng.sample(PEOPLE, 4)]
+    parts = [kind(rng, names[2 * i], names[2 * i + 1]) for i, kind in enumerate(rng.sample(_KINDS, 2))]
+    text = " ".join(said for said, _, _ in parts)
+    again = " ".join(other for _, other, _ in parts)
+    facts = tuple(dict.fromkeys(fact for _, _, kept in parts for fact in kept))
+    prompt = Prompt(id="", text=f"Text: {text}\nIn other words:", task="restate", answer=again, facts=facts)
+    return Example(prompt, f" {again}")
+
+
+_Part = tuple[str, str, tuple[str, ...]]
+
+
+def _owns(rng: Random, name: str, other: str) -> _Part:
+    count, objects = str(rng.randint(2, 99)), rng.choice(OBJECTS)
+    said = rng.choice((f"{name} owns {count} {objects}.", f"{name} has {count} {objects} at home."))
+    return said, f"There are {count} {objects} that belong to {name}.", (count, objects, name)
+
+
+def _lives(rng: Random, name: str, other: str) -> _Part:
+    place = rng.choice(PLACES)
+    said = rng.choice((f"{name} lives in {place}.", f"{name} has a house in {place}."))
+    return said, f"The home of {name} is in {place}.", (name, place)
+
+
+def _works(rng: Random, name: str, other: str) -> _Part:
+    job = rng.choice(JOBS)
+    said = rng.choice((f"{name} works as a {job}.", f"{name} is a {job}."))
+    return said, f"The job of {name} is {job}.", (name, job)
+
+
+def _stands(rng: Random, name: str, other: str) -> _Part:
+    adjective, thing, place = rng.choice(ADJECTIVES), rng.choice(THINGS), rng.choice(PLACES)
+    said = rng.choice((f"The {adjective} {thing} is in {place}.", f"The {adjective} {thing} stands in {place}."))
+    return said, f"In {place} there is a {adjective} {thing}.", (place, adjective, thing)
+
+
+def _met(rng: Random, name: str, other: str) -> _Part:
+    place = rng.choice(PLACES)
+    said = rng.choice((f"{name} met {other} in {place}.", f"In {place}, {name} saw {other}."))
+    return said, f"{name} and {other} were both in {place}.", (name, other, place)
+
+
+def _costs(rng: Random, name: str, other: str) -> _Part:
+    thing, price = rng.choice(THINGS), str(rng.randint(2, 99))
+    said = rng.choice((f"The {thing} costs {price} dollars.", f"{name} sells the {thing} for {price} dollars."))
+    kept = (price, thing) if name not in said else (price, thing, name)
+    again = f"You pay {price} dollars for the {thing}" + (f" of {name}." if name in said else ".")
+    return said, again, kept
+
+
+_KINDS: tuple[Callable[[Random, str, str], _Part], ...] = (_owns, _lives, _works, _stands, _met, _costs)

@@ -1,0 +1,56 @@
+"""One family of errors, each one sentence: what was given, what was expected, what to do.
+
+Inner code raises them with what it knows; the boundary that knows more (model, path, layer, step) adds it once with
+:func:`located`. The command line prints the sentence and exits with code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterable, Iterator
+
+__all__ = ["InputError", "KvinterpError", "NonFiniteError", "UnsupportedError", "located", "unknown"]
+
+
+class KvinterpError(Exception):
+    """Base of every error kvinterp raises on purpose."""
+
+
+class InputError(KvinterpError, ValueError):
+    """What the caller gave cannot be used; the message says what was expected and what to do."""
+
+
+class UnsupportedError(KvinterpError):
+    """This model kind, architecture or attention implementation cannot give what was asked."""
+
+
+class NonFiniteError(KvinterpError):
+    """NaN or Inf appeared; the message names the path, step, layer and site where it appeared first."""
+
+
+def unknown(what: str, given: object, known: Iterable[str], hint: str = "") -> InputError:
+    """Builds the error for a name that is not known: the near names first, then all of them.
+
+    Args:
+        what: The kind of thing, in the singular, such as ``"site"``.
+        given: The name as the caller wrote it.
+        known: Every name that would have worked.
+        hint: One more sentence on what to do, if there is one.
+
+    Returns:
+        The error, to be raised by the caller.
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(str(given), names, n=3, cutoff=0.5)
+    guess = f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
+    return InputError(f"unknown {what} {given!r}: {guess}known are {', '.join(names)}.{' ' + hint if hint else ''}")
+
+
+@contextlib.contextmanager
+def located(where: str) -> Iterator[None]:
+    """Adds the place (model, path, layer, step) once to a kvinterp error that passes through."""
+    try:
+        yield
+    except KvinterpError as error:
+        raise type(error)(f"{where}: {error}") from error

@@ -1,0 +1,33 @@
+"""How much of a difference a patch takes away."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvinterp.shapes import Measure
+
+__all__ = ["recovery", "recovery_percent"]
+
+
+def recovery(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]) -> Measure:
+    """Share of a divergence that a patch removed: ``1 - d_after / d_before``.
+
+    Args:
+        d_before: Divergence of the two paths without the patch, of any metric.
+        d_after: The same with the patch.
+
+    Returns:
+        A fraction: 1 where the patch removed everything, 0 where it changed nothing, negative where it made the paths
+        differ more. NaN where there was nothing to remove (``d_before`` is 0), for no share of nothing is defined.
+
+    Source: arXiv 2604.15409, eq. (4), there in percent (:func:`recovery_percent`).
+    """
+    before = d_before.detach().double()
+    return torch.where(before == 0, torch.nan, 1 - d_after.detach().double() / before)
+
+
+def recovery_percent(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]) -> Measure:
+    """The same in percent, as arXiv 2604.15409 reports it, see :func:`recovery`."""
+    return recovery(d_before, d_after) * 100

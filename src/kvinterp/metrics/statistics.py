@@ -1,0 +1,125 @@
+"""What many steps say together: the only metrics that bring their input to the host and return Python numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import scipy.stats
+import torch
+from jaxtyping import Bool, Float64, Shaped
+from torch import Tensor
+
+from kvinterp.errors import InputError, NonFiniteError
+
+__all__ = ["Interval", "bootstrap_interval", "kl_statistics"]
+
+#: One number for each step, prompt or whatever is counted, where the caller has them.
+Values: TypeAlias = Shaped[Tensor, " count"] | Shaped[np.ndarray, " count"]
+Flags: TypeAlias = Bool[Tensor, " count"] | Bool[np.ndarray, " count"]
+
+#: Resampled numbers held at once by the bootstrap: 32 MB, and its indices the same again.
+_RESAMPLED_AT_ONCE = 2**22
+
+
+class Interval(NamedTuple):
+    """A confidence interval, both ends included."""
+
+    low: float
+    high: float
+
+
+def kl_statistics(kl: Values, same_top: Flags, top_probability_difference: Values) -> dict[str, float]:
+    """The summary that llama-perplexity prints under ``--kl-divergence``, without its perplexities.
+
+    Differences from ``tools/perplexity/perplexity.cpp`` of llama.cpp: shares and probability differences are fractions
+    and not percent, and Δp is of the first path's greedy token and not of the text's next one (see
+    :func:`kvinterp.metrics.divergence.top_probability_difference`).
+
+    Args:
+        kl: KL divergence in nats at each step.
+        same_top: Whether the greedy tokens agree at each step.
+        top_probability_difference: Δp at each step.
+
+    Returns:
+        ``mean``, ``median``, ``p90``, ``p95``, ``p99``, ``p99.9`` and ``maximum`` of the KL in nats, percentiles
+        interpolated linearly as numpy and llama.cpp do; ``same_top``, the share of agreeing steps; and ``rms_dp``, the
+        root mean square of Δp.
+
+    Raises:
+        InputError: There are no steps, or the inputs differ in length.
+        NonFiniteError: A value is NaN or infinite; how many and where the first is.
+    """
+    divergence = _host(kl, "KL divergences")
+    difference = _host(top_probability_difference, "top probability differences")
+    agree = _host(same_top, "top-token agreements")
+    if not len(divergence) == len(difference) == len(agree):
+        raise InputError(
+            f"got {len(divergence)} KL divergences, {len(agree)} agreements and {len(difference)} probability "
+            "differences: give one of each for every step."
+        )
+    names = ("median", "p90", "p95", "p99", "p99.9", "maximum")
+    percentiles = np.percentile(divergence, (50, 90, 95, 99, 99.9, 100), method="linear")
+    return {
+        "mean": float(divergence.mean()),
+        **{name: float(value) for name, value in zip(names, percentiles, strict=True)},
+        "same_top": float(agree.mean()),
+        "rms_dp": float(np.sqrt(np.mean(difference**2))),
+    }
+
+
+def bootstrap_interval(values: Values, confidence: float = 0.95, seed: int = 0, resamples: int = 2000) -> Interval:
+    """Percentile bootstrap interval of the mean, by ``scipy.stats.bootstrap``.
+
+    The values are resampled one by one, which is right only if they are independent. The steps of one prompt are not:
+    give one value a prompt. The percentile method and not BCa, whose jackknife takes the square of the number of values
+    in memory and which is undefined where all are equal.
+
+    Args:
+        values: Independent observations.
+        confidence: Share of such intervals that should hold the true mean.
+        seed: Seed of the resampling; the same seed gives the same interval.
+        resamples: How often to resample.
+
+    Returns:
+        The interval. With all values equal both ends are that value. With one value alone both ends are NaN: one
+        observation says nothing about its spread.
+
+    Raises:
+        InputError: There are no values, the confidence is not between 0 and 1, or there are no resamples.
+        NonFiniteError: A value is NaN or infinite; how many and where the first is.
+    """
+    if not 0 < confidence < 1:
+        raise InputError(f"confidence {confidence} is not between 0 and 1: give a share such as 0.95.")
+    if resamples < 1:
+        raise InputError(f"{resamples} resamples cannot give an interval: give at least 1, better 1000.")
+    observed = _host(values, "values")
+    if len(observed) == 1:
+        return Interval(float("nan"), float("nan"))
+    if observed.min() == observed.max():
+        return Interval(float(observed[0]), float(observed[0]))
+    result = scipy.stats.bootstrap(
+        (observed,),
+        np.mean,
+        n_resamples=resamples,
+        batch=max(1, _RESAMPLED_AT_ONCE // len(observed)),
+        confidence_level=confidence,
+        method="percentile",
+        random_state=np.random.default_rng(seed),  # Called rng from scipy 1.15 on, which takes both.
+    )
+    return Interval(float(result.confidence_interval.low), float(result.confidence_interval.high))
+
+
+def _host(values: Values, what: str) -> Float64[np.ndarray, " count"]:
+    if isinstance(values, Tensor):
+        values = values.detach().to("cpu", torch.float64).numpy()
+    array = np.asarray(values, dtype=np.float64)
+    if not array.size:
+        raise InputError(f"there are no {what}: give at least one.")
+    bad = np.flatnonzero(~np.isfinite(array))
+    if bad.size:
+        raise NonFiniteError(
+            f"{bad.size} of {array.size} {what} are NaN or infinite, the first at index {bad[0]} ({array[bad[0]]}): "
+            "find where they arise, they cannot be averaged over."
+        )
+    return array

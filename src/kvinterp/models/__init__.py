@@ -1,0 +1,6 @@
+"""WHAT runs: models of three kinds behind one adapter, and the zoo of small trained ones."""
+
+from kvinterp.models.adapter import SITES, Adapter, Facts, Tap, dtype_named, expand_sites
+from kvinterp.models.load import KINDS, load_model, wrap
+
+__all__ = ["KINDS", "SITES", "Adapter", "Facts", "Tap", "dtype_named", "expand_sites", "load_model", "wrap"]

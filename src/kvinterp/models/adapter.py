@@ -1,0 +1,431 @@
+"""One face for every kind of model, so that nothing outside ``models/`` asks which kind it has.
+
+An adapter forwards tokens with or without a cache, names the sites it has, hooks a site at a layer, and tells its facts.
+The loops in ``paths/`` hand it a :class:`KVStore`; the adapter dresses that store as whatever cache its model expects.
+
+Layouts are the same for every kind:
+
+==================================================  =============================================
+sites                                               shape
+==================================================  =============================================
+resid_pre, resid_mid, resid_post, attn_out, mlp_out  ``[batch, position, width]``
+q, z                                                ``[batch, position, query_head, head_dim]``
+k, v                                                ``[batch, position, kv_head, head_dim]``
+attn_scores, pattern                                ``[batch, query_head, query, key]``
+cache_k, cache_k_pre, cache_v                       ``[batch, kv_head, position, head_dim]``
+==================================================  =============================================
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from kvinterp.errors import InputError, UnsupportedError, unknown
+
+__all__ = [
+    "CACHE_SITES",
+    "RESIDUAL_SITES",
+    "SITES",
+    "Adapter",
+    "Facts",
+    "KVStore",
+    "Listener",
+    "Site",
+    "Tap",
+    "dtype_named",
+    "expand_sites",
+]
+
+RESIDUAL_SITES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+CACHE_SITES = ("cache_k", "cache_k_pre", "cache_v")
+SITES: dict[str, str] = {
+    "resid_pre": "residual stream entering the block",
+    "resid_mid": "residual stream between attention and MLP",
+    "resid_post": "residual stream leaving the block",
+    "attn_out": "what attention adds to the residual stream",
+    "mlp_out": "what the MLP adds to the residual stream",
+    "q": "queries as projected, before RoPE",
+    "k": "keys as projected for the new positions, before RoPE",
+    "v": "values as projected for the new positions",
+    "z": "attention's output per head, before the output projection",
+    "attn_scores": "attention scores, masked, before the softmax",
+    "pattern": "attention probabilities after the softmax",
+    "cache_k": "keys of every position as attention reads them, after RoPE",
+    "cache_k_pre": "keys of every position before RoPE",
+    "cache_v": "values of every position as attention reads them",
+}
+GROUPS = {"kv": ("cache_k", "cache_v"), "resid": ("resid_pre", "resid_mid", "resid_post")}
+
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+Site = tuple[str, int]
+"""A site's name and the layer."""
+
+Listener = Callable[[Tensor], "Tensor | None"]
+
+
+def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Turns ``"float16"`` (or a torch dtype, or None) into a torch dtype.
+
+    Raises:
+        InputError: The name is not one of float16, bfloat16, float32, float64.
+    """
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise unknown("dtype", name, DTYPES)
+    return DTYPES[name]
+
+
+def expand_sites(sites: str | Sequence[str]) -> tuple[str, ...]:
+    """Expands groups (``kv``, ``resid``) and checks names, keeping the order given.
+
+    Args:
+        sites: Names, or one comma-separated text such as ``"resid_post,pattern,kv"``.
+
+    Raises:
+        InputError: A name is not a site; the near names are offered.
+    """
+    names = [part.strip() for part in sites.split(",")] if isinstance(sites, str) else list(sites)
+    expanded: list[str] = []
+    for name in filter(None, names):
+        if name not in SITES and name not in GROUPS:
+            raise unknown("site", name, [*SITES, *GROUPS])
+        expanded += [site for site in GROUPS.get(name, (name,)) if site not in expanded]
+    return tuple(expanded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is true of a model whatever runs it.
+
+    Attributes:
+        name: Where it came from, for tables.
+        architecture: The transformers class name, or the nearest there is.
+        layers: Number of blocks.
+        query_heads: Query heads in a block.
+        kv_heads: Key/value heads in a block; equal to query_heads without grouped-query attention.
+        head_dim: Width of one head.
+        width: Width of the residual stream.
+        vocabulary: Number of logits.
+        context: Most positions the model may be given.
+        windows: For each layer the sliding window in positions, or None where attention sees everything.
+        cached_keys_rotated: Whether the cache holds keys after RoPE (transformers) or before it (HookedTransformer).
+        attention: The attention implementation: eager, sdpa, flash_attention_2, ...
+    """
+
+    name: str
+    architecture: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    vocabulary: int
+    context: int
+    windows: tuple[int | None, ...]
+    cached_keys_rotated: bool
+    attention: str
+
+
+class KVStore(Protocol):
+    """Where keys and values live between forwards; ``paths.cache`` holds the implementations."""
+
+    dressed: Any
+    """The cache a model kind made of this store, kept for the store's whole life, or None."""
+
+    def length(self, layer: int) -> int:
+        """Positions a layer holds before the next update."""
+
+    def held(
+        self, layer: int
+    ) -> tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]:
+        """The keys and values a layer holds, without copying."""
+
+    def update(
+        self,
+        layer: int,
+        keys: Float[Tensor, "batch kv_head new head_dim"],
+        values: Float[Tensor, "batch kv_head new head_dim"],
+        window: int | None = None,
+    ) -> tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]:
+        """Appends, and returns what attention is to read: all positions, or the last ``window - 1`` plus the new."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tap:
+    """Where in the module tree a site is found, and how its tensor is brought to the common layout.
+
+    Attributes:
+        module: The module to hook.
+        side: ``"input"`` (first argument), ``"output"``, or ``"softmax"`` (scores or pattern inside eager attention).
+        heads: Number of heads to split the last dimension into, or None where the layout is the common one already.
+        span: Start and stop of the last dimension that belongs to this site in a fused projection, or None for all.
+        head_major: Whether the tensor arrives as ``[batch, head, position, head_dim]``.
+    """
+
+    module: nn.Module
+    side: str = "output"
+    heads: int | None = None
+    span: tuple[int, int] | None = None
+    head_major: bool = False
+
+    def get(self, raw: Tensor) -> Tensor:
+        """The site's tensor in the common layout, as a view."""
+        if self.span is not None:
+            raw = raw[..., self.span[0] : self.span[1]]
+        if self.heads is not None and raw.dim() == 3:
+            raw = raw.unflatten(-1, (self.heads, -1))
+        return raw.transpose(1, 2) if self.head_major else raw
+
+    def put(self, raw: Tensor, new: Tensor) -> Tensor:
+        """A copy of ``raw`` in which the site's tensor is ``new``."""
+        if self.head_major:
+            new = new.transpose(1, 2)
+        if self.heads is not None and raw.dim() == 3:
+            new = new.flatten(-2)
+        if self.span is None:
+            return new
+        replaced = raw.clone()
+        replaced[..., self.span[0] : self.span[1]] = new
+        return replaced
+
+
+class Adapter(abc.ABC):
+    """A model, its tokenizer and its facts behind the one face the rest of kvinterp talks to."""
+
+    kind: str
+
+    def __init__(self, model: nn.Module, facts: Facts, tokenizer: Any = None) -> None:
+        self.model = model
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self._listeners: Mapping[Site, Sequence[Listener]] = {}
+        self._attachments: dict[Site, list[Any]] = {}
+        self._variants: dict[torch.dtype, Adapter] = {}
+        self._fingerprint: str | None = None
+        self.checked_batches: dict[tuple[str, int, int, int], bool] = {}
+
+    # What a kind must say ------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def forward(
+        self, tokens: Int[Tensor, "batch new"], store: KVStore | None = None
+    ) -> Float[Tensor, "batch new vocabulary"]:
+        """Logits for every new token; with a store, attention also reads what the store holds."""
+
+    @abc.abstractmethod
+    def tap(self, site: str, layer: int) -> Tap:
+        """Where a site is found; raises UnsupportedError, saying why and what to do, where this kind lacks it."""
+
+    @abc.abstractmethod
+    def cast(self, dtype: torch.dtype) -> Adapter:
+        """A copy of the model computing in another dtype, from the same weights."""
+
+    @abc.abstractmethod
+    def read_cache(self, site: str, layer: int, arguments: dict[str, Any], output: Any) -> Tensor | None:
+        """A cache site after a forward the user ran on their own, from that forward's arguments and output."""
+
+    @property
+    def position_major_cache(self) -> bool:
+        """Whether this model's own cache lays a position's heads side by side in memory."""
+        return False
+
+    @property
+    def attention_only(self) -> bool:
+        """Whether every layer keeps plain keys and values, so that a store can also sit in a pass without a cache."""
+        return True
+
+    # What every kind shares ----------------------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the weights are in."""
+        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+
+    @property
+    def device(self) -> torch.device:
+        """The device tokens must be on."""
+        return next(self.model.parameters()).device
+
+    def at(self, dtype: torch.dtype | None) -> Adapter:
+        """This model computing in ``dtype``; itself where that is the dtype it has. Copies are kept."""
+        if dtype is None or dtype == self.dtype:
+            return self
+        if dtype not in self._variants:
+            self._variants[dtype] = self.cast(dtype)
+        return self._variants[dtype]
+
+    def supports(self, site: str, layer: int = 0) -> bool:
+        """Whether this model, as it was loaded, can give a site."""
+        try:
+            self.tap(site, layer)
+        except UnsupportedError:
+            return False
+        return True
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens the tokenizer puts in front.
+
+        Raises:
+            InputError: There is no tokenizer, or the text gives no token.
+        """
+        if self.tokenizer is None:
+            raise InputError(f"model {self.facts.name} has no tokenizer: give token ids instead of text.")
+        tokens = self.tokenizer(text)["input_ids"]
+        if not tokens:
+            raise InputError(f"prompt {text[:40]!r} gives no token: give a prompt with text in it.")
+        return list(tokens)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids; the ids themselves where there is no tokenizer."""
+        return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(list(tokens))
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Text of each token alone."""
+        return [self.decode([token]) for token in tokens]
+
+    @property
+    def source(self) -> nn.Module:
+        """The module that carries the transformers configs."""
+        return self.model
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The token ids at which generation ends."""
+        found: set[int] = set()
+        config = getattr(self.source, "generation_config", None) or getattr(self.source, "config", None)
+        for holder in (config, self.tokenizer):
+            given = getattr(holder, "eos_token_id", None)
+            found |= set(given) if isinstance(given, list | tuple) else {given} if isinstance(given, int) else set()
+        return frozenset(found)
+
+    def fingerprint(self) -> str:
+        """BLAKE2 over the names, shapes, dtypes and bytes of the weights, 16 hex digits; computed once."""
+        if self._fingerprint is None:
+            digest = hashlib.blake2b(digest_size=8)
+            for name, tensor in sorted(self.model.state_dict().items()):
+                digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+                digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    # Hooks ---------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def attached(self, places: Sequence[Site]) -> Iterator[None]:
+        """Hooks the places once, for as long as the context lasts; :meth:`listening` says who hears them.
+
+        Every hook goes through torch's own handles, so leaving the context, by an exception too, removes exactly the
+        hooks it made and nothing of the user's. Nested contexts share a hook and the last one out removes it.
+        """
+        mine: list[Site] = []
+        try:
+            for place in dict.fromkeys(places):
+                if place not in self._attachments:
+                    self._attachments[place] = [0, self._attach(place)]
+                self._attachments[place][0] += 1
+                mine.append(place)
+            yield
+        finally:
+            for place in mine:
+                self._attachments[place][0] -= 1
+                if not self._attachments[place][0]:
+                    for handle in self._attachments.pop(place)[1]:
+                        handle.remove()
+
+    @contextlib.contextmanager
+    def listening(self, listeners: Mapping[Site, Sequence[Listener]]) -> Iterator[None]:
+        """Sends what the attached hooks see to these listeners, in order.
+
+        A tensor that a listener returns replaces the site's, for the listeners after it too.
+        """
+        before, self._listeners = self._listeners, listeners
+        try:
+            yield
+        finally:
+            self._listeners = before
+
+    def _attach(self, place: Site) -> list[RemovableHandle]:
+        tap = self.tap(*place)
+
+        def emit(raw: Tensor) -> Tensor | None:
+            changed: Tensor | None = None
+            for listener in self._listeners.get(place, ()):
+                new = listener(tap.get(raw) if changed is None else changed)
+                changed = changed if new is None else new
+            return None if changed is None else tap.put(raw, changed)
+
+        if tap.side == "softmax":
+            return softmax_hooks(tap.module, place[0], emit)
+        if tap.side == "input":
+
+            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+                if args:
+                    new = emit(args[0])
+                    return None if new is None else ((new, *args[1:]), kwargs)
+                new = emit(kwargs["hidden_states"])
+                return None if new is None else (args, {**kwargs, "hidden_states": new})
+
+            return [tap.module.register_forward_pre_hook(before, with_kwargs=True)]
+
+        def after(_: nn.Module, __: Any, output: Any) -> Any:
+            new = emit(output[0] if isinstance(output, tuple) else output)
+            return None if new is None else (new, *output[1:]) if isinstance(output, tuple) else new
+
+        return [tap.module.register_forward_hook(after)]
+
+
+class _SoftmaxMode(torch.overrides.TorchFunctionMode):
+    """Shows the input or the output of the softmax that runs inside one attention module."""
+
+    def __init__(self, site: str, emit: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.site, self.emit = site, emit
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.softmax, torch.nn.functional.softmax, Tensor.softmax):
+            return func(*args, **kwargs)
+        scores = args[0]
+        if self.site == "attn_scores":
+            new = self.emit(scores)
+            return func(scores if new is None else new, *args[1:], **kwargs)
+        probabilities = func(*args, **kwargs)
+        new = self.emit(probabilities.to(scores.dtype))
+        return probabilities if new is None else new.to(probabilities.dtype)
+
+
+def softmax_hooks(module: nn.Module, site: str, emit: Callable[[Tensor], Tensor | None]) -> list[RemovableHandle]:
+    """Hooks the softmax inside one eager attention module, the only place where scores and pattern exist."""
+    open_modes: list[_SoftmaxMode] = []
+
+    def enter(_: nn.Module, __: Any) -> None:
+        mode = _SoftmaxMode(site, emit)
+        mode.__enter__()
+        open_modes.append(mode)
+
+    def leave(_: nn.Module, __: Any, ___: Any) -> None:
+        if open_modes:
+            open_modes.pop().__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]

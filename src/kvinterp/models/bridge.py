@@ -1,0 +1,98 @@
+"""TransformerLens' TransformerBridge: TransformerLens' hooks over a transformers model.
+
+The bridge rebuilds attention from its parts, so its bits are not production's (the native kind's are), but it has a hook
+for everything and is the only kind in TransformerLens 4. Its cache is transformers' own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvinterp.errors import UnsupportedError
+from kvinterp.models.adapter import Adapter, KVStore, Tap
+from kvinterp.models.hooked import HOOKS
+from kvinterp.models.native import cast_transformers, keeps_only_keys_and_values, text_config, transformers_facts
+from kvinterp.models.transformers_cache import cached_tensor, dress
+
+__all__ = ["BridgeAdapter", "build_bridge"]
+
+
+def build_bridge(model: nn.Module, name: str) -> nn.Module:
+    """Wraps a transformers model, which it changes in place, in a TransformerBridge with unprocessed weights.
+
+    Raises:
+        UnsupportedError: TransformerLens has no bridge for this architecture.
+    """
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+    parameter = next(model.parameters())
+    try:
+        bridge = build_bridge_from_module(
+            model,
+            type(model).__name__,
+            hf_config=model.config,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            model_name=name,
+        )
+    except (ValueError, KeyError) as error:
+        raise UnsupportedError(
+            f"TransformerLens has no bridge for {type(model).__name__} ({error}): use kind='native'."
+        ) from error
+    return bridge.eval()
+
+
+class BridgeAdapter(Adapter):
+    """A TransformerBridge, run through its own forward."""
+
+    kind = "bridge"
+
+    def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
+        source: Any = model.original_model
+        facts = transformers_facts(source, name, attention="bridge")
+        super().__init__(model, facts, tokenizer if tokenizer is not None else getattr(model, "tokenizer", None))
+        self.hooks: dict[str, nn.Module] = dict(model.hook_dict)  # type: ignore[arg-type]
+
+    @property
+    def source(self) -> nn.Module:
+        """The transformers model inside."""
+        return self.model.original_model  # type: ignore[return-value]
+
+    @property
+    def attention_only(self) -> bool:
+        """Whether every layer keeps plain keys and values."""
+        return keeps_only_keys_and_values(self.source)
+
+    def forward(self, tokens: Tensor, store: KVStore | None = None) -> Tensor:
+        """Logits of every new token, through the bridge."""
+        if store is None:
+            return self.model(tokens, return_type="logits", use_cache=False)
+        if store.dressed is None:
+            store.dressed = dress(text_config(self.source), store)
+        return self.model(tokens, return_type="logits", past_key_values=store.dressed, use_cache=True)
+
+    def tap(self, site: str, layer: int) -> Tap:
+        """The HookPoint that carries a site."""
+        if site.startswith("cache_"):
+            raise UnsupportedError(f"site {site!r} has no hook in a bridge: it is read from the cache.")
+        name = f"blocks.{layer}.{HOOKS[site]}"
+        if name not in self.hooks:
+            raise UnsupportedError(
+                f"site {site!r} is not there: the bridge for {self.facts.architecture} has no hook {name}. "
+                "Record resid_pre or resid_post instead, or use kind='native'."
+            )
+        heads = self.facts.query_heads if site in ("q", "z") else self.facts.kv_heads if site in ("k", "v") else None
+        return Tap(self.hooks[name], heads=heads)
+
+    def cast(self, dtype: torch.dtype) -> Adapter:
+        """The same weights in another dtype."""
+        model: Any = cast_transformers(self.model, dtype)
+        model.cfg.dtype = dtype
+        return BridgeAdapter(model, self.facts.name, self.tokenizer)
+
+    def read_cache(self, site: str, layer: int, arguments: dict[str, Any], output: Any) -> Tensor | None:
+        """What the transformers cache of the user's own forward holds after it."""
+        return cached_tensor(arguments.get("past_key_values"), site, layer)

@@ -1,0 +1,289 @@
+"""TransformerLens' HookedTransformer: the interp community's model, where every activation has a hook.
+
+Its cache holds keys before RoPE and rotates the whole history at every step, so ``cache_k_pre`` is what it stores and
+``cache_k`` is what ``hook_rot_k`` shows. Exists up to TransformerLens 3; version 4 has the bridge only.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models.adapter import Adapter, Facts, KVStore, Tap
+
+__all__ = ["HookedAdapter", "convert_checkpoint", "hooked_class"]
+
+HOOKS = {
+    "resid_pre": "hook_resid_pre",
+    "resid_mid": "hook_resid_mid",
+    "resid_post": "hook_resid_post",
+    "attn_out": "hook_attn_out",
+    "mlp_out": "hook_mlp_out",
+    "q": "attn.hook_q",
+    "k": "attn.hook_k",
+    "v": "attn.hook_v",
+    "z": "attn.hook_z",
+    "attn_scores": "attn.hook_attn_scores",
+    "pattern": "attn.hook_pattern",
+}
+CONVERTED = {
+    "LlamaForCausalLM": "convert_llama_weights",
+    "MistralForCausalLM": "convert_mistral_weights",
+    "Gemma2ForCausalLM": "convert_gemma_weights",
+}
+
+
+def hooked_class() -> type[nn.Module]:
+    """TransformerLens' HookedTransformer class.
+
+    Raises:
+        UnsupportedError: The installed TransformerLens has none (version 4 and later).
+    """
+    try:
+        from transformer_lens import HookedTransformer
+    except ImportError as error:
+        raise UnsupportedError(
+            "the installed TransformerLens has no HookedTransformer (it was removed in 4.0): "
+            "use kind='bridge' or kind='native', or install transformer-lens>=3.9,<4."
+        ) from error
+    return HookedTransformer
+
+
+def convert_checkpoint(folder: Path, name: str, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> nn.Module:
+    """Loads a local Llama, Mistral or Gemma-2 checkpoint as an unprocessed HookedTransformer.
+
+    Args:
+        folder: A transformers checkpoint.
+        name: The name to give the model.
+        dtype: Weight and compute dtype.
+        device: Where to put it.
+        tokenizer: The checkpoint's tokenizer, or None.
+
+    Raises:
+        UnsupportedError: The architecture is none of the three families.
+    """
+    model_class = hooked_class()
+    from transformer_lens.config.hooked_transformer_config import HookedTransformerConfig
+    from transformer_lens.pretrained import weight_conversions
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kvinterp.models.load import quiet_transformers
+
+    config = AutoConfig.from_pretrained(folder)
+    architecture = (config.architectures or ["unknown"])[0]
+    if architecture not in CONVERTED:
+        raise UnsupportedError(
+            f"kind 'hooked' cannot convert {architecture} from a local folder (it converts {', '.join(CONVERTED)}): "
+            "use kind='bridge' for the same hooks over the transformers model, or kind='native'."
+        )
+    with quiet_transformers():
+        source = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    hooked_config = HookedTransformerConfig(**_config_fields(config, architecture), dtype=dtype, device=str(device))
+    hooked_config.model_name = name
+    weights = getattr(weight_conversions, CONVERTED[architecture])(source, hooked_config)
+    model: Any = model_class(hooked_config, tokenizer=None, move_to_device=False)
+    model.load_and_process_state_dict(
+        weights,
+        fold_ln=False,
+        center_writing_weights=False,
+        center_unembed=False,
+        fold_value_biases=False,
+    )
+    if tokenizer is not None:
+        model.set_tokenizer(_for_transformer_lens(tokenizer, folder))
+    return model.to(device, print_details=False).eval().requires_grad_(False)
+
+
+def _for_transformer_lens(tokenizer: Any, folder: Path) -> Any:
+    # TransformerLens builds a second tokenizer from this one's saved arguments, and looks its source up there.
+    mine = copy.deepcopy(tokenizer)
+    mine.init_kwargs.setdefault("name_or_path", str(folder))
+    return mine
+
+
+def _config_fields(config: Any, architecture: str) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ("default", "llama3"):
+        raise UnsupportedError(
+            f"kind 'hooked' has no {rope_type!r} RoPE scaling: use kind='bridge' or kind='native' for this checkpoint."
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    window = getattr(config, "sliding_window", None)
+    windows = layer_windows(config)
+    grouped = config.num_key_value_heads != config.num_attention_heads or architecture != "LlamaForCausalLM"
+    fields: dict[str, Any] = {
+        "d_model": config.hidden_size,
+        "d_head": head_dim,
+        "n_heads": config.num_attention_heads,
+        "n_key_value_heads": config.num_key_value_heads if grouped else None,
+        "d_mlp": config.intermediate_size,
+        "n_layers": config.num_hidden_layers,
+        "n_ctx": config.max_position_embeddings,
+        "eps": config.rms_norm_eps,
+        "d_vocab": config.vocab_size,
+        "act_fn": getattr(config, "hidden_activation", None) or config.hidden_act,
+        "normalization_type": "RMS",
+        "positional_embedding_type": "rotary",
+        "rotary_adjacent_pairs": False,
+        "rotary_dim": head_dim,
+        "rotary_base": rope.get("rope_theta", 10000.0),
+        "final_rms": True,
+        "gated_mlp": True,
+        "original_architecture": architecture,
+        "use_local_attn": any(windows),
+        "window_size": window if any(windows) else None,
+        "attn_types": ["local" if w else "global" for w in windows] if any(windows) else None,
+    }
+    if rope_type == "llama3":
+        fields |= {
+            "use_NTK_by_parts_rope": True,
+            "NTK_original_ctx_len": rope["original_max_position_embeddings"],
+            "NTK_by_parts_low_freq_factor": rope["low_freq_factor"],
+            "NTK_by_parts_high_freq_factor": rope["high_freq_factor"],
+            "NTK_by_parts_factor": rope["factor"],
+        }
+    if architecture == "Gemma2ForCausalLM":
+        fields |= {
+            "attn_scale": config.query_pre_attn_scalar**0.5,
+            "attn_scores_soft_cap": config.attn_logit_softcapping or -1.0,
+            "output_logits_soft_cap": config.final_logit_softcapping or -1.0,
+            "use_normalization_before_and_after": True,
+        }
+    return fields
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer of a transformers config, in positions; None where attention is full."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if "sliding" in kind else None for kind in types)
+
+
+class _Entry:
+    """One layer of the store, dressed as TransformerLens' cache entry (``[batch, position, kv_head, head_dim]``)."""
+
+    frozen = False
+
+    def __init__(self, store: KVStore, layer: int) -> None:
+        self.store, self.layer = store, layer
+
+    @property
+    def past_keys(self) -> Tensor:
+        return self.store.held(self.layer)[0].transpose(1, 2)
+
+    @property
+    def past_values(self) -> Tensor:
+        return self.store.held(self.layer)[1].transpose(1, 2)
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        all_keys, all_values = self.store.update(self.layer, keys.transpose(1, 2), values.transpose(1, 2))
+        return all_keys.transpose(1, 2), all_values.transpose(1, 2)
+
+
+class _Cache:
+    """The store, dressed as a TransformerLensKeyValueCache."""
+
+    frozen = False
+
+    def __init__(self, store: KVStore, layers: int) -> None:
+        self.entries = [_Entry(store, layer) for layer in range(layers)]
+
+    def __getitem__(self, layer: int) -> _Entry:
+        return self.entries[layer]
+
+    def append_attention_mask(self, mask: Tensor) -> Tensor:
+        return mask.new_ones(mask.shape[0], self.entries[0].store.length(0) + mask.shape[1])
+
+
+class HookedAdapter(Adapter):
+    """A HookedTransformer, run as it is: its own kernels, its own cache layout."""
+
+    kind = "hooked"
+
+    def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
+        config: Any = model.cfg
+        local = config.attn_types if config.use_local_attn else None
+        facts = Facts(
+            name=name or config.model_name,
+            architecture=config.original_architecture or "HookedTransformer",
+            layers=config.n_layers,
+            query_heads=config.n_heads,
+            kv_heads=config.n_key_value_heads or config.n_heads,
+            head_dim=config.d_head,
+            width=config.d_model,
+            vocabulary=config.d_vocab_out,
+            context=config.n_ctx,
+            windows=tuple(
+                config.window_size if local and local[layer] == "local" else None for layer in range(config.n_layers)
+            ),
+            cached_keys_rotated=False,
+            attention="transformer_lens",
+        )
+        super().__init__(model, facts, tokenizer if tokenizer is not None else model.tokenizer)
+        self._check_runnable(config)
+
+    def _check_runnable(self, config: Any) -> None:
+        if config.attention_dir != "causal":
+            raise InputError(
+                f"model {self.facts.name} has {config.attention_dir} attention, and a KV cache needs causal attention: "
+                "give a decoder."
+            )
+
+    @property
+    def position_major_cache(self) -> bool:
+        """TransformerLens caches ``[batch, position, kv_head, head_dim]``."""
+        return True
+
+    def forward(self, tokens: Tensor, store: KVStore | None = None) -> Tensor:
+        """Logits of every new token; both paths get the same explicit all-ones mask (see FACTS in the README)."""
+        cache = None if store is None else _Cache(store, self.facts.layers)
+        return self.model(
+            tokens, return_type="logits", attention_mask=torch.ones_like(tokens), past_kv_cache=cache, prepend_bos=False
+        )
+
+    def tap(self, site: str, layer: int) -> Tap:
+        """The HookPoint that carries a site."""
+        block: Any = self.model.blocks[layer]  # type: ignore[index]
+        rotary = self.model.cfg.positional_embedding_type == "rotary"  # type: ignore[union-attr]
+        if site == "cache_k" and rotary:
+            return Tap(block.attn.hook_rot_k, head_major=True)
+        if site in ("cache_k_pre", "cache_k", "cache_v"):
+            raise UnsupportedError(f"site {site!r} has no hook in a HookedTransformer: it is read from the cache.")
+        if site == "resid_mid" and not hasattr(block, "hook_resid_mid"):
+            raise UnsupportedError(
+                f"{self.facts.name} runs attention and MLP in parallel, so there is no residual stream between them: "
+                "record resid_pre or resid_post instead."
+            )
+        return Tap(block.get_submodule(HOOKS[site]))
+
+    def cast(self, dtype: torch.dtype) -> Adapter:
+        """The same weights in another dtype; rotary tables are computed anew in that dtype."""
+        model: Any = copy.deepcopy(self.model)
+        model.to(dtype, print_details=False)
+        for module in model.modules():
+            if hasattr(module, "cfg"):
+                module.cfg.dtype = dtype
+        for block in model.blocks:
+            attention: Any = block.attn
+            if hasattr(attention, "rotary_sin"):
+                sin, cos = attention.calculate_sin_cos_rotary(
+                    attention.cfg.rotary_dim, attention.rotary_sin.shape[0], base=attention._rotary_base(), dtype=dtype
+                )
+                attention.rotary_sin, attention.rotary_cos = sin.to(self.device), cos.to(self.device)
+        return HookedAdapter(model, self.facts.name, self.tokenizer)
+
+    def read_cache(self, site: str, layer: int, arguments: dict[str, Any], output: Any) -> Tensor | None:
+        """What the user's own TransformerLensKeyValueCache holds after the forward."""
+        cache = arguments.get("past_kv_cache")
+        if cache is None or site == "cache_k":
+            return None
+        entry = cache[layer]
+        return (entry.past_keys if site == "cache_k_pre" else entry.past_values).transpose(1, 2)

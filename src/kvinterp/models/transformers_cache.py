@@ -1,0 +1,82 @@
+"""kvinterp's store dressed as a transformers cache, for the bridge and native kinds.
+
+A transformers cache is a list of layers. Layers that keep keys and values of every position (or of a sliding window) are
+replaced by ones that keep them in the store; layers that keep something else (Mamba and Gated DeltaNet states, indexers)
+stay transformers' own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvinterp.models.adapter import KVStore
+
+__all__ = ["StoreLayer", "dress", "is_attention_only", "unwrapped_cache"]
+
+
+class StoreLayer(DynamicLayer):
+    """One layer of the store in the shape transformers asks for (``[batch, kv_head, position, head_dim]``)."""
+
+    def __init__(self, store: KVStore, layer: int, window: int | None) -> None:
+        super().__init__()
+        self.store, self.layer, self.sliding_window = store, layer, window
+        self.is_sliding = window is not None
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the store allocates on its first update."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Appends to the store and returns what attention reads."""
+        return self.store.update(self.layer, key_states, value_states, self.sliding_window)
+
+    def get_seq_length(self) -> int:
+        """Positions seen so far, whatever a sliding window lets attention see."""
+        return self.store.length(self.layer)
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Length and offset of the keys that the next update will return."""
+        new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        held = self.store.length(self.layer)
+        offset = 0 if self.sliding_window is None else max(held - self.sliding_window + 1, 0)
+        return held + new - offset, offset
+
+    def get_max_length(self) -> int:
+        """The window, or -1 where there is no limit, as transformers' own layers say."""
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    get_max_cache_shape = get_max_length
+
+
+def is_attention_only(cache: Cache) -> bool:
+    """Whether every layer keeps plain keys and values."""
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+
+
+def unwrapped_cache(config: Any) -> DynamicCache:
+    """The cache transformers itself would make for this model."""
+    return DynamicCache(config=config)
+
+
+def dress(config: Any, store: KVStore) -> DynamicCache:
+    """The cache transformers would make, with its attention layers keeping their tensors in ``store``."""
+    cache = unwrapped_cache(config)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = StoreLayer(store, index, None)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = StoreLayer(store, index, layer.sliding_window)
+    return cache
+
+
+def cached_tensor(cache: Cache | None, site: str, layer: int) -> Tensor | None:
+    """What a transformers cache of the user's holds for a layer, or None where it holds no keys and values."""
+    if cache is None or layer >= len(cache.layers):
+        return None
+    held = cache.layers[layer]
+    tensor = getattr(held, "keys" if site == "cache_k" else "values", None)
+    return tensor if isinstance(tensor, torch.Tensor) and tensor.numel() else None

@@ -1,0 +1,112 @@
+"""An execution path: how a model is run, as data. Never a model, never a tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from kvinterp.errors import InputError
+from kvinterp.models import dtype_named
+from kvinterp.policies import Identity, Policy, policy_named
+
+__all__ = ["Cached", "ExecutionPath", "Recompute", "path_named"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutionPath:
+    """How the next-token logits are computed. :func:`Cached` and :func:`Recompute` build one.
+
+    Attributes:
+        form: ``"cached"`` (prefill, then one token a step against the cache) or ``"recompute"`` (the whole prefix at
+            every step, no memory between steps).
+        policy: What is done to keys and values on their way in and out of the cache.
+        dtype: Compute dtype, such as ``"float64"``, or None for the model's own.
+        cache_dtype: Dtype the cache keeps, or None for the compute dtype.
+        chunk: Most tokens in one prefill forward, or None for all at once.
+    """
+
+    form: str = "cached"
+    policy: Policy = dataclasses.field(default_factory=Identity)
+    dtype: str | None = None
+    cache_dtype: str | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        dtype_named(self.dtype)
+        dtype_named(self.cache_dtype)
+        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
+            raise InputError(f"chunk={self.chunk!r} was given: expected a whole number of tokens of at least 1, or None.")
+
+    def __str__(self) -> str:
+        """The text form, such as ``cached``, ``recompute@float64`` or ``cached[chunk=16]+q8_0``."""
+        options = {"chunk": self.chunk, "cache": self.cache_dtype}
+        shown = ",".join(f"{name}={value}" for name, value in options.items() if value is not None)
+        policy = "" if isinstance(self.policy, Identity) else f"+{self.policy}"
+        return self.form + (f"[{shown}]" if shown else "") + policy + (f"@{self.dtype}" if self.dtype else "")
+
+
+def Cached(  # noqa: N802  # reads as the noun it makes
+    policy: Policy | str | None = None,
+    dtype: str | None = None,
+    cache_dtype: str | None = None,
+    chunk: int | None = None,
+) -> ExecutionPath:
+    """Decoding from a KV cache: prefill once, then one token a step.
+
+    Args:
+        policy: What is done to keys and values; nothing unless said.
+        dtype: Compute dtype; the model's own unless said.
+        cache_dtype: What the cache keeps; the compute dtype unless said.
+        chunk: Most tokens in one prefill forward.
+    """
+    return ExecutionPath("cached", _policy(policy), _name(dtype), _name(cache_dtype), chunk)
+
+
+def Recompute(  # noqa: N802  # reads as the noun it makes
+    policy: Policy | str | None = None, dtype: str | None = None, chunk: int | None = None
+) -> ExecutionPath:
+    """Recomputing the whole prefix at every step, as if there were no cache.
+
+    Args:
+        policy: What is done to the keys and values of every position before attention reads them.
+        dtype: Compute dtype; the model's own unless said.
+        chunk: Most tokens in one forward; the prefix is then computed chunk after chunk, anew at every step.
+    """
+    return ExecutionPath("recompute", _policy(policy), _name(dtype), None, chunk)
+
+
+def path_named(text: str | ExecutionPath) -> ExecutionPath:
+    """Reads the text form of a path: ``form[options]+policy@dtype``, of which only the form is needed.
+
+    Raises:
+        InputError: The text does not have that form.
+    """
+    if isinstance(text, ExecutionPath):
+        return text
+    match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
+    if match is None:
+        raise InputError(
+            f"path {text!r} cannot be read: expected cached or recompute, then if wanted [chunk=N,cache=DTYPE], "
+            "+POLICY and @DTYPE, as in cached, recompute@float64 or cached[chunk=16]."
+        )
+    form, options, policy, dtype = match.groups()
+    chosen: dict[str, str] = {}
+    for part in filter(None, (options or "").split(",")):
+        name, _, value = part.partition("=")
+        if name.strip() not in ("chunk", "cache") or not value:
+            raise InputError(f"path option {part!r} in {text!r} is unknown: expected chunk=N or cache=DTYPE.")
+        chosen[name.strip()] = value.strip()
+    if "cache" in chosen and form == "recompute":
+        raise InputError(f"path {text!r} gives a cache dtype to a path that keeps no cache: use cached[cache=...].")
+    chunk = chosen.get("chunk")
+    if chunk is not None and not chunk.isdigit():
+        raise InputError(f"chunk={chunk!r} in path {text!r}: expected a whole number of tokens of at least 1.")
+    return ExecutionPath(form, _policy(policy), dtype, chosen.get("cache"), None if chunk is None else int(chunk))
+
+
+def _policy(policy: Policy | str | None) -> Policy:
+    return Identity() if policy is None else policy_named(policy) if isinstance(policy, str) else policy
+
+
+def _name(dtype: object) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

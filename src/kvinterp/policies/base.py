@@ -1,0 +1,47 @@
+"""The one interface a policy has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["KV", "Place", "Policy"]
+
+KV = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where in the cache a policy is looking.
+
+    Attributes:
+        layer: The block.
+        start: Absolute position of the first key.
+        stop: One past the absolute position of the last key.
+        rotated: Whether these keys are after RoPE.
+    """
+
+    layer: int
+    start: int
+    stop: int
+    rotated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What is done to keys and values on their way into and out of the cache; the base does nothing."""
+
+    def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+        """The keys and values to keep, given those of new positions."""
+        return keys, values
+
+    def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+        """The keys and values attention reads, given those kept."""
+        return keys, values
+
+    def __str__(self) -> str:
+        """The text form used on the command line and in tables."""
+        shown = ",".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+        return type(self).__name__.lower() + (f"({shown})" if shown else "")

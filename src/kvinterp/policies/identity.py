@@ -1,0 +1,14 @@
+"""The policy that changes nothing: keys and values go in and come out bitwise the same."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvinterp.policies.base import Policy
+
+__all__ = ["Identity"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity(Policy):
+    """Keeps and returns what it is given (DESIGN.md, law 5)."""

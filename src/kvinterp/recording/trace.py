@@ -1,0 +1,115 @@
+"""What one path computed for one prompt: the tokens, the records, and what they were made with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvinterp.errors import InputError
+from kvinterp.models.adapter import Site
+
+__all__ = ["Trace"]
+
+
+@dataclasses.dataclass
+class Trace:
+    """One prompt along one path.
+
+    Attributes:
+        path: The path's text form.
+        prompt: Token ids of the prompt.
+        tokens: Token ids decided, one a step; step 0 is the token decided by the prefill.
+        fed: Token ids the path was fed from step 1 on; ``tokens`` itself unless it was led by another.
+        records: For each site and layer one tensor a recorded step, without the batch dimension.
+        steps: The recorded steps.
+        logits: ``[step, vocab]`` where they were asked for.
+        ended: ``"length"`` or ``"end of sequence"``.
+        failure: Where NaN or Inf first appeared, or empty.
+        provenance: What it was made with.
+    """
+
+    path: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    fed: tuple[int, ...]
+    records: dict[Site, list[Tensor]]
+    steps: tuple[int, ...]
+    logits: Float[Tensor, "step vocab"] | None = None
+    ended: str = "length"
+    failure: str = ""
+    provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __getitem__(self, place: Site) -> Tensor:
+        """One site at one layer, stacked over the recorded steps; ragged key lengths are padded with NaN at the end."""
+        if place not in self.records:
+            have = sorted({site for site, _ in self.records}) or ["nothing"]
+            raise InputError(f"this trace holds no {place!r}: it recorded {', '.join(have)}; record the site and layer.")
+        return _stacked(self.records[place])
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of records and logits."""
+        tensors = [t for kept in self.records.values() for t in kept] + ([] if self.logits is None else [self.logits])
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes ``trace.safetensors`` and ``trace.json`` into a folder, each whole or not at all."""
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, Tensor] = {} if self.logits is None else {"logits": self.logits.contiguous().cpu()}
+        for (site, layer), kept in self.records.items():
+            if len({t.shape for t in kept}) == 1:
+                tensors[f"{site}.{layer}"] = torch.stack(kept).cpu()
+            else:
+                tensors |= {f"{site}.{layer}.{step}": t.contiguous().cpu() for step, t in enumerate(kept)}
+        about = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("records", "logits")}
+        partial = target / ".trace.safetensors.partial"
+        save_file(tensors, partial)
+        partial.replace(target / "trace.safetensors")
+        partial = target / ".trace.json.partial"
+        partial.write_text(json.dumps(about, indent=1), encoding="utf-8")
+        partial.replace(target / "trace.json")
+        return target
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Trace:
+        """Reads a trace that :meth:`save` wrote.
+
+        Raises:
+            InputError: The folder holds no whole trace.
+        """
+        source = Path(folder)
+        for name in ("trace.json", "trace.safetensors"):
+            if not (source / name).is_file():
+                raise InputError(f"folder {str(source)!r} holds no {name}: give a folder that Trace.save wrote.")
+        try:
+            about = json.loads((source / "trace.json").read_text(encoding="utf-8"))
+            tensors = load_file(source / "trace.safetensors")
+            about |= {name: tuple(about[name]) for name in ("prompt", "tokens", "fed", "steps")}
+            logits = tensors.pop("logits", None)
+            records: dict[Site, dict[int, Tensor]] = {}
+            for name, tensor in tensors.items():
+                site, layer, *step = name.split(".")
+                pieces = {int(step[0]): tensor} if step else dict(enumerate(tensor.unbind(0)))
+                records.setdefault((site, int(layer)), {}).update(pieces)
+            whole = {place: [kept[i] for i in sorted(kept)] for place, kept in records.items()}
+            return cls(**about, records=whole, logits=logits)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"folder {str(source)!r} holds no readable trace ({error}): save it again.") from error
+
+
+def _stacked(kept: list[Tensor]) -> Tensor:
+    if len({t.shape for t in kept}) == 1:
+        return torch.stack(kept)
+    shape = [max(sizes) for sizes in zip(*(t.shape for t in kept), strict=True)]
+    whole = kept[0].new_full((len(kept), *shape), torch.nan)
+    for row, tensor in zip(whole, kept, strict=True):
+        row[tuple(slice(size) for size in tensor.shape)] = tensor
+    return whole

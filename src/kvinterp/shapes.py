@@ -1,0 +1,35 @@
+"""jaxtyping names for the tensors that recur, so that one shape is written one way everywhere.
+
+``*batch`` is whatever lies in front: steps, layers, heads, positions, or nothing at all. Within one signature equal
+names must have equal sizes; beartype checks it under pytest and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+
+__all__ = ["Flag", "HeadVectors", "Logits", "Measure", "Pattern", "Residual", "TopTokens"]
+
+#: Next-token logits, before the softmax.
+Logits: TypeAlias = Float[Tensor, "*batch vocab"]
+
+#: A residual stream at any site of any layer.
+Residual: TypeAlias = Float[Tensor, "*batch width"]
+
+#: Attention probabilities of one query over its keys; they sum to one up to the rounding of their dtype.
+Pattern: TypeAlias = Float[Tensor, "*batch key"]
+
+#: Queries, keys, values or attention outputs, one vector a head.
+HeadVectors: TypeAlias = Float[Tensor, "*batch head_dim"]
+
+#: The token with the largest logit, the first of them where several are equal.
+TopTokens: TypeAlias = Int64[Tensor, "*batch"]
+
+#: One number of a metric for each element of the batch.
+Measure: TypeAlias = Float64[Tensor, "*batch"]
+
+#: One yes or no for each element of the batch.
+Flag: TypeAlias = Bool[Tensor, "*batch"]

@@ -1,0 +1,106 @@
+"""The loader: what it takes, and one clear sentence for everything it does not take."""
+
+import json
+
+import pytest
+
+from kvinterp.data import TASKS, Prompt, load_prompts, split_of
+from kvinterp.errors import InputError
+
+
+def written(tmp_path, *lines):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes("\n".join(lines).encode())
+    return path
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_generators_by_name(task):
+    prompts = load_prompts(f"{task}:20:7")
+    assert prompts == load_prompts(f"{task}:20:7")
+    assert [prompt.text for prompt in prompts] == [e.prompt.text for e in TASKS[task].generate(20, 7, "heldout")]
+    assert {prompt.task for prompt in prompts} == {task}
+    assert {split_of(prompt.text) for prompt in prompts} == {"heldout"}
+    assert len({prompt.id for prompt in prompts}) == 20
+    assert load_prompts(f"{task}:5") == load_prompts(f"{task}:5:0")
+
+
+def test_file_with_every_field(tmp_path):
+    record = {"id": "a", "prompt": "x", "task": "restate", "answer": "y", "facts": ["z"], "meta": {"k": 1}}
+    path = written(tmp_path, json.dumps(record), "", '{"text": "só"}')
+    first, second = load_prompts(path)
+    assert first == Prompt("a", "x", "restate", "y", ("z",), {"k": 1})
+    assert second == Prompt("line-3", "só")
+    assert load_prompts(str(path)) == [first, second]
+
+
+def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path):
+    path = written(tmp_path, json.dumps({"prompt": "one\u2028two"}, ensure_ascii=False))
+    assert [prompt.text for prompt in load_prompts(path)] == ["one\u2028two"]
+
+
+def test_windows_file_with_byte_order_mark(tmp_path):
+    path = tmp_path / "w.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert [prompt.text for prompt in load_prompts(path)] == ["a", "b"]
+
+
+def test_sequence_of_texts_and_prompts():
+    kept = Prompt("mine", "b")
+    assert load_prompts(["a", kept]) == [Prompt("prompt-0", "a"), kept]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([""], "is empty"),
+        (['{"prompt": "a"}', '{"prompt": '], "line 2 is not JSON"),
+        (['{"prompt": "a"}', "", '{"question": "a"}'], 'line 3 has no field "prompt" .*question'),
+        (["[1]"], "line 1 is JSON but no object"),
+        (['{"prompt": "  "}'], "line 1 has an empty prompt"),
+        (['{"prompt": 3}'], "line 1 has an empty prompt|line 1 .*expected a text"),
+        (['{"prompt": "a", "facts": "b"}'], "facts"),
+        (['{"prompt": "a", "meta": []}'], "meta"),
+        (['{"id": "q", "prompt": "a"}', '{"id": "q", "prompt": "b"}'], "share the id 'q'"),
+    ],
+)
+def test_bad_files(tmp_path, lines, message):
+    with pytest.raises(InputError, match=message) as caught:
+        load_prompts(written(tmp_path, *lines))
+    assert "\n" not in str(caught.value)
+
+
+def test_file_that_is_not_utf8(tmp_path):
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(InputError, match="not UTF-8"):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nowhere.jsonl", "does not exist"),
+        ("some/folder/x", "does not exist"),
+        ("aritmetic:5", "did you mean 'arithmetic'"),
+        ("arithmetic", "arithmetic:20"),
+        ("arithmetic:", "positive integer"),
+        ("arithmetic:0", "positive integer"),
+        ("arithmetic:-3", "positive integer"),
+        ("arithmetic:two", "positive integer"),
+        ("arithmetic:3:x", "the seed is 'x'"),
+        ("arithmetic:3:1:2", "arithmetic:20"),
+        ([], "at least one text"),
+        ([" "], "prompt 0 has an empty text"),
+        ([3], "prompt 0 is int"),
+        ([Prompt("a", "x"), Prompt("a", "y")], "share the id 'a'"),
+    ],
+)
+def test_bad_sources(source, message):
+    with pytest.raises(InputError, match=message):
+        load_prompts(source)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(InputError, match="is no file"):
+        load_prompts(tmp_path)

@@ -1,0 +1,220 @@
+"""The divergences against 60-digit arithmetic, and the identities they must keep to the last bit."""
+
+import math
+
+import jaxtyping
+import mpmath
+import pytest
+import torch
+
+from kvinterp.errors import InputError
+from kvinterp.metrics import (
+    compare_logits,
+    js_divergence,
+    kl_divergence,
+    logit_margin,
+    max_abs_difference,
+    rms_difference,
+    top1_agreement,
+    top_probability_difference,
+)
+from kvinterp.metrics.divergence import kl_terms
+
+mpmath.mp.dps = 60
+
+#: What an error of 3e-15 in the difference of the log-normalisers costs: its square.
+FLOOR = 1e-29
+
+
+def exact(a, b):
+    """KL and JS of two 1-D logit vectors, by their definitions, with 60 digits."""
+    a = [mpmath.mpf(value) for value in a.double().tolist()]
+    b = [mpmath.mpf(value) for value in b.double().tolist()]
+    log_a, log_b = (mpmath.log(sum(map(mpmath.exp, logits))) for logits in (a, b))
+    kl = js = mpmath.mpf(0)
+    for x, y in zip(a, b, strict=True):
+        log_p, log_q = x - log_a, y - log_b
+        p, q = mpmath.exp(log_p), mpmath.exp(log_q)
+        log_m = mpmath.log((p + q) / 2)
+        kl += p * (log_p - log_q)
+        js += (p * (log_p - log_m) + q * (log_q - log_m)) / 2
+    return kl, js
+
+
+def pair(vocab, scale, perturbation, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a = scale * torch.randn(vocab, generator=generator, dtype=torch.float64)
+    return a, a + perturbation * torch.randn(vocab, generator=generator, dtype=torch.float64)
+
+
+def relative(value, truth):
+    return float(abs(mpmath.mpf(float(value)) - truth) / truth)
+
+
+@pytest.mark.parametrize("perturbation", [1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 3e-3, 1e-2, 0.1, 1.0, 10.0, 300.0])
+@pytest.mark.parametrize(("vocab", "scale"), [(2, 1.0), (30, 1.0), (200, 5.0)])
+def test_divergences_have_their_digits_at_every_size(vocab, scale, perturbation):
+    for seed in range(3):
+        a, b = pair(vocab, scale, perturbation, seed)
+        kl, js = exact(a, b)
+        assert abs(mpmath.mpf(float(kl_divergence(a, b))) - kl) <= 1e-13 * kl + FLOOR
+        assert abs(mpmath.mpf(float(js_divergence(a, b))) - js) <= 2e-13 * js + FLOOR
+
+
+def test_a_divergence_of_1e_25_nats_keeps_three_digits_where_the_textbook_formula_has_none():
+    a, b = pair(50, 1.0, 5e-13)
+    truth, _ = exact(a, b)
+    assert 5e-26 < truth < 5e-25
+    assert relative(kl_divergence(a, b), truth) < 1e-3
+    textbook = (a.softmax(-1) * (a.log_softmax(-1) - b.log_softmax(-1))).sum()
+    assert relative(textbook, truth) > 1e3
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-300, 1e-12, 1e-5, 2.999e-3, 3e-3, 3.001e-3, 0.1, 1.0, 19.0, 40.0, 3e4])
+def test_each_term_is_accurate_on_both_sides_of_the_change_of_formula(x):
+    for signed in (x, -x):
+        value = torch.tensor([signed], dtype=torch.float64)
+        exact_x = mpmath.mpf(signed)
+        with mpmath.workdps(700):  # 1e-300 squared must survive beside 1e-300
+            tanh = mpmath.tanh(exact_x)
+            truth = (tanh - exact_x) + exact_x * tanh
+        got = float(kl_terms(value, value.tanh()))
+        if x in (0.0, 1e-300):
+            assert got == 0.0  # the square underflows
+        else:
+            assert relative(got, truth) < 3e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shift", [1.0, -3.0, 512.0])
+def test_a_constant_added_to_one_side_is_no_divergence(dtype, shift):
+    a = torch.randint(-64, 64, (100,), generator=torch.Generator().manual_seed(1)).to(dtype) / 8
+    # 16 bits are too few for the sum, so there side b is float32: the shift is exact, and mixed dtypes are legal.
+    b = (a.float() if a.element_size() == 2 else a) + shift
+    assert torch.equal(b.double() - shift, a.double())
+    assert 0 <= kl_divergence(a, b) < 1e-25
+    assert 0 <= js_divergence(a, b) < 1e-25
+    assert kl_divergence(a[:50], a[50:]) > 1e-3
+
+
+def test_two_tokens_have_the_closed_form():
+    p, q = 0.3, 0.45
+    a, b = (torch.tensor([math.log(x), math.log1p(-x)], dtype=torch.float64) for x in (p, q))
+    expected = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    assert float(kl_divergence(a, b)) == pytest.approx(expected, rel=1e-14)
+    assert float(kl_divergence(b, a)) != pytest.approx(expected, rel=1e-2)  # the direction is a to b
+
+
+@pytest.mark.parametrize("peak", [100.0, 800.0, 60000.0])
+def test_opposite_certainties_stay_finite_where_probabilities_underflow(peak):
+    """expm1 of the log-ratio overflows here while the probability is 0; the product used to be NaN."""
+    a, b = torch.zeros(2, 3, dtype=torch.float16)
+    a[0] = b[1] = peak
+    kl, js = exact(a, b)
+    assert relative(kl_divergence(a, b), kl) < 1e-14
+    assert relative(js_divergence(a, b), js) < 1e-14
+    assert float(js_divergence(a, b)) == pytest.approx(math.log(2), rel=1e-14)
+
+
+def test_mass_that_only_the_second_path_has_counts():
+    """p underflows to 0 at the second token, which b gives half of its mass: half the KL comes from there."""
+    a = torch.tensor([0.0, -1000.0])
+    b = torch.tensor([0.0, 0.0])
+    assert float(kl_divergence(a, b)) == pytest.approx(math.log(2), rel=1e-14)
+
+
+def test_js_is_symmetric_to_the_bit_and_at_most_ln_2():
+    for perturbation in (1e-9, 1e-3, 1.0, 1e3):
+        a, b = pair(300, 2.0, perturbation)
+        assert torch.equal(js_divergence(a, b), js_divergence(b, a))
+        assert 0 < float(js_divergence(a, b)) <= math.log(2)
+
+
+def test_mixed_dtypes_are_compared_exactly():
+    a, b = pair(40, 2.0, 1e-2)
+    a, b = a.half(), b.bfloat16()
+    wide = compare_logits(a.double(), b.double())
+    assert all(torch.equal(value, wide[key]) for key, value in compare_logits(a, b).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_compare_logits_is_bitwise_the_single_functions(dtype):
+    generator = torch.Generator().manual_seed(3)
+    a = torch.randn(2, 5, 64, generator=generator).to(dtype)
+    b = (a + 0.01 * torch.randn(2, 5, 64, generator=generator)).to(dtype)
+    before = a.clone(), b.clone()
+    compared = compare_logits(a, b)
+    assert torch.equal(a, before[0])
+    assert torch.equal(b, before[1])
+    single = {
+        "kl": kl_divergence(a, b),
+        "js": js_divergence(a, b),
+        "max_abs_logit": max_abs_difference(a, b),
+        "rms_logit": rms_difference(a, b),
+        "top1_agree": top1_agreement(a, b),
+        "margin_a": logit_margin(a),
+        "margin_b": logit_margin(b),
+        "top_probability_difference": top_probability_difference(a, b),
+    }
+    assert list(compared) == list(single)
+    assert all(torch.equal(value, single[key]) for key, value in compared.items())
+
+
+def test_the_simple_measures_on_numbers_done_by_hand():
+    a = torch.tensor([[3.0, 1.0, 0.0, -1.0], [0.0, 0.0, 2.0, 5.0]])
+    b = torch.tensor([[3.0, 4.0, 0.0, -1.0], [0.0, 0.0, 2.0, 5.0]])
+    assert max_abs_difference(a, b).tolist() == [3.0, 0.0]
+    assert rms_difference(a, b).tolist() == [1.5, 0.0]
+    assert top1_agreement(a, b).tolist() == [False, True]
+    assert logit_margin(a).tolist() == [2.0, 3.0]
+    top = top_probability_difference(a, b)
+    expected = b[0].double().softmax(-1)[0] - a[0].double().softmax(-1)[0]
+    assert float(top[0]) == pytest.approx(float(expected), rel=1e-14)
+    assert float(top[0]) < -0.5  # p_b - p_a of a's token, which b has let fall
+    assert float(top[1]) == 0.0
+
+
+def test_ties_are_broken_as_argmax_breaks_them():
+    a = torch.tensor([1.0, 7.0, 7.0, 7.0]).half()
+    b = torch.tensor([1.0, 7.0, 7.0, 6.0]).half()
+    c = torch.tensor([1.0, 6.0, 7.0, 7.0]).half()
+    assert bool(top1_agreement(a, b)) is bool(a.argmax() == b.argmax()) is True
+    assert bool(top1_agreement(a, c)) is bool(a.argmax() == c.argmax()) is False
+    assert logit_margin(a).item() == 0.0
+    assert compare_logits(a, c)["margin_b"].item() == 0.0
+
+
+def test_a_vocabulary_of_one_has_no_runner_up():
+    one = torch.tensor([2.0])
+    assert logit_margin(one).item() == math.inf
+    assert kl_divergence(one, one + 1).item() == 0.0
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_nan_is_never_taken_for_agreement(side):
+    logits = [torch.zeros(2, 5), torch.zeros(2, 5)]
+    logits[side][0, 3] = math.nan
+    compared = compare_logits(*logits)
+    for key in ("kl", "js", "max_abs_logit", "rms_logit", "top_probability_difference"):
+        assert compared[key][0].isnan(), key
+        assert compared[key][1] == 0, key
+    assert compared[f"margin_{'ab'[side]}"][0].isnan()
+
+
+def test_a_token_only_the_second_path_forbids_is_infinitely_far():
+    a = torch.zeros(4)
+    b = a.clone()
+    b[2] = -math.inf
+    assert kl_divergence(a, b).item() == math.inf
+    both = a.clone()
+    both[2] = -math.inf
+    assert kl_divergence(both, b).isnan()  # documented: not a plausible number
+
+
+@pytest.mark.parametrize("function", [kl_divergence, js_divergence, max_abs_difference, top1_agreement, compare_logits])
+def test_shapes_that_would_broadcast_are_refused(function, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(InputError, match=r"shapes \(3, 4\) and \(4,\)"):
+        function(torch.zeros(3, 4), torch.zeros(4))
+    with pytest.raises(InputError, match="at least one value"):
+        function(torch.zeros(3, 0), torch.zeros(3, 0))

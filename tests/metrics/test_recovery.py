@@ -1,0 +1,28 @@
+"""The share a patch removes."""
+
+import math
+
+import torch
+
+from kvinterp.metrics import recovery, recovery_percent
+
+
+def test_recovery_is_a_signed_share():
+    before = torch.tensor([4.0, 4.0, 4.0, 4.0, 1e-12])
+    after = torch.tensor([0.0, 4.0, 1.0, 6.0, 0.0])
+    assert recovery(before, after).tolist() == [1.0, 0.0, 0.75, -0.5, 1.0]
+    assert recovery_percent(before, after).tolist() == [100.0, 0.0, 75.0, -50.0, 100.0]
+
+
+def test_nothing_to_recover_is_undefined_and_not_zero():
+    before = torch.tensor([0.0, 0.0, 2.0])
+    after = torch.tensor([0.0, 1.0, math.nan])
+    assert recovery(before, after).isnan().all()
+
+
+def test_float64_and_no_gradient():
+    before = torch.tensor([3.0], requires_grad=True)
+    result = recovery(before, torch.tensor([1.0], dtype=torch.float16))
+    assert result.dtype is torch.float64
+    assert not result.requires_grad
+    assert result.item() == 1 - 1 / 3

@@ -1,0 +1,120 @@
+"""Summaries over steps, and that nothing non-finite is averaged over."""
+
+import math
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+
+from kvinterp.errors import InputError, NonFiniteError
+from kvinterp.metrics import bootstrap_interval, kl_statistics
+
+
+def test_the_summary_on_numbers_done_by_hand():
+    kl = torch.arange(1001, dtype=torch.float64).flip(0)
+    same = torch.tensor([True] * 1000 + [False])
+    dp = torch.tensor([0.0] * 1000 + [-1.0])
+    assert kl_statistics(kl, same, dp) == pytest.approx(
+        {
+            "mean": 500.0,
+            "median": 500.0,
+            "p90": 900.0,
+            "p95": 950.0,
+            "p99": 990.0,
+            "p99.9": 999.0,
+            "maximum": 1000.0,
+            "same_top": 1000 / 1001,
+            "rms_dp": math.sqrt(1 / 1001),
+        },
+        rel=1e-14,
+    )
+
+
+def test_percentiles_are_interpolated_as_llama_perplexity_does():
+    """Its ``percentile``: p = fraction * (n - 1), then linearly between the two neighbours."""
+    values = np.sort(np.random.default_rng(0).exponential(size=37))
+
+    def percentile(fraction):
+        place = fraction * (len(values) - 1)
+        below = int(place)
+        return (1 - (place - below)) * values[below] + (place - below) * values[min(below + 1, len(values) - 1)]
+
+    got = kl_statistics(np.random.default_rng(1).permutation(values), np.ones(37, dtype=bool), np.zeros(37))
+    names = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999, "maximum": 1.0}
+    assert {name: got[name] for name in names} == pytest.approx({k: percentile(v) for k, v in names.items()}, rel=1e-12)
+
+
+def test_plain_python_numbers_come_back():
+    result = kl_statistics(torch.tensor([0.0]), torch.tensor([True]), torch.tensor([0.0]))
+    assert all(type(value) is float for value in result.values())
+    assert all(type(value) is float for value in bootstrap_interval(torch.tensor([1.0, 2.0, 4.0])))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_values_are_counted_and_located(bad):
+    values = torch.zeros(10)
+    values[[4, 7]] = bad
+    fine, same = torch.zeros(10), torch.ones(10, dtype=torch.bool)
+    with pytest.raises(NonFiniteError, match=r"2 of 10 KL divergences .* first at index 4"):
+        kl_statistics(values, same, fine)
+    with pytest.raises(NonFiniteError, match=r"2 of 10 top probability differences .* first at index 4"):
+        kl_statistics(fine, same, values)
+    with pytest.raises(NonFiniteError, match=r"2 of 10 values .* first at index 4"):
+        bootstrap_interval(values)
+
+
+def test_inputs_that_cannot_be_summarised(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    none, some = torch.zeros(0), torch.zeros(3)
+    with pytest.raises(InputError, match="no KL divergences"):
+        kl_statistics(none, none.bool(), none)
+    with pytest.raises(InputError, match="no values"):
+        bootstrap_interval(none)
+    with pytest.raises(InputError, match="3 KL divergences, 2 agreements"):
+        kl_statistics(some, some[:2].bool(), some)
+    for confidence in (0.0, 1.0, 95.0, math.nan):
+        with pytest.raises(InputError, match="confidence"):
+            bootstrap_interval(some, confidence=confidence)
+    with pytest.raises(InputError, match="resamples"):
+        bootstrap_interval(some, resamples=0)
+
+
+def test_the_interval_is_that_of_the_mean():
+    values = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 5
+    low, high = bootstrap_interval(values)
+    half_width = 1.96 * float(values.std()) / 20
+    assert low < float(values.mean()) < high
+    assert (low, high) == pytest.approx((float(values.mean()) - half_width, float(values.mean()) + half_width), abs=0.02)
+
+
+def test_the_interval_covers_as_often_as_it_says():
+    """Of 200 intervals of 80%, 160 should hold the true mean; under 140 or over 180 has probability below 1e-3."""
+    draws = np.random.default_rng(0).normal(size=(200, 60))
+    intervals = [bootstrap_interval(row, confidence=0.8, resamples=300, seed=i) for i, row in enumerate(draws)]
+    assert 140 < sum(low <= 0 <= high for low, high in intervals) < 180
+
+
+def test_the_seed_decides_and_confidence_widens():
+    values = np.random.default_rng(0).exponential(size=50)
+    first = bootstrap_interval(values)
+    assert first == bootstrap_interval(values, seed=0)
+    assert first != bootstrap_interval(values, seed=1)
+    wide, narrow = (bootstrap_interval(values, confidence=c) for c in (0.99, 0.5))
+    assert wide.low < narrow.low < narrow.high < wide.high
+
+
+def test_degenerate_inputs_have_a_clear_answer():
+    assert bootstrap_interval(torch.full((5,), 0.1, dtype=torch.float64)) == (0.1, 0.1)
+    assert all(math.isnan(end) for end in bootstrap_interval(torch.tensor([3.0])))
+    low, high = bootstrap_interval(np.array([True, False, True, True]))  # accuracies are booleans
+    assert 0 <= low <= 0.75 <= high <= 1
+
+
+def test_cutting_the_resamples_for_memory_changes_nothing(monkeypatch):
+    from kvinterp.metrics import statistics
+
+    values = np.random.default_rng(2).exponential(size=101)
+    whole = bootstrap_interval(values)
+    monkeypatch.setattr(statistics, "_RESAMPLED_AT_ONCE", 700)
+    assert bootstrap_interval(values) == whole
