@@ -65,6 +65,13 @@ def test_known_angles():
     assert relative_l2(a, b)[1].item() == 1.4
 
 
+def test_opposite_directions_stay_within_the_bounds():
+    a = torch.randn(500, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    drift = residual_drift(a, -0.3 * a)
+    assert (drift["cosine_distance"] <= 2).all()
+    assert (drift["cosine"] >= -1).all()
+
+
 def test_the_relative_length_is_relative_to_the_second():
     a, b = torch.tensor([3.0]), torch.tensor([1.0])
     assert relative_l2(a, b).item() == 2.0

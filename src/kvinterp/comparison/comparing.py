@@ -124,6 +124,7 @@ def compare(
     layers: Iterable[int] | None = None,
     stop: str = "end of sequence",
     batch_size: int = 1,
+    examples: Sequence[int] | None = None,
     progress: str = "bar",
     done: Callable[[Comparison], None] | None = None,
 ) -> Comparison:
@@ -143,6 +144,8 @@ def compare(
         layers: Layers to compare; all unless said.
         stop: ``"end of sequence"`` or ``"length"``.
         batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
+        examples: The number of each prompt in the tables and for the random numbers, where these prompts are some of a
+            longer list (a resumed or sharded run); 0, 1, 2, ... unless said.
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
         done: Told of every finished batch.
 
@@ -160,8 +163,11 @@ def compare(
         raise InputError("the list of prompts is empty: give at least one.")
     if continuation is not None and (len(items) != 1 or protocol != "matched"):
         raise InputError("continuation feeds one prompt in the matched protocol: give one prompt, or leave it out.")
+    numbers = list(range(len(items))) if examples is None else list(examples)
+    if len(numbers) != len(items) or len(set(numbers)) != len(numbers):
+        raise InputError(f"{len(items)} prompts came with the example numbers {numbers}: give each prompt one of its own.")
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
-    names = [item.id if isinstance(item, Prompt) else str(index) for index, item in enumerate(items)]
+    names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
     with located(f"model {adapter.facts.name}, {path_a} against {path_b}"):
         pair = _Pair(adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, _compared(record))
         pair.prepare(layers, continuation, stop)
@@ -178,7 +184,9 @@ def compare(
                 tokens,
                 max_new_tokens,
                 batch_size,
-                lambda batch: pair.batch(batch, [tokens[i] for i in batch], [names[i] for i in batch]),
+                lambda batch: pair.batch(
+                    [numbers[i] for i in batch], [tokens[i] for i in batch], [names[i] for i in batch]
+                ),
                 finished,
             )
     return Comparison.joined(parts)
@@ -403,9 +411,10 @@ def _no_failures() -> pd.DataFrame:
 def _failed(example: int, name: str, message: str, frames: list[pd.DataFrame], about: dict[str, Any]) -> Comparison:
     empty = [frame.iloc[:0] for frame in frames]
     steps = _with_tokens(empty[0], np.zeros(0, np.int64), np.zeros(0, np.int64))
-    examples = pd.DataFrame(columns=list(_example_row(0, "", 0, steps.assign(flipped=False), {"text_a": "", "text_b": ""})))
+    # Empty but typed: joined to others, its columns must not turn theirs into objects.
+    examples = pd.DataFrame([_example_row(0, "", 0, steps, {"text_a": "", "text_b": ""})]).iloc[:0]
     failure = pd.DataFrame([{"example": example, "id": name, "message": message}])
-    return Comparison(steps, examples, *empty[1:], failure, about)
+    return Comparison(steps, examples, empty[1], empty[2], empty[3], failure, about)
 
 
 def _mean(values: pd.Series) -> float | None:

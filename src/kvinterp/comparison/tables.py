@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,7 +29,7 @@ class Table:
         self._coordinates: list[tuple[np.ndarray, ...]] = []
         self._blocks: dict[str, list[Tensor]] = {name: [] for name in self.values}
 
-    def add(self, coordinates: Mapping[str, Sequence[object] | np.ndarray], values: Mapping[str, Tensor]) -> None:
+    def add(self, coordinates: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
         """Adds one block.
 
         Args:

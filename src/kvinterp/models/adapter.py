@@ -23,7 +23,7 @@ import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -37,6 +37,7 @@ __all__ = [
     "RESIDUAL_SITES",
     "SITES",
     "Adapter",
+    "CacheRead",
     "Facts",
     "KVStore",
     "Listener",
@@ -72,6 +73,9 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+
+CacheRead = Callable[[int, int, Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
+"""Called with layer, absolute position of the first key, keys and values."""
 
 Site = tuple[str, int]
 """A site's name and the layer."""
@@ -144,6 +148,7 @@ class Facts:
     attention: str
 
 
+@runtime_checkable
 class KVStore(Protocol):
     """Where keys and values live between forwards; ``paths.cache`` holds the implementations."""
 
@@ -242,6 +247,18 @@ class Adapter(abc.ABC):
     def read_cache(self, site: str, layer: int, arguments: dict[str, Any], output: Any) -> Tensor | None:
         """A cache site after a forward the user ran on their own, from that forward's arguments and output."""
 
+    @abc.abstractmethod
+    def cached_length(self, arguments: Mapping[str, Any]) -> int:
+        """Positions held by the cache in the arguments of a forward the user runs on their own; 0 without one."""
+
+    @abc.abstractmethod
+    def intercept_cache(self, arguments: Mapping[str, Any], on_read: CacheRead) -> list[Callable[[], None]]:
+        """Lets ``on_read`` replace what attention reads from the user's own cache; returns how to undo that.
+
+        Raises:
+            InputError: The forward is given no cache.
+        """
+
     @property
     def position_major_cache(self) -> bool:
         """Whether this model's own cache lays a position's heads side by side in memory."""
@@ -251,6 +268,11 @@ class Adapter(abc.ABC):
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values, so that a store can also sit in a pass without a cache."""
         return True
+
+    @property
+    @abc.abstractmethod
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, in order; each takes the residual stream first and returns it first."""
 
     # What every kind shares ----------------------------------------------------------------------------------------
 
@@ -361,6 +383,24 @@ class Adapter(abc.ABC):
             yield
         finally:
             self._listeners = before
+
+    @contextlib.contextmanager
+    def resumed(self, layer: int, outputs: Sequence[Any]) -> Iterator[None]:
+        """Makes forwards begin at a block: the blocks before it return what they returned before, without running.
+
+        Args:
+            layer: The first block that runs.
+            outputs: What each block before it returned on the same tokens, as the block itself returns it.
+        """
+        skipped = list(self.blocks)[:layer]
+        try:
+            for block, output in zip(skipped, outputs, strict=False):
+                # Straight into __dict__: a bridge's blocks pass attributes that are set on to what they wrap.
+                block.__dict__["forward"] = lambda *_, kept=output, **__: kept
+            yield
+        finally:
+            for block in skipped:
+                block.__dict__.pop("forward", None)
 
     def _attach(self, place: Site) -> list[RemovableHandle]:
         tap = self.tap(*place)

@@ -6,16 +6,23 @@ for everything and is the only kind in TransformerLens 4. Its cache is transform
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.adapter import Adapter, KVStore, Tap
+from kvinterp.models.adapter import Adapter, CacheRead, KVStore, Tap
 from kvinterp.models.hooked import HOOKS
-from kvinterp.models.native import cast_transformers, keeps_only_keys_and_values, text_config, transformers_facts
-from kvinterp.models.transformers_cache import cached_tensor, dress
+from kvinterp.models.native import (
+    cast_transformers,
+    decoder_layers,
+    keeps_only_keys_and_values,
+    text_config,
+    transformers_facts,
+)
+from kvinterp.models.transformers_cache import cached_positions, cached_tensor, dress, intercept
 
 __all__ = ["BridgeAdapter", "build_bridge"]
 
@@ -62,6 +69,11 @@ class BridgeAdapter(Adapter):
         return self.model.original_model  # type: ignore[return-value]
 
     @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks of the transformers model inside, which the bridge runs through."""
+        return decoder_layers(self.source)
+
+    @property
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values."""
         return keeps_only_keys_and_values(self.source)
@@ -92,6 +104,14 @@ class BridgeAdapter(Adapter):
         model: Any = cast_transformers(self.model, dtype)
         model.cfg.dtype = dtype
         return BridgeAdapter(model, self.facts.name, self.tokenizer)
+
+    def cached_length(self, arguments: Mapping[str, Any]) -> int:
+        """Positions in the user's transformers cache."""
+        return cached_positions(arguments.get("past_key_values"))
+
+    def intercept_cache(self, arguments: Mapping[str, Any], on_read: CacheRead) -> list[Callable[[], None]]:
+        """Wraps ``update`` of the user's own transformers cache."""
+        return intercept(arguments.get("past_key_values"), on_read)
 
     def read_cache(self, site: str, layer: int, arguments: dict[str, Any], output: Any) -> Tensor | None:
         """What the transformers cache of the user's own forward holds after it."""

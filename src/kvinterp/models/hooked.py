@@ -7,6 +7,7 @@ Its cache holds keys before RoPE and rotates the whole history at every step, so
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Adapter, Facts, KVStore, Tap
+from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
 
 __all__ = ["HookedAdapter", "convert_checkpoint", "hooked_class"]
 
@@ -236,6 +237,35 @@ class HookedAdapter(Adapter):
                 f"model {self.facts.name} has {config.attention_dir} attention, and a KV cache needs causal attention: "
                 "give a decoder."
             )
+
+    def cached_length(self, arguments: Mapping[str, Any]) -> int:
+        """Positions in the user's TransformerLensKeyValueCache."""
+        cache = arguments.get("past_kv_cache")
+        return 0 if cache is None else cache[0].past_keys.shape[1]
+
+    def intercept_cache(self, arguments: Mapping[str, Any], on_read: CacheRead) -> list[Callable[[], None]]:
+        """Wraps ``append`` of the user's own cache entries."""
+        cache = arguments.get("past_kv_cache")
+        if cache is None:
+            raise InputError("a patch of the cache needs a forward with a cache: call the model with past_kv_cache=...")
+        return [self._intercept(entry, layer, on_read) for layer, entry in enumerate(cache.entries)]
+
+    @staticmethod
+    def _intercept(entry: Any, layer: int, on_read: CacheRead) -> Callable[[], None]:
+        append = entry.append
+
+        def wrapped(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            read = append(keys, values)
+            new = on_read(layer, 0, read[0].transpose(1, 2), read[1].transpose(1, 2))
+            return read if new is None else (new[0].transpose(1, 2), new[1].transpose(1, 2))
+
+        entry.append = wrapped
+        return lambda: entry.__dict__.pop("append", None)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks."""
+        return self.model.blocks  # type: ignore[return-value]
 
     @property
     def position_major_cache(self) -> bool:

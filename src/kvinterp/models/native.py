@@ -7,6 +7,7 @@ asking for them is an error that says so.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,15 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Adapter, Facts, KVStore, Tap
-from kvinterp.models.transformers_cache import cached_tensor, dress, is_attention_only, unwrapped_cache
+from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
+from kvinterp.models.transformers_cache import (
+    cached_positions,
+    cached_tensor,
+    dress,
+    intercept,
+    is_attention_only,
+    unwrapped_cache,
+)
 
 __all__ = [
     "NativeAdapter",
@@ -122,8 +130,13 @@ class NativeAdapter(Adapter):
 
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         super().__init__(model, transformers_facts(model, name), tokenizer)
-        self.blocks = decoder_layers(model)
+        self._blocks = decoder_layers(model)
         self._attention_only = keeps_only_keys_and_values(model)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder's blocks."""
+        return self._blocks
 
     @property
     def attention_only(self) -> bool:
@@ -211,6 +224,14 @@ class NativeAdapter(Adapter):
     def cast(self, dtype: torch.dtype) -> Adapter:
         """The same weights in another dtype."""
         return NativeAdapter(cast_transformers(self.model, dtype), self.facts.name, self.tokenizer)
+
+    def cached_length(self, arguments: Mapping[str, Any]) -> int:
+        """Positions in the user's transformers cache."""
+        return cached_positions(arguments.get("past_key_values"))
+
+    def intercept_cache(self, arguments: Mapping[str, Any], on_read: CacheRead) -> list[Callable[[], None]]:
+        """Wraps ``update`` of the user's own transformers cache."""
+        return intercept(arguments.get("past_key_values"), on_read)
 
     def read_cache(self, site: str, layer: int, arguments: dict[str, Any], output: Any) -> Tensor | None:
         """What the transformers cache of the user's own forward holds after it."""

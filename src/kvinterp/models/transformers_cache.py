@@ -7,15 +7,17 @@ stay transformers' own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvinterp.models.adapter import KVStore
+from kvinterp.errors import InputError
+from kvinterp.models.adapter import CacheRead, KVStore
 
-__all__ = ["StoreLayer", "dress", "is_attention_only", "unwrapped_cache"]
+__all__ = ["StoreLayer", "cached_positions", "cached_tensor", "dress", "intercept", "is_attention_only", "unwrapped_cache"]
 
 
 class StoreLayer(DynamicLayer):
@@ -71,6 +73,29 @@ def dress(config: Any, store: KVStore) -> DynamicCache:
         elif type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = StoreLayer(store, index, layer.sliding_window)
     return cache
+
+
+def cached_positions(cache: Cache | None) -> int:
+    """Positions a transformers cache of the user's has seen."""
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def intercept(cache: Cache | None, on_read: CacheRead) -> list[Callable[[], None]]:
+    """Lets ``on_read`` replace what a transformers cache of the user's hands to attention; returns how to undo that."""
+    if cache is None:
+        raise InputError("a patch of the cache needs a forward with a cache: call the model with past_key_values=...")
+    update = cache.update
+
+    def wrapped(
+        key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = update(key_states, value_states, layer_idx, *args, **kwargs)
+        stop = int(cache.get_seq_length(layer_idx))
+        new = on_read(layer_idx, stop - keys.shape[2], keys, values)
+        return (keys, values) if new is None else new
+
+    cache.update = wrapped  # type: ignore[method-assign]
+    return [lambda: cache.__dict__.pop("update", None)]
 
 
 def cached_tensor(cache: Cache | None, site: str, layer: int) -> Tensor | None:

@@ -1,20 +1,28 @@
 """HOW it runs: execution paths as data, and the two loops that follow them."""
 
+from kvinterp.paths.kernels import KERNELS, BatchInvariant, Kernels, LayerCast, Native, SplitK, kernels_named
 from kvinterp.paths.path import Cached, ExecutionPath, Recompute, path_named
 from kvinterp.paths.runner import Runner, Watcher, run
 from kvinterp.paths.sampling import STRATEGIES, Greedy, Strategy, TopK, TopP, strategy_named
 
 __all__ = [
+    "KERNELS",
     "STRATEGIES",
+    "BatchInvariant",
     "Cached",
     "ExecutionPath",
     "Greedy",
+    "Kernels",
+    "LayerCast",
+    "Native",
     "Recompute",
     "Runner",
+    "SplitK",
     "Strategy",
     "TopK",
     "TopP",
     "Watcher",
+    "kernels_named",
     "path_named",
     "run",
     "strategy_named",

@@ -47,7 +47,11 @@ class _Store:
             changed = listener(place, keys, values)
             if changed is not None:
                 keys, values = changed
+                self._replaced(layer, start, stop, keys, values)
         return keys, values
+
+    def _replaced(self, layer: int, start: int, stop: int, keys: Tensor, values: Tensor) -> None:
+        """Keeps what a watcher put in place of what was read; there is nothing to keep without a cache."""
 
     def _write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> KeysValues:
         place = Place(layer, start, start + keys.shape[2], self.facts.cached_keys_rotated)
@@ -119,22 +123,27 @@ class GrowingStore(_Store):
     def update(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None) -> KeysValues:
         """Appends, then returns what attention reads.
 
-        The prefill reads the tensors it just made, as a forward without a cache does: that makes step 0 the same
-        computation on both paths, on every backend.
+        The prefill reads the tensors it just made, before the policy and the cache's dtype change what is kept, as
+        transformers' quantised caches do: step 0 is then the same computation on both paths, on every backend.
         """
         held = self._lengths[layer]
-        keys, values = self._write(layer, held, keys, values)
+        kept_keys, kept_values = self._write(layer, held, keys, values)
         stop = held + keys.shape[2]
         if layer not in self._keys:
-            self._keys[layer], self._values[layer] = self._allocate(keys), self._allocate(values)
-        self._keys[layer][:, :, held:stop] = keys
-        self._values[layer][:, :, held:stop] = values
+            self._keys[layer], self._values[layer] = self._allocate(kept_keys), self._allocate(kept_values)
+        self._keys[layer][:, :, held:stop] = kept_keys
+        self._values[layer][:, :, held:stop] = kept_values
         self._lengths[layer] = stop
         start = 0 if window is None else max(held - window + 1, 0)
-        if held or self.cache_dtype != self.dtype:
+        if held:
             keys = self._keys[layer][:, :, start:stop].to(self.dtype)
             values = self._values[layer][:, :, start:stop].to(self.dtype)
         return self._read(layer, start, stop, keys, values)
+
+    def _replaced(self, layer: int, start: int, stop: int, keys: Tensor, values: Tensor) -> None:
+        # A patched cache stays patched: later steps read what a watcher put there.
+        self._keys[layer][:, :, start:stop] = keys
+        self._values[layer][:, :, start:stop] = values
 
     def _allocate(self, like: Tensor) -> Tensor:
         batch, heads, _, width = like.shape

@@ -7,6 +7,7 @@ import re
 
 from kvinterp.errors import InputError
 from kvinterp.models import dtype_named
+from kvinterp.paths.kernels import Kernels, Native, kernels_named
 from kvinterp.policies import Identity, Policy, policy_named
 
 __all__ = ["Cached", "ExecutionPath", "Recompute", "path_named"]
@@ -23,6 +24,7 @@ class ExecutionPath:
         dtype: Compute dtype, such as ``"float64"``, or None for the model's own.
         cache_dtype: Dtype the cache keeps, or None for the compute dtype.
         chunk: Most tokens in one prefill forward, or None for all at once.
+        kernels: Which arithmetic it computes with; the machine's own unless said.
     """
 
     form: str = "cached"
@@ -30,6 +32,7 @@ class ExecutionPath:
     dtype: str | None = None
     cache_dtype: str | None = None
     chunk: int | None = None
+    kernels: Kernels = dataclasses.field(default_factory=Native)
 
     def __post_init__(self) -> None:
         dtype_named(self.dtype)
@@ -39,7 +42,8 @@ class ExecutionPath:
 
     def __str__(self) -> str:
         """The text form, such as ``cached``, ``recompute@float64`` or ``cached[chunk=16]+q8_0``."""
-        options = {"chunk": self.chunk, "cache": self.cache_dtype}
+        kernels = None if isinstance(self.kernels, Native) else self.kernels
+        options = {"chunk": self.chunk, "cache": self.cache_dtype, "kernels": kernels}
         shown = ",".join(f"{name}={value}" for name, value in options.items() if value is not None)
         policy = "" if isinstance(self.policy, Identity) else f"+{self.policy}"
         return self.form + (f"[{shown}]" if shown else "") + policy + (f"@{self.dtype}" if self.dtype else "")
@@ -50,6 +54,7 @@ def Cached(  # noqa: N802  # reads as the noun it makes
     dtype: str | None = None,
     cache_dtype: str | None = None,
     chunk: int | None = None,
+    kernels: Kernels | str = "native",
 ) -> ExecutionPath:
     """Decoding from a KV cache: prefill once, then one token a step.
 
@@ -58,12 +63,16 @@ def Cached(  # noqa: N802  # reads as the noun it makes
         dtype: Compute dtype; the model's own unless said.
         cache_dtype: What the cache keeps; the compute dtype unless said.
         chunk: Most tokens in one prefill forward.
+        kernels: A kernel mode, such as ``"batch_invariant"`` or ``SplitK(4, "float16")``.
     """
-    return ExecutionPath("cached", _policy(policy), _name(dtype), _name(cache_dtype), chunk)
+    return ExecutionPath("cached", _policy(policy), _name(dtype), _name(cache_dtype), chunk, kernels_named(kernels))
 
 
 def Recompute(  # noqa: N802  # reads as the noun it makes
-    policy: Policy | str | None = None, dtype: str | None = None, chunk: int | None = None
+    policy: Policy | str | None = None,
+    dtype: str | None = None,
+    chunk: int | None = None,
+    kernels: Kernels | str = "native",
 ) -> ExecutionPath:
     """Recomputing the whole prefix at every step, as if there were no cache.
 
@@ -71,8 +80,9 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
         policy: What is done to the keys and values of every position before attention reads them.
         dtype: Compute dtype; the model's own unless said.
         chunk: Most tokens in one forward; the prefix is then computed chunk after chunk, anew at every step.
+        kernels: A kernel mode, as for :func:`Cached`.
     """
-    return ExecutionPath("recompute", _policy(policy), _name(dtype), None, chunk)
+    return ExecutionPath("recompute", _policy(policy), _name(dtype), None, chunk, kernels_named(kernels))
 
 
 def path_named(text: str | ExecutionPath) -> ExecutionPath:
@@ -86,22 +96,26 @@ def path_named(text: str | ExecutionPath) -> ExecutionPath:
     match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
     if match is None:
         raise InputError(
-            f"path {text!r} cannot be read: expected cached or recompute, then if wanted [chunk=N,cache=DTYPE], "
+            f"path {text!r} cannot be read: expected cached or recompute, then if wanted [chunk=N,cache=DTYPE,kernels=MODE], "
             "+POLICY and @DTYPE, as in cached, recompute@float64 or cached[chunk=16]."
         )
     form, options, policy, dtype = match.groups()
     chosen: dict[str, str] = {}
-    for part in filter(None, (options or "").split(",")):
+    # A comma inside brackets belongs to a mode's own values, as in kernels=split_k(4,float16).
+    for part in filter(None, re.split(r",(?![^(]*\))", options or "")):
         name, _, value = part.partition("=")
-        if name.strip() not in ("chunk", "cache") or not value:
-            raise InputError(f"path option {part!r} in {text!r} is unknown: expected chunk=N or cache=DTYPE.")
+        if name.strip() not in ("chunk", "cache", "kernels") or not value:
+            raise InputError(
+                f"path option {part!r} in {text!r} is unknown: expected chunk=N, cache=DTYPE or kernels=MODE."
+            )
         chosen[name.strip()] = value.strip()
     if "cache" in chosen and form == "recompute":
         raise InputError(f"path {text!r} gives a cache dtype to a path that keeps no cache: use cached[cache=...].")
     chunk = chosen.get("chunk")
     if chunk is not None and not chunk.isdigit():
         raise InputError(f"chunk={chunk!r} in path {text!r}: expected a whole number of tokens of at least 1.")
-    return ExecutionPath(form, _policy(policy), dtype, chosen.get("cache"), None if chunk is None else int(chunk))
+    size, kernels = None if chunk is None else int(chunk), kernels_named(chosen.get("kernels", "native"))
+    return ExecutionPath(form, _policy(policy), dtype, chosen.get("cache"), size, kernels)
 
 
 def _policy(policy: Policy | str | None) -> Policy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +26,7 @@ from kvinterp.provenance import provenance
 from kvinterp.recording import Recorder, Trace, Watch
 
 __all__ = [
+    "LOGITS",
     "Runner",
     "Watcher",
     "batched",
@@ -33,6 +34,7 @@ __all__ = [
     "encode",
     "end_tokens",
     "first_nonfinite",
+    "growing_store",
     "in_batches",
     "run",
 ]
@@ -42,13 +44,16 @@ Loop = Generator[Float[Tensor, "batch vocab"], Int[Tensor, " batch"], None]
 Begin = Callable[[], None]
 Done = TypeVar("Done")
 
+LOGITS: Site = ("logits", -1)
+"""The place under which a watcher hears, and may replace, the newest position's logits ``[batch, vocab]``."""
+
 
 def cached_loop(
     adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, watchers: Sequence[Watcher], begin: Begin
 ) -> Loop:
     """Prefills the prompt once, then feeds one token a step against a cache that grows in place."""
     begin()
-    store = _growing(adapter, path, prompt.shape[0], prompt.shape[1] + room, watchers)
+    store = growing_store(adapter, path, prompt.shape[0], prompt.shape[1] + room, watchers)
     logits = _forward(adapter, prompt, store, path.chunk)
     while True:
         token = yield logits[:, -1]
@@ -68,6 +73,7 @@ def recompute_loop(
         tokens = torch.cat([tokens, token[:, None]], 1)
 
 
+@runtime_checkable
 class Watcher(Protocol):
     """Whatever looks into a path while it runs: a recorder, a comparer, a patch."""
 
@@ -108,13 +114,14 @@ class Runner:
         self.step = -1
         loop = cached_loop if path.form == "cached" else recompute_loop
         self._loop = loop(self.adapter, path, prompt.to(self.adapter.device), room, watchers, self._begin)
-        self._listeners: dict[Site, list[Listener]] = {}
+        self._kernels = path.kernels.mode(self.adapter)
+        self._listeners: dict[Site, list[Listener]] = {place: [hear] for place, hear in self._kernels.listeners.items()}
         for watcher in watchers:
             for place, listener in watcher.listeners.items():
                 self._listeners.setdefault(place, []).append(listener)
 
     def __enter__(self) -> Runner:
-        self._attached = self.adapter.attached(list(self._listeners))
+        self._attached = self.adapter.attached([place for place in self._listeners if place != LOGITS])
         self._attached.__enter__()
         return self
 
@@ -128,8 +135,12 @@ class Runner:
         self.step += 1
         for watcher in self.watchers:
             watcher.begin_step(self.step)
-        with self.adapter.listening(self._listeners):
-            return next(self._loop) if tokens is None else self._loop.send(tokens)
+        with self.adapter.listening(self._listeners), self._kernels:
+            logits = next(self._loop) if tokens is None else self._loop.send(tokens)
+        for listener in self._listeners.get(LOGITS, ()):
+            changed = listener(logits)
+            logits = logits if changed is None else changed
+        return logits
 
     def _begin(self) -> None:
         for watcher in self.watchers:
@@ -360,13 +371,16 @@ def _forward(adapter: Adapter, tokens: Tensor, store: KVStore | None, chunk: int
     return logits
 
 
-def _growing(adapter: Adapter, path: ExecutionPath, batch: int, capacity: int, watchers: Sequence[Watcher]) -> GrowingStore:
+def growing_store(
+    adapter: Adapter, path: ExecutionPath, batch: int, capacity: int, watchers: Sequence[Watcher]
+) -> GrowingStore:
+    """A preallocated cache for this model and path, told to the watchers."""
     return GrowingStore(
         adapter.facts,
         path.policy,
         batch,
         capacity,
-        adapter.dtype,
+        path.kernels.compute_dtype(adapter.dtype),
         adapter.device,
         [watcher.on_read for watcher in watchers],
         dtype_named(path.cache_dtype),
@@ -378,7 +392,7 @@ def _uncached(
     adapter: Adapter, path: ExecutionPath, tokens: Tensor, watchers: Sequence[Watcher]
 ) -> PassThrough | GrowingStore | None:
     if path.chunk is not None and path.chunk < tokens.shape[1]:
-        return _growing(adapter, path, tokens.shape[0], tokens.shape[1], watchers)
+        return growing_store(adapter, path, tokens.shape[0], tokens.shape[1], watchers)
     if not adapter.attention_only:
         return None
     listeners: list[ReadListener] = [watcher.on_read for watcher in watchers]

@@ -60,6 +60,10 @@ The models know about 150 words and the sentence patterns of the generators. The
 not assistants; text of another kind goes through the tokenizer unharmed but means nothing to them.
 """
 
+_EVERY_RUN = """Every run: one thread, Muon for the matrices of the layers and AdamW for the rest, peak rate {rate}, cosine
+to zero (a run may stop before), seed {seed}, torch {torch}, transformers {transformers}. Minutes are of a machine that
+was busy with other work too."""
+
 
 def card_text() -> str:
     """Builds the text of the card from the shipped files."""
@@ -79,18 +83,21 @@ def card_text() -> str:
         for record in records
     ]
     runs = [
-        (f"`{name}`", run["steps"], f"{run['tokens']:,}", run["minutes"], run["loss"][-1], run["cpu"], run["threads"])
+        (
+            f"`{name}`",
+            *(run[key] for key in ("steps", "horizon", "batch")),
+            f"{run['tokens']:,}",
+            *(run["minutes"], run["loss"][-1], run["cpu"]),
+        )
         for name, run in trainings.items()
     ]
+    run_head = ("checkpoint", "steps", "cosine over", "documents a step", "tokens", "minutes", "last loss", "CPU")
     scores = [(f"`{record['name']}`", *(f"{record['accuracy'][task]:.1%}" for task in tasks)) for record in records]
     body = _BODY.format(
-        longest=first["longest"],
+        longest=max(run["longest"] for run in trainings.values()),
         mixture=", ".join(f"{share:.0%} {task}" for task, share in first["mixture"].items()),
         examples=_examples(tasks),
-        training=_table(("checkpoint", "steps", "tokens", "minutes", "last loss", "CPU", "threads"), runs)
-        + f"\n\nEvery run: {first['batch']} documents a step, Muon for the layers' matrices and AdamW for the rest, "
-        f"peak rate {first['rate']}, cosine to zero, seed {first['seed']}, torch {first['torch']}, transformers "
-        f"{first['transformers']}.",
+        training=_table(run_head, runs) + "\n\n" + _EVERY_RUN.format(**first),
         prompt_weight=first["prompt_weight"],
         problems=first["accuracy_problems"],
         accuracy=_table(("checkpoint", *tasks), scores),

@@ -17,7 +17,7 @@ import math
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -40,18 +40,18 @@ from kvinterp.models.zoo.measure import accuracy
 
 __all__ = ["Plan", "app", "batches", "save", "tokenizer", "train"]
 
-STEPS = {"gemma2-mini": 1700}
 MIXTURE = {"arithmetic": 0.6, "restate": 0.2, "instructions": 0.2}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training run is made of; every checkpoint was made with the same one but for Gemma's steps.
+    """What a training run is made of; the first four checkpoints were made with the same one.
 
     Attributes:
         steps: Optimizer steps.
+        horizon: Steps after which the cosine reaches zero; a run may stop before.
         batch: Documents a step.
-        rate: Peak learning rate of Muon and AdamW, reached after ``warmup`` steps and let down to zero by a cosine.
+        rate: Peak learning rate of Muon and AdamW, reached after ``warmup`` steps and let down by a cosine.
         warmup: Steps of linear warmup.
         decay: Weight decay of the layers' matrices.
         clip: Largest gradient norm.
@@ -61,14 +61,18 @@ class Plan:
     """
 
     steps: int = 1200
-    batch: int = 64
+    horizon: int = 1200
+    batch: int = 32
     rate: float = 3e-3
     warmup: int = 100
     decay: float = 0.02
     clip: float = 1.0
     prompt_weight: float = 0.1
     seed: int = 7
-    save_every: int = 200
+    save_every: int = 300
+
+
+GEMMA_PLAN = Plan(steps=1000, horizon=1700, batch=64, save_every=200)
 
 
 def documents(seed: int) -> Iterator[tuple[str, str]]:
@@ -113,7 +117,7 @@ def batches(words: PreTrainedTokenizerFast, plan: Plan) -> Iterator[Batch]:
 def _rate(step: int, plan: Plan) -> float:
     if step < plan.warmup:
         return (step + 1) / plan.warmup
-    done = (step - plan.warmup) / max(1, plan.steps - plan.warmup)
+    done = min(1.0, (step - plan.warmup) / max(1, plan.horizon - plan.warmup))
     return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
@@ -179,7 +183,7 @@ def _record(name: str, model: PreTrainedModel, plan: Plan, seen: dict[str, Any],
         "parameters": sum(weight.numel() for weight in model.parameters()),
         **seen,
         "minutes": round(seen["minutes"], 1),
-        "planned_steps": plan.steps,
+        "horizon": plan.horizon,
         "batch": plan.batch,
         "rate": plan.rate,
         "seed": plan.seed,
@@ -282,7 +286,8 @@ def main(
         return
     target = out or zoo.folder("llama-mini").parent
     for name in _chosen(only):
-        train(name, target, Plan(steps=steps or STEPS.get(name, Plan.steps)))
+        plan = GEMMA_PLAN if name == "gemma2-mini" else Plan()
+        train(name, target, replace(plan, steps=steps) if steps else plan)
     if out is None:
         write_card()
 

@@ -1,0 +1,7 @@
+"""WHAT IS ASKED: one file an experiment, found by the registry."""
+
+from kvinterp.experiments.base import Experiment
+from kvinterp.experiments.compare import Compare
+from kvinterp.experiments.demo import Demo
+
+__all__ = ["Compare", "Demo", "Experiment"]

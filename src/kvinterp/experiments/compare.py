@@ -1,0 +1,194 @@
+"""How far apart are two paths of one model on these prompts?"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvinterp.comparison import Comparison, compare
+from kvinterp.data import load_prompts
+from kvinterp.errors import UnsupportedError
+from kvinterp.experiments.base import Experiment
+from kvinterp.models import Adapter, expand_sites, load_model
+from kvinterp.paths import path_named, strategy_named
+from kvinterp.provenance import provenance
+from kvinterp.recording import Watch, chosen_layers
+from kvinterp.results import Result, ResultFolder, check_free, load_result
+
+__all__ = ["DEFAULT_RECORD", "Compare", "recordable"]
+
+DEFAULT_RECORD = ("resid_post", "pattern", "kv")
+
+log = logging.getLogger("kvinterp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compare(Experiment):
+    """How far apart are two paths of one model, at which step, layer, head and cache position?
+
+    Attributes:
+        model: ``zoo:NAME``, a checkpoint folder or a hub id.
+        prompts: ``arithmetic:N``, another generator, or a .jsonl file.
+        a: The leading path.
+        b: The path it is compared with.
+        kind: ``native``, ``hooked`` or ``bridge``.
+        dtype: Dtype of the weights and of every path that names none.
+        protocol: ``matched`` or ``free``.
+        strategy: How tokens are chosen.
+        max_new_tokens: Most steps.
+        record: Sites to compare; all of resid_post, pattern and kv that this model can give, unless said.
+        layers: Layers to compare; all unless said.
+        seed: Seeds the random numbers.
+        device: Where to run.
+        attention: Attention implementation of the native kind.
+        batch_size: Most prompts in a batch.
+        stop: ``end of sequence`` or ``length``.
+    """
+
+    model: str = "zoo:mistral-mini"
+    prompts: str = "arithmetic:6"
+    a: str = "cached"
+    b: str = "recompute"
+    kind: str = "native"
+    dtype: str = "float16"
+    protocol: str = "matched"
+    strategy: str = "greedy"
+    max_new_tokens: int = 48
+    record: str | None = None
+    layers: tuple[int, ...] | None = None
+    seed: int = 0
+    device: str | None = None
+    attention: str | None = None
+    batch_size: int = 1
+    stop: str = "end of sequence"
+
+    def run(self, out: str | Path, existing: str = "error", progress: str = "bar") -> list[Result]:
+        """Runs it, or the rest of it, into a folder.
+
+        Args:
+            out: The folder.
+            existing: What to do about what is already there.
+            progress: ``"bar"`` or ``"none"``.
+
+        Raises:
+            InputError: Something given does not exist or does not fit.
+            UnsupportedError: This kind of model cannot give a site that was asked for.
+            KeyboardInterrupt: It was interrupted; what was finished is in the folder.
+        """
+        # The cheap questions first: a typing error should not cost the loading of a model.
+        check_free(out, existing)
+        prompts = load_prompts(self.prompts)
+        paths, strategy = (path_named(self.a), path_named(self.b)), strategy_named(self.strategy)
+        expand_sites(self.record or "")
+        adapter = load_model(self.model, self.kind, self.dtype, self.device, self.attention)
+        layers = chosen_layers(adapter, self.layers)
+        sites, left_out = recordable(adapter, self.record, layers)
+        settings = {
+            **self._identity(),
+            "record": sites,
+            "layers": layers,
+            "left_out": left_out,
+            "made_with": provenance(adapter),
+        }
+        folder = ResultFolder(out, settings, prompts, existing)
+        if folder.finished:
+            return [load_result(out)]
+        for site, reason in left_out.items():
+            log.info("%s is not recorded: %s", site, reason)
+        done = folder.done()
+        waiting = [number for number in range(len(prompts)) if number not in done]
+        if done:
+            log.info("going on in %s: %d of %d prompts are already there", out, len(done), len(prompts))
+        try:
+            if waiting:
+                self._compare(
+                    adapter, paths, strategy, sites, layers, [prompts[n] for n in waiting], waiting, folder, progress
+                )
+        except KeyboardInterrupt:
+            folder.close("interrupted")
+            raise
+        except BaseException:
+            if not folder.done():
+                folder.close()
+            raise
+        result = folder.close()
+        assert result is not None, "every prompt gives a part"
+        return [result]
+
+    def _compare(
+        self,
+        adapter: Adapter,
+        paths: Sequence[Any],
+        strategy: Any,
+        sites: Sequence[str],
+        layers: Sequence[int],
+        prompts: Sequence[Any],
+        numbers: Sequence[int],
+        folder: ResultFolder,
+        progress: str,
+    ) -> Comparison:
+        return compare(
+            adapter,
+            prompts,
+            *paths,
+            protocol=self.protocol,
+            strategy=strategy,
+            max_new_tokens=self.max_new_tokens,
+            seed=self.seed,
+            record=sites,
+            layers=layers,
+            stop=self.stop,
+            batch_size=self.batch_size,
+            examples=numbers,
+            progress=progress,
+            done=folder.add,
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        """The choices that decide the numbers: not how many prompts share a batch, which keeps the bits."""
+        chosen = dataclasses.asdict(self)
+        return {name: chosen[name] for name in chosen if name not in ("prompts", "batch_size")}
+
+
+def recordable(
+    adapter: Adapter, record: str | Sequence[str] | None, layers: Sequence[int]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The sites to record and, where the choice is the default, those that this model cannot give.
+
+    Args:
+        adapter: The model.
+        record: Sites, which must all be there, or None for what the model can give of :data:`DEFAULT_RECORD`.
+        layers: The layers they are recorded at.
+
+    Returns:
+        The sites, and for each default one that is left out the reason.
+
+    Raises:
+        UnsupportedError: A site was asked for by name and is not there.
+    """
+    if record is not None:
+        sites = expand_sites(record)
+        _watch(adapter, sites, layers)
+        return sites, {}
+    kept: list[str] = []
+    left_out: dict[str, str] = {}
+    for name in DEFAULT_RECORD:
+        try:
+            _watch(adapter, expand_sites(name), layers)
+            kept += expand_sites(name)
+        except UnsupportedError as error:
+            left_out[name] = str(error)
+    return tuple(kept), left_out
+
+
+def _watch(adapter: Adapter, sites: Sequence[str], layers: Sequence[int]) -> None:
+    Watch(adapter, [(site, layer) for site in sites for layer in layers], _nothing)
+
+
+def _nothing(site: str, layer: int, start: int, tensor: Tensor) -> None:
+    return None

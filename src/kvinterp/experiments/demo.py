@@ -1,0 +1,88 @@
+"""The main job, small: two trained models, two kinds, two protocols and a ladder of precisions, on generated problems."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from kvinterp.errors import UnsupportedError
+from kvinterp.experiments.base import Experiment
+from kvinterp.experiments.compare import Compare
+from kvinterp.results import Result
+
+__all__ = ["SMOKE", "Demo"]
+
+log = logging.getLogger("kvinterp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo(Experiment):
+    """Does decoding from the KV cache compute what recomputing the prefix computes, in two small trained models?
+
+    Attributes:
+        models: The models.
+        kinds: Kinds of model; ``bridge`` stands in for ``hooked`` where TransformerLens has no HookedTransformer.
+        protocols: Protocols.
+        dtype: The dtype in question.
+        rungs: Dtypes in which the native kind is asked the same again, on fewer problems.
+        problems: How many generated problems.
+        rung_problems: How many of them on a rung.
+        max_new_tokens: Most steps.
+    """
+
+    models: tuple[str, ...] = ("zoo:mistral-mini", "zoo:gemma2-mini")
+    kinds: tuple[str, ...] = ("hooked", "native")
+    protocols: tuple[str, ...] = ("matched", "free")
+    dtype: str = "float16"
+    rungs: tuple[str, ...] = ("float32", "float64")
+    problems: int = 6
+    rung_problems: int = 2
+    max_new_tokens: int = 48
+
+    def plan(self) -> dict[str, Compare]:
+        """Every comparison it makes, by the name of its folder."""
+        runs = [
+            Compare(model, f"arithmetic:{self.problems}", kind=kind, protocol=protocol, dtype=self.dtype)
+            for model in self.models
+            for kind in _available(self.kinds)
+            for protocol in self.protocols
+        ]
+        runs += [
+            Compare(model, f"arithmetic:{min(self.rung_problems, self.problems)}", kind="native", dtype=dtype)
+            for model in self.models
+            for dtype in self.rungs
+        ]
+        runs = [dataclasses.replace(run, max_new_tokens=self.max_new_tokens) for run in runs]
+        return {f"{run.model.rpartition(':')[2]}-{run.kind}-{run.dtype}-{run.protocol}": run for run in runs}
+
+    def run(self, out: str | Path, existing: str = "error", progress: str = "bar") -> list[Result]:
+        """Makes every comparison that is not there yet, each in a folder of its own under ``runs``.
+
+        Args:
+            out: The folder.
+            existing: What to do about what is already there; ``"error"`` reads finished comparisons, as ``"use"`` does,
+                because only the report says that the whole is finished.
+            progress: ``"bar"`` or ``"none"``.
+        """
+        plan = self.plan()
+        results: list[Result] = []
+        for number, (name, run) in enumerate(plan.items(), start=1):
+            log.info("%d of %d: %s, %s, %s, %s", number, len(plan), run.model, run.kind, run.dtype, run.protocol)
+            kept = "overwrite" if existing == "overwrite" else "use"
+            results += run.run(Path(out) / "runs" / name, kept, progress)
+        return results
+
+
+SMOKE = Demo(problems=1, rung_problems=1, max_new_tokens=5)
+
+
+def _available(kinds: tuple[str, ...]) -> list[str]:
+    from kvinterp.models.hooked import hooked_class
+
+    try:
+        hooked_class()
+    except UnsupportedError as error:
+        log.info("bridge stands in for hooked: %s", error)
+        return list(dict.fromkeys("bridge" if kind == "hooked" else kind for kind in kinds))
+    return list(kinds)

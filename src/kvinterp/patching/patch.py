@@ -1,0 +1,321 @@
+"""A patch as data, and the watcher that applies it: moving tensors of one trace into the other path.
+
+Nothing is edited in place: a patch hands the model a copy in which its rows are the donor's. What it changes in a cache it
+changes in the store's own memory, so a patched cache stays patched for the steps that follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvinterp.errors import InputError, unknown
+from kvinterp.models import SITES, Adapter, wrap
+from kvinterp.models.adapter import CACHE_SITES, Listener, Site
+from kvinterp.policies import Place
+from kvinterp.recording import Trace, chosen_layers
+from kvinterp.recording.recorder import HEADS
+
+__all__ = ["PATCH_SITES", "Patch", "PatchWatcher", "Window", "patched", "stored_sites"]
+
+Positions = str | tuple[int, int]
+Window = Callable[[str, int], "tuple[int, Tensor]"]
+"""Given a site and layer, the donor's tensor at this step and the absolute position of its first row."""
+
+PATCH_SITES = {
+    **{site: text for site, text in SITES.items() if site not in (*CACHE_SITES, "attn_scores")},
+    "cache_k": "keys in the cache, as it holds them",
+    "cache_v": "values in the cache",
+    "kv": "keys and values in the cache",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """What is moved, and where to.
+
+    Attributes:
+        site: A site of PATCH_SITES. ``cache_k``, ``cache_v`` and ``kv`` move what the cache holds.
+        layers: Layers; all for None.
+        heads: Query heads (q, z, pattern) or KV heads (k, v and the cache sites); all for None.
+        positions: ``"newest"``, ``"all"``, ``"earlier"`` (all but the newest), or absolute positions ``(start, stop)``.
+        steps: ``"every"`` (every decode step from step 1), ``"first"`` (step 1), or a tuple of steps.
+        donor: The trace to take from, recorded with the site at the positions moved (``positions="all"`` unless newest).
+    """
+
+    site: str
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    positions: Positions = "newest"
+    steps: str | tuple[int, ...] = "every"
+    donor: Trace | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.site not in PATCH_SITES:
+            raise unknown("patch site", self.site, PATCH_SITES)
+        if not (isinstance(self.positions, tuple) or self.positions in ("newest", "all", "earlier")):
+            raise InputError(
+                f"positions={self.positions!r} was given: expected 'newest', 'all', 'earlier' or absolute positions (start, stop)."
+            )
+        if isinstance(self.positions, tuple) and not (
+            len(self.positions) == 2 and 0 <= self.positions[0] < self.positions[1]
+        ):
+            raise InputError(
+                f"positions={self.positions!r} holds no position: expected (start, stop) with 0 <= start < stop."
+            )
+        if not (isinstance(self.steps, tuple) or self.steps in ("every", "first")):
+            raise InputError(f"steps={self.steps!r} was given: expected 'every', 'first' or a tuple of steps.")
+
+    def active(self, step: int) -> bool:
+        """Whether it applies at a step; the prefill, step 0, is the same on both paths and only patched when named."""
+        return step >= 1 if self.steps == "every" else step == 1 if self.steps == "first" else step in self.steps
+
+    def span(self, end: int) -> tuple[int, int]:
+        """The absolute positions it moves when the context holds ``end`` positions."""
+        if isinstance(self.positions, tuple):
+            return self.positions[0], min(self.positions[1], end)
+        return {"newest": (end - 1, end), "earlier": (0, end - 1), "all": (0, end)}[self.positions]
+
+
+def stored_sites(adapter: Adapter, site: str) -> tuple[str, ...]:
+    """The sites a patch of the cache takes from its donor: keys on the side of RoPE on which this model caches them."""
+    keys = "cache_k" if adapter.facts.cached_keys_rotated else "cache_k_pre"
+    return {"kv": (keys, "cache_v"), "cache_k": (keys,)}.get(site, (site,))
+
+
+class PatchWatcher:
+    """Applies patches to the forwards of one path.
+
+    Args:
+        adapter: The model that is patched.
+        patches: What to move.
+        window: Where the donor's tensors come from, for patches that carry no trace of their own.
+        prompt_length: Tokens in the prompt of the path that is patched, when a Runner drives it.
+    """
+
+    def __init__(
+        self, adapter: Adapter, patches: Iterable[Patch], window: Window | None = None, prompt_length: int | None = None
+    ) -> None:
+        self.adapter, self.patches, self.window = adapter, tuple(patches), window
+        self.prompt_length = prompt_length
+        self.step, self.end = 0, 0
+        self.listeners: dict[Site, Listener] = {}
+        self._cache: dict[int, list[Patch]] = {}
+        for patch in self.patches:
+            self._check(patch)
+            for layer in chosen_layers(adapter, patch.layers):
+                if patch.site in ("kv", "cache_k", "cache_v"):
+                    self._cache.setdefault(layer, []).append(patch)
+                else:
+                    adapter.tap(patch.site, layer)
+                    self.listeners[patch.site, layer] = self._listener(
+                        patch, layer, self.listeners.get((patch.site, layer))
+                    )
+
+    @property
+    def places(self) -> list[Site]:
+        """The hooks it needs."""
+        return list(self.listeners)
+
+    @property
+    def patches_cache(self) -> bool:
+        """Whether it changes what attention reads from the cache."""
+        return bool(self._cache)
+
+    @property
+    def first_layer(self) -> int:
+        """The first block whose computation it changes."""
+        return min([layer for _, layer in self.listeners] + list(self._cache), default=self.adapter.facts.layers)
+
+    def active(self, step: int) -> bool:
+        """Whether any patch applies at a step."""
+        return any(patch.active(step) for patch in self.patches)
+
+    def begin_step(self, step: int) -> None:
+        """What follows belongs to this step."""
+        if self.prompt_length is not None:
+            self.at(step, self.prompt_length + step)
+
+    def begin_pass(self) -> None:
+        """A forward from position 0 follows."""
+
+    def at(self, step: int, end: int) -> None:
+        """Says which step runs and how many positions the context then holds."""
+        self.step, self.end = step, end
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Replaces cached keys and values by the donor's."""
+        changed = False
+        for patch in self._cache.get(place.layer, ()):
+            if not patch.active(self.step):
+                continue
+            for site in stored_sites(self.adapter, patch.site):
+                held = values if site == "cache_v" else keys
+                new = self._moved(patch, site, place.layer, held, 2, 1, place.start, place.stop)
+                keys, values = (keys, new) if site == "cache_v" else (new, values)
+            changed = True
+        return (keys, values) if changed else None
+
+    def _listener(self, patch: Patch, layer: int, before: Listener | None) -> Listener:
+        # Rows are positions; for scores and patterns they are query positions. Heads are numbered by HEADS.
+        rows = 2 if patch.site == "pattern" else 1
+        heads = HEADS[patch.site][0] if patch.site in HEADS else None
+
+        def listener(tensor: Tensor) -> Tensor | None:
+            earlier = before(tensor) if before is not None else None
+            if not patch.active(self.step):
+                return earlier
+            tensor = tensor if earlier is None else earlier
+            end = self.end or tensor.shape[rows]
+            return self._moved(patch, patch.site, layer, tensor, rows, heads, end - tensor.shape[rows], end)
+
+        return listener
+
+    def _moved(
+        self, patch: Patch, site: str, layer: int, tensor: Tensor, rows: int, heads: int | None, start: int, stop: int
+    ) -> Tensor:
+        donor_start, donor = self._donor(patch, site, layer, rows)
+        low, high = patch.span(stop)
+        low, high = max(low, start, donor_start), min(high, stop, donor_start + donor.shape[rows])
+        if low >= high:
+            return tensor
+        new = tensor.clone()
+        into, taken = new.narrow(rows, low - start, high - low), donor.narrow(rows, low - donor_start, high - low)
+        if site == "pattern" and into.shape[-1] != taken.shape[-1]:
+            keys = min(into.shape[-1], taken.shape[-1])
+            into[..., : into.shape[-1] - keys] = 0
+            into, taken = into[..., -keys:], taken[..., -keys:]
+        if into.shape != taken.shape:
+            raise InputError(
+                f"the donor's {site} at layer {layer} has shape {tuple(taken.shape)} and cannot be put where "
+                f"{tuple(into.shape)} is: give a donor of the same model, with the same heads."
+            )
+        taken = taken.to(into)
+        if patch.heads is None or heads is None:
+            into.copy_(taken)
+        else:
+            into.index_copy_(heads, *_picked(taken, heads, patch.heads))
+        return new
+
+    def _donor(self, patch: Patch, site: str, layer: int, rows: int) -> tuple[int, Tensor]:
+        if patch.donor is None:
+            if self.window is None:
+                raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
+            return self.window(site, layer)
+        return _from_trace(patch.donor, site, layer, self.step, rows)
+
+    def _check(self, patch: Patch) -> None:
+        facts = self.adapter.facts
+        if patch.heads is not None:
+            if patch.site not in HEADS and patch.site != "kv":
+                raise InputError(f"site {patch.site!r} has no heads, and heads={patch.heads} was given: leave heads out.")
+            query = patch.site in HEADS and HEADS[patch.site][1] == "query"
+            count, what = (facts.query_heads, "query head") if query else (facts.kv_heads, "KV head")
+            for head in patch.heads:
+                if not 0 <= head < count:
+                    raise InputError(
+                        f"{what} {head} does not exist for site {patch.site!r}: {facts.name} has 0 to {count - 1}."
+                    )
+        if isinstance(patch.positions, tuple) and patch.positions[1] > facts.context:
+            raise InputError(
+                f"position {patch.positions[1] - 1} does not exist: {facts.name} has {facts.context} positions."
+            )
+        if patch.donor is not None:
+            self._check_donor(patch, patch.donor)
+
+    def _check_donor(self, patch: Patch, donor: Trace) -> None:
+        for site in stored_sites(self.adapter, patch.site):
+            for layer in chosen_layers(self.adapter, patch.layers):
+                if (site, layer) not in donor.records:
+                    have = ", ".join(sorted({s for s, _ in donor.records})) or "nothing"
+                    raise InputError(
+                        f"the donor trace holds no {site!r} of layer {layer} (it recorded {have}): run the donor with "
+                        f"record={site!r}."
+                    )
+        wrong = next((t for t in donor.prompt if t >= self.adapter.facts.vocabulary), None)
+        if wrong is not None:
+            raise InputError(
+                f"the donor trace holds token id {wrong}, which {self.adapter.facts.name} does not have: it was made with "
+                "another tokenisation; run the donor with the same model."
+            )
+
+
+def _picked(taken: Tensor, dim: int, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+    index = torch.tensor(list(heads), device=taken.device)
+    return index, taken.index_select(dim, index)
+
+
+def _from_trace(donor: Trace, site: str, layer: int, step: int, rows: int) -> tuple[int, Tensor]:
+    """The donor's rows at a step with the absolute position of the first, gathered over steps for a cached donor."""
+    if step not in donor.steps:
+        raise InputError(f"the donor trace did not record step {step}: it has {list(donor.steps)[:12]}; record every step.")
+    index = donor.steps.index(step)
+    kept = donor.records[site, layer]
+    whole = _dimensions(site)
+    if kept[index].dim() < whole:
+        # Recorded at the newest position: one row, without the dimension.
+        return len(donor.prompt) + step - 1, kept[index].unsqueeze(rows - 1)[None]
+    here = kept[index]
+    gathers = site not in CACHE_SITES and site != "pattern" and donor.path.startswith("cached")
+    if gathers and list(donor.steps[: index + 1]) == list(range(step + 1)):
+        here = torch.cat([tensor for tensor in kept[: index + 1]], rows - 1)
+    return len(donor.prompt) + step - here.shape[rows - 1], here[None]
+
+
+def _dimensions(site: str) -> int:
+    """Dimensions of a site's record at all positions, without the batch."""
+    return 3 if site in HEADS else 2
+
+
+@contextlib.contextmanager
+def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatcher]:
+    """Patches the user's own forwards on anyone's model; each call of the model is one step, from 0.
+
+    Cache patches change what attention reads from the cache the user passes; the user's cache itself is left as it is.
+
+    Args:
+        model: A HookedTransformer, TransformerBridge, transformers model or adapter.
+        patches: Patches that each carry a donor trace. ``steps`` counts the calls; name step 0 to patch the first.
+
+    Raises:
+        InputError: A patch does not fit the model or its donor.
+    """
+    adapter = wrap(model)
+    given = (patches,) if isinstance(patches, Patch) else tuple(patches)
+    for patch in given:
+        if patch.donor is None:
+            raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
+    watcher = PatchWatcher(adapter, given)
+    calls = iter(range(2**31))
+    undo: list[Callable[[], None]] = []
+
+    def reads(layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        place = Place(layer, start, start + keys.shape[2], adapter.facts.cached_keys_rotated)
+        return watcher.on_read(place, keys, values)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = next((a for a in (*args, kwargs.get("input_ids"), kwargs.get("input")) if isinstance(a, Tensor)), None)
+        watcher.at(next(calls), adapter.cached_length(kwargs) + (tokens.shape[-1] if tokens is not None else 0))
+        if watcher.patches_cache:
+            undo.extend(adapter.intercept_cache(kwargs, reads))
+
+    def after(*_: Any) -> None:
+        while undo:
+            undo.pop()()
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(after)
+        stack.enter_context(adapter.attached(watcher.places))
+        stack.callback(adapter.model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(adapter.model.register_forward_hook(after, always_call=True).remove)
+        stack.enter_context(adapter.listening(_lists(watcher.listeners)))
+        yield watcher
+
+
+def _lists(listeners: Mapping[Site, Listener]) -> dict[Site, list[Listener]]:
+    return {place: [listener] for place, listener in listeners.items()}

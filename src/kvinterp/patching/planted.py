@@ -1,0 +1,172 @@
+"""Finding a cause, and checking the finder on causes we planted ourselves.
+
+The search runs at the first decode step, where nothing has accumulated yet: the cache then holds the prompt's keys and values,
+written by the same prefill on both paths, and only the newest row is computed anew. There a difference has three places it can
+be made:
+
+- **K and V as the prefill wrote them** at a layer: putting the other path's prompt keys and values back at that layer recovers it;
+- **the one-row computation** of a layer: putting the residual stream back recovers nothing before that layer and all of it
+  from that layer on, so the gain from one layer to the next is the measure;
+- **the unembedding**: what is left when the last residual stream is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvinterp.errors import InputError, located, unknown
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.adapter import Listener, Site
+from kvinterp.patching.lanes import Donor, RunnerLane
+from kvinterp.patching.patch import Patch, PatchWatcher, stored_sites
+from kvinterp.paths import Cached, Recompute
+from kvinterp.paths.runner import LOGITS, encode
+from kvinterp.policies import Identity, Place
+from kvinterp.policies.planted import Planted, nudged
+
+__all__ = ["PLACES", "Cause", "Plant", "localise"]
+
+PLACES = {
+    "kv": "K and V as the prefill writes them at a layer",
+    "row": "the one-row computation of a layer",
+    "unembedding": "the unembedding",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plant:
+    """A difference of a few units in the last place, put into the cached path in one place only.
+
+    Attributes:
+        place: One of PLACES.
+        layer: The layer, for ``kv`` and ``row``.
+        units: How many units in the last place.
+        bits: Significant bits of the format meant: 11 is float16.
+        site: For ``row``: the site whose one-row result is moved.
+    """
+
+    place: str
+    layer: int = 0
+    units: float = 4
+    bits: int = 11
+    site: str = "mlp_out"
+
+    def __post_init__(self) -> None:
+        if self.place not in PLACES:
+            raise unknown("place to plant a difference", self.place, PLACES)
+
+
+class _PlantWatcher:
+    """Puts the difference into one-row computations; K and V are planted by the policy instead."""
+
+    def __init__(self, plant: Plant) -> None:
+        self.plant = plant
+        place: Site = LOGITS if plant.place == "unembedding" else (plant.site, plant.layer)
+        self.listeners: Mapping[Site, Listener] = {} if plant.place == "kv" else {place: self._nudge}
+        self.places: Sequence[Site] = [site for site in self.listeners if site != LOGITS]
+        self.step = 0
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+
+    def begin_pass(self) -> None:
+        pass
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        pass
+
+    def _nudge(self, tensor: Tensor) -> Tensor | None:
+        return nudged(tensor, self.plant.units, self.plant.bits) if self.step else None
+
+
+@dataclasses.dataclass
+class Cause:
+    """Where the difference at the first decode step is made.
+
+    Attributes:
+        place: One of PLACES, or ``"none"`` where the paths are bitwise equal, or ``"spread"`` where no place has half of it.
+        layer: The layer, or -1.
+        share: The share of the difference recovered at that place.
+        table: One row a place and layer: share (gain for rows, recovery for K and V, rest for the unembedding).
+    """
+
+    place: str
+    layer: int
+    share: float
+    table: pd.DataFrame
+
+
+def localise(model: Any, prompt: Any, plant: Plant | None = None, *, dtype: str | None = None) -> Cause:
+    """Names the place where cached and recompute part at the first decode step.
+
+    Args:
+        model: A model of any kind, or an adapter.
+        prompt: One prompt.
+        plant: A difference to plant in the cached path first, to check that it is found.
+        dtype: Compute dtype of both paths; float64 leaves nothing but what is planted.
+
+    Returns:
+        The place, by the L2 distance of the logits.
+
+    Raises:
+        InputError: The plant's layer does not exist, or the prompt does not fit.
+    """
+    adapter = wrap(model)
+    if plant is not None and not 0 <= plant.layer < adapter.facts.layers:
+        raise InputError(
+            f"layer {plant.layer} does not exist: {adapter.facts.name} has layers 0 to {adapter.facts.layers - 1}."
+        )
+    tokens = encode(adapter, prompt, 2)
+    with located(f"model {adapter.facts.name}"):
+        return _localise(adapter, tokens, plant, dtype)
+
+
+def _localise(adapter: Adapter, prompt: Sequence[int], plant: Plant | None, dtype: str | None) -> Cause:
+    written = plant is not None and plant.place == "kv"
+    policy = Planted(plant.layer, plant.units, plant.bits, len(prompt)) if plant is not None and written else Identity()
+    cached, recompute = Cached(policy, dtype=dtype), Recompute(dtype=dtype)
+    model = adapter.at(getattr(torch, dtype) if dtype else None)
+    layers = range(model.facts.layers)
+    wanted: list[Site] = [(s, x) for s in ("resid_post", *stored_sites(model, "kv")) for x in layers]
+    donor = Donor(model, wanted, len(prompt))
+    patches = [Patch("kv", (x,), None, "earlier", "first") for x in layers]
+    patches += [Patch("resid_post", (x,), None, "newest", "first") for x in layers]
+    with contextlib.ExitStack() as stack:
+
+        def lane(patch: Patch | None) -> RunnerLane:
+            watchers: list[Any] = [] if plant is None else [_PlantWatcher(plant)]
+            if patch is not None:
+                watchers.append(PatchWatcher(model, [patch], donor.window, len(prompt)))
+            return stack.enter_context(RunnerLane(adapter, cached, prompt, 1, watchers))
+
+        giving = stack.enter_context(RunnerLane(adapter, recompute, prompt, 1, [donor]))
+        lanes = [lane(None), *map(lane, patches)]
+        token = int(giving.advance(None).argmax())
+        for each in lanes:
+            each.advance(None)
+        target = giving.advance(token)
+        distances = [float((each.advance(token).double() - target.double()).norm()) for each in lanes]
+    return _named(distances[0], distances[1 : 1 + len(layers)], distances[1 + len(layers) :])
+
+
+def _named(before: float, after_kv: Sequence[float], after_resid: Sequence[float]) -> Cause:
+    if before == 0:
+        return Cause("none", -1, 0.0, pd.DataFrame(columns=["place", "layer", "share"]))
+    left = [before, *after_resid]
+    rows = [{"place": "kv", "layer": x, "share": 1 - d / before} for x, d in enumerate(after_kv)]
+    rows += [{"place": "row", "layer": x, "share": (left[x] - left[x + 1]) / before} for x in range(len(after_resid))]
+    rows.append({"place": "unembedding", "layer": -1, "share": after_resid[-1] / before})
+    table = pd.DataFrame(rows)
+    # A residual put back at or after a layer also undoes what that layer read from the cache, so K and V are asked first.
+    for place in PLACES:
+        best = table[table["place"] == place].sort_values("share").iloc[-1]
+        if best["share"] > 0.5:
+            return Cause(place, int(best["layer"]), float(best["share"]), table)
+    return Cause("spread", -1, float(table["share"].max()), table)

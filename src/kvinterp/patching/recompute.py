@@ -1,0 +1,86 @@
+"""The recompute path as what it is, a pure function of its tokens: prefixes computed once, patched runs resumed.
+
+Both shortcuts give the bits of the long way round, and a test says so: a prefix computed twice is the same computation; and
+the blocks before the first patched one would return just what they returned without the patch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvinterp.models import Adapter, dtype_named
+from kvinterp.patching.patch import PatchWatcher
+from kvinterp.paths import ExecutionPath
+from kvinterp.paths.cache import PassThrough
+
+__all__ = ["PureRecompute"]
+
+
+class PureRecompute:
+    """One recompute path: prefix to logits, remembered; and patched, from the first patched block on.
+
+    Args:
+        adapter: The model.
+        path: A recompute path without chunks.
+
+    Attributes:
+        blocks_run: Blocks run so far, the measure of work.
+        forwards: Forwards begun so far, resumed ones included.
+    """
+
+    def __init__(self, adapter: Adapter, path: ExecutionPath) -> None:
+        self.adapter, self.path = adapter.at(dtype_named(path.dtype)), path
+        self.blocks_run = 0
+        self.forwards = 0
+        self._logits: dict[tuple[int, ...], Tensor] = {}
+        self._captured: tuple[int, ...] | None = None
+        self._outputs: list[Any] = []
+
+    def logits(self, tokens: Sequence[int]) -> Float[Tensor, " vocab"]:
+        """Logits after a prefix, computed the first time it is asked for."""
+        key = tuple(tokens)
+        if key not in self._logits:
+            self._logits[key] = self._forward(key, 0, None)
+        return self._logits[key]
+
+    def capture(self, tokens: Sequence[int]) -> Float[Tensor, " vocab"]:
+        """As :meth:`logits`, and keeps every block's output for the patched runs on the same prefix."""
+        key = tuple(tokens)
+        if self._captured != key:
+            outputs: list[Any] = []
+            hooks = [b.register_forward_hook(lambda _, __, output: outputs.append(output)) for b in self.adapter.blocks]
+            try:
+                self._logits[key] = self._forward(key, 0, None)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            self._captured, self._outputs = key, outputs
+        return self._logits[key]
+
+    def patched(self, tokens: Sequence[int], step: int, watcher: PatchWatcher) -> Float[Tensor, " vocab"]:
+        """Logits after a prefix with patches applied, resumed at the first patched block where the prefix was captured."""
+        key = tuple(tokens)
+        watcher.at(step, len(key))
+        start = watcher.first_layer if key == self._captured else 0
+        with self.adapter.attached(watcher.places):
+            return self._forward(key, start, watcher)
+
+    @torch.no_grad()
+    def _forward(self, tokens: tuple[int, ...], start: int, watcher: PatchWatcher | None) -> Tensor:
+        adapter = self.adapter
+        self.blocks_run += adapter.facts.layers - start
+        self.forwards += 1
+        row = torch.tensor([tokens], device=adapter.device)
+        reads = [] if watcher is None else [watcher.on_read]
+        store = PassThrough(adapter.facts, self.path.policy, 1, adapter.dtype, adapter.device, reads)
+        listeners = {} if watcher is None else {place: [heard] for place, heard in watcher.listeners.items()}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(adapter.resumed(start, self._outputs[:start]))
+            stack.enter_context(adapter.listening(listeners))
+            return adapter.forward(row, store if adapter.attention_only else None)[0, -1]

@@ -1,0 +1,81 @@
+"""Fixtures of every test: models loaded once a session, checked signatures, one thread, no network."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+from jaxtyping import install_import_hook
+
+# Under pytest, and nowhere else, every signature of kvinterp is checked at each call: jaxtyping's shapes and dtypes
+# against each other, the rest by beartype. The hook must be there before kvinterp is imported.
+install_import_hook("kvinterp", "beartype.beartype")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support import BARE, TINY, Case, bare_hooked_transformer, has_hooked_transformer, write_checkpoint
+
+from kvinterp.models import Adapter, load_model, wrap, zoo
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what cannot run here, and says why."""
+    reasons = {}
+    if any(item.get_closest_marker("hooked") for item in items) and not has_hooked_transformer():
+        reasons["hooked"] = "the TransformerLens that is imported has no HookedTransformer (it was removed in 4.0)"
+    if not torch.cuda.is_available():
+        reasons["cuda"] = "torch sees no CUDA device"
+    for item in items:
+        for mark, reason in reasons.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the folder of a tiny random checkpoint by its name; each is written once a session."""
+    root, made = tmp_path_factory.mktemp("checkpoints"), dict[str, Path]()
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = write_checkpoint(name, root / name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def load(checkpoint: Callable[[str], Path]) -> Callable[..., Adapter]:
+    """Gives a case's model in a dtype; each is loaded once a session. Do not leave anything changed on it."""
+    loaded: dict[tuple[Case, str], Adapter] = {}
+
+    def get(case: Case, dtype: str = "float32") -> Adapter:
+        if (case, dtype) not in loaded:
+            loaded[case, dtype] = _loaded(case, dtype, checkpoint)
+        return loaded[case, dtype]
+
+    return get
+
+
+def _loaded(case: Case, dtype: str, checkpoint: Callable[[str], Path]) -> Adapter:
+    if case.model in BARE:
+        return wrap(bare_hooked_transformer(case.model, getattr(torch, dtype)))
+    name = case.model
+    if name in TINY:
+        name = str(checkpoint(name))
+    elif not (zoo.folder(name.removeprefix("zoo:")) / "model.safetensors").is_file():
+        pytest.skip(f"{name} is not in the package yet")
+    return load_model(name, kind=case.kind, dtype=dtype, device="cpu", attention=case.attention)
