@@ -9,9 +9,18 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 
 from jaxtyping import install_import_hook
 
-# Under pytest, and nowhere else, every signature of kvinterp is checked at each call: jaxtyping's shapes and dtypes
-# against each other, the rest by beartype. The hook must be there before kvinterp is imported.
-install_import_hook("kvinterp", "beartype.beartype")
+# Under pytest, and nowhere else, signatures are checked at each call: jaxtyping's shapes and dtypes against each other,
+# the rest by beartype. The hook must be there before kvinterp is imported. Two modules are left out, models.adapter and
+# recording.watch: they define functions within functions for every run they hook, beartype compiles each of those anew
+# in about 10 ms, and the tests took five times as long. The command line is left out because typer reads signatures.
+install_import_hook(
+    [
+        *(f"kvinterp.{package}" for package in ("comparison", "data", "metrics", "paths", "policies")),
+        *(f"kvinterp.models.{module}" for module in ("bridge", "hooked", "load", "native", "transformers_cache")),
+        *(f"kvinterp.recording.{module}" for module in ("recorder", "trace")),
+    ],
+    "beartype.beartype",
+)
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

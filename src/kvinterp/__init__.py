@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
+    from kvinterp.patching import Patch, Plant, Sweep, decompose, localise, patched, sweep
     from kvinterp.paths import Cached, ExecutionPath, Greedy, Recompute, TopK, TopP, path_named, run
     from kvinterp.policies import Policy, policy_named
     from kvinterp.recording import Recorder, Trace, record
@@ -25,6 +26,7 @@ _HOMES = {
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
+    "patching": ("Patch", "Plant", "Sweep", "decompose", "localise", "patched", "sweep"),
     "paths": ("Cached", "ExecutionPath", "Greedy", "Recompute", "TopK", "TopP", "path_named", "run"),
     "policies": ("Policy", "policy_named"),
     "recording": ("Recorder", "Trace", "record"),
@@ -42,10 +44,13 @@ __all__ = [
     "InputError",
     "KvinterpError",
     "NonFiniteError",
+    "Patch",
+    "Plant",
     "Policy",
     "Prompt",
     "Recompute",
     "Recorder",
+    "Sweep",
     "TopK",
     "TopP",
     "Trace",
@@ -53,12 +58,16 @@ __all__ = [
     "__version__",
     "compare",
     "compare_traces",
+    "decompose",
     "load_model",
     "load_prompts",
+    "localise",
+    "patched",
     "path_named",
     "policy_named",
     "record",
     "run",
+    "sweep",
     "wrap",
 ]
 

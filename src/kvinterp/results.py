@@ -229,8 +229,13 @@ def load_result(folder: str | Path) -> Result:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    with _whole(path) as partial:
+    """Writes a file so that it is there whole or not at all; its folder is made.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+    with _told(path.parent), _whole(path) as partial:
+        partial.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
@@ -241,7 +246,8 @@ def _whole(path: Path) -> Iterator[Path]:
         yield partial
         os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 @contextlib.contextmanager

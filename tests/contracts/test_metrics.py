@@ -135,7 +135,6 @@ def test_nothing_is_brought_to_the_host(metric):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @metrics
 @dtypes
 def test_a_cuda_device_is_kept_without_a_transfer_and_gives_the_same(metric, dtype):

@@ -183,7 +183,7 @@ def test_modes_by_name_and_by_object() -> None:
         ("split_k(1)", "at least 2"),
         ("split_k(4,float8)", "float16, float32"),
         ("split_k(4,float16,linears)", "did you mean 'linear'"),
-        ("split_k(4,float16,linear,first)", "layer numbers"),
+        ("split_k(4,float16,linear,first)", "layers"),
         ("batch_invariant(3)", "takes no values"),
     ],
 )

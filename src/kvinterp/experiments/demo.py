@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from pathlib import Path
 
-from kvinterp.errors import UnsupportedError
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.compare import Compare
 from kvinterp.results import Result
@@ -61,10 +61,20 @@ class Demo(Experiment):
 
         Args:
             out: The folder.
-            existing: What to do about what is already there; ``"error"`` reads finished comparisons, as ``"use"`` does,
-                because only the report says that the whole is finished.
+            existing: What to do about what is already there. A demo is finished when its ``report.html`` is there; until
+                then finished comparisons are read, not made again.
             progress: ``"bar"`` or ``"none"``.
+
+        Raises:
+            InputError: The folder holds a finished demo, or comparisons made with other settings.
         """
+        report = Path(out) / "report.html"
+        if existing == "error" and report.exists():
+            raise InputError(
+                f"folder {str(out)!r} already holds a report: choose another folder with --out, or pass --overwrite."
+            )
+        if existing == "overwrite":
+            report.unlink(missing_ok=True)
         plan = self.plan()
         results: list[Result] = []
         for number, (name, run) in enumerate(plan.items(), start=1):

@@ -61,6 +61,7 @@ class _Distributions(NamedTuple):
     logits: Float64[Tensor, "path=2 *batch vocab"]
     difference: Float64[Tensor, "*batch vocab"]
     probability: Float64[Tensor, "path=2 *batch vocab"]
+    mass: Float64[Tensor, "*batch vocab"]
     top_logit: Float64[Tensor, "path=2 *batch 1"]
     top_token: Int64[Tensor, "path=2 *batch 1"]
     half_log_ratio: Float64[Tensor, "*batch vocab"]
@@ -226,11 +227,11 @@ def _distributions(a: Tensor, b: Tensor) -> _Distributions:
     difference = _difference(logits)
     probability = torch.softmax(logits, -1)
     top = logits.max(-1, keepdim=True)
-    # log sum exp = top logit - log of its probability. Equal rows give equal bits, so the shift between them is exactly
-    # 0.
+    # log sum exp = top logit - log of its probability. Equal rows give equal bits, so their shift is exactly 0.
     normaliser = top.values - torch.log(probability.amax(-1, keepdim=True))
     half_log_ratio = (difference - (normaliser[1] - normaliser[0])).mul_(0.5)
-    return _Distributions(logits, difference, probability, top.values, top.indices, half_log_ratio)
+    mass = probability[0] + probability[1]
+    return _Distributions(logits, difference, probability, mass, top.values, top.indices, half_log_ratio)
 
 
 def _difference(logits: Tensor) -> Tensor:
@@ -238,16 +239,14 @@ def _difference(logits: Tensor) -> Tensor:
 
 
 def _kl(both: _Distributions, tanh: Tensor) -> Tensor:
-    terms = kl_terms(both.half_log_ratio, tanh)
-    return terms.mul_(both.probability[0] + both.probability[1]).sum(-1)
+    return kl_terms(both.half_log_ratio, tanh).mul_(both.mass).sum(-1)
 
 
 def _js(both: _Distributions, tanh: Tensor) -> Tensor:
     x = both.half_log_ratio.clamp(-_SATURATED, _SATURATED)
     # log cosh x = log1p(2 sinh(x/2)^2) keeps its digits for small x, where cosh x rounds to 1.
     log_cosh = (x * 0.5).sinh_().square_().mul_(2).log1p_()
-    mixture = (both.probability[0] + both.probability[1]).mul_(0.5)
-    return (x * tanh).sub_(log_cosh).mul_(mixture).sum(-1).clamp_(max=math.log(2))
+    return (x * tanh).sub_(log_cosh).mul_(both.mass).sum(-1).mul_(0.5).clamp_(max=math.log(2))
 
 
 def _max_abs(difference: Tensor) -> Tensor:

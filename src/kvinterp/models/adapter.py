@@ -385,6 +385,15 @@ class Adapter(abc.ABC):
             self._listeners = before
 
     @contextlib.contextmanager
+    def also_listening(self, listeners: Mapping[Site, Listener]) -> Iterator[None]:
+        """As :meth:`listening`, beside and after those who listen already: for a user's own forwards, which may nest."""
+        both = {place: list(heard) for place, heard in self._listeners.items()}
+        for place, listener in listeners.items():
+            both.setdefault(place, []).append(listener)
+        with self.listening(both):
+            yield
+
+    @contextlib.contextmanager
     def resumed(self, layer: int, outputs: Sequence[Any]) -> Iterator[None]:
         """Makes forwards begin at a block: the blocks before it return what they returned before, without running.
 
@@ -393,14 +402,19 @@ class Adapter(abc.ABC):
             outputs: What each block before it returned on the same tokens, as the block itself returns it.
         """
         skipped = list(self.blocks)[:layer]
+        # Libraries that spread a model over devices put a forward of their own there, which must come back.
+        before = [block.__dict__.get("forward") for block in skipped]
         try:
             for block, output in zip(skipped, outputs, strict=False):
                 # Straight into __dict__: a bridge's blocks pass attributes that are set on to what they wrap.
                 block.__dict__["forward"] = lambda *_, kept=output, **__: kept
             yield
         finally:
-            for block in skipped:
-                block.__dict__.pop("forward", None)
+            for block, forward in zip(skipped, before, strict=True):
+                if forward is None:
+                    block.__dict__.pop("forward", None)
+                else:
+                    block.__dict__["forward"] = forward
 
     def _attach(self, place: Site) -> list[RemovableHandle]:
         tap = self.tap(*place)

@@ -1,10 +1,11 @@
 """WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh."""
 
 from kvinterp.patching.decomposition import Decomposition, decompose
-from kvinterp.patching.patch import PATCH_SITES, Patch, PatchWatcher, patched
+from kvinterp.patching.patch import PATCH_SITES, Patch, PatchWatcher, donor_trace, patched
 from kvinterp.patching.planted import PLACES, Cause, Plant, localise
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.sweep import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, Sweep, sweep
+from kvinterp.patching.sweep import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, highest_kl, sweep
+from kvinterp.patching.table import Sweep
 
 __all__ = [
     "DIRECTIONS",
@@ -21,6 +22,8 @@ __all__ = [
     "PureRecompute",
     "Sweep",
     "decompose",
+    "donor_trace",
+    "highest_kl",
     "localise",
     "patched",
     "sweep",

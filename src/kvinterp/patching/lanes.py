@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from types import TracebackType
 
 import torch
@@ -30,7 +30,7 @@ class Donor:
         gather: Sites of which the rows of all steps are kept, so that a cached path can give earlier positions too.
     """
 
-    def __init__(self, adapter: Adapter, wanted: Iterable[Site], prompt_length: int, gather: Sequence[str] = ()) -> None:
+    def __init__(self, adapter: Adapter, wanted: Iterable[Site], prompt_length: int, gather: Collection[str] = ()) -> None:
         self.watch = Watch(adapter, dict.fromkeys(wanted), self._see)
         self.places, self.listeners = self.watch.places, self.watch.listeners
         self.prompt_length, self.gather = prompt_length, frozenset(gather)

@@ -1,10 +1,11 @@
 """Finding a cause, and checking the finder on causes we planted ourselves.
 
-The search runs at the first decode step, where nothing has accumulated yet: the cache then holds the prompt's keys and values,
-written by the same prefill on both paths, and only the newest row is computed anew. There a difference has three places it can
-be made:
+The search runs at the first decode step, where nothing has accumulated yet: the cache then holds the prompt's keys and
+values, written by the same prefill on both paths, and only the newest row is computed anew. There a difference has three
+places it can be made:
 
-- **K and V as the prefill wrote them** at a layer: putting the other path's prompt keys and values back at that layer recovers it;
+- **K and V as the prefill wrote them** at a layer: putting the other path's keys and values of the prompt back at that
+  layer recovers it;
 - **the one-row computation** of a layer: putting the residual stream back recovers nothing before that layer and all of it
   from that layer on, so the gain from one layer to the next is the measure;
 - **the unembedding**: what is left when the last residual stream is put back.
@@ -18,26 +19,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
-import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError, located, unknown
-from kvinterp.models import Adapter, wrap
-from kvinterp.models.adapter import Listener, Site
+from kvinterp.models import SITES, Adapter, dtype_named, wrap
+from kvinterp.models.adapter import CACHE_SITES, Listener, Site
 from kvinterp.patching.lanes import Donor, RunnerLane
 from kvinterp.patching.patch import Patch, PatchWatcher, stored_sites
-from kvinterp.paths import Cached, Recompute
+from kvinterp.paths import Cached, ExecutionPath, Recompute
 from kvinterp.paths.runner import LOGITS, encode
-from kvinterp.policies import Identity, Place
+from kvinterp.policies import Place
 from kvinterp.policies.planted import Planted, nudged
 
-__all__ = ["PLACES", "Cause", "Plant", "localise"]
+__all__ = ["ONE_ROW", "PLACES", "Cause", "Plant", "PlantWatcher", "localise"]
 
 PLACES = {
     "kv": "K and V as the prefill writes them at a layer",
     "row": "the one-row computation of a layer",
     "unembedding": "the unembedding",
 }
+ONE_ROW = tuple(site for site in SITES if site not in (*CACHE_SITES, "attn_scores", "pattern", "resid_pre"))
+"""Where a layer's one-row result can be moved; ``resid_pre`` is the result of the layer before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,10 @@ class Plant:
         layer: The layer, for ``kv`` and ``row``.
         units: How many units in the last place.
         bits: Significant bits of the format meant: 11 is float16.
-        site: For ``row``: the site whose one-row result is moved.
+        site: For ``row``: the site whose one-row result is moved; one of ONE_ROW.
+
+    Raises:
+        InputError: The place or site does not exist.
     """
 
     place: str
@@ -61,10 +66,29 @@ class Plant:
     def __post_init__(self) -> None:
         if self.place not in PLACES:
             raise unknown("place to plant a difference", self.place, PLACES)
+        if self.site not in ONE_ROW:
+            raise unknown("site to plant a difference at", self.site, ONE_ROW)
+
+    def check(self, adapter: Adapter) -> None:
+        """Raises InputError where the model has no such layer."""
+        if not 0 <= self.layer < adapter.facts.layers:
+            raise InputError(
+                f"layer {self.layer} does not exist: {adapter.facts.name} has layers 0 to {adapter.facts.layers - 1}."
+            )
+
+    def written(self, path: ExecutionPath, prompt_length: int) -> ExecutionPath:
+        """The path with the difference where the prompt's K and V are written, if that is the place."""
+        if self.place != "kv":
+            return path
+        return dataclasses.replace(path, policy=Planted(self.layer, self.units, self.bits, prompt_length))
+
+    def watcher(self) -> PlantWatcher:
+        """What puts the difference into one-row computations, if that is the place."""
+        return PlantWatcher(self)
 
 
-class _PlantWatcher:
-    """Puts the difference into one-row computations; K and V are planted by the policy instead."""
+class PlantWatcher:
+    """Puts the difference into the one-row computations of one path, from step 1 on."""
 
     def __init__(self, plant: Plant) -> None:
         self.plant = plant
@@ -74,13 +98,14 @@ class _PlantWatcher:
         self.step = 0
 
     def begin_step(self, step: int) -> None:
+        """What follows belongs to this step."""
         self.step = step
 
     def begin_pass(self) -> None:
-        pass
+        """A forward from position 0 follows."""
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        pass
+        """K and V are planted where they are written, by the policy."""
 
     def _nudge(self, tensor: Tensor) -> Tensor | None:
         return nudged(tensor, self.plant.units, self.plant.bits) if self.step else None
@@ -91,7 +116,7 @@ class Cause:
     """Where the difference at the first decode step is made.
 
     Attributes:
-        place: One of PLACES, or ``"none"`` where the paths are bitwise equal, or ``"spread"`` where no place has half of it.
+        place: One of PLACES, or ``"none"`` where the paths are bitwise equal, or ``"spread"`` where none has half of it.
         layer: The layer, or -1.
         share: The share of the difference recovered at that place.
         table: One row a place and layer: share (gain for rows, recovery for K and V, rest for the unembedding).
@@ -119,20 +144,18 @@ def localise(model: Any, prompt: Any, plant: Plant | None = None, *, dtype: str 
         InputError: The plant's layer does not exist, or the prompt does not fit.
     """
     adapter = wrap(model)
-    if plant is not None and not 0 <= plant.layer < adapter.facts.layers:
-        raise InputError(
-            f"layer {plant.layer} does not exist: {adapter.facts.name} has layers 0 to {adapter.facts.layers - 1}."
-        )
+    if plant is not None:
+        plant.check(adapter)
     tokens = encode(adapter, prompt, 2)
     with located(f"model {adapter.facts.name}"):
         return _localise(adapter, tokens, plant, dtype)
 
 
 def _localise(adapter: Adapter, prompt: Sequence[int], plant: Plant | None, dtype: str | None) -> Cause:
-    written = plant is not None and plant.place == "kv"
-    policy = Planted(plant.layer, plant.units, plant.bits, len(prompt)) if plant is not None and written else Identity()
-    cached, recompute = Cached(policy, dtype=dtype), Recompute(dtype=dtype)
-    model = adapter.at(getattr(torch, dtype) if dtype else None)
+    cached, recompute = Cached(dtype=dtype), Recompute(dtype=dtype)
+    if plant is not None:
+        cached = plant.written(cached, len(prompt))
+    model = adapter.at(dtype_named(dtype))
     layers = range(model.facts.layers)
     wanted: list[Site] = [(s, x) for s in ("resid_post", *stored_sites(model, "kv")) for x in layers]
     donor = Donor(model, wanted, len(prompt))
@@ -141,7 +164,7 @@ def _localise(adapter: Adapter, prompt: Sequence[int], plant: Plant | None, dtyp
     with contextlib.ExitStack() as stack:
 
         def lane(patch: Patch | None) -> RunnerLane:
-            watchers: list[Any] = [] if plant is None else [_PlantWatcher(plant)]
+            watchers: list[Any] = [] if plant is None else [plant.watcher()]
             if patch is not None:
                 watchers.append(PatchWatcher(model, [patch], donor.window, len(prompt)))
             return stack.enter_context(RunnerLane(adapter, cached, prompt, 1, watchers))

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.patching.patch import PatchWatcher
 from kvinterp.paths import ExecutionPath
@@ -29,24 +30,30 @@ class PureRecompute:
         adapter: The model.
         path: A recompute path without chunks.
 
+    Raises:
+        InputError: The path is another.
+
     Attributes:
         blocks_run: Blocks run so far, the measure of work.
         forwards: Forwards begun so far, resumed ones included.
     """
 
     def __init__(self, adapter: Adapter, path: ExecutionPath) -> None:
+        if path.form != "recompute" or path.chunk is not None:
+            raise InputError(f"path {path} was given: expected a recompute path without chunks.")
         self.adapter, self.path = adapter.at(dtype_named(path.dtype)), path
         self.blocks_run = 0
         self.forwards = 0
         self._logits: dict[tuple[int, ...], Tensor] = {}
         self._captured: tuple[int, ...] | None = None
         self._outputs: list[Any] = []
+        self._kernels = path.kernels.mode(self.adapter)
 
     def logits(self, tokens: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Logits after a prefix, computed the first time it is asked for."""
         key = tuple(tokens)
         if key not in self._logits:
-            self._logits[key] = self._forward(key, 0, None)
+            self._logits[key] = self._forward(key, [], None)
         return self._logits[key]
 
     def capture(self, tokens: Sequence[int]) -> Float[Tensor, " vocab"]:
@@ -56,7 +63,7 @@ class PureRecompute:
             outputs: list[Any] = []
             hooks = [b.register_forward_hook(lambda _, __, output: outputs.append(output)) for b in self.adapter.blocks]
             try:
-                self._logits[key] = self._forward(key, 0, None)
+                self._logits[key] = self._forward(key, [], None)
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -67,20 +74,39 @@ class PureRecompute:
         """Logits after a prefix with patches applied, resumed at the first patched block where the prefix was captured."""
         key = tuple(tokens)
         watcher.at(step, len(key))
-        start = watcher.first_layer if key == self._captured else 0
-        with self.adapter.attached(watcher.places):
-            return self._forward(key, start, watcher)
+        # A kernel mode that follows the layers has to see them all.
+        kept = self._kept(watcher) if key == self._captured and not self._kernels.listeners else []
+        return self._forward(key, kept, watcher)
+
+    def _kept(self, watcher: PatchWatcher) -> list[Any]:
+        """What the blocks that need not run return: as captured, the last of them patched where only its output is."""
+        first = watcher.first_layer
+        kept = self._outputs[:first]
+        change = watcher.only_output(first) if first < len(self._outputs) else None
+        if change is not None:
+            output = self._outputs[first]
+            tensor = output[0] if isinstance(output, tuple) else output
+            new = change(tensor)
+            new = tensor if new is None else new
+            kept.append((new, *output[1:]) if isinstance(output, tuple) else new)
+        return kept
 
     @torch.no_grad()
-    def _forward(self, tokens: tuple[int, ...], start: int, watcher: PatchWatcher | None) -> Tensor:
+    def _forward(self, tokens: tuple[int, ...], kept: Sequence[Any], watcher: PatchWatcher | None) -> Tensor:
         adapter = self.adapter
-        self.blocks_run += adapter.facts.layers - start
+        self.blocks_run += adapter.facts.layers - len(kept)
         self.forwards += 1
         row = torch.tensor([tokens], device=adapter.device)
         reads = [] if watcher is None else [watcher.on_read]
         store = PassThrough(adapter.facts, self.path.policy, 1, adapter.dtype, adapter.device, reads)
-        listeners = {} if watcher is None else {place: [heard] for place, heard in watcher.listeners.items()}
+        listeners = {place: [hear] for place, hear in self._kernels.listeners.items()}
+        for place, listener in ({} if watcher is None else watcher.listeners).items():
+            listeners.setdefault(place, []).append(listener)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(adapter.resumed(start, self._outputs[:start]))
+            stack.enter_context(adapter.attached(list(listeners)))
+            stack.enter_context(adapter.resumed(len(kept), kept))
             stack.enter_context(adapter.listening(listeners))
-            return adapter.forward(row, store if adapter.attention_only else None)[0, -1]
+            stack.enter_context(self._kernels)
+            logits = adapter.forward(row, store if adapter.attention_only else None)
+        # A copy: a view would keep the logits of every position alive.
+        return logits[0, -1].clone()

@@ -6,6 +6,8 @@ importing or drawing leaves no trace in the user's own session.
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +22,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from kvinterp.comparison import Comparison
 from kvinterp.models import dtype_named
-from kvinterp.views.style import CMAP, SERIES, Series, looks, place_title, small_print, zero_aware
+from kvinterp.results import write_whole
+from kvinterp.views.style import CMAP, SERIES, Series, looks, place_title, power, small_print, zero_aware
 
 __all__ = [
     "FIGURES",
@@ -32,6 +35,7 @@ __all__ = [
     "draw_drift",
     "draw_kl",
     "draw_kv",
+    "figure_of",
     "figures",
     "overview",
     "precision_ladder",
@@ -60,30 +64,37 @@ def figures(comparisons: Labelled) -> dict[str, Figure]:
             gives those of attention and of K and V.
     """
     first = next(iter(comparisons.values()))
-    label = next(iter(comparisons))
     made: dict[str, Figure] = {}
     if any(not c.steps.empty for c in comparisons.values()):
-        made["kl_by_step"] = _figure(draw_kl, comparisons, (5.6, 3.9))
+        made["kl_by_step"] = figure_of(draw_kl, comparisons, (5.6, 3.9))
     if any(not c.layers.empty for c in comparisons.values()):
-        made["drift_by_layer"] = _figure(draw_drift, comparisons, (5.6, 3.7))
+        made["drift_by_layer"] = figure_of(draw_drift, comparisons, (5.6, 3.7))
     if not first.heads.empty:
-        made["attention_by_head"] = _figure(draw_attention, {label: first}, (5.6, 3.5))
+        made["attention_by_head"] = figure_of(draw_attention, {"": first}, (5.6, 3.5))
     if not first.kv.empty:
-        made["kv_by_position"] = _figure(draw_kv, {label: first}, (5.6, 3.9))
+        made["kv_by_position"] = figure_of(draw_kv, {"": first}, (5.6, 3.9))
     return made
 
 
 def overview(kl: Labelled, drift: Labelled, attention: Labelled, kv: Labelled) -> Figure:
-    """The four figures in one, for a page that has room for one picture."""
+    """The four figures in one, for a page that has room for one picture.
+
+    Args:
+        kl: What the first shows, by what tells them apart.
+        drift: What the second shows.
+        attention: What the third shows: its first.
+        kv: What the fourth shows: its first.
+    """
     with looks():
         figure = _canvas((10.4, 7.2))
-        grid = figure.subfigures(2, 2, wspace=0.03, hspace=0.04)
+        grid: Any = figure.subfigures(2, 2, wspace=0.03, hspace=0.04)
         for target, draw, given in zip(
             grid.flat, (draw_kl, draw_drift, draw_attention, draw_kv), (kl, drift, attention, kv), strict=True
         ):
             draw(target, given)
         abouts = [c.about for given in (kl, drift, attention, kv) for c in given.values()]
-        figure.supxlabel(small_print(abouts, 210), x=0.01, ha="left", **_SMALL)
+        figure.supxlabel(small_print(abouts, 250), x=0.01, ha="left", **_SMALL)
+        figure.provenance = abouts  # type: ignore[attr-defined]  # kept for save()
     return figure
 
 
@@ -93,23 +104,32 @@ def save(figure: Figure, path: str | Path) -> Path:
     Args:
         figure: A figure made here.
         path: Where to; the folder is made.
+
+    Raises:
+        InputError: It cannot be written.
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial")
+    about = json.dumps(getattr(figure, "provenance", []))
+    drawn = io.BytesIO()
     with looks():
-        about = json.dumps(getattr(figure, "provenance", []))
-        figure.savefig(partial, format="png", dpi=160, metadata={"Software": "kvinterp", "Description": about})
-    partial.replace(target)
+        figure.savefig(drawn, format="png", dpi=160, metadata={"Software": "kvinterp", "Description": about})
+    write_whole(target, drawn.getvalue())
     return target
 
 
-def _figure(draw: Any, comparisons: Labelled, size: tuple[float, float]) -> Figure:
+def figure_of(draw: Any, comparisons: Labelled, size: tuple[float, float]) -> Figure:
+    """A figure of its own with one of the ``draw_*`` functions, provenance in small print.
+
+    Args:
+        draw: The function.
+        comparisons: What it draws, by what tells them apart.
+        size: Width and height in inches.
+    """
     with looks():
         figure = _canvas(size)
         draw(figure, comparisons)
         abouts = [c.about for c in comparisons.values()]
-        figure.supxlabel(small_print(abouts, round(size[0] * 21)), x=0.01, ha="left", **_SMALL)
+        figure.supxlabel(small_print(abouts, round(size[0] * 24)), x=0.01, ha="left", **_SMALL)
         figure.provenance = abouts  # type: ignore[attr-defined]  # kept for save()
     return figure
 
@@ -165,12 +185,13 @@ def draw_kl(target: FigureBase, comparisons: Labelled) -> None:
 
 
 def _kl_title(frames: Mapping[str, pd.DataFrame]) -> str:
-    steps = pd.concat([frame.assign(series=label) for label, frame in frames.items()])
+    label, steps = next(iter(frames.items()))
+    which = f" ({label})" if len(frames) > 1 else ""
     differing = steps[steps["max_abs_logit"] > 0]
     if differing.empty:
-        return f"The paths are bitwise equal at all {len(steps)} steps"
+        return f"The paths are bitwise equal at all {len(steps)} steps{which}"
     first = int(differing["step"].min())
-    return f"The paths differ at {len(differing)} of {len(steps)} steps, first at step {first}"
+    return f"The paths differ at {len(differing)} of {len(steps)} steps, first at step {first}{which}"
 
 
 # Drift by layer --------------------------------------------------------------------------------------------------------
@@ -195,12 +216,11 @@ def draw_drift(target: FigureBase, comparisons: Labelled) -> None:
         axes.plot(x, low, "_", x, high, "_", color=series.color, markersize=6, zorder=2)
         axes.plot(x, middle, **_line(series, index), label=name, zorder=3)
     _whole_numbers(axes)
-    site_names = sorted({str(s) for c in comparisons.values() for s in c.layers["site"].unique()})
-    axes.set(xlabel="layer", ylabel="relative L2 difference of the\nresidual stream (median, quartiles)")
-    if not lines:
-        return
+    sites = sorted({str(site) for comparison in comparisons.values() for site in comparison.layers["site"].unique()})
+    what = sites[0] if len(sites) == 1 else "residual stream"
+    axes.set(xlabel="layer", ylabel=f"relative L2 difference of\n{what} (median, quartiles)")
     place_title(axes, _drift_title(lines))
-    _legend_below(axes, *axes.get_legend_handles_labels(), title=", ".join(site_names) if len(site_names) == 1 else None)
+    _legend_below(axes, *axes.get_legend_handles_labels())
 
 
 def _drift_title(lines: Mapping[str, pd.DataFrame]) -> str:
@@ -212,7 +232,7 @@ def _drift_title(lines: Mapping[str, pd.DataFrame]) -> str:
     grown = medians.iloc[-1] / medians.loc[first]
     grown = grown[np.isfinite(grown)]
     if first != medians.index[0]:
-        return f"The difference begins at layer {first} and is {deepest:.1e} of the stream at the last"
+        return f"At the median the difference begins at layer {first}; at the last it is {deepest:.1e}"
     if grown.empty or first == medians.index[-1]:
         return f"At the last layer the streams differ by {deepest:.1e} of their length"
     times = sorted({f"{grown.min():.2g}", f"{grown.max():.2g}"}, key=float)
@@ -231,12 +251,7 @@ def draw_attention(target: FigureBase, comparisons: Labelled) -> None:
     table = frame.groupby(["layer", "head"])["kl"].mean().unstack()
     values = table.to_numpy()
     axes.grid(visible=False)
-    positive = values[values > 0]
-    norm = (
-        LogNorm(positive.min(), positive.max() if positive.max() > positive.min() else positive.min() * 10)
-        if len(positive)
-        else LogNorm(1e-9, 1e-8)
-    )
+    norm = _log_norm(values)
     cmap = colormaps[CMAP].with_extremes(bad="#ffffff")
     shown = np.ma.masked_where(~(values > 0), values)
     image = axes.imshow(shown, norm=norm, cmap=cmap, aspect="auto", origin="lower", interpolation="nearest")
@@ -244,20 +259,17 @@ def draw_attention(target: FigureBase, comparisons: Labelled) -> None:
     axes.set_xticks(range(len(table.columns)), table.columns) if len(table.columns) <= 16 else _whole_numbers(axes)
     axes.set_yticks(range(len(table.index)), table.index) if len(table.index) <= 16 else None
     axes.set(xlabel="query head", ylabel="layer")
-    if len(positive):
-        bar = target.colorbar(image, ax=axes, pad=0.02, aspect=30)
-        bar.set_label("mean KL of attention (nats, log scale)")
-        bar.ax.grid(visible=False)
-    place_title(axes, _attention_title(table, label))
+    if (values > 0).any():
+        _color_bar(target, image, axes, "mean KL of attention (nats, log scale)")
+    place_title(axes, _led(label, _attention_title(table)))
 
 
-def _attention_title(table: pd.DataFrame, label: str) -> str:
-    name = f"{label}: " if label else ""
+def _attention_title(table: pd.DataFrame) -> str:
     flat = table.stack()
     if not (flat > 0).any():
-        return f"{name}every attention pattern is exactly equal"
+        return "every attention pattern is exactly equal"
     layer, head = flat.idxmax()  # type: ignore[misc]
-    return f"{name}attention differs most in layer {layer}, head {head} ({flat.max():.1e} nats)"
+    return f"attention differs most in layer {layer}, head {head} ({flat.max():.1e} nats)"
 
 
 def _mark_cells(axes: Axes, values: np.ndarray, norm: LogNorm, cmap: Any) -> None:
@@ -280,38 +292,38 @@ def _mark_cells(axes: Axes, values: np.ndarray, norm: LogNorm, cmap: Any) -> Non
 
 
 def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
-    """Relative error of K and of V by absolute position, in the example that decoded most; the prompt's end marked."""
+    """Relative error of K and of V by layer and absolute position, in the example that decoded most; white is exactly 0."""
     (label, comparison) = next(iter(comparisons.items()))
     example = int(comparison.examples.sort_values("steps", kind="stable")["example"].iloc[-1])
-    row = comparison.examples.set_index("example").loc[example]
-    prompt = int(row["prompt_tokens"])
-    frame = comparison.kv[(comparison.kv["example"] == example) & (comparison.kv["step"] > 0)]
-    frame = frame if not frame.empty else comparison.kv[comparison.kv["example"] == example]
-    tensors = [name for name in ("K", "K before RoPE", "V") if (frame["tensor"] == name).any()]
-    panels = np.atleast_1d(target.subplots(1, len(tensors), sharex=True, sharey=True))
+    prompt = int(comparison.examples.set_index("example")["prompt_tokens"].loc[example])
+    frame = comparison.kv[comparison.kv["example"] == example]
+    frame = frame[frame["step"] > 0] if (frame["step"] > 0).any() else frame
     means = frame.groupby(["tensor", "layer", "position"])["relative_error"].mean()
-    layers = sorted(frame["layer"].unique())
-    height = zero_aware(panels[0], [means.to_numpy()])
+    tensors = [name for name in ("K", "K before RoPE", "V") if (frame["tensor"] == name).any()]
+    panels = np.atleast_1d(target.subplots(len(tensors), 1, sharex=True))
+    norm, cmap = _log_norm(means.to_numpy()), colormaps[CMAP].with_extremes(bad="#ffffff")
     for axes, tensor in zip(panels, tensors, strict=True):
-        if axes is not panels[0]:
-            zero_aware(axes, [means.to_numpy()])
-            axes.tick_params(labelleft=False)
-        axes.axvline(prompt - 0.5, color="#000000", linewidth=1, linestyle=(0, (1, 1)), zorder=1)
-        for index, layer in enumerate(layers):
-            line = means[tensor, layer]
-            axes.plot(line.index, height(line), **_layer_line(index, len(layers)), label=f"layer {layer}", zorder=3)
-        axes.set_title(tensor, loc="left")
-        _whole_numbers(axes)
-    panels[0].set_ylabel("relative error of the cached vector\n(mean over KV heads and steps)")
-    panels[0].annotate(
-        "prompt | decoded", (prompt - 0.5, 1.0), xycoords=("data", "axes fraction"), ha="center", va="bottom",
-        fontsize=7, xytext=(0, 1), textcoords="offset points",
-    )  # fmt: skip
-    target.supxlabel(f"absolute cache position (example {example}: prompt of {prompt} tokens)", fontsize=9)
-    name = f"{label}: " if label else ""
-    target.suptitle(name + _kv_title(means, prompt), x=0.01, ha="left", fontsize=10, fontweight="bold")
-    handles, labels = panels[0].get_legend_handles_labels()
-    target.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize=8)
+        table = means[tensor].unstack()
+        values = table.to_numpy()
+        layers, positions = table.index, table.columns
+        extent = (positions[0] - 0.5, positions[-1] + 0.5, -0.5, len(layers) - 0.5)
+        shown = np.ma.masked_where(~(values > 0), values)
+        image = axes.imshow(
+            shown, norm=norm, cmap=cmap, aspect="auto", origin="lower", interpolation="nearest", extent=extent
+        )
+        axes.axvline(prompt - 0.5, color="#ffffff", linewidth=2.2)
+        axes.axvline(prompt - 0.5, color="#000000", linewidth=1.1, linestyle=(0, (3, 1.5)))
+        axes.grid(visible=False)
+        for spine in axes.spines.values():
+            spine.set_visible(True)
+        every = max(1, len(layers) // 8)
+        axes.set_yticks(range(0, len(layers), every), layers[::every])
+        axes.set_ylabel(f"{tensor}: layer")
+    _whole_numbers(panels[-1])
+    panels[-1].set_xlabel(f"absolute cache position (example {example}; dashes: the prompt's {prompt} tokens end)")
+    if (means > 0).any():
+        _color_bar(target, image, panels, "mean relative error\n(log scale; white is exactly 0)")
+    place_title(panels[0], _led(label, _kv_title(means, prompt)), beside=0.7)
 
 
 def _kv_title(means: pd.Series, prompt: int) -> str:
@@ -322,12 +334,6 @@ def _kv_title(means: pd.Series, prompt: int) -> str:
     if not (inside > 0).any():
         return f"the prompt's K and V are exactly equal, decoded ones differ by {decoded.mean():.1e}"
     return f"K and V differ by {inside.mean():.1e} in the prompt, {decoded.mean():.1e} where decoded"
-
-
-def _layer_line(index: int, count: int) -> dict[str, Any]:
-    if count <= len(SERIES):
-        return {**_line(SERIES[index], index), "markersize": 2.5, "linewidth": 1}
-    return {"color": colormaps[CMAP](index / (count - 1)), "linewidth": 0.8}
 
 
 # The ladder of precisions ----------------------------------------------------------------------------------------------
@@ -361,8 +367,8 @@ def precision_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Figure:
         place_title(axes, _ladder_title(largest, dtypes))
         _legend_below(axes, *axes.get_legend_handles_labels())
         abouts = [c.about for group in rungs.values() for c in group]
-        figure.supxlabel(small_print(abouts, 118), x=0.01, ha="left", **_SMALL)
-        figure.provenance = abouts  # type: ignore[attr-defined]
+        figure.supxlabel(small_print(abouts, 134), x=0.01, ha="left", **_SMALL)
+        figure.provenance = abouts  # type: ignore[attr-defined]  # kept for save()
     return figure
 
 
@@ -370,7 +376,7 @@ def _ladder_title(largest: Mapping[str, Mapping[str, float]], dtypes: Sequence[s
     falls = all(
         found[low] > found[high] or found[high] == 0
         for found in largest.values()
-        for low, high in zip(dtypes, dtypes[1:], strict=False)
+        for low, high in itertools.pairwise(dtypes)
         if low in found and high in found
     )
     return "The difference falls with every step up in precision" if falls else "The difference does not fall everywhere"
@@ -385,6 +391,10 @@ def _line(series: Series, index: int) -> dict[str, Any]:
     return {**series.drawn(), "linewidth": 1.4, "markersize": 4, **hollow}
 
 
+def _led(label: str, sentence: str) -> str:
+    return f"{label}: {sentence}" if label else sentence[:1].upper() + sentence[1:]
+
+
 def _shift(index: int, count: int) -> float:
     return 0.0 if count == 1 else (index - (count - 1) / 2) * min(0.16, 0.5 / count)
 
@@ -393,8 +403,25 @@ def _whole_numbers(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
 
 
-def _legend_below(axes: Axes, handles: Sequence[Any], labels: Sequence[str], title: str | None = None) -> None:
+def _legend_below(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
     if len(handles):
-        axes.legend(
-            handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=min(3, len(labels)), title=title
-        )
+        columns = len(labels) if sum(map(len, labels)) < 40 else 2
+        axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.45, -0.17), ncols=columns)
+
+
+def _log_norm(values: np.ndarray) -> LogNorm:
+    positive = values[values > 0]
+    low, high = (positive.min(), positive.max()) if positive.size else (1e-9, 1e-8)
+    return LogNorm(low, high if high > low else low * 10)
+
+
+def _color_bar(target: FigureBase, image: Any, axes: Any, label: str) -> None:
+    bar = target.colorbar(image, ax=axes, pad=0.02, aspect=30)
+    bar.set_label(label)
+    bar.ax.grid(visible=False)
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    low, high = np.log10([image.norm.vmin, image.norm.vmax])
+    decades = [10.0**exponent for exponent in np.arange(np.ceil(low), np.floor(high) + 1)]
+    few = len(decades) < 2
+    bar.ax.yaxis.set_major_locator(FixedLocator([10**low, 10**high] if few else decades))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1e}" if few else power(value)))

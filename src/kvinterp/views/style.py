@@ -13,9 +13,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-__all__ = ["CMAP", "SERIES", "Series", "looks", "place_title", "small_print", "zero_aware"]
+__all__ = ["CMAP", "SERIES", "Series", "looks", "place_title", "power", "small_print", "zero_aware"]
 
-RC: dict[str, Any] = {
+RC: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
     "axes.titlesize": 10.0,
@@ -74,9 +74,19 @@ def looks() -> Iterator[None]:
         yield
 
 
-def place_title(axes: Axes, text: str, width: int = 56) -> None:
-    """A title that says what is seen, broken where it would leave the figure."""
-    axes.set_title("\n".join(textwrap.wrap(text, width)))
+def place_title(axes: Axes, text: str, beside: float = 0.9) -> None:
+    """A title that says what is seen, broken where it would leave the figure.
+
+    Args:
+        axes: Where it goes, flush with the left spine.
+        text: The sentence.
+        beside: Inches left of the axes and right of it that the title cannot have.
+    """
+    target = axes.get_figure(root=False)
+    assert target is not None, "axes are made by a figure"
+    inches = target.bbox.width / target.dpi - beside
+    # Ten characters an inch: what bold DejaVu Sans needs at 10 points.
+    axes.set_title("\n".join(textwrap.wrap(text, max(20, int(inches * 10)))))
 
 
 def zero_aware(axes: Axes, values: Sequence[Any]) -> Any:
@@ -110,17 +120,16 @@ def zero_aware(axes: Axes, values: Sequence[Any]) -> Any:
     if has_zero:
         axes.axhspan(10 ** (low - 1.5 * height), 10 ** (low - height / 2), color="#e8e8e8", zorder=0, linewidth=0)
         axes.axhline(10 ** (low - height / 2), color="#999999", linewidth=0.6, linestyle=(0, (2, 2)), zorder=1)
-    bottom = 10 ** (low - 1.5 * height) if has_zero else 10**low
+    bottom = 10 ** (low - (1.5 * height if has_zero else 0.04 * (high - low)))
     axes.set_ylim(bottom, 10 ** (high + 0.04 * (high - low)))
     axes.yaxis.set_major_locator(FixedLocator([strip, *decades] if has_zero else decades))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda y, _: "exactly 0" if has_zero and y <= strip * 1.001 else _power(y))
-    )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: "exactly 0" if has_zero and y <= strip * 1.001 else power(y)))
     return lambda given: np.where(np.asarray(given, dtype=float) == 0, strip, np.asarray(given, dtype=float))
 
 
-def _power(value: float) -> str:
+def power(value: float) -> str:
+    """A power of ten as text."""
     return f"1e{round(np.log10(value)):d}"
 
 
@@ -142,7 +151,13 @@ def small_print(abouts: Sequence[Mapping[str, Any]], width: int) -> str:
         ("transformers ", lambda a: a["transformers"]),
         ("TransformerLens ", lambda a: a["transformer_lens"]),
         ("kvinterp ", lambda a: a["kvinterp"]),
-        ("", lambda a: f"{a['device']}, {a['threads']} threads"),
+        ("", lambda a: f"{a['device']}, {a['threads']} thread{'s' * (a['threads'] != 1)}"),
     ]
-    parts = [name + " / ".join(dict.fromkeys(get(about) for about in abouts)) for name, get in rows]
+    parts = []
+    for name, get in rows:
+        values = list(dict.fromkeys(get(about) for about in abouts))
+        # Six hashes would fill the picture; the file's own text fields hold them all.
+        parts.append(
+            name + (f"({len(values)} different)" if name == "weights " and len(values) > 2 else " / ".join(values))
+        )
     return "\n".join(textwrap.wrap(" · ".join(parts), width))

@@ -51,7 +51,8 @@ class Plan:
         steps: Optimizer steps.
         horizon: Steps after which the cosine reaches zero; a run may stop before.
         batch: Documents a step.
-        rate: Peak learning rate of Muon and AdamW, reached after ``warmup`` steps and let down by a cosine.
+        rate: Peak learning rate of Muon, reached after ``warmup`` steps and let down by a cosine.
+        embedding_rate: The same of AdamW, for embeddings and norms.
         warmup: Steps of linear warmup.
         decay: Weight decay of the layers' matrices.
         clip: Largest gradient norm.
@@ -60,19 +61,20 @@ class Plan:
         save_every: Steps between intermediate checkpoints.
     """
 
-    steps: int = 1200
-    horizon: int = 1200
+    steps: int = 1600
+    horizon: int = 1600
     batch: int = 32
-    rate: float = 3e-3
+    rate: float = 1e-2
+    embedding_rate: float = 3e-3
     warmup: int = 100
     decay: float = 0.02
     clip: float = 1.0
     prompt_weight: float = 0.1
     seed: int = 7
-    save_every: int = 300
+    save_every: int = 400
 
 
-GEMMA_PLAN = Plan(steps=1000, horizon=1700, batch=64, save_every=200)
+GEMMA_PLAN = Plan(steps=1000, horizon=1700, batch=64, rate=3e-3, save_every=200)
 
 
 def documents(seed: int) -> Iterator[tuple[str, str]]:
@@ -171,7 +173,7 @@ def _optimizers(model: PreTrainedModel, plan: Plan) -> list[torch.optim.Optimize
     matrices, others = [w for inner, w in named if inner], [w for inner, w in named if not inner]
     return [
         torch.optim.Muon(matrices, lr=plan.rate, weight_decay=plan.decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=plan.embedding_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -186,6 +188,7 @@ def _record(name: str, model: PreTrainedModel, plan: Plan, seen: dict[str, Any],
         "horizon": plan.horizon,
         "batch": plan.batch,
         "rate": plan.rate,
+        "embedding_rate": plan.embedding_rate,
         "seed": plan.seed,
         "prompt_weight": plan.prompt_weight,
         "loss_every": width,

@@ -1,0 +1,358 @@
+"""Inside one block: the first tensor that differs when a cached step and the recomputation are given equal inputs.
+
+Both runs are watched twice over: the output of every module in the block, and what attention reads (queries, keys, values,
+mask and scores), caught where they are handed to torch, so that it does not matter how the model caches them. Keys and
+values are compared position by position. Casts to a narrower dtype are noted with the module that makes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvinterp.audit.ladder import EMBEDDING, difference, on_grid
+from kvinterp.audit.subject import BlockTaps, Reference, Subject
+
+__all__ = ["Event", "Finding", "find"]
+
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+_PRODUCTS = {torch.matmul: 0, Tensor.matmul: 0, Tensor.__matmul__: 0, torch.bmm: 0, Tensor.bmm: 0, torch.baddbmm: 1, Tensor.baddbmm: 1}
+_SOFTMAX = (torch.softmax, torch.nn.functional.softmax, Tensor.softmax)
+NARROWER = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One tensor seen inside a block, its newest row or, for keys and values, every position.
+
+    Attributes:
+        name: ``K``, ``V``, ``Q``, ``attention mask``, ``attention scores``, ``attention output``, or a module's path.
+        module: The path of the module it was seen in.
+        tensor: ``[..., position, head_dim]`` for K and V, else the newest row.
+    """
+
+    name: str
+    module: str
+    tensor: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The first tensor whose difference is larger than a threshold.
+
+    Attributes:
+        layer: The block; -1 for what enters the first one, the number of blocks for the head.
+        tensor: What it is.
+        module: The module it belongs to.
+        position: The first absolute position at which it differs by more than the threshold.
+        step: The position of the token being fed when that was seen.
+        error: Its relative error there.
+        grid: The narrowest dtype whose grid the cached values lie on, where the recomputed ones do not; "" if none.
+        casts: The narrower dtypes the module was seen to cast to, with the module.
+    """
+
+    layer: int
+    tensor: str
+    module: str
+    position: int
+    step: int
+    error: float
+    grid: str
+    casts: dict[str, str]
+
+
+class _Watch:
+    """Watches one block during one forward."""
+
+    def __init__(self, subject: Subject, layer: int) -> None:
+        self.subject, self.block = subject, subject.blocks[layer]
+        self.events: list[Event] = []
+        self.casts: dict[str, str] = {}
+        self.rows = 1
+        self._stack: list[nn.Module] = []
+        self._modes: list[Any] = []
+        self._product: tuple[Tensor, Tensor, Tensor] | None = None
+        self._weights: int | None = None
+
+    def attach(self) -> list[Any]:
+        handles = [
+            self.block.register_forward_pre_hook(self._enter),
+            self.block.register_forward_hook(self._leave, always_call=True),
+        ]
+        for module in self.block.modules():
+            if module is not self.block:
+                handles.append(module.register_forward_pre_hook(lambda m, _: self._stack.append(m)))
+                handles.append(module.register_forward_hook(self._out, always_call=True))
+        return handles
+
+    def _enter(self, *_: Any) -> None:
+        self._modes = [_Calls(self), _Casts(self)]
+        self._stack = [self.block]
+        for mode in self._modes:
+            mode.__enter__()
+
+    def _leave(self, *_: Any) -> None:
+        while self._modes:
+            self._modes.pop().__exit__(None, None, None)
+
+    def _out(self, module: nn.Module, _: Any, output: Any) -> None:
+        if self._stack and self._stack[-1] is module:
+            self._stack.pop()
+        made = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(made, Tensor) and made.is_floating_point():
+            row = _newest(made, self.rows)
+            if row is not None:
+                name = self.subject.name_of(module)
+                self.events.append(Event(name, name, row.detach().clone()))
+
+    @property
+    def inner(self) -> str:
+        return self.subject.name_of(self._stack[-1]) if self._stack else ""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.events.append(Event(name, self.inner, tensor.detach().clone()))
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if func is _SDPA:
+            query, key, value, *rest = args
+            mask = kwargs.get("attn_mask", rest[0] if rest else None)
+            self.add("Q", query[..., -1, :])
+            self.add("K", key)
+            self.add("V", value)
+            if mask is not None:
+                self.add("attention mask", mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])[..., -1, :])
+            self.add("attention output", result[..., -1, :])
+        elif func in _PRODUCTS and len(args) >= _PRODUCTS[func] + 2:
+            a, b = args[_PRODUCTS[func] : _PRODUCTS[func] + 2]
+            if not isinstance(b, Tensor) or a.dim() < 3 or b.dim() < 3:
+                return
+            if self._weights is not None and a.shape[-1] == self._weights:
+                self.add("V", b)
+                self.add("attention output", result[..., -1, :])
+                self._weights = self._product = None
+            else:
+                self._product = (a, b, result)
+        elif func in _SOFTMAX and self._product is not None:
+            a, b, scores = self._product
+            if args[0].shape[:-1] == scores.shape[:-1] or args[0].numel() // args[0].shape[-1] == scores.numel() // scores.shape[-1]:
+                self.add("Q", a[..., -1, :])
+                self.add("K", b.transpose(-1, -2))
+                self.add("attention scores", args[0][..., -1, :])
+                self._weights = scores.shape[-1]
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.watch.call(func, args, kwargs or {}, result)
+        return result
+
+
+class _Casts(TorchDispatchMode):
+    """Notes every cast of a floating-point tensor to fewer bits than the model's own dtype."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default or func is torch.ops.aten.copy_.default:
+            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
+            self._note(source, result)
+        return result
+
+    def _note(self, source: Tensor, made: Tensor) -> None:
+        if not (source.is_floating_point() and made.is_floating_point()) or made.numel() <= 1:
+            return
+        bits = torch.finfo(made.dtype).bits
+        if bits < torch.finfo(source.dtype).bits and bits < torch.finfo(self.watch.subject.dtype).bits:
+            self.watch.casts.setdefault(str(made.dtype).removeprefix("torch."), self.watch.inner)
+
+
+def _newest(tensor: Tensor, rows: int) -> Tensor | None:
+    if tensor.dim() >= 3 and tensor.shape[0] == 1 and tensor.shape[1] == rows:
+        return tensor[0, -1]
+    return tensor[-1] if tensor.dim() >= 2 and tensor.shape[0] == rows else None
+
+
+def find(
+    taps: BlockTaps, reference: Reference, prefill: int, positions: range, layer: int, threshold: float
+) -> Finding | None:
+    """Feeds tokens one by one given equal inputs and returns the first tensor of one block that differs by more.
+
+    Args:
+        taps: The model's taps, attached.
+        reference: The rows every block is given.
+        prefill: Tokens computed at once first.
+        positions: Positions fed one by one after it.
+        layer: The block to look into; -1 for the embedding, the number of blocks for the head.
+        threshold: Relative error that is still nothing.
+    """
+    subject = taps.subject
+    count = len(subject.blocks)
+    _, cache = taps.feed(reference, 0, prefill, None)
+    for position in positions:
+        if layer in (EMBEDDING, count):
+            logits, cache = taps.feed(reference, position, position + 1, cache)
+            mine = (taps.inputs[0] if layer == EMBEDDING else logits)[0, -1].clone()
+            logits = taps.recompute(reference, position + 1)
+            theirs = (taps.inputs[0] if layer == EMBEDDING else logits)[0, -1]
+            if difference(mine, theirs) > threshold:
+                name = "embedding" if layer == EMBEDDING else "logits"
+                return Finding(
+                    layer, name, _end_module(subject, layer), position, position, difference(mine, theirs), _grid(mine, theirs), {}
+                )
+            continue
+        first, second = _Watch(subject, layer), _Watch(subject, layer)
+        cache = _watched(first, lambda p=position, c=cache: taps.feed(reference, p, p + 1, c)[1])
+        second.rows = position + 1
+        _watched(second, lambda p=position: taps.recompute(reference, p + 1))
+        found = _first(first, second, position, layer, threshold)
+        state = _state(taps, reference, cache, position, layer, threshold, found)
+        if state is not None:
+            return dataclasses.replace(state, casts=first.casts | second.casts, module=_mixer(first, subject, layer))
+        if found is not None:
+            return found
+    return None
+
+
+def _watched(watch: _Watch, forward: Any) -> Any:
+    handles = watch.attach()
+    try:
+        return forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first(first: _Watch, second: _Watch, position: int, layer: int, threshold: float) -> Finding | None:
+    seen: dict[tuple[str, str], list[Event]] = {}
+    for event in second.events:
+        seen.setdefault((event.name, event.module), []).append(event)
+    casts = second.casts | first.casts
+    masked = any(e.name == "attention mask" for e in second.events)
+    for event in first.events:
+        queue = seen.get((event.name, event.module))
+        other = queue.pop(0) if queue else None
+        if event.name == "attention output" and masked and other is not None:
+            hidden = _mask_only_there(first, second, event.module, position)
+            if hidden is not None:
+                return Finding(layer, "attention mask", event.module, hidden, position, float("inf"), "", casts)
+        if other is None:
+            continue
+        where, error, mine, theirs = _compare(event, other, position)
+        if error > threshold:
+            name = event.name
+            if name == "attention scores" and error == float("inf"):
+                name = "attention mask"
+            return Finding(layer, name, event.module, where, position, error, _grid(mine, theirs), casts)
+    return None
+
+
+def _compare(mine: Event, other: Event, position: int) -> tuple[int, float, Tensor, Tensor]:
+    """Absolute position of the first difference, its relative error, and both tensors there."""
+    a, b = mine.tensor, other.tensor
+    if mine.name in ("K", "V"):
+        keys = min(a.shape[-2], b.shape[-2])
+        a, b = a[..., a.shape[-2] - keys :, :].flatten(0, -3), b[..., b.shape[-2] - keys :, :].flatten(0, -3)
+        if a.shape != b.shape:
+            return position, float("inf"), mine.tensor, other.tensor
+        scale = b.double().abs().amax((0, 2))
+        errors = (a.double() - b.double()).abs().amax((0, 2)) / scale.clamp(min=torch.finfo(torch.float32).tiny)
+        errors = errors.nan_to_num(float("inf"))
+        if not bool(errors.max() > 0):
+            return position, 0.0, a, b
+        # The first position that is as wrong as any, to within a factor of ten: not one that differs by rounding only.
+        index = int((errors >= errors.max() / 10).int().argmax())
+        return position + 1 - keys + index, float(errors.max()), a[:, index], b[:, index]
+    if mine.name in ("attention mask", "attention scores"):
+        return _compare_visible(a, b, position, mine.name)
+    if a.shape != b.shape:
+        return position, 0.0, a, b
+    return position, difference(a, b), a, b
+
+
+def _compare_visible(a: Tensor, b: Tensor, position: int, name: str) -> tuple[int, float, Tensor, Tensor]:
+    keys = min(a.shape[-1], b.shape[-1])
+    extra = a[..., : a.shape[-1] - keys], b[..., : b.shape[-1] - keys]
+    for longer in extra:
+        if longer.numel() and bool(_visible(longer).any()):
+            return max(position + 1 - max(a.shape[-1], b.shape[-1]), 0), float("inf"), a, b
+    a, b = a[..., a.shape[-1] - keys :].flatten(0, -2), b[..., b.shape[-1] - keys :].flatten(0, -2)
+    if a.shape[0] != b.shape[0] and 1 not in (a.shape[0], b.shape[0]):
+        return position, 0.0, a, b
+    seen_a, seen_b = (_visible(t).any(0) for t in (a, b))
+    if not torch.equal(seen_a, seen_b):
+        return position + 1 - keys + int((seen_a != seen_b).int().argmax()), float("inf"), a, b
+    if a.dtype == torch.bool or a.shape != b.shape:
+        return position, 0.0, a, b
+    both = seen_a & seen_b
+    return position, difference(a[:, both], b[:, both]) if bool(both.any()) else 0.0, a, b
+
+
+def _visible(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
+
+
+def _mask_only_there(first: _Watch, second: _Watch, module: str, position: int) -> int | None:
+    """Where the recomputation masks a key and a cached step given no mask does not: the key's absolute position."""
+    mine = next((e.tensor for e in first.events if e.name == "attention mask" and e.module == module), None)
+    theirs = next((e.tensor for e in second.events if e.name == "attention mask" and e.module == module), None)
+    keys = next((e.tensor.shape[-2] for e in first.events if e.name == "K" and e.module == module), None)
+    if mine is not None or theirs is None or keys is None:
+        return None
+    seen = _visible(theirs).flatten(0, -2).any(0)[-keys:]
+    return None if bool(seen.all()) else position + 1 - len(seen) + int((~seen).int().argmax())
+
+
+def _state(
+    taps: BlockTaps, reference: Reference, cache: Any, position: int, layer: int, threshold: float, found: Finding | None
+) -> Finding | None:
+    """A recurrent or convolution state that is not what a fresh prefill of the same tokens leaves behind."""
+    mine = taps.subject.states(cache, layer)
+    if not mine or (threshold == 0 and found is not None):
+        return None
+    theirs = taps.subject.states(taps.feed(reference, 0, position + 1, None)[1], layer)
+    for name, tensor in mine.items():
+        other = theirs.get(name)
+        if other is None or other.shape != tensor.shape:
+            continue
+        error = difference(tensor, other)
+        if error > threshold:
+            return Finding(layer, name, "", position, position, error, _grid(tensor, other), {})
+    return None
+
+
+def _mixer(watch: _Watch, subject: Subject, layer: int) -> str:
+    """The child of the block that keeps the state: the one whose modules make up most of what ran first."""
+    block = subject.name_of(subject.blocks[layer])
+    named = [e.module for e in watch.events if e.module.startswith(block + ".")]
+    nested = [name[len(block) + 1 :].split(".")[0] for name in named if "." in name[len(block) + 1 :]]
+    return f"{block}.{nested[0]}" if nested else block
+
+
+def _grid(mine: Tensor, theirs: Tensor) -> str:
+    """The narrowest dtype whose grid one side lies on and the other does not."""
+    if not mine.is_floating_point():
+        return ""
+    for dtype in NARROWER:
+        if on_grid(mine, dtype) != on_grid(theirs, dtype):
+            return str(dtype).removeprefix("torch.")
+    return ""
+
+
+def _end_module(subject: Subject, layer: int) -> str:
+    source: Any = subject.adapter.source
+    getter = getattr(source, "get_input_embeddings" if layer == EMBEDDING else "get_output_embeddings", None)
+    module = getter() if getter is not None else None
+    return subject.name_of(module) if isinstance(module, nn.Module) else ""

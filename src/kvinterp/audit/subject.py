@@ -1,0 +1,250 @@
+"""A model as its own users run it: its own forward, its own cache, and hooks on its blocks.
+
+The audit asks whether a model's cache is right, so it must not put kvinterp's cache in the place of the model's. That is
+why this module, unlike the loops in ``paths/``, lets each model make the cache it makes by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvinterp.errors import InputError
+from kvinterp.models import Adapter, wrap
+from kvinterp.paths.kernels import KernelMode, Kernels, Native
+
+__all__ = ["BlockTaps", "Reference", "Subject", "prompts_for", "random_model"]
+
+STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
+
+
+class Subject:
+    """One model in one dtype, with its own cache.
+
+    Args:
+        adapter: The model, already in the dtype.
+        kernels: The kernel mode every forward runs under.
+    """
+
+    def __init__(self, adapter: Adapter, kernels: Kernels | None = None) -> None:
+        self.adapter = adapter
+        self.kernels: KernelMode = (kernels or Native()).mode(adapter)
+        self.blocks = list(adapter.blocks)
+        self.names = {module: name for name, module in adapter.source.named_modules()}
+        if adapter.dtype == torch.float64 and hasattr(adapter.model, "set_experts_implementation"):
+            # torch's grouped product has no float64; the plain loop over experts is the same sum.
+            with contextlib.suppress(ValueError, AttributeError):
+                adapter.model.set_experts_implementation("eager")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the weights are in."""
+        return self.adapter.dtype
+
+    @torch.no_grad()
+    def recompute(self, tokens: Tensor) -> Tensor:
+        """Logits of every token, without a cache."""
+        with self.kernels:
+            if self.adapter.kind == "native":
+                return self.adapter.model(input_ids=tokens, use_cache=False).logits
+            return self.adapter.forward(tokens)
+
+    @torch.no_grad()
+    def feed(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Logits of new tokens and the cache after them; without a cache the model makes its own."""
+        with self.kernels:
+            if self.adapter.kind == "hooked":
+                return self._feed_hooked(tokens, cache)
+            model: Any = self.adapter.model
+            if self.adapter.kind == "bridge":
+                cache = _new_cache(self.adapter) if cache is None else cache
+                return model(tokens, return_type="logits", past_key_values=cache, use_cache=True), cache
+            given = {} if cache is None else {cache[0]: cache[1]}
+            out = model(input_ids=tokens, use_cache=True, **given)
+            name = next(n for n in ("past_key_values", "cache_params") if getattr(out, n, None) is not None)
+            return out.logits, (name, getattr(out, name))
+
+    def _feed_hooked(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        from transformer_lens import TransformerLensKeyValueCache
+
+        model: Any = self.adapter.model
+        if cache is None:
+            cache = TransformerLensKeyValueCache.init_cache(model.cfg, self.adapter.device, tokens.shape[0])
+        mask = torch.ones_like(tokens)
+        logits = model(tokens, return_type="logits", attention_mask=mask, past_kv_cache=cache, prepend_bos=False)
+        return logits, cache
+
+    def states(self, cache: Any, layer: int) -> dict[str, Tensor]:
+        """The recurrent and convolution states a layer's cache holds, copied; empty for an attention layer."""
+        held = cache[1] if isinstance(cache, tuple) else cache
+        layers = getattr(held, "layers", None) or []
+        found = layers[layer] if layer < len(layers) else None
+        states = {}
+        for attribute, name in STATES.items():
+            kept = getattr(found, attribute, None)
+            tensors = kept if isinstance(kept, list | tuple) else list(kept.values()) if isinstance(kept, dict) else [kept]
+            for index, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
+                states[name if index == 0 else f"{name} {index}"] = tensor.clone()
+        return states
+
+    def name_of(self, module: nn.Module) -> str:
+        """The module's path in the model."""
+        return self.names.get(module, type(module).__name__)
+
+
+def _new_cache(adapter: Adapter) -> Any:
+    from transformers import DynamicCache
+
+    config: Any = adapter.source.config
+    return DynamicCache(config=config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config)
+
+
+@dataclasses.dataclass
+class Reference:
+    """What one forward without a cache computed, row by row.
+
+    Attributes:
+        tokens: ``[1, position]``.
+        logits: ``[position, vocabulary]``.
+        inputs: What each block was given, ``[1, position, width]``.
+        outputs: What each block returned.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+class BlockTaps:
+    """Sees every block's input and output, and can put a reference's rows in the place of the input.
+
+    With forced inputs each block computes from exactly what the reference computed from, at this position and at all
+    earlier ones, so what differs in its output was born inside it.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.inputs: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.force: tuple[Reference, int] | None = None
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[BlockTaps]:
+        """Hooks the blocks for as long as the context lasts."""
+        handles = []
+        try:
+            for layer, block in enumerate(self.subject.blocks):
+                handles.append(block.register_forward_pre_hook(self._before(layer), with_kwargs=True))
+                handles.append(block.register_forward_hook(self._after(layer)))
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, layer: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = args[0] if args else kwargs["hidden_states"]
+            self.inputs[layer] = given
+            if self.force is None:
+                return None
+            reference, start = self.force
+            forced = reference.inputs[layer][:, start : start + given.shape[1]]
+            return ((forced, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": forced})
+
+        return hook
+
+    def _after(self, layer: int) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> Any:
+            made = output[0] if isinstance(output, tuple) else output
+            self.outputs[layer] = made
+            if self.force is None or layer + 1 < len(self.subject.blocks):
+                return None
+            reference, start = self.force
+            forced = reference.outputs[layer][:, start : start + made.shape[1]]
+            return (forced, *output[1:]) if isinstance(output, tuple) else forced
+
+        return hook
+
+    def reference(self, tokens: Tensor) -> Reference:
+        """Runs these tokens without a cache and keeps every row."""
+        self.force = None
+        logits = self.subject.recompute(tokens)[0]
+        count = len(self.subject.blocks)
+        return Reference(
+            tokens, logits, [self.inputs[n].clone() for n in range(count)], [self.outputs[n].clone() for n in range(count)]
+        )
+
+    def feed(self, reference: Reference, start: int, stop: int, cache: Any) -> tuple[Tensor, Any]:
+        """Feeds tokens ``start`` to ``stop`` of a reference against a cache, every block given the reference's rows."""
+        self.force = (reference, start)
+        try:
+            return self.subject.feed(reference.tokens[:, start:stop], cache)
+        finally:
+            self.force = None
+
+    def recompute(self, reference: Reference, stop: int) -> Tensor:
+        """Logits of the first ``stop`` tokens without a cache, every block given the reference's rows."""
+        self.force = (reference, 0)
+        try:
+            return self.subject.recompute(reference.tokens[:, :stop])
+        finally:
+            self.force = None
+
+
+def random_model(source: str | Path, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Adapter:
+    """A model of random weights from a config alone.
+
+    Args:
+        source: A config.json, a folder that holds one, ``zoo:NAME``, or a hub id.
+        dtype: Dtype of the weights.
+        seed: Seeds the weights.
+        device: Where to put it.
+
+    Raises:
+        InputError: There is no such config, or transformers knows no causal model for it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kvinterp.models import zoo
+
+    text = str(source)
+    place: Path | str = zoo.folder(text.removeprefix("zoo:")) if text.startswith("zoo:") else text
+    if Path(place).suffix == ".json":
+        place = _folder_of(Path(place))
+    try:
+        config = AutoConfig.from_pretrained(place)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"no model can be made from the config of {text!r} ({str(error).splitlines()[0][:200]}): expected a config.json "
+            "of a causal transformers model, a folder that holds one, zoo:NAME or a hub id that can be reached from here."
+        ) from error
+    return wrap(model.to(device=device, dtype=dtype).eval().requires_grad_(False), name=f"{text} (random weights)")
+
+
+def _folder_of(file: Path) -> Path:
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"config {str(file)!r} cannot be read ({error}): expected a transformers config.json.") from error
+    if file.name != "config.json":
+        raise InputError(f"config {str(file)!r}: transformers reads a file named config.json; give that one, or its folder.")
+    return file.parent
+
+
+def prompts_for(adapter: Adapter, count: int, length: int, seed: int = 0) -> list[Sequence[int]]:
+    """Random prompts: every token id equally likely, none of those that end a sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    ends = adapter.end_tokens
+    allowed = torch.tensor([t for t in range(min(adapter.facts.vocabulary, 50_000)) if t not in ends])
+    return [allowed[torch.randint(len(allowed), (length,), generator=generator)].tolist() for _ in range(count)]

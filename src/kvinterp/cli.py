@@ -1,0 +1,313 @@
+"""The command line: one command a verb, thin over the package.
+
+Heavy things are imported inside the commands, so that ``kvinterp --help`` answers at once. Every error kvinterp raises on
+purpose becomes one sentence on stderr and exit code 2; an interrupted run ends with 130, its finished part on disk.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvinterp._version import __version__
+from kvinterp.errors import InputError, KvinterpError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvinterp.results import Result
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Does decoding from a KV cache compute the same thing as recomputing the prefix?",
+)
+
+
+def main() -> None:
+    """The entry point ``kvinterp``."""
+    app()
+
+
+def _told(command: Callable[..., None]) -> Callable[..., None]:
+    """Turns kvinterp's own errors and interruptions into one sentence and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        before = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            command(*args, **kwargs)
+        except KvinterpError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted: what was finished is on disk; the same command goes on from there.", err=True)
+            raise typer.Exit(130) from error
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    return run
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False) -> None:
+    if version:
+        typer.echo(f"kvinterp {__version__}")
+        raise typer.Exit
+
+
+# compare ---------------------------------------------------------------------------------------------------------------
+
+Out = Annotated[Path, typer.Option("--out", help="Folder for the tables, figures and report.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is already in the folder.")]
+
+
+@app.command("compare")
+@_told
+def compare_command(
+    model: Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, or a hub id.")],
+    out: Out,
+    prompts: Annotated[
+        str, typer.Option(help="A .jsonl file, or arithmetic:N, restate:N, instructions:N.")
+    ] = "arithmetic:6",
+    a: Annotated[str, typer.Option("--a", help="The leading path.")] = "cached",
+    b: Annotated[str, typer.Option("--b", help="The path it is compared with.")] = "recompute",
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float16",
+    kind: Annotated[str, typer.Option(help="native, hooked or bridge.")] = "native",
+    protocol: Annotated[str, typer.Option(help="matched or free.")] = "matched",
+    strategy: Annotated[str, typer.Option(help="greedy, top_k(50,0.8), top_p(0.95,0.8).")] = "greedy",
+    max_new_tokens: Annotated[int, typer.Option(help="Most steps a prompt.")] = 48,
+    record: Annotated[
+        str | None,
+        typer.Option(
+            help="Sites to compare, comma-separated; '' for none. "
+            "Unless given: resid_post,pattern,kv, without those that the model cannot give.",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers to compare, as in 0,2,-1; all unless given.")] = None,
+    seed: Annotated[int, typer.Option(help="Seeds the random numbers of the strategy.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is one.")] = None,
+    attention: Annotated[str | None, typer.Option(help="For native: sdpa, eager, ...; its own unless given.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Most prompts a batch; used where it keeps the bits.")] = 1,
+    stop: Annotated[str, typer.Option(help="'end of sequence' or 'length'.")] = "end of sequence",
+    overwrite: Overwrite = False,
+) -> None:
+    """Run a model along two paths on the same prompts and write what differs, step by step."""
+    from kvinterp.experiments import Compare
+
+    _speak()
+    experiment = Compare(
+        model=model,
+        prompts=prompts,
+        a=a,
+        b=b,
+        kind=kind,
+        dtype=dtype,
+        protocol=protocol,
+        strategy=strategy,
+        max_new_tokens=max_new_tokens,
+        record=record,
+        layers=_layers(layers),
+        seed=seed,
+        device=device,
+        attention=attention,
+        batch_size=batch_size,
+        stop=stop,
+    )
+    (result,) = experiment.run(out, "overwrite" if overwrite else "error")
+    for line in result.comparison.where().splitlines():
+        typer.echo(line)
+    failures = result.comparison.failures
+    for row in failures.to_dict("records"):
+        typer.echo(f"prompt {row['id']} is left out: {row['message']}", err=True)
+    if result.comparison.steps.empty:
+        raise KvinterpError(f"none of the {len(failures)} prompts could be compared; {out / 'summary.json'} says why.")
+    from kvinterp.views import write_report
+
+    _say_where(out, write_report([result], out))
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--layers {text!r} cannot be read: expected whole numbers with commas, as in 0,2,-1.") from error
+
+
+# demo ------------------------------------------------------------------------------------------------------------------
+
+
+@app.command("demo")
+@_told
+def demo_command(
+    out: Out = Path("kvinterp-demo"),
+    smoke: Annotated[bool, typer.Option("--smoke", help="One problem and few steps: does everything run?")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Also write the four figures as one picture here.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Compare two small trained models in FP16, two kinds and two protocols each, and write a report."""
+    from kvinterp.experiments import Demo
+    from kvinterp.experiments.demo import SMOKE
+
+    _speak()
+    results = (SMOKE if smoke else Demo()).run(out, "overwrite" if overwrite else "error")
+    from kvinterp.views import save, write_report
+    from kvinterp.views.report import overview_of
+
+    page = write_report(results, out)
+    if picture is not None:
+        save(overview_of(results), picture)
+        typer.echo(f"picture  {picture}")
+    for result in results:
+        typer.echo(result.comparison.where().splitlines()[0])
+    _say_where(out, page)
+
+
+def _say_where(out: Path, page: Path) -> None:
+    typer.echo("")
+    typer.echo(f"report   {page}")
+    typer.echo(f"figures  {out / 'figures'}")
+    runs = out / "runs" / "*" if (out / "runs").is_dir() else out
+    typer.echo(f"tables   {runs / 'steps.parquet'}, examples, layers, heads, kv")
+    typer.echo(f"summary  {runs / 'summary.json'}")
+
+
+def _speak() -> None:
+    """Shows kvinterp's own log lines on stderr."""
+    log = logging.getLogger("kvinterp")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+
+# list ------------------------------------------------------------------------------------------------------------------
+
+
+class What(str, enum.Enum):
+    """What can be listed."""
+
+    models = "models"
+    kinds = "kinds"
+    sites = "sites"
+    strategies = "strategies"
+    policies = "policies"
+    protocols = "protocols"
+
+
+@app.command("list")
+@_told
+def list_command(
+    what: Annotated[What | None, typer.Argument(help="Everything, unless said.", show_default=False)] = None,
+) -> None:
+    """Show the models, kinds, sites, strategies, policies and protocols there are."""
+    from rich.console import Console
+
+    console = Console()
+    makers = {
+        What.models: _models,
+        What.kinds: _kinds,
+        What.sites: _sites,
+        What.strategies: _strategies,
+        What.policies: _policies,
+        What.protocols: _protocols,
+    }
+    for item in What if what is None else (what,):
+        console.print(makers[item]())
+
+
+def _models() -> Table:
+    from kvinterp.models import zoo
+
+    table = _table(
+        "models", "name", "architecture", "parameters", "layers", "heads", "KV heads", "right on held-out problems"
+    )
+    for record in zoo.describe():
+        right = ", ".join(f"{task} {share:.0%}" for task, share in record["accuracy"].items())
+        numbers = (f"{record['parameters']:,}", record["layers"], record["heads"], record["kv_heads"])
+        table.add_row(f"zoo:{record['name']}", record["architecture"], *map(str, numbers), right)
+    table.caption = "and any transformers checkpoint folder or hub id"
+    return table
+
+
+def _kinds() -> Table:
+    from kvinterp.models import KINDS
+
+    return _pairs("kinds", "kind", KINDS)
+
+
+def _sites() -> Table:
+    from kvinterp.models import SITES
+    from kvinterp.models.adapter import GROUPS
+
+    return _pairs("sites", "site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()})
+
+
+def _strategies() -> Table:
+    from kvinterp.paths import STRATEGIES
+
+    return _fields("strategies", STRATEGIES)
+
+
+def _policies() -> Table:
+    from kvinterp.policies import POLICIES
+
+    return _fields("policies", POLICIES)
+
+
+def _protocols() -> Table:
+    from kvinterp.comparison import PROTOCOLS
+
+    return _pairs("protocols", "protocol", PROTOCOLS)
+
+
+def _fields(title: str, classes: dict[str, type]) -> Table:
+    import dataclasses
+
+    table = _table(title, "name", "values", "what it does")
+    for name, found in classes.items():
+        values = ", ".join(
+            field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default}"
+            for field in dataclasses.fields(found)
+        )
+        table.add_row(name, values, (found.__doc__ or "").strip().splitlines()[0])
+    return table
+
+
+def _pairs(title: str, name: str, entries: dict[str, str]) -> Table:
+    table = _table(title, name, "what it is")
+    for key, value in entries.items():
+        table.add_row(key, value)
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Advances the path that gives, the path that takes, and one lane a patch beside each other, and measures every step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from kvinterp import metrics
+from kvinterp.models import Adapter, dtype_named
+from kvinterp.models.adapter import CACHE_SITES, Site
+from kvinterp.patching.lanes import Donor, PureLane, RunnerLane
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, PatchWatcher, Window, stored_sites
+from kvinterp.patching.recompute import PureRecompute
+from kvinterp.paths import ExecutionPath
+from kvinterp.recording import chosen_layers
+
+__all__ = ["DISTANCES", "Advanced", "PlannedLane", "Setting", "advance_beside", "not_the_same"]
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": metrics.kl_divergence,
+    "l2": lambda donor, other: (donor.double() - other.double()).norm(dim=-1),
+    "margin": lambda donor, other: (metrics.logit_margin(donor) - metrics.logit_margin(other)).abs(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLane:
+    """What one row of a sweep's table patches.
+
+    Attributes:
+        labels: The columns that say so.
+        patches: What is moved.
+        control: The control's name, or empty.
+    """
+
+    labels: dict[str, Any]
+    patches: tuple[Patch, ...]
+    control: str = ""
+
+    def active(self, step: int) -> bool:
+        """Whether it changes anything at a step."""
+        return any(patch.active(step) for patch in self.patches)
+
+    @property
+    def starts_at(self) -> int:
+        """The first absolute position it names."""
+        return min(patch.starts_at for patch in self.patches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How an example is run: the model, both paths, and the choices of :func:`kvinterp.sweep` of the same names."""
+
+    adapter: Adapter
+    cached: ExecutionPath
+    recompute: ExecutionPath
+    direction: str
+    protocol: str
+    distance: str
+    max_new_tokens: int
+    logits: str = "discard"
+
+    @property
+    def donor(self) -> ExecutionPath:
+        """The path whose tensors are moved."""
+        return self.cached if self.direction == "into-recompute" else self.recompute
+
+    @property
+    def base(self) -> ExecutionPath:
+        """The path they are moved into."""
+        return self.recompute if self.direction == "into-recompute" else self.cached
+
+
+@dataclasses.dataclass(frozen=True)
+class Advanced:
+    """One example, measured.
+
+    Attributes:
+        distances: D(donor, base) and then D(donor, lane) for every lane, at every step that ran.
+        logits: Of donor, base and every lane, where they were asked for.
+        forwards: Forwards of the recompute path that ran, resumed ones included.
+        blocks: Blocks that ran in them.
+    """
+
+    distances: Float64[Tensor, "step path"]
+    logits: Float[Tensor, "step path vocab"] | None
+    forwards: int
+    blocks: int
+
+
+def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Sequence[int], other: Sequence[int]) -> Advanced:
+    """Runs one example.
+
+    Args:
+        setting: How.
+        lanes: What is patched.
+        prompt: Token ids.
+        other: Token ids of another prompt, for the control that takes from it.
+    """
+    adapter, count = setting.adapter, len(prompt)
+    donor_model, base_model = (adapter.at(dtype_named(path.dtype)) for path in (setting.donor, setting.base))
+    donor = Donor(donor_model, _wanted(donor_model, lanes), count, _gathered(setting, lanes))
+    selfish, strange = ([lane for lane in lanes if lane.control == name] for name in ("self", "other-prompt"))
+    mirror = Donor(base_model, _wanted(base_model, selfish), count)
+    stranger = Donor(donor_model, _wanted(donor_model, strange), len(other))
+    pure = PureRecompute(adapter, setting.recompute)
+    with contextlib.ExitStack() as stack:
+
+        def runner(path: ExecutionPath, tokens: Sequence[int], watchers: Sequence[Any]) -> RunnerLane:
+            return stack.enter_context(RunnerLane(adapter, path, tokens, setting.max_new_tokens, watchers))
+
+        def taker(watcher: PatchWatcher | None, beside: Sequence[Any] = ()) -> PureLane | RunnerLane:
+            if setting.base.form == "recompute":
+                return PureLane(pure, prompt, watcher)
+            return runner(setting.base, prompt, [*beside, *([] if watcher is None else [watcher])])
+
+        giving = runner(setting.donor, prompt, [donor])
+        # The recompute path's own tensors are seen in a run of its own: remembered prefixes show none.
+        mirrored = runner(setting.base, prompt, [mirror]) if selfish and setting.base.form == "recompute" else None
+        strangers = runner(setting.donor, other, [stranger]) if strange else None
+        unpatched = taker(None, [mirror])
+        sources = [_source(lane, donor, mirror, stranger) for lane in lanes]
+        taking = [
+            taker(PatchWatcher(base_model, lane.patches, source, count))
+            for lane, source in zip(lanes, sources, strict=True)
+        ]
+        feeds: list[int | None] = [None] * (len(lanes) + 2)
+        stranger_feed: int | None = None
+        measured, kept = [], []
+        for step in range(setting.max_new_tokens):
+            donor_logits = giving.advance(feeds[0])
+            if strangers is not None:
+                stranger_feed = int(strangers.advance(stranger_feed).argmax())
+            if mirrored is not None:
+                mirrored.advance(feeds[1])
+            if isinstance(unpatched, PureLane) and any(lane.active(step) for lane in lanes):
+                # Captured so that the lanes whose tokens agree can begin at their first patched block.
+                pure.capture([*unpatched.tokens, *([] if feeds[1] is None else [feeds[1]])])
+            base_logits = unpatched.advance(feeds[1])
+            rows = [base_logits, *(lane.advance(feed) for lane, feed in zip(taking, feeds[2:], strict=True))]
+            measured.append(_measured(setting.distance, donor_logits, rows))
+            if setting.logits == "keep":
+                kept.append(torch.stack([row.to(donor_logits) for row in (donor_logits, *rows)]))
+            lead = int((donor_logits if setting.donor.form == "cached" else base_logits).argmax())
+            feeds = _feeds(setting.protocol, lead, donor_logits, rows)
+            if lead in adapter.end_tokens:
+                break
+    logits = torch.stack(kept) if kept else None
+    return Advanced(torch.stack(measured).cpu(), logits, pure.forwards, pure.blocks_run)
+
+
+def not_the_same(prompts: Sequence[Sequence[int]], example: int, vocabulary: int) -> list[int]:
+    """Another prompt than this example's: the next one that differs, or its own tokens in another order, or others."""
+    prompt = list(prompts[example])
+    shifted = [(token + 1) % vocabulary for token in prompt]
+    following = (prompts[(example + offset) % len(prompts)] for offset in range(1, len(prompts)))
+    candidates = [*map(list, following), prompt[::-1], shifted]
+    return next(candidate for candidate in candidates if candidate != prompt)
+
+
+def _measured(distance: str, donor: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    # Lanes that stand on equal tokens hand over one remembered tensor, which is measured once.
+    different = {id(row): row.to(donor.device) for row in rows}
+    stacked = torch.stack(list(different.values()))
+    found = DISTANCES[distance](donor.expand_as(stacked), stacked)
+    index = {key: number for number, key in enumerate(different)}
+    return found[[index[id(row)] for row in rows]]
+
+
+def _source(lane: PlannedLane, donor: Donor, mirror: Donor, stranger: Donor) -> Window:
+    if lane.control == "self":
+        return mirror.window
+    if lane.control == "other-prompt":
+        return lambda site, layer: stranger.window_aligned_to(donor.end, site, layer)
+    return donor.window
+
+
+def _feeds(protocol: str, lead: int, donor_logits: Tensor, rows: Sequence[Tensor]) -> list[int | None]:
+    if protocol == "matched":
+        return [lead] * (len(rows) + 1)
+    return [int(donor_logits.argmax()), *(int(row.argmax()) for row in rows)]
+
+
+def _wanted(adapter: Adapter, lanes: Sequence[PlannedLane]) -> list[Site]:
+    return [
+        (site, layer)
+        for lane in lanes
+        for patch in lane.patches
+        for site in stored_sites(adapter, patch.site)
+        for layer in chosen_layers(adapter, patch.layers)
+    ]
+
+
+def _gathered(setting: Setting, lanes: Sequence[PlannedLane]) -> set[str]:
+    """Sites of which a cached donor must keep the rows of every step, since earlier positions are moved too."""
+    if setting.donor.form != "cached":
+        return set()
+    moved = {patch.site for lane in lanes for patch in lane.patches if patch.positions != "newest"}
+    return moved - {*PATCHED_CACHE, *CACHE_SITES, "pattern"}

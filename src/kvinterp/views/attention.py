@@ -1,0 +1,563 @@
+"""Attention of two paths side by side: cached, recompute and their difference for every head, on circuitsvis.
+
+circuitsvis draws one pattern of probabilities at a time, loads its code from a network, or puts 1.3 MB of it into every
+figure. Here its own bundle is put into one page once, and the page may load nothing else: it works offline, and text that
+came with a prompt stays text.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import html
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from kvinterp import metrics
+from kvinterp.comparison import Comparison
+from kvinterp.errors import InputError, UnsupportedError, located
+from kvinterp.models import Adapter, wrap
+from kvinterp.paths import ExecutionPath, path_named, run
+from kvinterp.paths.runner import check_choice, encode
+from kvinterp.recording import Trace, chosen_layers
+
+__all__ = ["AttentionComparison", "assembled_pattern", "attention_comparison"]
+
+Square = Float[Tensor, "head query key"]
+
+#: Cells the browser draws without a wait: 32 heads, three patterns each, 48 positions a side, and a little.
+_CELLS = 240_000
+_DIGITS = 6
+_ATTENTION, _MORE, _LESS, _LATER = "#3b0f70", "#0072b2", "#d55e00", "#e4e4e4"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """One head as the page shows it: two patterns and their difference, pooled or cropped alike."""
+
+    row: dict[str, Any]
+    a: Float64[np.ndarray, "side side"]
+    b: Float64[np.ndarray, "side side"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionComparison:
+    """The patterns of two paths at one step, ready to be looked at.
+
+    In a notebook it shows itself, in a frame that cannot reach the notebook; :meth:`save` writes the same page as one file.
+
+    Attributes:
+        heads: One row a head that was compared, the largest KL first: layer, head, kl (of the newest row, in nats),
+            largest_row_kl, largest_row (its position), largest_difference (of any probability), shown.
+        about: What the page says about itself: title, sentences and the labels of the two paths.
+        tokens: Text of each row and column shown.
+    """
+
+    heads: pd.DataFrame
+    about: dict[str, Any]
+    tokens: tuple[str, ...]
+    _shown: tuple[_Head, ...] = dataclasses.field(repr=False)
+
+    @property
+    def page(self) -> str:
+        """The whole page as HTML, with circuitsvis inside."""
+        return _page(self)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the page as one file that needs nothing else, whole or not at all.
+
+        Args:
+            path: Where to, such as ``"attention.html"``; the folder is made.
+        """
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.partial")
+        # A lone surrogate in a token has no UTF-8; as a reference it reads as the replacement character.
+        partial.write_bytes(self.page.encode("utf-8", "xmlcharrefreplace"))
+        partial.replace(target)
+        return target
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.page)
+        return f'<iframe sandbox="allow-scripts" style="width:100%;height:46em;border:0" srcdoc="{page}"></iframe>'
+
+
+def attention_comparison(
+    source: Any,
+    other: Any = None,
+    *,
+    step: int,
+    layers: int | Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    a: str | ExecutionPath = "cached",
+    b: str | ExecutionPath = "recompute",
+    model: Any = None,
+    example: int = 0,
+    tokens: Sequence[str] | None = None,
+    most: int | None = None,
+    positions: tuple[int, int] | None = None,
+    cells: int = 48,
+    fit: str = "crop",
+) -> AttentionComparison:
+    """Shows the attention of two paths at one step side by side, and their difference, for every head.
+
+    A path that recomputes has all its rows at every step. A cached path computes one row a step, so its pattern is put
+    together from the prefill's rows and the row of each step since: each row is what that path used when it wrote the
+    position. Both are fed the same tokens.
+
+    Three ways to call it: ``attention_comparison(model, prompt, step=5)`` runs both paths; ``attention_comparison(comparison,
+    prompt, model=model, step=5)`` runs again what a comparison compared; ``attention_comparison(trace_a, trace_b, step=5)``
+    takes two traces of ``run(..., record="pattern", positions="all")``.
+
+    Args:
+        source: A model or adapter, a comparison in the matched protocol, or the first trace.
+        other: The prompt, or the second trace.
+        step: The decode step; 0 is the prefill.
+        layers: Layers to compare; all unless said.
+        heads: Query heads to compare in every layer; all unless said.
+        a: The first path; the tokens are those it chooses greedily. A comparison brings its own paths and tokens.
+        b: The second path.
+        model: The model, for a comparison; for traces it gives the tokens' text.
+        example: Which example of the comparison the prompt is.
+        tokens: Text of each position, for traces without a model; token ids unless said.
+        most: Most heads to show, those with the largest KL first; unless said as many as a browser draws without a wait.
+        positions: Positions ``(start, stop)`` to show.
+        cells: Most rows and columns to show, where positions are not given.
+        fit: How a longer context is brought to ``cells``: ``"crop"`` shows the newest positions; ``"pool"`` shows all, in
+            blocks of neighbours (attention to a block summed over its keys, averaged over its queries).
+
+    Raises:
+        InputError: A step, layer, head or position does not exist, or the two sides are not of the same tokens.
+        UnsupportedError: The model does not show its pattern (SDPA), or a path keeps too little of it.
+    """
+    check_choice("fit", fit, ("crop", "pool"))
+    for name, given, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
+        if given is not None and (not isinstance(given, int) or given < least):
+            raise InputError(f"{name}={given!r} was given: expected a whole number of at least {least}.")
+    if isinstance(source, Trace):
+        pair, adapter = _given(source, other), None if model is None else wrap(model)
+    elif isinstance(source, Comparison):
+        if model is None or other is None:
+            raise InputError(
+                "a comparison keeps no patterns: give attention_comparison(comparison, prompt, model=model, step=...), "
+                "which runs that example again."
+            )
+        adapter = wrap(model)
+        pair = _again(source, adapter, other, example, step, layers)
+    else:
+        adapter = wrap(source)
+        if other is None:
+            raise InputError("no prompt was given: call attention_comparison(model, prompt, step=...).")
+        pair = _both(adapter, other, (path_named(a), path_named(b)), step, layers, None)
+    return _compared(pair, adapter, step, layers, heads, tokens, most, positions, cells, fit)
+
+
+# The patterns ----------------------------------------------------------------------------------------------------------
+
+
+def _both(
+    adapter: Adapter,
+    prompt: Any,
+    paths: tuple[ExecutionPath, ExecutionPath],
+    step: int,
+    layers: int | Sequence[int] | None,
+    fed: Sequence[int] | None,
+) -> tuple[Trace, Trace]:
+    ids = encode(adapter, prompt, step + 1)
+    watched = chosen_layers(adapter, layers)
+
+    def one(path: ExecutionPath, continuation: Sequence[int] | None) -> Trace:
+        steps = range(step + 1) if path.form == "cached" else [step]
+        stop = "end of sequence" if continuation is None else "length"
+        return run(
+            adapter, ids, path, max_new_tokens=step + 1, record="pattern", positions="all",
+            layers=watched, steps=steps, continuation=continuation, stop=stop,
+        )  # fmt: skip
+
+    first = one(paths[0], fed)
+    if len(first.fed) < step:
+        raise InputError(
+            f"step {step} does not exist: path {paths[0]} ends this prompt after step {len(first.tokens) - 1}; "
+            "give an earlier step."
+        )
+    return first, one(paths[1], first.fed)
+
+
+def _again(
+    comparison: Comparison, adapter: Adapter, prompt: Any, example: int, step: int, layers: int | Sequence[int] | None
+) -> tuple[Trace, Trace]:
+    about, steps = comparison.about, comparison.steps[comparison.steps["example"] == example]
+    if about["protocol"] != "matched":
+        raise InputError("after a flip the free protocol compares two texts: compare with protocol='matched'.")
+    if about["weights"] != adapter.fingerprint() or about["kind"] != adapter.kind:
+        raise InputError(
+            f"the comparison was made on {about['model']} ({about['kind']}) with other weights than this "
+            f"{adapter.facts.name} ({adapter.kind}): give the model it was made on."
+        )
+    if steps.empty or step > steps["step"].max():
+        have = f"steps 0 to {steps['step'].max()}" if len(steps) else "no steps"
+        raise InputError(f"step {step} of example {example} does not exist: the comparison has {have} of it.")
+    row = comparison.examples.set_index("example").loc[example]
+    length = len(encode(adapter, prompt, step + 1))
+    if length != row["prompt_tokens"]:
+        raise InputError(
+            f"example {example} of the comparison has {row['prompt_tokens']} tokens and this prompt {length}: give the "
+            "prompt it was made on."
+        )
+    fed = steps.sort_values("step")["token_a"].tolist()[:step]
+    paths = (path_named(about["paths"]["a"]), path_named(about["paths"]["b"]))
+    return _both(adapter, prompt, paths, step, layers, fed)
+
+
+def _given(a: Trace, b: Any) -> tuple[Trace, Trace]:
+    if not isinstance(b, Trace):
+        raise InputError(f"one trace and a {type(b).__name__} were given: expected two traces of the same prompt.")
+    if a.prompt != b.prompt:
+        raise InputError(
+            f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
+        )
+    return a, b
+
+
+def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
+    """Attention of every query position at a step, as the path that was traced computed each row.
+
+    Args:
+        trace: A trace of ``run(..., record="pattern", positions="all")``: of a path that recomputes with that step, of a
+            cached path with every step up to it.
+        layer: The layer.
+        step: The decode step.
+
+    Returns:
+        Probabilities ``[head, query, key]``, queries and keys by absolute position, in the dtype they were computed in.
+
+    Raises:
+        InputError: The trace does not hold these rows.
+        UnsupportedError: A chunked path with a sliding window showed too few keys to place its rows.
+    """
+    if ("pattern", layer) not in trace.records:
+        have = ", ".join(sorted({f"{site} at {at}" for site, at in trace.records})) or "nothing"
+        raise InputError(
+            f"a trace holds no pattern of layer {layer} (it recorded {have}): run with record='pattern', positions='all'."
+        )
+    kept = dict(zip(trace.steps, trace.records["pattern", layer], strict=True))
+    length = len(trace.prompt) + step
+    if step not in kept:
+        raise InputError(f"the {trace.path} trace did not record step {step}: record it, and the steps before it.")
+    if kept[step].dim() != 3:
+        raise InputError(f"the {trace.path} trace holds the newest row only: run with record='pattern', positions='all'.")
+    needed = [step] if kept[step].shape[1] == length else list(range(step + 1))
+    missing = [number for number in needed if number not in kept]
+    if missing:
+        raise InputError(
+            f"the {trace.path} trace did not record step {missing[0]}, whose row is needed: record every step."
+        )
+    square = kept[step].new_zeros(kept[step].shape[0], length, length)
+    for number in needed:
+        rows, end = kept[number], len(trace.prompt) + number
+        if rows.shape[2] < rows.shape[1]:
+            raise UnsupportedError(
+                f"path {trace.path} shows {rows.shape[2]} keys to {rows.shape[1]} queries at layer {layer}, so its rows "
+                "cannot be placed: use a path without chunks."
+            )
+        # A sliding cache shows the newest keys only: both ends are aligned at the newest position.
+        square[:, end - rows.shape[1] : end, end - rows.shape[2] : end] = rows
+    return square
+
+
+def _compared(
+    pair: tuple[Trace, Trace],
+    adapter: Adapter | None,
+    step: int,
+    layers: int | Sequence[int] | None,
+    heads: Sequence[int] | None,
+    tokens: Sequence[str] | None,
+    most: int | None,
+    positions: tuple[int, int] | None,
+    cells: int,
+    fit: str,
+) -> AttentionComparison:
+    for trace in pair:
+        if len(trace.fed) < step:
+            raise InputError(f"the {trace.path} trace ends at step {len(trace.fed)}, before step {step}: run more steps.")
+    if pair[0].fed[:step] != pair[1].fed[:step]:
+        raise InputError(
+            f"the traces were fed different tokens before step {step}, so their rows belong to different texts: run the "
+            "second with continuation=first.fed."
+        )
+    ids = [*pair[0].prompt, *pair[0].fed[:step]]
+    texts = tokens or (map(str, ids) if adapter is None else adapter.pieces(ids))
+    names = [_readable(text) for text in texts]
+    if len(names) != len(ids):
+        raise InputError(f"{len(names)} tokens were given for {len(ids)} positions: give the text of each position.")
+    view = _View.of(len(ids), positions, cells, fit)
+    with located(f"step {step}"):
+        found = [
+            head
+            for layer in _layers_of(pair[0], adapter, layers)
+            for head in _heads(layer, *(assembled_pattern(trace, layer, step) for trace in pair), heads, view)
+        ]
+    found.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
+    room = max(_CELLS // (3 * view.side**2), 1) if most is None else most
+    table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(found)])
+    about = _about(pair, step, len(found), min(room, len(found)), view, len(ids), found[:room])
+    return AttentionComparison(table, about, view.labels(names), tuple(found[:room]))
+
+
+def _layers_of(trace: Trace, adapter: Adapter | None, layers: int | Sequence[int] | None) -> Sequence[int]:
+    if adapter is not None and layers is not None:
+        return chosen_layers(adapter, layers)
+    recorded = sorted({layer for site, layer in trace.records if site == "pattern"})
+    if layers is None:
+        if not recorded:
+            raise InputError("a trace holds no pattern: run with record='pattern', positions='all'.")
+        return recorded
+    return [layers] if isinstance(layers, int) else list(layers)
+
+
+def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: _View) -> list[_Head]:
+    if a.shape != b.shape:
+        raise InputError(f"the patterns of layer {layer} have shapes {tuple(a.shape)} and {tuple(b.shape)}: record alike.")
+    for head in heads or ():
+        if not isinstance(head, int) or not 0 <= head < a.shape[0]:
+            raise InputError(f"query head {head!r} does not exist: layer {layer} has query heads 0 to {a.shape[0] - 1}.")
+    kl = metrics.pattern_kl(a, b.to(a.device)).cpu()
+    first, second = (pattern.double().cpu() for pattern in (a, b))
+    apart = (first - second).abs().amax((1, 2))
+    made = []
+    for head in range(a.shape[0]) if heads is None else heads:
+        row = {
+            "layer": layer,
+            "head": head,
+            "kl": float(kl[head, -1]),
+            "largest_row_kl": float(kl[head].max()),
+            "largest_row": int(kl[head].argmax()),
+            "largest_difference": float(apart[head]),
+        }
+        made.append(_Head(row, view.of_pattern(first[head]), view.of_pattern(second[head])))
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """Which positions are shown, and how many share a cell."""
+
+    start: int
+    stop: int
+    block: int
+
+    @classmethod
+    def of(cls, length: int, positions: tuple[int, int] | None, cells: int, fit: str) -> _View:
+        if positions is not None:
+            whole = len(positions) == 2 and all(isinstance(p, int) for p in positions)
+            if not (whole and 0 <= positions[0] < positions[1] <= length):
+                raise InputError(
+                    f"positions={positions!r} was given: expected (start, stop) with 0 <= start < stop <= {length}, the "
+                    "positions at this step."
+                )
+            return cls(*positions, 1)
+        if fit == "pool":
+            return cls(0, length, -(-length // cells))
+        return cls(max(length - cells, 0), length, 1)
+
+    @property
+    def side(self) -> int:
+        return -(-(self.stop - self.start) // self.block)
+
+    def of_pattern(self, square: Float64[Tensor, "query key"]) -> Float64[np.ndarray, "side side"]:
+        cut = square[self.start : self.stop, self.start : self.stop].numpy()
+        if self.block == 1:
+            return cut
+        edges = np.arange(0, len(cut), self.block)
+        counts = np.diff([*edges, len(cut)])
+        summed: np.ndarray = np.add.reduceat(np.add.reduceat(cut, edges, axis=0), edges, axis=1)
+        return summed / counts[:, None]
+
+    def labels(self, names: Sequence[str]) -> tuple[str, ...]:
+        if self.block > 1:
+            starts = range(self.start, self.stop, self.block)
+            return tuple(f"{s}-{min(s + self.block, self.stop) - 1}: {''.join(names[s : s + self.block])}" for s in starts)
+        shown = range(self.start, self.stop)
+        return tuple(names[p] if self.start == 0 else f"{p}: {names[p]}" for p in shown)
+
+
+def _readable(token: str) -> str:
+    """A token with its blanks visible, because circuitsvis leaves white space out of its labels."""
+    return token.replace(" ", "·").replace("\n", "↵").replace("\t", "→") or "(empty)"
+
+
+# What the page says ----------------------------------------------------------------------------------------------------
+
+
+def _about(
+    pair: tuple[Trace, Trace], step: int, compared: int, shown: int, view: _View, length: int, heads: Sequence[_Head]
+) -> dict[str, Any]:
+    prompt = len(pair[0].prompt)
+    made = pair[0].provenance
+    what = ", ".join(str(made[key]) for key in ("model", "kind", "dtype") if key in made) or "a model"
+    sentences = [
+        f"{what}. Step {step}: {length} positions, of which {prompt} are the prompt's. KL is of the newest row, "
+        f"KL({pair[0].path} || {pair[1].path}), in nats, before any cropping or pooling."
+    ]
+    for side, trace in zip(("first", "second"), pair, strict=True):
+        whole = step == 0 or not trace.path.startswith("cached")
+        rows = f"all {length} rows computed at this step" if whole else f"rows 0 to {prompt - 1} from the prefill"
+        later = "" if whole else f", rows {prompt} to {length - 1} from steps 1 to {step}, one row each"
+        sentences.append(f"The {side} path, {trace.path}: {rows}{later}.")
+    sentences.append(
+        f"All {compared} heads are shown, the largest KL first."
+        if shown == compared
+        else f"{shown} of {compared} heads are shown, those with the largest KL."
+    )
+    if view.block > 1:
+        sentences.append(
+            f"Positions are pooled in blocks of {view.block}: attention to a block is summed over its keys and averaged over "
+            "its queries, so differences inside a block can cancel; the numbers in brackets count blocks."
+        )
+    elif view.side < length:
+        inside = np.mean([pattern.sum(1).mean() for head in heads for pattern in (head.a, head.b)])
+        sentences.append(
+            f"Positions {view.start} to {view.stop - 1} are shown; their rows give {inside:.1%} of their attention to keys "
+            "that are shown. The numbers in brackets count from the first position shown."
+        )
+    title = f"Attention at step {step}: {pair[0].path} against {pair[1].path}"
+    return {"title": title, "sentences": sentences, "paths": (pair[0].path, pair[1].path), "prompt": prompt, "view": view}
+
+
+def _page(comparison: AttentionComparison) -> str:
+    bundle, draw = _bundle(), _DRAW
+    data = json.dumps({"tokens": comparison.tokens, "figures": _figures(comparison)}, separators=(",", ":"))
+    allowed = " ".join(f"'sha256-{_hash(script)}'" for script in (bundle, draw))
+    # Only these two scripts may run and nothing may be loaded, whatever a prompt contains.
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; font-src data:"
+    about = comparison.about
+    sentences = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in about["sentences"])
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{html.escape(about['title'])}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{html.escape(about['title'])}</h1>{sentences}{_legend()}{_strip(comparison)}"
+        f"<main>{''.join(_section(comparison, n, head) for n, head in enumerate(comparison._shown))}</main>"
+        # The only characters that could end a script element early are written as escapes of JSON.
+        f'<script type="application/json" id="patterns">{data.replace("<", chr(92) + "u003c")}</script>'
+        f"<script>{bundle}</script><script>{draw}</script></body></html>\n"
+    )
+
+
+def _figures(comparison: AttentionComparison) -> list[dict[str, Any]]:
+    figures = []
+    for number, head in enumerate(comparison._shown):
+        difference = head.a - head.b
+        scale = float(np.abs(difference).max()) or 1.0
+        for side, values, limit, colour in (
+            ("a", head.a, 1.0, _ATTENTION),
+            ("b", head.b, 1.0, _ATTENTION),
+            ("difference", difference, scale, _MORE),
+        ):
+            rows = [[float(f"{v:.{_DIGITS}g}") for v in row[: at + 1]] for at, row in enumerate(values.tolist())]
+            figures.append({"id": f"head-{number}-{side}", "rows": rows, "limit": limit, "colour": colour})
+    return figures
+
+
+def _section(comparison: AttentionComparison, number: int, head: _Head) -> str:
+    row, (a, b) = head.row, comparison.about["paths"]
+    apart = float(np.abs(head.a - head.b).max())
+    name = f"layer {row['layer']}, head {row['head']}"
+    kl = f"KL {_number(row['kl'])} nats"
+    most = f"largest row: {_number(row['largest_row_kl'])} nats at position {row['largest_row']}"
+    scale = f"−{apart:.2g} to +{apart:.2g}" if apart else "0 in every cell shown"
+    captions = (("a", a), ("b", b), ("difference", f"{a} − {b}: {scale}"))
+    figures = "".join(
+        f'<figure><figcaption>{html.escape(text)}</figcaption><div id="head-{number}-{side}"></div></figure>'
+        for side, text in captions
+    )
+    return (
+        f'<section class="head"><h2>{name} <b>{kl}</b> <small>{most}</small></h2><div class="row">{figures}</div></section>'
+    )
+
+
+def _legend() -> str:
+    return (
+        '<p class="legend">Rows are queries, columns keys; hover for the numbers, given to '
+        f"{_DIGITS} digits. <span class=ramp style='background:linear-gradient(90deg,#fff,{_ATTENTION})'></span> attention, "
+        f"0 to 1. <span class=ramp style='background:linear-gradient(90deg,{_LESS},#fff,{_MORE})'></span> difference, on the "
+        "scale written above each: orange where the first path attends less, blue where it attends more, white where they "
+        f"are equal. <span class=ramp style='background:{_LATER}'></span> later keys, which no query sees.</p>"
+    )
+
+
+def _strip(comparison: AttentionComparison) -> str:
+    view, prompt = comparison.about["view"], comparison.about["prompt"]
+    parts = []
+    for number, token in enumerate(comparison.tokens):
+        position = view.start + number * view.block
+        kind = "newest" if number == len(comparison.tokens) - 1 else "prompt" if position < prompt else "decoded"
+        parts.append(f'<span class="{kind}" title="position {position}, {kind}">{html.escape(token)}</span>')
+    return f'<p class="tokens">{"".join(parts)}</p>'
+
+
+def _number(value: float) -> str:
+    return "exactly 0" if value == 0 else f"{value:.2e}"
+
+
+def _hash(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _bundle() -> str:
+    """The code of the installed circuitsvis, made fit to stand inside a page."""
+    source = resources.files("circuitsvis").joinpath("dist", "cdn", "iife.js").read_text(encoding="utf-8")
+    # Inside a JavaScript string "<\/" means "</", but ends no script element; the map is a file that is not there.
+    return source.replace("</script", "<\\/script").partition("//# sourceMappingURL")[0].replace("\r", "")
+
+
+_STYLE = """
+body{font:14px/1.45 system-ui,sans-serif;color:#222;background:#fff;margin:1.2em auto;max-width:80em;padding:0 1em}
+h1{font-size:1.35em;margin:0 0 .4em}h2{font-size:1em;margin:0 0 .3em;font-weight:600}h2 b{margin:0 .6em}
+h2 small{font-weight:400;color:#555}p{margin:.3em 0;max-width:62em}
+.legend{color:#444}.ramp{display:inline-block;width:4.5em;height:.8em;border:1px solid #999;vertical-align:-.08em}
+.tokens{font:12px/1.9 ui-monospace,monospace;max-width:none;overflow-wrap:anywhere}
+.tokens span{padding:.15em .3em;margin-right:2px;border-bottom:2px solid #bbb;background:#f4f4f4}
+.tokens .decoded{border-color:#0072b2}.tokens .newest{border-color:#000;font-weight:700}
+.head{border-top:1px solid #ddd;padding:.7em 0}
+.row{display:grid;grid-template-columns:repeat(auto-fit,minmax(17em,1fr));gap:1em}
+figure{margin:0;min-width:0}figcaption{color:#333;overflow-wrap:anywhere}
+"""
+
+_DRAW = f"""
+"use strict";
+const patterns = JSON.parse(document.getElementById("patterns").textContent);
+const waiting = patterns.figures.slice();
+function drawNext() {{
+  const figure = waiting.shift();
+  if (!figure) {{
+    document.body.dataset.drawn = String(patterns.figures.length);
+    return;
+  }}
+  const side = patterns.tokens.length;
+  CircuitsVis.render(figure.id, CircuitsVis.AttentionPattern, {{
+    tokens: patterns.tokens,
+    attention: figure.rows.map((row) => row.concat(Array(side - row.length).fill(0))),
+    minValue: -figure.limit,
+    maxValue: figure.limit,
+    negativeColor: "{_LESS}",
+    positiveColor: figure.colour,
+    upperTriColor: "{_LATER}",
+    showAxisLabels: true,
+    maskUpperTri: true,
+  }});
+  setTimeout(drawNext);
+}}
+drawNext();
+"""

@@ -1,0 +1,182 @@
+"""What the report's sentences are made of: facts about results, and numbers a person can read."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+
+from kvinterp.comparison import Comparison
+from kvinterp.data import TASKS, score
+from kvinterp.models import dtype_named
+from kvinterp.results import Result
+
+__all__ = [
+    "between",
+    "drift_medians",
+    "falls",
+    "file_name",
+    "flattened",
+    "grouped",
+    "kind_of",
+    "ladder_of",
+    "largest_difference",
+    "leading",
+    "model_of",
+    "number",
+    "place_of",
+    "right_answers",
+    "unit_roundoff",
+    "with_protocol",
+]
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def number(value: float) -> str:
+    """Two or three digits a person can read: 0.0156, or 1.6 × 10⁻⁷; exact zeros as 0, no number as a dash."""
+    if pd.isna(value):
+        return "–"
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}\u00a0×\u00a010{str(int(exponent)).translate(_SUPERSCRIPT)}"
+
+
+def between(values: Sequence[float]) -> str:
+    """The smallest and the largest of some numbers, or the one where they read the same."""
+    low, high = number(min(values)), number(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def model_of(result: Result) -> str:
+    """The model's name without ``zoo:``."""
+    return str(result.comparison.about["model"]).removeprefix("zoo:")
+
+
+def kind_of(result: Result) -> str:
+    """The model's kind."""
+    return str(result.comparison.about["kind"])
+
+
+def place_of(result: Result) -> tuple[str, str]:
+    """The model's name and kind."""
+    return model_of(result), kind_of(result)
+
+
+def with_protocol(results: Sequence[Result], protocol: str) -> list[Result]:
+    """Those made under one protocol."""
+    return [r for r in results if r.comparison.about["protocol"] == protocol]
+
+
+def grouped(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]]:
+    """The results of each model and kind."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault(place_of(result), []).append(result)
+    return groups
+
+
+def leading(results: Sequence[Result]) -> list[Result]:
+    """One result of each model and kind: the matched one where there is one, because it measures arithmetic alone."""
+    return [(with_protocol(group, "matched") or group)[0] for group in grouped(results).values()]
+
+
+def file_name(model: str, kind: str, figure: str, main: Sequence[Result]) -> str:
+    """The figure's file name: plain where there is one result, with model and kind where there are more."""
+    if len(main) == 1:
+        return figure
+    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in model.rpartition("/")[2])
+    return "-".join(part for part in (safe, kind, figure) if part)
+
+
+def right_answers(result: Result) -> tuple[int, int] | None:
+    """How many prompts each path answered right, or None where a prompt has nothing to judge it by."""
+    judged = {prompt.id: prompt for prompt in result.prompts if prompt.task in TASKS}
+    rows = result.comparison.examples.to_dict("records")
+    if not rows or any(row["id"] not in judged for row in rows):
+        return None
+    a, b = (sum(score(judged[row["id"]], str(row[f"text_{side}"])) for row in rows) for side in ("a", "b"))
+    return a, b
+
+
+def largest_difference(comparison: Comparison) -> float:
+    """The largest logit difference at any step."""
+    return float(comparison.steps["max_abs_logit"].max())
+
+
+def unit_roundoff(dtype: str) -> float:
+    """Half the distance from 1 to the next number of a dtype."""
+    named = dtype_named(dtype)
+    assert named is not None, "a comparison names its dtype"
+    return float(torch.finfo(named).eps / 2)
+
+
+def drift_medians(comparison: Comparison) -> pd.Series:
+    """Median relative L2 by layer over examples and steps from 1 on, of resid_post or else the first site recorded."""
+    frame = comparison.layers[comparison.layers["step"] > 0]
+    sites = list(frame["site"].unique())
+    site = "resid_post" if "resid_post" in sites or not sites else sites[0]
+    return frame[frame["site"] == site].groupby("layer")["relative_l2"].median()
+
+
+def flattened(about: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested values by dotted keys, as text."""
+    rows: dict[str, str] = {}
+    for key, value in about.items():
+        if isinstance(value, Mapping):
+            rows |= flattened(value, f"{prefix}{key}.")
+        else:
+            rows[f"{prefix}{key}"] = str(value)
+    return rows
+
+
+# The ladder of precisions ----------------------------------------------------------------------------------------------
+
+
+def ladder_of(results: Sequence[Result], dtype: str) -> dict[str, list[Comparison]]:
+    """For each model the same kind, protocol and prompts in more than one dtype, ``dtype`` first.
+
+    Args:
+        results: All results.
+        dtype: The dtype in question.
+    """
+    found: dict[str, list[Comparison]] = {}
+    for rung in results:
+        if rung.comparison.about["dtype"] == dtype or rung.comparison.steps.empty:
+            continue
+        base = next((r for r in results if r.comparison.about["dtype"] == dtype and _like(r, rung)), None)
+        if base is None or base.comparison.steps.empty:
+            continue
+        if model_of(rung) not in found:
+            examples = base.comparison.examples
+            shared = examples[examples["id"].isin(rung.comparison.examples["id"])]["example"]
+            found[model_of(rung)] = [_only(base.comparison, shared)]
+        found[model_of(rung)].append(rung.comparison)
+    return found
+
+
+def falls(rungs: Mapping[str, Sequence[Comparison]]) -> bool:
+    """Whether the largest logit difference of every model falls, or is 0, at every step up in precision."""
+    for group in rungs.values():
+        ordered = sorted(group, key=lambda c: unit_roundoff(c.about["dtype"]), reverse=True)
+        sizes = [largest_difference(c) for c in ordered]
+        if any(finer and finer >= coarser for coarser, finer in itertools.pairwise(sizes)):
+            return False
+    return True
+
+
+def _like(one: Result, other: Result) -> bool:
+    return place_of(one) == place_of(other) and one.comparison.about["protocol"] == other.comparison.about["protocol"]
+
+
+def _only(comparison: Comparison, examples: pd.Series) -> Comparison:
+    names = [f.name for f in dataclasses.fields(comparison) if f.name != "about"]
+    tables = {n: (t := getattr(comparison, n))[t["example"].isin(examples)] for n in names}
+    return Comparison(**tables, about=comparison.about)
