@@ -65,6 +65,17 @@ def _config(name: str) -> Any:
             **_small("head_dim"), attn_layer_indices=[1], mamba_n_heads=12, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1,
             mamba_chunk_size=32, mamba_expand=2,
         ),  # fmt: skip
+        "falcon_h1": lambda: t.FalconH1Config(
+            **_small("head_dim"), mamba_d_ssm=96, mamba_n_heads=12, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1,
+            mamba_chunk_size=32,
+        ),  # fmt: skip
+        "jamba": lambda: t.JambaConfig(
+            **_small("head_dim"), num_experts=2, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1,
+            expert_layer_period=2, expert_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8, use_mamba_kernels=False,
+        ),  # fmt: skip
+        "lfm2": lambda: t.Lfm2Config(
+            **_small("head_dim", layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False)
+        ),
         "mixtral": lambda: t.MixtralConfig(**_small(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
         "olmoe": lambda: t.OlmoeConfig(**_small("head_dim", num_experts=4, num_experts_per_tok=2)),
         "opt": lambda: t.OPTConfig(
@@ -81,7 +92,7 @@ def _config(name: str) -> Any:
 
 NAMES = (
     "llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "qwen3_5", "gpt2", "gpt_neox", "phi", "olmo2", "falcon", "bloom",
-    "mamba", "mamba2", "bamba", "mixtral", "olmoe", "opt", "phi3", "starcoder2", "cohere", "gpt_oss",
+    "mamba", "mamba2", "bamba", "falcon_h1", "jamba", "lfm2", "mixtral", "olmoe", "opt", "phi3", "starcoder2", "cohere", "gpt_oss",
 )  # fmt: skip
 
 

@@ -50,8 +50,7 @@ def test_unknown_checkpoint_lists_near_names():
 def test_the_first_four_differ_in_nothing_but_the_kv_heads():
     families = {"num_key_value_heads", "architectures", "model_type", "sliding_window", "attention_bias", "mlp_bias"}
     common = [
-        {key: value for key, value in config(name).items() if key not in families | {"pretraining_tp"}}
-        for name in SMALL
+        {key: value for key, value in config(name).items() if key not in families | {"pretraining_tp"}} for name in SMALL
     ]
     assert all(other == common[0] for other in common)
     assert [config(name)["num_key_value_heads"] for name in SMALL] == [8, 4, 2, 1]

@@ -53,7 +53,7 @@ class Finding:
         step: The position of the token being fed when that was seen.
         error: Its relative error there.
         grid: The narrowest dtype whose grid the cached values lie on, where the recomputed ones do not; "" if none.
-        casts: The narrower dtypes the module was seen to cast to, with the module.
+        casts: The narrower dtypes the block was seen to cast to, each with the modules that did, in order.
     """
 
     layer: int
@@ -63,7 +63,7 @@ class Finding:
     step: int
     error: float
     grid: str
-    casts: dict[str, str]
+    casts: dict[str, tuple[str, ...]]
 
 
 class _Watch:
@@ -72,7 +72,7 @@ class _Watch:
     def __init__(self, subject: Subject, layer: int) -> None:
         self.subject, self.block = subject, subject.blocks[layer]
         self.events: list[Event] = []
-        self.casts: dict[str, str] = {}
+        self.casts: dict[str, tuple[str, ...]] = {}
         self.rows = 1
         self._stack: list[nn.Module] = []
         self._modes: list[Any] = []
@@ -176,7 +176,15 @@ class _Casts(TorchDispatchMode):
             return
         bits = torch.finfo(made.dtype).bits
         if bits < torch.finfo(source.dtype).bits and bits < torch.finfo(self.watch.subject.dtype).bits:
-            self.watch.casts.setdefault(str(made.dtype).removeprefix("torch."), self.watch.inner)
+            name = str(made.dtype).removeprefix("torch.")
+            known = self.watch.casts.get(name, ())
+            if self.watch.inner not in known:
+                self.watch.casts[name] = (*known, self.watch.inner)
+
+
+def _both(first: _Watch, second: _Watch) -> dict[str, tuple[str, ...]]:
+    names = dict.fromkeys([*first.casts, *second.casts])
+    return {n: tuple(dict.fromkeys(first.casts.get(n, ()) + second.casts.get(n, ()))) for n in names}
 
 
 def _newest(tensor: Tensor, rows: int) -> Tensor | None:
@@ -220,7 +228,7 @@ def find(
         found = _first(first, second, position, layer, threshold)
         state = _state(taps, reference, cache, position, layer, threshold, found)
         if state is not None:
-            return dataclasses.replace(state, casts=first.casts | second.casts, module=_mixer(first, subject, layer))
+            return dataclasses.replace(state, casts=_both(first, second), module=_mixer(first, subject, layer))
         if found is not None:
             return found
     return None
@@ -239,7 +247,7 @@ def _first(first: _Watch, second: _Watch, position: int, layer: int, threshold: 
     seen: dict[tuple[str, str], list[Event]] = {}
     for event in second.events:
         seen.setdefault((event.name, event.module), []).append(event)
-    casts = second.casts | first.casts
+    casts = _both(first, second)
     masked = any(e.name == "attention mask" for e in second.events)
     for event in first.events:
         queue = seen.get((event.name, event.module))

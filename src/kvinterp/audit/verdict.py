@@ -227,18 +227,29 @@ class _Auditor:
         if chosen.empty:
             return
         threshold = limit if len(beyond) else 0.0
-        layer = int(chosen["layer"].min())
-        # The finding of the earliest case at that layer: its prompt, its prefill.
+        layers = [int(chosen["layer"].min())]
+        if len(beyond):
+            # A cast explains errors up to its own band; a block beyond that is looked into as well.
+            above = beyond[beyond["error"] > band(torch.float32, self.terms)]["layer"]
+            layers += sorted({int(layer) for layer in above} - set(layers))[:1]
+        for layer in layers:
+            found = self._find_in(twin, chosen, layer, threshold, limit)
+            if found is None or (name in self.findings and self._explained(name, found)):
+                continue
+            self.findings[name] = found
+
+    def _find_in(self, twin: Adapter, chosen: pd.DataFrame, layer: int, threshold: float, limit: float) -> Finding | None:
+        # The earliest case at that layer: its prompt, its prefill.
         row = chosen[chosen["layer"] == layer].sort_values(["position", "prefill"]).iloc[0]
         found = self._find(twin, row, layer, threshold)
         if found is None and threshold:
-            # No single tensor inside is beyond the band: take the first that differs.
+            # No single tensor inside is beyond the band: the first that differs, with what the block as a whole is off by.
             found = self._find(twin, row, layer, 0.0)
             found = None if found is None else dataclasses.replace(found, error=float(row["error"]))
-        if found is not None:
-            self.findings[name] = found
-            if found.error > limit and not self._explained(name, found):
-                self.gone[name] = self._gone(twin, row, layer, limit)
+        name = str(twin.dtype).removeprefix("torch.")
+        if found is not None and found.error > limit and not self._explained(name, found):
+            self.gone[name] = self._gone(twin, row, layer, limit)
+        return found
 
     def _find(self, twin: Adapter, row: Any, layer: int, threshold: float, kernels: Kernels | None = None) -> Finding | None:
         taps = BlockTaps(Subject(twin, kernels))
@@ -258,10 +269,12 @@ class _Auditor:
     def _explained(self, rung: str, found: Finding) -> str:
         """The narrower dtype that a cast to it explains this error with, or "" """
         wide = self.rungs[rung].dtype
+        home = found.module.rsplit(".", 1)[0] if found.tensor == found.module else found.module
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
             narrower = torch.finfo(dtype).bits < torch.finfo(wide).bits
-            if narrower and (found.grid == name or name in found.casts) and found.error <= band(dtype, self.terms):
+            seen = any(module.startswith(home) for module in found.casts.get(name, ()))
+            if narrower and (found.grid == name or seen) and found.error <= band(dtype, self.terms):
                 return name
         return ""
 
@@ -417,7 +430,7 @@ class _Auditor:
     def _cast(self, casts: dict[str, Finding], evidence: dict[str, Any]) -> Verdict:
         name = max(casts, key=lambda n: -self.rungs[n].unit)
         found, lower = casts[name], self._explained(name, casts[name])
-        module = found.casts.get(lower) or found.module
+        module = next((m for m in found.casts.get(lower, ()) if m.startswith(found.module)), found.module)
         checked = [n for n in self.dtypes if self.rungs[n].unit < unit_roundoff(getattr(torch, lower))]
         share = len([n for n in checked if n in casts]) / max(len(checked), 1)
         reading = (

@@ -65,6 +65,7 @@ class Setting:
     distance: str
     max_new_tokens: int
     logits: str = "discard"
+    stop: str = "end of sequence"
 
     @property
     def donor(self) -> ExecutionPath:
@@ -149,7 +150,7 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
                 kept.append(torch.stack([row.to(donor_logits) for row in (donor_logits, *rows)]))
             lead = int((donor_logits if setting.donor.form == "cached" else base_logits).argmax())
             feeds = _feeds(setting.protocol, lead, donor_logits, rows)
-            if lead in adapter.end_tokens:
+            if setting.stop == "end of sequence" and lead in adapter.end_tokens:
                 break
     logits = torch.stack(kept) if kept else None
     return Advanced(torch.stack(measured).cpu(), logits, pure.forwards, pure.blocks_run)

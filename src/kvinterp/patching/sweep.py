@@ -83,6 +83,7 @@ def sweep(
     recompute: str | ExecutionPath = "recompute",
     controls: str = "all",
     logits: str = "discard",
+    stop: str = "end of sequence",
     progress: str = "bar",
 ) -> Sweep:
     """Patches one place at a time and says how much of the difference between the paths each recovers.
@@ -111,6 +112,7 @@ def sweep(
         recompute: The recompute path.
         controls: ``"all"``; ``"quick"`` leaves out the planted causes, which need the model in float64; or ``"none"``.
         logits: ``"keep"`` keeps the full-vocabulary logits of every lane and step; ``"discard"`` does not.
+        stop: ``"end of sequence"`` (of the unpatched cached path, or at the length) or ``"length"``.
         progress: ``"bar"`` or ``"none"``.
 
     Raises:
@@ -128,6 +130,7 @@ def sweep(
         ("distance", distance, DISTANCES),
         ("controls", controls, ("all", "quick", "none")),
         ("logits", logits, ("keep", "discard")),
+        ("stop", stop, ("end of sequence", "length")),
         ("progress", progress, ("bar", "none")),
     ):
         check_choice(name, given, tuple(known))
@@ -137,7 +140,7 @@ def sweep(
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
     lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
     _check_reach(lanes[0].patches[0], paths[0], max_new_tokens, shortest)
-    setting = Setting(adapter, *paths, direction, protocol, distance, max_new_tokens, logits)
+    setting = Setting(adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop)
     chosen = list(range(len(tokens)))
     if examples is not None:
         chosen = _chosen_examples(setting, tokens, examples, progress)

@@ -1,35 +1,30 @@
 """Attention of two paths side by side: cached, recompute and their difference for every head, on circuitsvis.
 
-circuitsvis draws one pattern of probabilities at a time, loads its code from a network, or puts 1.3 MB of it into every
-figure. Here its own bundle is put into one page once, and the page may load nothing else: it works offline, and text that
-came with a prompt stays text.
+circuitsvis draws one pattern at a time, and loads its code from a network or puts 1.3 MB of it into every figure. Here one
+page holds its code once and every head three times; :mod:`kvinterp.views.attention_page` says how it looks.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import hashlib
 import html
-import json
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.comparison import Comparison
-from kvinterp.errors import InputError, UnsupportedError, located
+from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.paths.runner import check_choice, encode
 from kvinterp.recording import Trace, chosen_layers
+from kvinterp.views.attention_page import AttentionPage, ShownHead
 
 __all__ = ["AttentionComparison", "assembled_pattern", "attention_comparison"]
 
@@ -37,17 +32,6 @@ Square = Float[Tensor, "head query key"]
 
 #: Cells the browser draws without a wait: 32 heads, three patterns each, 48 positions a side, and a little.
 _CELLS = 240_000
-_DIGITS = 6
-_ATTENTION, _MORE, _LESS, _LATER = "#3b0f70", "#0072b2", "#d55e00", "#e4e4e4"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Head:
-    """One head as the page shows it: two patterns and their difference, pooled or cropped alike."""
-
-    row: dict[str, Any]
-    a: Float64[np.ndarray, "side side"]
-    b: Float64[np.ndarray, "side side"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +43,11 @@ class AttentionComparison:
     Attributes:
         heads: One row a head that was compared, the largest KL first: layer, head, kl (of the newest row, in nats),
             largest_row_kl, largest_row (its position), largest_difference (of any probability), shown.
-        about: What the page says about itself: title, sentences and the labels of the two paths.
-        tokens: Text of each row and column shown.
+        page: What is shown.
     """
 
     heads: pd.DataFrame
-    about: dict[str, Any]
-    tokens: tuple[str, ...]
-    _shown: tuple[_Head, ...] = dataclasses.field(repr=False)
-
-    @property
-    def page(self) -> str:
-        """The whole page as HTML, with circuitsvis inside."""
-        return _page(self)
+    page: AttentionPage = dataclasses.field(repr=False)
 
     def save(self, path: str | Path) -> Path:
         """Writes the page as one file that needs nothing else, whole or not at all.
@@ -83,12 +59,12 @@ class AttentionComparison:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
         # A lone surrogate in a token has no UTF-8; as a reference it reads as the replacement character.
-        partial.write_bytes(self.page.encode("utf-8", "xmlcharrefreplace"))
+        partial.write_bytes(self.page.html().encode("utf-8", "xmlcharrefreplace"))
         partial.replace(target)
         return target
 
     def _repr_html_(self) -> str:
-        page = html.escape(self.page)
+        page = html.escape(self.page.html())
         return f'<iframe sandbox="allow-scripts" style="width:100%;height:46em;border:0" srcdoc="{page}"></iframe>'
 
 
@@ -115,9 +91,9 @@ def attention_comparison(
     together from the prefill's rows and the row of each step since: each row is what that path used when it wrote the
     position. Both are fed the same tokens.
 
-    Three ways to call it: ``attention_comparison(model, prompt, step=5)`` runs both paths; ``attention_comparison(comparison,
-    prompt, model=model, step=5)`` runs again what a comparison compared; ``attention_comparison(trace_a, trace_b, step=5)``
-    takes two traces of ``run(..., record="pattern", positions="all")``.
+    Three ways to call it: ``attention_comparison(model, prompt, step=5)`` runs both paths;
+    ``attention_comparison(comparison, prompt, model=model, step=5)`` runs again what a comparison compared;
+    ``attention_comparison(trace_a, trace_b, step=5)`` takes two traces of ``run(..., record="pattern", positions="all")``.
 
     Args:
         source: A model or adapter, a comparison in the matched protocol, or the first trace.
@@ -144,6 +120,7 @@ def attention_comparison(
     for name, given, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
         if given is not None and (not isinstance(given, int) or given < least):
             raise InputError(f"{name}={given!r} was given: expected a whole number of at least {least}.")
+    layers = [layers] if isinstance(layers, int) else layers
     if isinstance(source, Trace):
         pair, adapter = _given(source, other), None if model is None else wrap(model)
     elif isinstance(source, Comparison):
@@ -170,7 +147,7 @@ def _both(
     prompt: Any,
     paths: tuple[ExecutionPath, ExecutionPath],
     step: int,
-    layers: int | Sequence[int] | None,
+    layers: Sequence[int] | None,
     fed: Sequence[int] | None,
 ) -> tuple[Trace, Trace]:
     ids = encode(adapter, prompt, step + 1)
@@ -194,7 +171,7 @@ def _both(
 
 
 def _again(
-    comparison: Comparison, adapter: Adapter, prompt: Any, example: int, step: int, layers: int | Sequence[int] | None
+    comparison: Comparison, adapter: Adapter, prompt: Any, example: int, step: int, layers: Sequence[int] | None
 ) -> tuple[Trace, Trace]:
     about, steps = comparison.about, comparison.steps[comparison.steps["example"] == example]
     if about["protocol"] != "matched":
@@ -279,7 +256,7 @@ def _compared(
     pair: tuple[Trace, Trace],
     adapter: Adapter | None,
     step: int,
-    layers: int | Sequence[int] | None,
+    layers: Sequence[int] | None,
     heads: Sequence[int] | None,
     tokens: Sequence[str] | None,
     most: int | None,
@@ -305,16 +282,17 @@ def _compared(
         found = [
             head
             for layer in _layers_of(pair[0], adapter, layers)
-            for head in _heads(layer, *(assembled_pattern(trace, layer, step) for trace in pair), heads, view)
+            for head in _heads(
+                layer, assembled_pattern(pair[0], layer, step), assembled_pattern(pair[1], layer, step), heads, view
+            )
         ]
     found.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
     room = max(_CELLS // (3 * view.side**2), 1) if most is None else most
     table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(found)])
-    about = _about(pair, step, len(found), min(room, len(found)), view, len(ids), found[:room])
-    return AttentionComparison(table, about, view.labels(names), tuple(found[:room]))
+    return AttentionComparison(table, _page(pair, step, len(found), view, names, found[:room]))
 
 
-def _layers_of(trace: Trace, adapter: Adapter | None, layers: int | Sequence[int] | None) -> Sequence[int]:
+def _layers_of(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | None) -> Sequence[int]:
     if adapter is not None and layers is not None:
         return chosen_layers(adapter, layers)
     recorded = sorted({layer for site, layer in trace.records if site == "pattern"})
@@ -322,15 +300,17 @@ def _layers_of(trace: Trace, adapter: Adapter | None, layers: int | Sequence[int
         if not recorded:
             raise InputError("a trace holds no pattern: run with record='pattern', positions='all'.")
         return recorded
-    return [layers] if isinstance(layers, int) else list(layers)
+    return layers
 
 
-def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: _View) -> list[_Head]:
+def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: _View) -> list[ShownHead]:
     if a.shape != b.shape:
         raise InputError(f"the patterns of layer {layer} have shapes {tuple(a.shape)} and {tuple(b.shape)}: record alike.")
     for head in heads or ():
         if not isinstance(head, int) or not 0 <= head < a.shape[0]:
             raise InputError(f"query head {head!r} does not exist: layer {layer} has query heads 0 to {a.shape[0] - 1}.")
+    if not bool(a.isfinite().all() and b.isfinite().all()):
+        raise NonFiniteError(f"the patterns of layer {layer} hold NaN or Inf: use a dtype with a wider range.")
     kl = metrics.pattern_kl(a, b.to(a.device)).cpu()
     first, second = (pattern.double().cpu() for pattern in (a, b))
     apart = (first - second).abs().amax((1, 2))
@@ -344,7 +324,7 @@ def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: 
             "largest_row": int(kl[head].argmax()),
             "largest_difference": float(apart[head]),
         }
-        made.append(_Head(row, view.of_pattern(first[head]), view.of_pattern(second[head])))
+        made.append(ShownHead(row, view.of_pattern(first[head]), view.of_pattern(second[head])))
     return made
 
 
@@ -399,30 +379,27 @@ def _readable(token: str) -> str:
 # What the page says ----------------------------------------------------------------------------------------------------
 
 
-def _about(
-    pair: tuple[Trace, Trace], step: int, compared: int, shown: int, view: _View, length: int, heads: Sequence[_Head]
-) -> dict[str, Any]:
-    prompt = len(pair[0].prompt)
+def _page(
+    pair: tuple[Trace, Trace], step: int, compared: int, view: _View, names: Sequence[str], heads: Sequence[ShownHead]
+) -> AttentionPage:
+    prompt, length, (a, b) = len(pair[0].prompt), len(names), (trace.path for trace in pair)
     made = pair[0].provenance
     what = ", ".join(str(made[key]) for key in ("model", "kind", "dtype") if key in made) or "a model"
     sentences = [
         f"{what}. Step {step}: {length} positions, of which {prompt} are the prompt's. KL is of the newest row, "
-        f"KL({pair[0].path} || {pair[1].path}), in nats, before any cropping or pooling."
-    ]
-    for side, trace in zip(("first", "second"), pair, strict=True):
-        whole = step == 0 or not trace.path.startswith("cached")
-        rows = f"all {length} rows computed at this step" if whole else f"rows 0 to {prompt - 1} from the prefill"
-        later = "" if whole else f", rows {prompt} to {length - 1} from steps 1 to {step}, one row each"
-        sentences.append(f"The {side} path, {trace.path}: {rows}{later}.")
-    sentences.append(
+        f"KL({a} || {b}), before any cropping or pooling.",
+        *(
+            f"The {side} path, {_rows_of(trace, step, prompt)}."
+            for side, trace in zip(("first", "second"), pair, strict=True)
+        ),
         f"All {compared} heads are shown, the largest KL first."
-        if shown == compared
-        else f"{shown} of {compared} heads are shown, those with the largest KL."
-    )
+        if len(heads) == compared
+        else f"{len(heads)} of {compared} heads are shown, those with the largest KL.",
+    ]
     if view.block > 1:
         sentences.append(
-            f"Positions are pooled in blocks of {view.block}: attention to a block is summed over its keys and averaged over "
-            "its queries, so differences inside a block can cancel; the numbers in brackets count blocks."
+            f"Positions are pooled in blocks of {view.block}: attention to a block is summed over its keys and averaged "
+            "over its queries, so differences inside a block can cancel. The numbers in brackets count blocks."
         )
     elif view.side < length:
         inside = np.mean([pattern.sum(1).mean() for head in heads for pattern in (head.a, head.b)])
@@ -430,134 +407,18 @@ def _about(
             f"Positions {view.start} to {view.stop - 1} are shown; their rows give {inside:.1%} of their attention to keys "
             "that are shown. The numbers in brackets count from the first position shown."
         )
-    title = f"Attention at step {step}: {pair[0].path} against {pair[1].path}"
-    return {"title": title, "sentences": sentences, "paths": (pair[0].path, pair[1].path), "prompt": prompt, "view": view}
-
-
-def _page(comparison: AttentionComparison) -> str:
-    bundle, draw = _bundle(), _DRAW
-    data = json.dumps({"tokens": comparison.tokens, "figures": _figures(comparison)}, separators=(",", ":"))
-    allowed = " ".join(f"'sha256-{_hash(script)}'" for script in (bundle, draw))
-    # Only these two scripts may run and nothing may be loaded, whatever a prompt contains.
-    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; font-src data:"
-    about = comparison.about
-    sentences = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in about["sentences"])
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{html.escape(about['title'])}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{html.escape(about['title'])}</h1>{sentences}{_legend()}{_strip(comparison)}"
-        f"<main>{''.join(_section(comparison, n, head) for n, head in enumerate(comparison._shown))}</main>"
-        # The only characters that could end a script element early are written as escapes of JSON.
-        f'<script type="application/json" id="patterns">{data.replace("<", chr(92) + "u003c")}</script>'
-        f"<script>{bundle}</script><script>{draw}</script></body></html>\n"
+    tokens = view.labels(names)
+    starts = [view.start + number * view.block for number in range(len(tokens))]
+    places = [(start, "prompt" if start < prompt else "decoded") for start in starts]
+    if view.stop == length:
+        places[-1] = (places[-1][0], "newest")
+    return AttentionPage(
+        f"Attention at step {step}: {a} against {b}", tuple(sentences), (a, b), tokens, tuple(places), tuple(heads)
     )
 
 
-def _figures(comparison: AttentionComparison) -> list[dict[str, Any]]:
-    figures = []
-    for number, head in enumerate(comparison._shown):
-        difference = head.a - head.b
-        scale = float(np.abs(difference).max()) or 1.0
-        for side, values, limit, colour in (
-            ("a", head.a, 1.0, _ATTENTION),
-            ("b", head.b, 1.0, _ATTENTION),
-            ("difference", difference, scale, _MORE),
-        ):
-            rows = [[float(f"{v:.{_DIGITS}g}") for v in row[: at + 1]] for at, row in enumerate(values.tolist())]
-            figures.append({"id": f"head-{number}-{side}", "rows": rows, "limit": limit, "colour": colour})
-    return figures
-
-
-def _section(comparison: AttentionComparison, number: int, head: _Head) -> str:
-    row, (a, b) = head.row, comparison.about["paths"]
-    apart = float(np.abs(head.a - head.b).max())
-    name = f"layer {row['layer']}, head {row['head']}"
-    kl = f"KL {_number(row['kl'])} nats"
-    most = f"largest row: {_number(row['largest_row_kl'])} nats at position {row['largest_row']}"
-    scale = f"−{apart:.2g} to +{apart:.2g}" if apart else "0 in every cell shown"
-    captions = (("a", a), ("b", b), ("difference", f"{a} − {b}: {scale}"))
-    figures = "".join(
-        f'<figure><figcaption>{html.escape(text)}</figcaption><div id="head-{number}-{side}"></div></figure>'
-        for side, text in captions
-    )
-    return (
-        f'<section class="head"><h2>{name} <b>{kl}</b> <small>{most}</small></h2><div class="row">{figures}</div></section>'
-    )
-
-
-def _legend() -> str:
-    return (
-        '<p class="legend">Rows are queries, columns keys; hover for the numbers, given to '
-        f"{_DIGITS} digits. <span class=ramp style='background:linear-gradient(90deg,#fff,{_ATTENTION})'></span> attention, "
-        f"0 to 1. <span class=ramp style='background:linear-gradient(90deg,{_LESS},#fff,{_MORE})'></span> difference, on the "
-        "scale written above each: orange where the first path attends less, blue where it attends more, white where they "
-        f"are equal. <span class=ramp style='background:{_LATER}'></span> later keys, which no query sees.</p>"
-    )
-
-
-def _strip(comparison: AttentionComparison) -> str:
-    view, prompt = comparison.about["view"], comparison.about["prompt"]
-    parts = []
-    for number, token in enumerate(comparison.tokens):
-        position = view.start + number * view.block
-        kind = "newest" if number == len(comparison.tokens) - 1 else "prompt" if position < prompt else "decoded"
-        parts.append(f'<span class="{kind}" title="position {position}, {kind}">{html.escape(token)}</span>')
-    return f'<p class="tokens">{"".join(parts)}</p>'
-
-
-def _number(value: float) -> str:
-    return "exactly 0" if value == 0 else f"{value:.2e}"
-
-
-def _hash(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _bundle() -> str:
-    """The code of the installed circuitsvis, made fit to stand inside a page."""
-    source = resources.files("circuitsvis").joinpath("dist", "cdn", "iife.js").read_text(encoding="utf-8")
-    # Inside a JavaScript string "<\/" means "</", but ends no script element; the map is a file that is not there.
-    return source.replace("</script", "<\\/script").partition("//# sourceMappingURL")[0].replace("\r", "")
-
-
-_STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;color:#222;background:#fff;margin:1.2em auto;max-width:80em;padding:0 1em}
-h1{font-size:1.35em;margin:0 0 .4em}h2{font-size:1em;margin:0 0 .3em;font-weight:600}h2 b{margin:0 .6em}
-h2 small{font-weight:400;color:#555}p{margin:.3em 0;max-width:62em}
-.legend{color:#444}.ramp{display:inline-block;width:4.5em;height:.8em;border:1px solid #999;vertical-align:-.08em}
-.tokens{font:12px/1.9 ui-monospace,monospace;max-width:none;overflow-wrap:anywhere}
-.tokens span{padding:.15em .3em;margin-right:2px;border-bottom:2px solid #bbb;background:#f4f4f4}
-.tokens .decoded{border-color:#0072b2}.tokens .newest{border-color:#000;font-weight:700}
-.head{border-top:1px solid #ddd;padding:.7em 0}
-.row{display:grid;grid-template-columns:repeat(auto-fit,minmax(17em,1fr));gap:1em}
-figure{margin:0;min-width:0}figcaption{color:#333;overflow-wrap:anywhere}
-"""
-
-_DRAW = f"""
-"use strict";
-const patterns = JSON.parse(document.getElementById("patterns").textContent);
-const waiting = patterns.figures.slice();
-function drawNext() {{
-  const figure = waiting.shift();
-  if (!figure) {{
-    document.body.dataset.drawn = String(patterns.figures.length);
-    return;
-  }}
-  const side = patterns.tokens.length;
-  CircuitsVis.render(figure.id, CircuitsVis.AttentionPattern, {{
-    tokens: patterns.tokens,
-    attention: figure.rows.map((row) => row.concat(Array(side - row.length).fill(0))),
-    minValue: -figure.limit,
-    maxValue: figure.limit,
-    negativeColor: "{_LESS}",
-    positiveColor: figure.colour,
-    upperTriColor: "{_LATER}",
-    showAxisLabels: true,
-    maskUpperTri: true,
-  }});
-  setTimeout(drawNext);
-}}
-drawNext();
-"""
+def _rows_of(trace: Trace, step: int, prompt: int) -> str:
+    if step == 0 or not trace.path.startswith("cached"):
+        return f"{trace.path}: all {prompt + step} rows computed at this step"
+    later = f"{prompt} to {prompt + step - 1} from steps 1 to {step}, one a step"
+    return f"{trace.path}: rows 0 to {prompt - 1} from the prefill, rows {later}"

@@ -61,20 +61,20 @@ class Plan:
         save_every: Steps between intermediate checkpoints.
     """
 
-    steps: int = 1600
-    horizon: int = 1600
-    batch: int = 32
-    rate: float = 1e-2
+    steps: int = 1500
+    horizon: int = 1500
+    batch: int = 64
+    rate: float = 3e-3
     embedding_rate: float = 3e-3
     warmup: int = 100
     decay: float = 0.02
     clip: float = 1.0
     prompt_weight: float = 0.1
     seed: int = 7
-    save_every: int = 400
+    save_every: int = 300
 
 
-GEMMA_PLAN = Plan(steps=1000, horizon=1700, batch=64, rate=3e-3, save_every=200)
+GEMMA_PLAN = Plan(steps=1000, horizon=1700, save_every=200)
 
 
 def documents(seed: int) -> Iterator[tuple[str, str]]:

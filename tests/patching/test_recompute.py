@@ -1,0 +1,232 @@
+"""The recompute path's two shortcuts, remembered prefixes and resumed runs, give the bits of the long way round."""
+
+import pytest
+import torch
+from support import PROMPT, Case, assert_bitwise, cases
+
+import kvinterp as kv
+from kvinterp.patching import PatchWatcher, PureRecompute
+
+OTHER = tuple((token * 7 + 5) % 97 for token in PROMPT)
+"""As long as PROMPT, with other tokens: what is taken from it changes the logits."""
+
+RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+HEADED = ("q", "k", "v", "z")
+KINDS = [
+    Case("llama-gqa", "hooked"),
+    Case("gemma2", "hooked"),
+    Case("rotary", "hooked"),
+    Case("standard", "hooked"),
+    Case("llama-mha", "bridge"),
+    Case("mistral-window", "bridge"),
+    Case("llama-gqa", "native", "sdpa"),
+    Case("mistral-window", "native", "eager"),
+]
+
+
+def donor_of(model, record, path="recompute", **more):
+    return kv.run(model, OTHER, path, max_new_tokens=1, stop="length", record=record, positions="all", **more)
+
+
+def rows(positions):
+    return slice(len(PROMPT) - 1, None) if positions == "newest" else slice(None)
+
+
+def swapped(tensor, taken, span, head_dims=0):
+    """What a user's hook does: the donor's rows in place of the forward's own, heads flattened if the model has them so."""
+    new = tensor.clone()
+    if head_dims and tensor.dim() == 3:
+        taken = taken.flatten(-2)
+    new[:, span] = taken[span]
+    return new
+
+
+def plain_hooked(model, tokens, site, layer, taken, span):
+    """The forward a user would write with TransformerLens' own hooks, on a HookedTransformer or a bridge."""
+    inside = site in ("q", "k", "v", "z", "pattern")
+    name = f"blocks.{layer}.{'attn.' if inside else ''}hook_{site}"
+
+    def hook(tensor, hook):
+        if site == "pattern":
+            new = tensor.clone()
+            new[:, :, span] = taken[:, span]
+            return new
+        return swapped(tensor, taken, span, inside)
+
+    with torch.no_grad():
+        return model.run_with_hooks(tokens, fwd_hooks=[(name, hook)])[0, -1]
+
+
+def plain_native(model, tokens, site, layer, taken, span):
+    """The forward a user would write with torch's module hooks, on a Llama or Mistral."""
+    block = model.model.layers[layer]
+    module, side = {
+        "resid_pre": (block, "input"),
+        "resid_mid": (block.post_attention_layernorm, "input"),
+        "resid_post": (block, "output"),
+        "attn_out": (block.self_attn, "output"),
+        "mlp_out": (block.mlp, "output"),
+        "q": (block.self_attn.q_proj, "output"),
+        "k": (block.self_attn.k_proj, "output"),
+        "v": (block.self_attn.v_proj, "output"),
+        "z": (block.self_attn.o_proj, "input"),
+    }[site]
+
+    def before(_, args, kwargs):
+        if args:
+            return (swapped(args[0], taken, span, site == "z"), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": swapped(kwargs["hidden_states"], taken, span, site == "z")}
+
+    def after(_, __, output):
+        if isinstance(output, tuple):
+            return (swapped(output[0], taken, span), *output[1:])
+        return swapped(output, taken, span, site in HEADED)
+
+    handle = (
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        if side == "input"
+        else module.register_forward_hook(after)
+    )
+    try:
+        with torch.no_grad():
+            return model(tokens).logits[0, -1]
+    finally:
+        handle.remove()
+
+
+@cases(KINDS)
+@pytest.mark.parametrize("positions", ["newest", "all"])
+def test_resumed_runs_give_the_bits_of_a_full_run_with_hooks(load, case, positions):
+    model = load(case)
+    sites = [*RESIDUAL, *HEADED, *(["pattern"] if case.kind == "hooked" else [])]
+    donor = donor_of(model, sites)
+    pure = PureRecompute(model, kv.Recompute())
+    unpatched = pure.capture(PROMPT)
+    plain = plain_native if case.kind == "native" else plain_hooked
+    for site in sites:
+        for layer in range(model.facts.layers):
+            patch = kv.Patch(site, (layer,), positions=positions, steps=(0,), donor=donor)
+            watcher = PatchWatcher(model, [patch])
+            resumed = pure.patched(PROMPT, 0, watcher)
+            taken = donor.records[site, layer][0]
+            expected = plain(model.model, torch.tensor([PROMPT]), site, layer, taken, rows(positions))
+            assert_bitwise(resumed, expected, f"logits with {site} of layer {layer} patched", ("vocab",))
+            assert not torch.equal(resumed, unpatched), f"the patch of {site} at layer {layer} changed nothing"
+
+
+@cases(KINDS)
+def test_resumed_runs_with_patched_keys_and_values_give_the_bits_of_the_long_way_round(load, case):
+    """For HookedTransformer K and V are hooks of its own; for transformers, what a cache of the user's hands to attention."""
+    model = load(case)
+    keys_site = "cache_k" if model.facts.cached_keys_rotated else "cache_k_pre"
+    donor = donor_of(model, [keys_site, "cache_v"])
+    pure = PureRecompute(model, kv.Recompute())
+    unpatched = pure.capture(PROMPT)
+    for layer in range(model.facts.layers):
+        watcher = PatchWatcher(model, [kv.Patch("kv", (layer,), positions="all", steps=(0,), donor=donor)])
+        resumed = pure.patched(PROMPT, 0, watcher)
+        taken = [donor.records[site, layer][0] for site in (keys_site, "cache_v")]
+        expected = with_keys_and_values(model, layer, *taken)
+        assert_bitwise(resumed, expected, f"logits with K and V of layer {layer} patched", ("vocab",))
+        assert not torch.equal(resumed, unpatched)
+
+
+def with_keys_and_values(model, layer, keys, values):
+    tokens = torch.tensor([PROMPT])
+    if model.kind == "hooked":
+        hooks = [
+            (f"blocks.{layer}.attn.hook_{name}", lambda tensor, hook, new=new: new.transpose(0, 1)[None].clone())
+            for name, new in (("k", keys), ("v", values))
+        ]
+        with torch.no_grad():
+            return model.model.run_with_hooks(tokens, fwd_hooks=hooks)[0, -1]
+    from transformers import DynamicCache
+
+    class Swapping(DynamicCache):
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            own = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return (keys[None].clone(), values[None].clone()) if layer_idx == layer else own
+
+    with torch.no_grad():
+        out = model.model(tokens, past_key_values=Swapping(config=model.source.config), use_cache=True)
+    return getattr(out, "logits", out)[0, -1]
+
+
+@cases(KINDS)
+def test_remembered_prefixes_give_the_bits_of_a_run(load, case):
+    model = load(case, "float16")
+    trace = kv.run(model, PROMPT, "recompute", max_new_tokens=4, stop="length", logits="keep")
+    pure = PureRecompute(model, kv.Recompute())
+    prefixes = [(*PROMPT, *trace.fed[:step]) for step in range(4)]
+    for step, prefix in enumerate(prefixes):
+        assert_bitwise(pure.logits(prefix), trace.logits[step], f"logits of step {step}", ("vocab",))
+        assert_bitwise(pure.capture(prefix), trace.logits[step], f"captured logits of step {step}", ("vocab",))
+    done = pure.forwards
+    assert_bitwise(pure.logits(prefixes[1]), trace.logits[1], "logits asked for again", ("vocab",))
+    assert pure.forwards == done, "a remembered prefix was computed again"
+
+
+@pytest.mark.hooked
+def test_a_resumed_run_counts_the_blocks_it_runs(load):
+    model = load(Case("llama-mha", "hooked"))
+    layers = model.facts.layers
+    donor = donor_of(model, ["resid_pre", "resid_post", "mlp_out"])
+    pure = PureRecompute(model, kv.Recompute())
+    pure.capture(PROMPT)
+    assert (pure.forwards, pure.blocks_run) == (1, layers)
+    for site, layer, expected in (("resid_pre", 1, layers - 1), ("mlp_out", 2, 1), ("resid_post", layers - 1, 0)):
+        before = pure.blocks_run
+        pure.patched(PROMPT, 0, PatchWatcher(model, [kv.Patch(site, (layer,), steps=(0,), donor=donor)]))
+        assert pure.blocks_run - before == expected
+    # A prefix that was not captured is run whole.
+    before = pure.blocks_run
+    pure.patched(PROMPT[::-1], 0, PatchWatcher(model, [kv.Patch("mlp_out", (2,), steps=(0,), donor=donor)]))
+    assert pure.blocks_run - before == layers
+
+
+@cases(KINDS)
+@pytest.mark.parametrize("positions", ["newest", "all"])
+def test_a_cumulative_patch_of_the_stream_is_the_patch_of_its_last_layer(load, case, positions):
+    """Why a cumulative sweep into the recompute path cannot say more than its last layer, and why sweep() runs only that."""
+    model = load(case)
+    layers = model.facts.layers
+    donor = donor_of(model, [*RESIDUAL])
+    pure = PureRecompute(model, kv.Recompute())
+    pure.capture(PROMPT)
+
+    def patched(site, which):
+        patch = kv.Patch(site, tuple(which), positions=positions, steps=(0,), donor=donor)
+        return pure.patched(PROMPT, 0, PatchWatcher(model, [patch]))
+
+    for site in ("resid_pre", "resid_mid", "resid_post"):
+        for layer in range(layers):
+            assert_bitwise(patched(site, range(layer + 1)), patched(site, [layer]), f"{site} from 0 to {layer}", ("vocab",))
+            assert_bitwise(
+                patched(site, range(layer, layers)), patched(site, [layers - 1]), f"{site} from {layer} on", ("vocab",)
+            )
+    # Not so for what is only added to the stream.
+    assert not torch.equal(patched("attn_out", range(layers)), patched("attn_out", [layers - 1]))
+
+
+@pytest.mark.hooked
+def test_a_kernel_mode_of_the_recompute_path_reaches_remembered_and_resumed_runs(load):
+    """PureRecompute once ran the machine's kernels whatever the path said."""
+    model = load(Case("llama-gqa", "hooked"))
+    path = kv.path_named("recompute[kernels=batch_invariant]")
+    expected, native = (
+        kv.run(model, PROMPT, p, max_new_tokens=1, logits="keep", stop="length").logits[0] for p in (path, "recompute")
+    )
+    pure = PureRecompute(model, path)
+    assert_bitwise(pure.capture(PROMPT), expected, "logits", ("vocab",))
+    assert not torch.equal(expected, native), "this test needs kernels that give other bits"
+    own = kv.run(model, PROMPT, path, max_new_tokens=1, record="resid_post", positions="all", stop="length")
+    watcher = PatchWatcher(model, [kv.Patch("resid_post", (0,), positions="all", steps=(0,), donor=own)])
+    assert_bitwise(pure.patched(PROMPT, 0, watcher), expected, "logits of the resumed run", ("vocab",))
+
+
+@pytest.mark.hooked
+def test_a_path_that_is_not_a_plain_recompute_path_is_refused(load):
+    model = load(Case("llama-gqa", "hooked"))
+    for path in (kv.Cached(), kv.Recompute(chunk=4)):
+        with pytest.raises(kv.InputError, match="expected a recompute path without chunks"):
+            PureRecompute(model, path)

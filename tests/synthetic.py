@@ -1,0 +1,136 @@
+"""Comparisons made of chosen numbers, for the tests of what is done with one: no model runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvinterp.comparison import Comparison
+from kvinterp.data import Prompt
+from kvinterp.results import Result
+
+ABOUT: dict[str, Any] = {
+    "kvinterp": "0.1.0",
+    "torch": "2.0",
+    "transformers": "5.0",
+    "transformer_lens": "3.0",
+    "python": "3.11",
+    "device": "a processor",
+    "threads": 1,
+    "model": "zoo:mistral-mini",
+    "architecture": "MistralForCausalLM",
+    "kind": "native",
+    "attention": "sdpa",
+    "dtype": "float16",
+    "weights": "0123456789abcdef",
+    "kernel_flags": {"allow_tf32_cudnn": True},
+    "paths": {"a": "cached", "b": "recompute"},
+    "protocol": "matched",
+    "strategy": "greedy",
+    "seed": 0,
+}
+
+
+def about(**changed: Any) -> dict[str, Any]:
+    return {**ABOUT, **changed}
+
+
+def comparison(
+    examples: tuple[int, ...] = (0, 1),
+    steps: int = 5,
+    size: float = 1e-3,
+    flip: int | None = None,
+    layers: int = 3,
+    heads: int = 2,
+    prompt: int = 4,
+    seed: int = 0,
+    **changed: Any,
+) -> Comparison:
+    """Step 0 equal, from step 1 on a logit difference of about ``size`` and a KL of about its square; layer 0 equal.
+
+    The numbers of an example depend on the example and the seed alone.
+    """
+    tables: dict[str, list[pd.DataFrame]] = {name: [] for name in ("steps", "examples", "layers", "heads", "kv")}
+    for example in examples:
+        rng = np.random.default_rng([seed, example])
+        for name, frame in zip(tables, _example(example, rng, steps, size, flip, layers, heads, prompt), strict=True):
+            tables[name].append(frame)
+    joined = {name: pd.concat(frames, ignore_index=True) for name, frames in tables.items()}
+    return Comparison(**joined, failures=failures(), about=about(**changed))
+
+
+def failures(*examples: int) -> pd.DataFrame:
+    rows = [{"example": n, "id": f"p{n}", "message": "path cached: NaN first appeared in layer 1"} for n in examples]
+    return pd.DataFrame(rows, columns=["example", "id", "message"]).astype({"example": "int64", "id": str, "message": str})
+
+
+def failed(example: int, **changed: Any) -> Comparison:
+    whole = comparison((example,), **changed)
+    empty = {name: getattr(whole, name).iloc[:0] for name in ("steps", "examples", "layers", "heads", "kv")}
+    return Comparison(**empty, failures=failures(example), about=whole.about)
+
+
+def prompts(count: int, text: str = "Question: one and one?\nAnswer:") -> list[Prompt]:
+    return [Prompt(id=f"p{number}", text=text) for number in range(count)]
+
+
+def result(made: Comparison, folder: Path = Path("result"), **more: Any) -> Result:
+    summary = {"interrupted": False, "settings": {"left_out": more.get("left_out", {})}}
+    return Result(folder, made, more.get("prompts", prompts(2)), summary)
+
+
+def _example(
+    example: int, rng: np.random.Generator, steps: int, size: float, flip: int | None, layers: int, heads: int, prompt: int
+) -> tuple[pd.DataFrame, ...]:
+    index = np.arange(steps)
+    noise = size * rng.uniform(0.5, 1.0, steps) * (index > 0)
+    token = rng.integers(3, 50, steps)
+    other = np.where(index == flip, token + 1, token)
+    after = index > flip if flip is not None else np.zeros(steps, bool)
+    frame = pd.DataFrame(
+        {
+            "example": example,
+            "step": index,
+            "token_a": token,
+            "token_b": other,
+            "kl": noise**2,
+            "js": noise**2 / 4,
+            "max_abs_logit": noise,
+            "rms_logit": noise / 2,
+            "top1_agree": token == other,
+            "margin_a": rng.uniform(0.5, 5, steps),
+            "margin_b": rng.uniform(0.5, 5, steps),
+            "top_probability_difference": noise / 10,
+            "flipped": token != other,
+            "after_flip": after,
+        }
+    )
+    row = {
+        "example": example,
+        "id": f"p{example}",
+        "prompt_tokens": prompt,
+        "steps": steps,
+        "flip_index": np.nan if flip is None else float(flip),
+        "token_divergence": float(frame["flipped"].mean()),
+        "mean_kl": float(frame["kl"].mean()),
+        "text_a": f" answer {example}",
+        "text_b": f" answer {example}" + (" other" if flip is not None else ""),
+    }
+    grid = pd.MultiIndex.from_product([index, ["resid_post"], range(layers)], names=["step", "site", "layer"]).to_frame(
+        False
+    )
+    drift = noise[grid["step"]] * grid["layer"].to_numpy()
+    residual = grid.assign(example=example, l2=drift, relative_l2=drift, cosine=1.0, cosine_distance=0.0)
+    grid = pd.MultiIndex.from_product([index, range(layers), range(heads)], names=["step", "layer", "head"]).to_frame(False)
+    pattern = grid.assign(example=example, kl=(noise[grid["step"]] * grid["layer"].to_numpy()) ** 2)
+    names = ["step", "tensor", "layer", "kv_head", "position"]
+    grid = pd.MultiIndex.from_product([index, ["K", "V"], range(layers), [0], range(prompt + steps)], names=names).to_frame(
+        False
+    )
+    grid = grid[grid["position"] < prompt + grid["step"]]
+    error = noise[grid["step"]] * grid["layer"].to_numpy() * (grid["position"] >= prompt).to_numpy()
+    kv = grid.assign(example=example, relative_error=error, ulp_mean=error * 1e3, ulp_max=error * 1e4)
+    return frame, pd.DataFrame([row]), residual, pattern, kv

@@ -1,0 +1,253 @@
+"""A result folder is whole, or says that it is not, whatever interrupts the run that fills it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from synthetic import comparison, failed, prompts
+
+from kvinterp.comparison import Comparison
+from kvinterp.data import Prompt
+from kvinterp.errors import InputError
+from kvinterp.results import TABLES, ResultFolder, load_result
+
+SETTINGS = {"model": "zoo:mistral-mini", "dtype": "float16", "made_with": {"threads": 1}}
+
+
+def folder(path: Path, count: int = 4, existing: str = "error", **changed: Any) -> ResultFolder:
+    return ResultFolder(path, {**SETTINGS, **changed}, prompts(count), existing)
+
+
+def filled(path: Path, order: tuple[int, ...] = (0, 1, 2, 3)) -> ResultFolder:
+    made = folder(path)
+    for number in order:
+        made.add(comparison((number,)))
+    return made
+
+
+def tables(path: Path) -> dict[str, pd.DataFrame]:
+    return {name: pd.read_parquet(path / f"{name}.parquet") for name in TABLES}
+
+
+def same(one: dict[str, pd.DataFrame], other: dict[str, pd.DataFrame]) -> None:
+    for name, frame in one.items():
+        pd.testing.assert_frame_equal(frame, other[name], check_exact=True, obj=name)
+
+
+def test_finished_result_is_the_joined_parts_and_leaves_nothing_else(tmp_path: Path) -> None:
+    filled(tmp_path / "out").close()
+    whole = comparison((0, 1, 2, 3))
+    same({name: getattr(whole, name) for name in TABLES}, tables(tmp_path / "out"))
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        ["summary.json", "prompts.jsonl", *(f"{name}.parquet" for name in TABLES)]
+    )
+
+
+def test_batches_may_finish_in_any_order(tmp_path: Path) -> None:
+    filled(tmp_path / "one").close()
+    filled(tmp_path / "two", (2, 0, 3, 1)).close()
+    same(tables(tmp_path / "one"), tables(tmp_path / "two"))
+
+
+def test_summary_has_the_promised_keys_and_numbers(tmp_path: Path) -> None:
+    filled(tmp_path / "out").close()
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    steps = comparison((0, 1, 2, 3)).steps
+    assert summary["counts"] == {"examples": 4, "steps": 20, "failed": 0, "planned": 4}
+    assert summary["mean_kl"] == pytest.approx(steps["kl"].mean(), rel=1e-12)
+    assert summary["max_abs_logit"] == steps["max_abs_logit"].max()
+    assert summary["divergence_rate"] == 0
+    assert summary["mean_kl_after_flip"] is None
+    assert summary["interrupted"] is False
+    assert {"paths", "protocol", "strategy", "mean_kl_before_flip", "provenance"} <= set(summary)
+    assert summary["provenance"]["weights"] == "0123456789abcdef"
+
+
+def test_every_table_carries_its_provenance(tmp_path: Path) -> None:
+    """DESIGN.md section 7: a table that has lost its folder still says what it was made with."""
+    filled(tmp_path / "out").close()
+    for name, frame in tables(tmp_path / "out").items():
+        assert frame.attrs["weights"] == "0123456789abcdef", name
+        assert frame.attrs["paths"] == {"a": "cached", "b": "recompute"}, name
+
+
+def test_loading_gives_back_what_was_written(tmp_path: Path) -> None:
+    asked = [Prompt("p0", "Tell <me>.", "restate", "", ("one", "two"), {"count": 3}), Prompt("p1", "Line\u2028two")]
+    made = ResultFolder(tmp_path, SETTINGS, asked)
+    made.add(comparison((0, 1), flip=2))
+    made.close()
+    read = load_result(tmp_path)
+    assert read.prompts == asked
+    same({n: getattr(read.comparison, n) for n in TABLES}, {n: getattr(comparison((0, 1), flip=2), n) for n in TABLES})
+    assert read.comparison.where() == comparison((0, 1), flip=2).where()
+
+
+def test_a_killed_run_goes_on_and_gives_the_same_tables(tmp_path: Path) -> None:
+    """DESIGN.md law 8. A run that is killed leaves its parts and runs no further code, so no close()."""
+    filled(tmp_path / "whole").close()
+    killed = folder(tmp_path / "cut")
+    killed.add(comparison((1,)))
+    killed.add(comparison((0,)))
+    again = folder(tmp_path / "cut")
+    assert again.done() == {0, 1}
+    for number in (2, 3):
+        again.add(comparison((number,)))
+    again.close()
+    same(tables(tmp_path / "whole"), tables(tmp_path / "cut"))
+    assert not (tmp_path / "cut" / ".parts").exists()
+
+
+def test_an_interrupted_run_writes_what_it_has_and_goes_on(tmp_path: Path) -> None:
+    filled(tmp_path / "whole").close()
+    cut = folder(tmp_path / "cut")
+    cut.add(comparison((0,)))
+    cut.close("interrupted")
+    summary = json.loads((tmp_path / "cut" / "summary.json").read_text())
+    assert summary["interrupted"] is True
+    assert summary["counts"] == {"examples": 1, "steps": 5, "failed": 0, "planned": 4}
+    same({n: getattr(comparison((0,)), n) for n in TABLES}, tables(tmp_path / "cut"))
+    again = folder(tmp_path / "cut")
+    assert again.done() == {0}
+    for number in (1, 2, 3):
+        again.add(comparison((number,)))
+    again.close()
+    same(tables(tmp_path / "whole"), tables(tmp_path / "cut"))
+    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["interrupted"] is False
+
+
+def test_a_part_cut_off_while_written_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = folder(tmp_path)
+    made.add(comparison((0,)))
+    written = pd.DataFrame.to_parquet
+
+    def cut(frame: pd.DataFrame, path: Path, **kwargs: Any) -> None:
+        if path.name == "heads.parquet":
+            raise KeyboardInterrupt
+        written(frame, path, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pd.DataFrame, "to_parquet", cut)
+        made.add(comparison((1,)))
+    again = folder(tmp_path)
+    assert again.done() == {0}
+    assert [p.name for p in (tmp_path / ".parts").iterdir() if p.is_dir()] == ["part-00000000-1"]
+
+
+def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two merges fails half-way through a file: the first merge's file is still whole."""
+    made = folder(tmp_path)
+    made.add(comparison((0,)))
+    made.close("interrupted")
+    made.add(comparison((1,)))
+
+    def cut(frame: pd.DataFrame, path: Path, **kwargs: Any) -> None:
+        path.write_bytes(b"PAR1 half a file")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="No space left on device"):
+        patch.setattr(pd.DataFrame, "to_parquet", cut)
+        made.close("interrupted")
+    same({n: getattr(comparison((0,)), n) for n in TABLES}, tables(tmp_path))
+    assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))
+
+
+def test_a_part_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
+    made = filled(tmp_path, (0, 1))
+    (tmp_path / ".parts" / "part-00000001-1" / "steps.parquet").write_bytes(b"")
+    assert made.done() == {0}
+    assert folder(tmp_path).done() == {0}
+
+
+def test_another_runs_parts_are_refused_with_what_differs(tmp_path: Path) -> None:
+    filled(tmp_path, (0,))
+    with pytest.raises(InputError, match=r'dtype: "float16", now "float32".*--overwrite') as error:
+        folder(tmp_path, dtype="float32")
+    assert "model" not in str(error.value).partition("settings")[2].partition(")")[0]
+    with pytest.raises(InputError, match=r"made_with.threads: 1, now 2"):
+        folder(tmp_path, made_with={"threads": 2})
+    with pytest.raises(InputError, match=r"prompts.count: 4, now 3"):
+        folder(tmp_path, count=3)
+    assert folder(tmp_path, existing="overwrite", dtype="float32").done() == frozenset()
+
+
+def test_settings_without_a_part_bind_nobody(tmp_path: Path) -> None:
+    folder(tmp_path)
+    assert folder(tmp_path, dtype="float32").done() == frozenset()
+
+
+def test_a_finished_result_is_refused_used_or_overwritten(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="already holds a result: choose another folder with --out, or pass --overwrite"):
+        folder(tmp_path)
+    assert folder(tmp_path, existing="use").finished
+    with pytest.raises(InputError, match="dtype"):
+        folder(tmp_path, existing="use", dtype="float32")
+    again = folder(tmp_path, existing="overwrite")
+    assert not again.finished
+    assert not (tmp_path / "summary.json").exists()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_unknown_way_to_treat_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'overwrite'"):
+        folder(tmp_path, existing="overwrit")
+
+
+def test_nothing_finished_leaves_nothing(tmp_path: Path) -> None:
+    made = folder(tmp_path / "new" / "deep")
+    assert made.close("interrupted") is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot be written \(Not a directory\): choose another with --out"):
+        folder(tmp_path / "file" / "out")
+
+
+def test_failed_examples_are_done_and_keep_the_others_types(tmp_path: Path) -> None:
+    """Joining an example without steps once turned every column of the examples table into objects."""
+    made = folder(tmp_path)
+    for part in (comparison((0,)), failed(1), comparison((2, 3))):
+        made.add(part)
+    assert made.done() == {0, 1, 2, 3}
+    done = made.close()
+    assert done is not None
+    expected = comparison((0, 2, 3))
+    same({n: getattr(expected, n) for n in TABLES}, tables(tmp_path))
+    assert done.summary["counts"] == {"examples": 3, "steps": 15, "failed": 1, "planned": 4}
+    assert done.summary["failures"][0]["id"] == "p1"
+    assert load_result(tmp_path).comparison.failures["message"].tolist() == done.comparison.failures["message"].tolist()
+
+
+def test_parts_made_differently_are_not_joined(tmp_path: Path) -> None:
+    made = folder(tmp_path)
+    made.add(comparison((0,)))
+    other = comparison((1,))
+    made.add(dataclasses.replace(other, about={**other.about, "weights": "another"}))
+    with pytest.raises(InputError, match="different weights"):
+        made.close()
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"failures": []}'])
+def test_what_is_no_result_cannot_be_loaded(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(InputError, match="holds no readable"):
+        load_result(tmp_path)
+
+
+def test_only_failures_still_make_a_result(tmp_path: Path) -> None:
+    made = folder(tmp_path, count=1)
+    made.add(failed(0))
+    done = made.close()
+    assert done is not None
+    assert isinstance(load_result(tmp_path).comparison, Comparison)
+    assert done.summary["mean_kl"] is None
+    assert done.summary["counts"]["failed"] == 1
