@@ -27,9 +27,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import BARE, TINY, Case, bare_hooked_transformer, has_hooked_transformer, write_checkpoint
 
 from kvinterp.models import Adapter, load_model, wrap, zoo
+from support import BARE, TINY, Case, bare_hooked_transformer, has_hooked_transformer, write_checkpoint
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -257,7 +257,13 @@ def assert_bitwise(a: Tensor, b: Tensor, what: str = "tensors", names: tuple[str
 
 
 def assert_close(
-    a: Tensor, b: Tensor, what: str = "tensors", names: tuple[str, ...] = (), *, relative: float = 0.0, absolute: float = 0.0
+    a: Tensor,
+    b: Tensor,
+    what: str = "tensors",
+    names: tuple[str, ...] = (),
+    *,
+    relative: float = 0.0,
+    absolute: float = 0.0,
 ) -> None:
     """Asserts ``|a - b| <= absolute + relative * max|b|``: relative to the largest of all, as rounding of sums is."""
     assert a.shape == b.shape, f"{what}: {describe_difference(a, b, names)}"

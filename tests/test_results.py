@@ -9,12 +9,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from synthetic import comparison, failed, prompts
 
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
 from kvinterp.results import TABLES, ResultFolder, load_result
+from synthetic import comparison, failed, prompts
 
 SETTINGS = {"model": "zoo:mistral-mini", "dtype": "float16", "made_with": {"threads": 1}}
 

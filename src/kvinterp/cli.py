@@ -23,7 +23,6 @@ from kvinterp.errors import InputError, KvinterpError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvinterp.results import Result
 
 __all__ = ["app", "main"]
 

@@ -44,7 +44,9 @@ def _config(name: str) -> Any:
     makers: dict[str, Callable[[], Any]] = {
         "llama": lambda: t.LlamaConfig(**SMALL),
         "mistral": lambda: t.MistralConfig(**_small(sliding_window=WINDOW)),
-        "gemma2": lambda: t.Gemma2Config(**_small(sliding_window=WINDOW, query_pre_attn_scalar=12, attn_logit_softcapping=5.0)),
+        "gemma2": lambda: t.Gemma2Config(
+            **_small(sliding_window=WINDOW, query_pre_attn_scalar=12, attn_logit_softcapping=5.0)
+        ),
         "gemma3": lambda: t.Gemma3TextConfig(**_small(sliding_window=WINDOW, query_pre_attn_scalar=12)),
         "qwen2": lambda: t.Qwen2Config(**_small("head_dim")),
         "qwen3": lambda: t.Qwen3Config(**SMALL),
@@ -54,24 +56,52 @@ def _config(name: str) -> Any:
         "phi": lambda: t.PhiConfig(**_small("head_dim")),
         "olmo2": lambda: t.Olmo2Config(**_small("head_dim")),
         "falcon": lambda: t.FalconConfig(
-            **_small("num_key_value_heads", "head_dim", "intermediate_size"), new_decoder_architecture=False, multi_query=True
+            **_small("num_key_value_heads", "head_dim", "intermediate_size"),
+            new_decoder_architecture=False,
+            multi_query=True,
         ),
         "bloom": lambda: t.BloomConfig(vocab_size=131, hidden_size=48, n_layer=3, n_head=4, initializer_range=0.12),
         "mamba": lambda: t.MambaConfig(vocab_size=131, hidden_size=32, num_hidden_layers=3, state_size=8),
         "mamba2": lambda: t.Mamba2Config(
-            vocab_size=131, hidden_size=32, num_hidden_layers=3, state_size=16, num_heads=8, head_dim=8, n_groups=2, chunk_size=32
+            vocab_size=131,
+            hidden_size=32,
+            num_hidden_layers=3,
+            state_size=16,
+            num_heads=8,
+            head_dim=8,
+            n_groups=2,
+            chunk_size=32,
         ),
         "bamba": lambda: t.BambaConfig(
-            **_small("head_dim"), attn_layer_indices=[1], mamba_n_heads=12, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1,
-            mamba_chunk_size=32, mamba_expand=2,
+            **_small("head_dim"),
+            attn_layer_indices=[1],
+            mamba_n_heads=12,
+            mamba_d_head=8,
+            mamba_d_state=16,
+            mamba_n_groups=1,
+            mamba_chunk_size=32,
+            mamba_expand=2,
         ),  # fmt: skip
         "falcon_h1": lambda: t.FalconH1Config(
-            **_small("head_dim"), mamba_d_ssm=96, mamba_n_heads=12, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1,
+            **_small("head_dim"),
+            mamba_d_ssm=96,
+            mamba_n_heads=12,
+            mamba_d_head=8,
+            mamba_d_state=16,
+            mamba_n_groups=1,
             mamba_chunk_size=32,
         ),  # fmt: skip
         "jamba": lambda: t.JambaConfig(
-            **_small("head_dim"), num_experts=2, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1,
-            expert_layer_period=2, expert_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8, use_mamba_kernels=False,
+            **_small("head_dim"),
+            num_experts=2,
+            num_experts_per_tok=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_d_state=8,
+            mamba_dt_rank=8,
+            use_mamba_kernels=False,
         ),  # fmt: skip
         "lfm2": lambda: t.Lfm2Config(
             **_small("head_dim", layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False)
@@ -79,8 +109,14 @@ def _config(name: str) -> Any:
         "mixtral": lambda: t.MixtralConfig(**_small(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
         "olmoe": lambda: t.OlmoeConfig(**_small("head_dim", num_experts=4, num_experts_per_tok=2)),
         "opt": lambda: t.OPTConfig(
-            vocab_size=131, hidden_size=48, ffn_dim=80, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=48,
-            max_position_embeddings=256, init_std=0.12,
+            vocab_size=131,
+            hidden_size=48,
+            ffn_dim=80,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            word_embed_proj_dim=48,
+            max_position_embeddings=256,
+            init_std=0.12,
         ),  # fmt: skip
         "phi3": lambda: t.Phi3Config(**_small("head_dim")),
         "starcoder2": lambda: t.Starcoder2Config(**_small("head_dim")),

@@ -5,12 +5,12 @@ import dataclasses
 
 import pytest
 import torch
-from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward
 
 import kvinterp as kv
 from kvinterp.paths import Runner, path_named
 from kvinterp.policies import Policy
 from kvinterp.recording import Recorder
+from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward
 
 TOKENS = torch.tensor([PROMPT])
 
@@ -27,7 +27,9 @@ def nothing_survives(adapter):
     assert hooks_of(adapter.model) == before
     assert_bitwise(plain_forward(adapter.model, TOKENS), bits, "logits afterwards", ("batch", "position", "vocab"))
     assert_bitwise(
-        kv.run(adapter, PROMPT, "recompute", max_new_tokens=1, logits="keep").logits, bits[:, -1], "logits of run() afterwards"
+        kv.run(adapter, PROMPT, "recompute", max_new_tokens=1, logits="keep").logits,
+        bits[:, -1],
+        "logits of run() afterwards",
     )
 
 
@@ -183,9 +185,7 @@ def test_after_an_exception_in_what_compare_tells(load, case):
         raise Planted("planted")
 
     with nothing_survives(adapter), pytest.raises(Planted):
-        kv.compare(
-            adapter, [list(PROMPT)], max_new_tokens=2, record=case.compared, progress="none", done=done
-        )
+        kv.compare(adapter, [list(PROMPT)], max_new_tokens=2, record=case.compared, progress="none", done=done)
 
 
 @pytest.mark.hooked

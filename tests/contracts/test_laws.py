@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from support import PROMPT, Case, assert_bitwise, cases, plain_forward
 
 import kvinterp as kv
 from kvinterp.policies import Policy
+from support import PROMPT, Case, assert_bitwise, cases, plain_forward
 
 STEPS = 5
 DTYPES = ("float16", "float32")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support import PROMPT, Case, assert_bitwise, cases
 
 import kvinterp as kv
 from kvinterp.patching import PatchWatcher, PureRecompute
+from support import PROMPT, Case, assert_bitwise, cases
 
 OTHER = tuple((token * 7 + 5) % 97 for token in PROMPT)
 """As long as PROMPT, with other tokens: what is taken from it changes the logits."""
@@ -116,7 +116,7 @@ def test_resumed_runs_give_the_bits_of_a_full_run_with_hooks(load, case, positio
 
 @cases(KINDS)
 def test_resumed_runs_with_patched_keys_and_values_give_the_bits_of_the_long_way_round(load, case):
-    """For HookedTransformer K and V are hooks of its own; for transformers, what a cache of the user's hands to attention."""
+    """For HookedTransformer K and V are hooks of its own; for transformers, what a user's cache hands to attention."""
     model = load(case)
     keys_site = "cache_k" if model.facts.cached_keys_rotated else "cache_k_pre"
     donor = donor_of(model, [keys_site, "cache_v"])
@@ -187,7 +187,7 @@ def test_a_resumed_run_counts_the_blocks_it_runs(load):
 @cases(KINDS)
 @pytest.mark.parametrize("positions", ["newest", "all"])
 def test_a_cumulative_patch_of_the_stream_is_the_patch_of_its_last_layer(load, case, positions):
-    """Why a cumulative sweep into the recompute path cannot say more than its last layer, and why sweep() runs only that."""
+    """Why a cumulative sweep into the recompute path cannot say more than its last layer, which is all sweep() runs."""
     model = load(case)
     layers = model.facts.layers
     donor = donor_of(model, [*RESIDUAL])

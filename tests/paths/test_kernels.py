@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import CASES, ZOO_CASES, Case, assert_bitwise, cases, hooks_of
 
 import kvinterp as kv
 from kvinterp.paths import Cached, Recompute, fixed_order, kernels_named, path_named
 from kvinterp.paths.kernels import BatchInvariant, LayerCast, Native, SplitK
+from support import CASES, ZOO_CASES, Case, assert_bitwise, cases, hooks_of
 
 PROMPT = (1, 60, 200, 33, 470, 81, 12, 9, 301, 44, 18, 77, 90, 121, 305, 6, 270, 55, 31, 402)
 LONG = (*PROMPT, *reversed(PROMPT))
@@ -141,7 +141,10 @@ def test_fixed_orders_agree_with_torch_in_float64() -> None:
     torch.testing.assert_close(fixed_order.log_softmax(a), a.log_softmax(-1), rtol=1e-13, atol=1e-13)
     w = torch.randn(50).double()
     torch.testing.assert_close(
-        fixed_order.layer_norm(a, [50], w, w, 1e-5)[0], torch.nn.functional.layer_norm(a, [50], w, w, 1e-5), rtol=1e-12, atol=1e-12
+        fixed_order.layer_norm(a, [50], w, w, 1e-5)[0],
+        torch.nn.functional.layer_norm(a, [50], w, w, 1e-5),
+        rtol=1e-12,
+        atol=1e-12,
     )
     q, k, v = (torch.randn(2, 3, 7, 8).double() for _ in range(3))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -200,8 +203,9 @@ def test_a_layer_that_does_not_exist(load) -> None:
 
 def test_nothing_stays_behind_after_an_error(load) -> None:
     """A watcher that raises inside a forward leaves no mode on torch's stacks and no hook on the model."""
-    from kvinterp.paths import Runner
     from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    from kvinterp.paths import Runner
 
     adapter = load(Case("llama-gqa", "native", "eager"), "float32")
     before = hooks_of(adapter.model)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
-from synthetic import comparison
 
 from kvinterp.views.plots import (
     draw_attention,
@@ -26,6 +25,7 @@ from kvinterp.views.plots import (
     save,
 )
 from kvinterp.views.style import looks, small_print, zero_aware
+from synthetic import comparison
 
 DRAWN = {"kl": draw_kl, "drift": draw_drift, "attention": draw_attention, "kv": draw_kv}
 MADE = {

@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from synthetic import comparison, failed, prompts, result
 
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
@@ -16,6 +15,7 @@ from kvinterp.errors import InputError
 from kvinterp.results import Result
 from kvinterp.views.report import overview_of, write_report
 from kvinterp.views.words import falls, file_name, ladder_of, number, right_answers
+from synthetic import comparison, failed, prompts, result
 
 ATTACK = "<script>alert('x')</script> & <img src=http://example.com/x.png> \"quoted\""
 

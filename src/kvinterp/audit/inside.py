@@ -21,7 +21,15 @@ from kvinterp.audit.subject import BlockTaps, Reference, Subject
 __all__ = ["Event", "Finding", "find"]
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
-_PRODUCTS = {torch.matmul: 0, Tensor.matmul: 0, Tensor.__matmul__: 0, torch.bmm: 0, Tensor.bmm: 0, torch.baddbmm: 1, Tensor.baddbmm: 1}
+_PRODUCTS = {
+    torch.matmul: 0,
+    Tensor.matmul: 0,
+    Tensor.__matmul__: 0,
+    torch.bmm: 0,
+    Tensor.bmm: 0,
+    torch.baddbmm: 1,
+    Tensor.baddbmm: 1,
+}
 _SOFTMAX = (torch.softmax, torch.nn.functional.softmax, Tensor.softmax)
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -139,7 +147,10 @@ class _Watch:
                 self._product = (a, b, result)
         elif func in _SOFTMAX and self._product is not None:
             a, b, scores = self._product
-            if args[0].shape[:-1] == scores.shape[:-1] or args[0].numel() // args[0].shape[-1] == scores.numel() // scores.shape[-1]:
+            if (
+                args[0].shape[:-1] == scores.shape[:-1]
+                or args[0].numel() // args[0].shape[-1] == scores.numel() // scores.shape[-1]
+            ):
                 self.add("Q", a[..., -1, :])
                 self.add("K", b.transpose(-1, -2))
                 self.add("attention scores", args[0][..., -1, :])
@@ -218,7 +229,14 @@ def find(
             if difference(mine, theirs) > threshold:
                 name = "embedding" if layer == EMBEDDING else "logits"
                 return Finding(
-                    layer, name, _end_module(subject, layer), position, position, difference(mine, theirs), _grid(mine, theirs), {}
+                    layer,
+                    name,
+                    _end_module(subject, layer),
+                    position,
+                    position,
+                    difference(mine, theirs),
+                    _grid(mine, theirs),
+                    {},
                 )
             continue
         first, second = _Watch(subject, layer), _Watch(subject, layer)

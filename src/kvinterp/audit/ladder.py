@@ -278,7 +278,9 @@ def _top_table(cached: Tensor, recomputed: Tensor) -> pd.DataFrame:
 
 def on_grid(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether every number is exactly one of a narrower dtype's."""
-    return torch.finfo(values.dtype).bits > torch.finfo(dtype).bits and torch.equal(values.to(dtype).to(values.dtype), values)
+    return torch.finfo(values.dtype).bits > torch.finfo(dtype).bits and torch.equal(
+        values.to(dtype).to(values.dtype), values
+    )
 
 
 def _grid(logits: Tensor) -> str:
@@ -324,5 +326,5 @@ def _first_nonfinite(subject: Subject, tokens: Tensor, prefill: int | None, path
 def prefix_plan(prompts: Sequence[Sequence[int]], lengths: Sequence[int], steps: int, room: int) -> Plan:
     """A plan over the given lengths, as far as a context of ``room`` positions reaches."""
     shortest = min([room, *(len(prompt) for prompt in prompts)])
-    fitting = tuple(sorted({n for n in lengths if 1 <= n and n + steps <= shortest})) or (max(shortest - steps, 1),)
+    fitting = tuple(sorted({n for n in lengths if n >= 1 and n + steps <= shortest})) or (max(shortest - steps, 1),)
     return Plan(tuple(map(tuple, prompts)), fitting, steps, min(fitting[0], 4))

@@ -238,7 +238,9 @@ def _folder_of(file: Path) -> Path:
     except (OSError, ValueError) as error:
         raise InputError(f"config {str(file)!r} cannot be read ({error}): expected a transformers config.json.") from error
     if file.name != "config.json":
-        raise InputError(f"config {str(file)!r}: transformers reads a file named config.json; give that one, or its folder.")
+        raise InputError(
+            f"config {str(file)!r}: transformers reads a file named config.json; give that one, or its folder."
+        )
     return file.parent
 
 

@@ -149,7 +149,9 @@ def audit(
     if sweep not in ("yes", "no"):
         raise InputError(f"sweep={sweep!r} was given: expected 'yes' or 'no'.")
     if steps < 1 or not lengths or min(lengths) < 1:
-        raise InputError(f"lengths={tuple(lengths)!r}, steps={steps!r}: expected lengths and a number of steps of at least 1.")
+        raise InputError(
+            f"lengths={tuple(lengths)!r}, steps={steps!r}: expected lengths and a number of steps of at least 1."
+        )
     dtypes = {str(dtype_named(name)).removeprefix("torch."): dtype_named(name) for name in rungs}
     own = str(adapter.dtype).removeprefix("torch.")
     dtypes.setdefault(own, adapter.dtype)
@@ -173,7 +175,9 @@ def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: 
         wrong = next((t for t in ids if not isinstance(t, int) or not 0 <= t < adapter.facts.vocabulary), None)
         if wrong is not None or len(ids) < 3:
             what = "it has fewer than 3 tokens" if wrong is None else f"it holds token {wrong!r}"
-            raise InputError(f"prompt {str(prompt)[:40]!r} cannot be audited: {what}; vocabulary {adapter.facts.vocabulary}.")
+            raise InputError(
+                f"prompt {str(prompt)[:40]!r} cannot be audited: {what}; vocabulary {adapter.facts.vocabulary}."
+            )
         found.append(ids)
     if not found:
         raise InputError("the list of prompts is empty: give at least one, or leave it out for random ones.")
@@ -251,7 +255,9 @@ class _Auditor:
             self.gone[name] = self._gone(twin, row, layer, limit)
         return found
 
-    def _find(self, twin: Adapter, row: Any, layer: int, threshold: float, kernels: Kernels | None = None) -> Finding | None:
+    def _find(
+        self, twin: Adapter, row: Any, layer: int, threshold: float, kernels: Kernels | None = None
+    ) -> Finding | None:
         taps = BlockTaps(Subject(twin, kernels))
         prompt = self.plan.prompts[int(row["prompt"])][: self.plan.length]
         prefill = int(row["prefill"])
@@ -307,7 +313,9 @@ class _Auditor:
         if native.nonfinite:
             return
         short = sorted({self.plan.prefills[0], self.plan.prefills[-1]})
-        plan = dataclasses.replace(self.plan, prompts=self.plan.prompts[:1], prefills=tuple(short), steps=min(self.plan.steps, 2))
+        plan = dataclasses.replace(
+            self.plan, prompts=self.plan.prompts[:1], prefills=tuple(short), steps=min(self.plan.steps, 2)
+        )
         self.progress(f"{self.own}, batch_invariant")
         started = time.perf_counter()
         try:
@@ -380,7 +388,9 @@ class _Auditor:
         if self.onset is not None:
             name, layer, position = self.onset
             found = self.findings.get(name)
-            tensor, module = (found.tensor, found.module) if found is not None and found.layer == layer else ("block output", "")
+            tensor, module = (
+                (found.tensor, found.module) if found is not None and found.layer == layer else ("block output", "")
+            )
             reading = (
                 f"In {name} nothing differs before position {position} and it does from there on, in every prompt, first "
                 f"in layer {layer} ({tensor}); with shape-invariant kernels it is gone. A kernel changes its order there."
@@ -447,7 +457,14 @@ class _Auditor:
         differing = [r for r in finite if (r.steps["max_abs"] > 0).any() or (r.local["error"] > 0).any()]
         if not differing:
             return self._verdict(
-                "equal", None, None, "", "", evidence, 1.0, f"Every logit of every step is bitwise the same in every precision.{note}"
+                "equal",
+                None,
+                None,
+                "",
+                "",
+                evidence,
+                1.0,
+                f"Every logit of every step is bitwise the same in every precision.{note}",
             )
         first = self.findings.get(self.own) or self.findings.get(differing[0].name)
         worst = {r.name: r.local["error"].max() / r.unit for r in finite}

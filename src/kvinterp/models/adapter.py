@@ -378,20 +378,15 @@ class Adapter(abc.ABC):
 
         A tensor that a listener returns replaces the site's, for the listeners after it too.
         """
-        before, self._listeners = self._listeners, listeners
+        before = self._listeners
+        # Contexts may nest, as a run inside a user's record() does: the outer ones hear first.
+        self._listeners = (
+            {p: [*before.get(p, ()), *listeners.get(p, ())] for p in {**before, **listeners}} if before else listeners
+        )
         try:
             yield
         finally:
             self._listeners = before
-
-    @contextlib.contextmanager
-    def also_listening(self, listeners: Mapping[Site, Listener]) -> Iterator[None]:
-        """As :meth:`listening`, beside and after those who listen already: for a user's own forwards, which may nest."""
-        both = {place: list(heard) for place, heard in self._listeners.items()}
-        for place, listener in listeners.items():
-            both.setdefault(place, []).append(listener)
-        with self.listening(both):
-            yield
 
     @contextlib.contextmanager
     def resumed(self, layer: int, outputs: Sequence[Any]) -> Iterator[None]:

@@ -35,7 +35,17 @@ from kvinterp.models import Adapter
 from kvinterp.models.adapter import Listener, Site
 from kvinterp.paths import fixed_order
 
-__all__ = ["KERNELS", "OPERATIONS", "BatchInvariant", "KernelMode", "Kernels", "LayerCast", "Native", "SplitK", "kernels_named"]
+__all__ = [
+    "KERNELS",
+    "OPERATIONS",
+    "BatchInvariant",
+    "KernelMode",
+    "Kernels",
+    "LayerCast",
+    "Native",
+    "SplitK",
+    "kernels_named",
+]
 
 aten: Any = torch.ops.aten
 OPERATIONS = {
@@ -378,7 +388,15 @@ def _rms_norm(x: Tensor, shape: Any, weight: Any, epsilon: float | None) -> tupl
 
 
 def _convolution(
-    x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output: Any, groups: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output: Any,
+    groups: int,
 ) -> Tensor:
     each_alone = weight.dim() == 3 and weight.shape[1] == 1 and groups == weight.shape[0] == x.shape[1]
     if not each_alone or transposed or list(stride) != [1] or list(dilation) != [1]:

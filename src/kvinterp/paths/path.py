@@ -105,9 +105,7 @@ def path_named(text: str | ExecutionPath) -> ExecutionPath:
     for part in filter(None, re.split(r",(?![^(]*\))", options or "")):
         name, _, value = part.partition("=")
         if name.strip() not in ("chunk", "cache", "kernels") or not value:
-            raise InputError(
-                f"path option {part!r} in {text!r} is unknown: expected chunk=N, cache=DTYPE or kernels=MODE."
-            )
+            raise InputError(f"path option {part!r} in {text!r} is unknown: expected chunk=N, cache=DTYPE or kernels=MODE.")
         chosen[name.strip()] = value.strip()
     if "cache" in chosen and form == "recompute":
         raise InputError(f"path {text!r} gives a cache dtype to a path that keeps no cache: use cached[cache=...].")

@@ -204,5 +204,5 @@ def record(
         stack.enter_context(adapter.attached(recorder.places))
         stack.callback(adapter.model.register_forward_pre_hook(before).remove)
         stack.callback(adapter.model.register_forward_hook(after, with_kwargs=True).remove)
-        stack.enter_context(adapter.also_listening(recorder.watch.listeners))
+        stack.enter_context(adapter.listening({place: [heard] for place, heard in recorder.watch.listeners.items()}))
         yield recorder

@@ -1,0 +1,49 @@
+# Every command makes the environment it needs; the first takes minutes, the others start at once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+STAMP := $(VENV)/.made
+TL4 := .venv-tl4
+
+.PHONY: demo test test-tl4 check bench figures zoo clean env
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e ".[dev,notebook]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/kvinterp demo --out demo --overwrite
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+# The same package with TransformerLens 4, which has no HookedTransformer.
+test-tl4: $(TL4)/.made
+	PYTHONPATH=$(TL4) $(BIN)/python -m pytest -m "not hooked" tests/contracts/test_laws.py tests/test_spine.py
+
+$(TL4)/.made: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TL4) transformer-lens==4.3.0
+	touch $@
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/recording.py
+
+figures: $(STAMP)
+	$(BIN)/kvinterp demo --out demo --overwrite --picture figures/demo.png
+
+zoo: $(STAMP)
+	$(BIN)/python -m kvinterp.models.zoo.recipe
+
+clean:
+	rm -rf $(VENV) $(TL4) demo out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
