@@ -318,7 +318,8 @@ def test_law_7_nothing_survives_an_error(load, case):
                 plain_forward(model.model, tokens)
                 raise Planned
 
-        pytest.raises(Planned, work)
+        with pytest.raises(Planned):
+            work()
 
     def nested_with_the_inner_failing():
         # The forward that fails is the outer patch's call 0, so its donor has as many positions at call 1.

@@ -169,7 +169,8 @@ def climb(adapter: Adapter, plan: Plan, kernels: Kernels | None = None, sweep: s
     name = dtype if isinstance(kernels, Native) else f"{dtype}, {kernels}"
     taps = BlockTaps(subject)
     steps, local, swept = [], [], []
-    layers, top, nonfinite, grid, largest = pd.DataFrame(), pd.DataFrame(), {}, "", 0.0
+    layers, top, grid, largest = pd.DataFrame(), pd.DataFrame(), "", 0.0
+    nonfinite: dict[str, Any] = {}
     with taps.attached():
         for number, prompt in enumerate(plan.prompts):
             tokens = torch.tensor([list(prompt[: plan.length])], device=adapter.device)

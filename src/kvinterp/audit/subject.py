@@ -41,7 +41,7 @@ class Subject:
         if adapter.dtype == torch.float64 and hasattr(adapter.model, "set_experts_implementation"):
             # torch's grouped product has no float64; the plain loop over experts is the same sum.
             with contextlib.suppress(ValueError, AttributeError):
-                adapter.model.set_experts_implementation("eager")
+                adapter.model.set_experts_implementation("eager")  # type: ignore[operator]
 
     @property
     def dtype(self) -> torch.dtype:

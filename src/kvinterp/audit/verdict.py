@@ -168,7 +168,7 @@ def audit(
 def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: int) -> list[Sequence[int]]:
     if prompts is None:
         return prompts_for(adapter, 2, length, seed)
-    found = []
+    found: list[Sequence[int]] = []
     for prompt in prompts:
         text = prompt.text if isinstance(prompt, Prompt) else prompt
         ids = adapter.encode(text) if isinstance(text, str) else list(text)
@@ -387,9 +387,9 @@ class _Auditor:
             return self._cast(casts, evidence)
         if self.onset is not None:
             name, layer, position = self.onset
-            found = self.findings.get(name)
+            here = self.findings.get(name)
             tensor, module = (
-                (found.tensor, found.module) if found is not None and found.layer == layer else ("block output", "")
+                (here.tensor, here.module) if here is not None and here.layer == layer else ("block output", "")
             )
             reading = (
                 f"In {name} nothing differs before position {position} and it does from there on, in every prompt, first "
@@ -399,7 +399,7 @@ class _Auditor:
         return self._benign(evidence)
 
     def _verdict(self, word: str, *fields: Any) -> Verdict:
-        return Verdict(word, *fields[:-1], f"{self.adapter.facts.name}: {word}. {fields[-1]}")
+        return Verdict(word, *fields[:-1], f"{self.adapter.facts.name}: {word}. {fields[-1]}")  # type: ignore[call-arg]
 
     def _overflow(self, own: Rung, evidence: dict[str, Any]) -> Verdict:
         where = own.nonfinite

@@ -1,5 +1,6 @@
 """How far apart two paths are: run side by side, reduced on the device, told in tidy tables."""
 
 from kvinterp.comparison.comparing import PROTOCOLS, Comparison, compare, compare_traces
+from kvinterp.comparison.recordable import DEFAULT_RECORD, recordable
 
-__all__ = ["PROTOCOLS", "Comparison", "compare", "compare_traces"]
+__all__ = ["DEFAULT_RECORD", "PROTOCOLS", "Comparison", "compare", "compare_traces", "recordable"]

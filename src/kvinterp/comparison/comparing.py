@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvinterp import metrics
+from kvinterp.comparison.recordable import recordable
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, located
@@ -24,6 +26,8 @@ from kvinterp.paths.sampling import uniforms
 from kvinterp.policies import Place
 from kvinterp.provenance import provenance
 from kvinterp.recording import Trace, Watch, chosen_layers
+
+log = logging.getLogger("kvinterp")
 
 __all__ = ["PROTOCOLS", "Comparison", "compare", "compare_traces"]
 
@@ -120,7 +124,7 @@ def compare(
     max_new_tokens: int = 48,
     seed: int = 0,
     continuation: Sequence[int] | None = None,
-    record: str | Sequence[str] = "resid_post,pattern,kv",
+    record: str | Sequence[str] | None = None,
     layers: Iterable[int] | None = None,
     stop: str = "end of sequence",
     batch_size: int = 1,
@@ -140,7 +144,8 @@ def compare(
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
         seed: Seeds the random numbers.
         continuation: Token ids to feed both paths (matched, one prompt) instead of the leading path's choices.
-        record: Sites to compare, out of the residual sites, pattern and the cache sites (``kv``); ``""`` for none.
+        record: Sites to compare, out of the residual sites, pattern and the cache sites (``kv``); ``""`` for none; for None
+            resid_post, pattern and kv, without those that this model cannot give (the log says which and why).
         layers: Layers to compare; all unless said.
         stop: ``"end of sequence"`` or ``"length"``.
         batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
@@ -169,7 +174,9 @@ def compare(
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
     names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
     with located(f"model {adapter.facts.name}, {path_a} against {path_b}"):
-        pair = _Pair(adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, _compared(record))
+        pair = _Pair(
+            adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, _compared(adapter, record, layers)
+        )
         pair.prepare(layers, continuation, stop)
         with tqdm(total=len(tokens), desc="comparing", unit="prompt", disable=None if progress == "bar" else True) as bar:
 
@@ -365,7 +372,12 @@ def _head_count(trace: Trace, *sites: str) -> int:
     return next((kept[0].shape[0] for (site, _), kept in trace.records.items() if site in sites and kept), 0)
 
 
-def _compared(record: str | Sequence[str]) -> tuple[str, ...]:
+def _compared(adapter: Adapter, record: str | Sequence[str] | None, layers: Iterable[int] | None) -> tuple[str, ...]:
+    if record is None:
+        found, left_out = recordable(adapter, None, chosen_layers(adapter, layers))
+        for site, reason in left_out.items():
+            log.info("%s is not compared: %s", site, reason)
+        return found
     sites = expand_sites(record)
     wrong = [site for site in sites if site not in COMPARED]
     if wrong:

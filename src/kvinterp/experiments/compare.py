@@ -8,21 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from kvinterp.comparison import Comparison, compare
+from kvinterp.comparison import Comparison, compare, recordable
 from kvinterp.data import load_prompts
-from kvinterp.errors import UnsupportedError
 from kvinterp.experiments.base import Experiment
 from kvinterp.models import Adapter, expand_sites, load_model
 from kvinterp.paths import path_named, strategy_named
 from kvinterp.provenance import provenance
-from kvinterp.recording import Watch, chosen_layers
+from kvinterp.recording import chosen_layers
 from kvinterp.results import Result, ResultFolder, check_free, load_result
 
-__all__ = ["DEFAULT_RECORD", "Compare", "recordable"]
-
-DEFAULT_RECORD = ("resid_post", "pattern", "kv")
+__all__ = ["Compare"]
 
 log = logging.getLogger("kvinterp")
 
@@ -153,42 +148,3 @@ class Compare(Experiment):
         """The choices that decide the numbers: not how many prompts share a batch, which keeps the bits."""
         chosen = dataclasses.asdict(self)
         return {name: chosen[name] for name in chosen if name not in ("prompts", "batch_size")}
-
-
-def recordable(
-    adapter: Adapter, record: str | Sequence[str] | None, layers: Sequence[int]
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The sites to record and, where the choice is the default, those that this model cannot give.
-
-    Args:
-        adapter: The model.
-        record: Sites, which must all be there, or None for what the model can give of :data:`DEFAULT_RECORD`.
-        layers: The layers they are recorded at.
-
-    Returns:
-        The sites, and for each default one that is left out the reason.
-
-    Raises:
-        UnsupportedError: A site was asked for by name and is not there.
-    """
-    if record is not None:
-        sites = expand_sites(record)
-        _watch(adapter, sites, layers)
-        return sites, {}
-    kept: list[str] = []
-    left_out: dict[str, str] = {}
-    for name in DEFAULT_RECORD:
-        try:
-            _watch(adapter, expand_sites(name), layers)
-            kept += expand_sites(name)
-        except UnsupportedError as error:
-            left_out[name] = str(error)
-    return tuple(kept), left_out
-
-
-def _watch(adapter: Adapter, sites: Sequence[str], layers: Sequence[int]) -> None:
-    Watch(adapter, [(site, layer) for site in sites for layer in layers], _nothing)
-
-
-def _nothing(site: str, layer: int, start: int, tensor: Tensor) -> None:
-    return None

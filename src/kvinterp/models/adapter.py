@@ -28,7 +28,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from kvinterp.errors import InputError, UnsupportedError, unknown
 
@@ -411,7 +410,7 @@ class Adapter(abc.ABC):
                 else:
                     block.__dict__["forward"] = forward
 
-    def _attach(self, place: Site) -> list[RemovableHandle]:
+    def _attach(self, place: Site) -> list[Any]:
         tap = self.tap(*place)
 
         def emit(raw: Tensor) -> Tensor | None:
@@ -461,7 +460,7 @@ class _SoftmaxMode(torch.overrides.TorchFunctionMode):
         return probabilities if new is None else new.to(probabilities.dtype)
 
 
-def softmax_hooks(module: nn.Module, site: str, emit: Callable[[Tensor], Tensor | None]) -> list[RemovableHandle]:
+def softmax_hooks(module: nn.Module, site: str, emit: Callable[[Tensor], Tensor | None]) -> list[Any]:
     """Hooks the softmax inside one eager attention module, the only place where scores and pattern exist."""
     open_modes: list[_SoftmaxMode] = []
 
@@ -470,11 +469,23 @@ def softmax_hooks(module: nn.Module, site: str, emit: Callable[[Tensor], Tensor 
         mode.__enter__()
         open_modes.append(mode)
 
-    def leave(_: nn.Module, __: Any, ___: Any) -> None:
+    def leave(_: nn.Module | None, __: Any, ___: Any) -> None:
         if open_modes:
             open_modes.pop().__exit__(None, None, None)
 
     return [
         module.register_forward_pre_hook(enter),
         module.register_forward_hook(leave, always_call=True),
+        _Closing(leave),
     ]
+
+
+class _Closing:
+    """Leaves what an interruption left open: torch calls hooks after errors, but not after a KeyboardInterrupt."""
+
+    def __init__(self, leave: Callable[[nn.Module | None, Any, Any], None]) -> None:
+        self._leave = leave
+
+    def remove(self) -> None:
+        """Called where the hooks themselves are removed."""
+        self._leave(None, None, None)

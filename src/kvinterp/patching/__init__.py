@@ -4,7 +4,7 @@ from kvinterp.patching.decomposition import Decomposition, decompose
 from kvinterp.patching.patch import PATCH_SITES, Patch, PatchWatcher, donor_trace, patched
 from kvinterp.patching.planted import PLACES, Cause, Plant, localise
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.sweep import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, highest_kl, sweep
+from kvinterp.patching.sweeping import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, highest_kl, sweep
 from kvinterp.patching.table import Sweep
 
 __all__ = [

@@ -416,5 +416,5 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatch
         stack.enter_context(adapter.attached(watcher.places))
         stack.callback(adapter.model.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(adapter.model.register_forward_hook(after, always_call=True).remove)
-        stack.enter_context(adapter.also_listening(watcher.listeners))
+        stack.enter_context(adapter.listening({place: [heard] for place, heard in watcher.listeners.items()}))
         yield watcher

@@ -27,6 +27,7 @@ from kvinterp.recording import Recorder, Trace, Watch
 
 __all__ = [
     "LOGITS",
+    "RecorderWatcher",
     "Runner",
     "Watcher",
     "batched",
@@ -250,7 +251,7 @@ def _run_batch(
     length = max_new_tokens if forced is None else min(max_new_tokens, len(forced) + 1)
     kept, chosen, fed, finite = [], [], [], []
     finished = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    watchers = [_RecorderWatcher(recorder)] if recorder.kept else []
+    watchers = [RecorderWatcher(recorder)] if recorder.kept else []
     with Runner(adapter, path, prompt, length, watchers) as runner:
         logits = runner.advance()
         for step in range(length):
@@ -299,7 +300,7 @@ def _run_batch(
     return traces
 
 
-class _RecorderWatcher:
+class RecorderWatcher:
     """A recorder as the runner sees it."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -101,7 +102,7 @@ class Trace:
                 records.setdefault((site, int(layer)), {}).update(pieces)
             whole = {place: [kept[i] for i in sorted(kept)] for place, kept in records.items()}
             return cls(**about, records=whole, logits=logits)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, SafetensorError) as error:
             raise InputError(f"folder {str(source)!r} holds no readable trace ({error}): save it again.") from error
 
 

@@ -93,7 +93,7 @@ def overview(kl: Labelled, drift: Labelled, attention: Labelled, kv: Labelled) -
         ):
             draw(target, given)
         abouts = [c.about for given in (kl, drift, attention, kv) for c in given.values()]
-        figure.supxlabel(small_print(abouts, 250), x=0.01, ha="left", **_SMALL)
+        figure.supxlabel(small_print(abouts, 230), x=0.01, ha="left", **_SMALL)
         figure.provenance = abouts  # type: ignore[attr-defined]  # kept for save()
     return figure
 
@@ -129,7 +129,7 @@ def figure_of(draw: Any, comparisons: Labelled, size: tuple[float, float]) -> Fi
         figure = _canvas(size)
         draw(figure, comparisons)
         abouts = [c.about for c in comparisons.values()]
-        figure.supxlabel(small_print(abouts, round(size[0] * 24)), x=0.01, ha="left", **_SMALL)
+        figure.supxlabel(small_print(abouts, round(size[0] * 22)), x=0.01, ha="left", **_SMALL)
         figure.provenance = abouts  # type: ignore[attr-defined]  # kept for save()
     return figure
 
@@ -367,7 +367,7 @@ def precision_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Figure:
         place_title(axes, _ladder_title(largest, dtypes))
         _legend_below(axes, *axes.get_legend_handles_labels())
         abouts = [c.about for group in rungs.values() for c in group]
-        figure.supxlabel(small_print(abouts, 134), x=0.01, ha="left", **_SMALL)
+        figure.supxlabel(small_print(abouts, 123), x=0.01, ha="left", **_SMALL)
         figure.provenance = abouts  # type: ignore[attr-defined]  # kept for save()
     return figure
 

@@ -1,0 +1,54 @@
+"""What a model can be compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvinterp.errors import UnsupportedError
+from kvinterp.models import Adapter, expand_sites
+from kvinterp.recording import Watch
+
+__all__ = ["DEFAULT_RECORD", "recordable"]
+
+DEFAULT_RECORD = ("resid_post", "pattern", "kv")
+
+
+def recordable(
+    adapter: Adapter, record: str | Sequence[str] | None, layers: Sequence[int]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The sites to record and, where the choice is the default, those that this model cannot give.
+
+    Args:
+        adapter: The model.
+        record: Sites, which must all be there, or None for what the model can give of :data:`DEFAULT_RECORD`.
+        layers: The layers they are recorded at.
+
+    Returns:
+        The sites, and for each default one that is left out the reason.
+
+    Raises:
+        UnsupportedError: A site was asked for by name and is not there.
+    """
+    if record is not None:
+        sites = expand_sites(record)
+        _watch(adapter, sites, layers)
+        return sites, {}
+    kept: list[str] = []
+    left_out: dict[str, str] = {}
+    for name in DEFAULT_RECORD:
+        try:
+            _watch(adapter, expand_sites(name), layers)
+            kept += expand_sites(name)
+        except UnsupportedError as error:
+            left_out[name] = str(error)
+    return tuple(kept), left_out
+
+
+def _watch(adapter: Adapter, sites: Sequence[str], layers: Sequence[int]) -> None:
+    Watch(adapter, [(site, layer) for site in sites for layer in layers], _nothing)
+
+
+def _nothing(site: str, layer: int, start: int, tensor: Tensor) -> None:
+    return None

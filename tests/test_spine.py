@@ -1,0 +1,351 @@
+"""The spine end to end: what the issue asks to be shown of models, paths, recorder, comparison and bad input."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp.models import zoo
+from kvinterp.paths import strategy_named
+from kvinterp.paths.cache import GrowingStore
+from kvinterp.paths.sampling import uniforms
+
+KINDS = [pytest.param("hooked", marks=pytest.mark.hooked), "bridge", "native"]
+PROMPT = "Question: Leo shares 4 balls among 2 friends. How many balls does each friend get?\nAnswer:"
+
+
+def has_hooked():
+    try:
+        from transformer_lens import HookedTransformer  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+HOOKED_KINDS = ["hooked", "bridge", "native"] if has_hooked() else ["bridge", "native"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kv.load_model("zoo:mistral-mini", kind="native", device="cpu")
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_kind_agrees_with_transformers_eager_in_float32(name):
+    """Relative to the largest logit, 1e-5: the bound of the issue, on all three families."""
+    tokens = torch.randint(4, 500, (1, 60), generator=torch.Generator().manual_seed(0))
+    reference = kv.load_model(f"zoo:{name}", kind="native", dtype="float32", attention="eager", device="cpu").model
+    with torch.no_grad():
+        wanted = reference(tokens).logits
+        for kind in HOOKED_KINDS:
+            given = kv.load_model(f"zoo:{name}", kind=kind, dtype="float32", device="cpu").forward(tokens)
+            assert (given - wanted).abs().max() / wanted.abs().max() < 1e-5, kind
+
+
+@pytest.mark.parametrize("name", ["mistral-mini", "gemma2-mini"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_native_is_a_plain_transformers_loop_to_the_bit(name, dtype):
+    """The cached loop against transformers' own DynamicCache, past gemma2-mini's window; the other against model(ids)."""
+    adapter = kv.load_model(f"zoo:{name}", kind="native", dtype=dtype, device="cpu")
+    tokens = torch.tensor([adapter.encode(PROMPT)])
+    cached = kv.run(adapter, tokens[0].tolist(), "cached", max_new_tokens=16, logits="keep", stop="length")
+    recompute = kv.run(adapter, tokens[0].tolist(), "recompute", max_new_tokens=16, logits="keep", stop="length",
+                       continuation=cached.tokens)  # fmt: skip
+    with torch.no_grad():
+        output, whole = adapter.model(tokens, use_cache=True), tokens
+        for step, token in enumerate(cached.tokens):
+            assert torch.equal(output.logits[0, -1], cached.logits[step])
+            plain = adapter.model(whole, use_cache=False).logits[0, -1]
+            assert torch.equal(plain, recompute.logits[step])
+            plain_kl = torch.nn.functional.kl_div(
+                plain.double().log_softmax(-1),
+                output.logits[0, -1].double().log_softmax(-1),
+                log_target=True,
+                reduction="sum",
+            )
+            ours = kv.compare_traces(cached, recompute).steps.loc[step, "kl"] if step in (1, 15) else None
+            assert ours is None or abs(ours - plain_kl) <= max(1e-12, 1e-6 * abs(plain_kl))
+            following = torch.tensor([[token]])
+            whole = torch.cat([whole, following], 1)
+            output = adapter.model(following, past_key_values=output.past_key_values, use_cache=True)
+
+
+def test_wrap_takes_what_the_user_has(model):
+    assert kv.wrap(model) is model
+    assert kv.wrap(model.model, model.tokenizer).kind == "native"
+    assert kv.wrap(kv.load_model("zoo:mistral-mini", kind="bridge", device="cpu").model).kind == "bridge"
+    with pytest.raises(kv.InputError, match="cannot wrap a dict"):
+        kv.wrap({})
+
+
+def test_a_cast_model_keeps_its_rope_frequencies(model):
+    """model.to(float16) rounds them, which from_pretrained(dtype=float16) does not do."""
+    cast = kv.load_model("zoo:mistral-mini", kind="native", dtype="float32", device="cpu").at(torch.float16)
+    frequencies = {n: b for n, b in cast.model.named_buffers() if "inv_freq" in n}
+    assert frequencies
+    assert all(b.dtype == torch.float32 for b in frequencies.values())
+
+
+# Recorder ------------------------------------------------------------------------------------------------------------
+
+
+def test_kinds_show_the_same_activations():
+    """Every site of every kind in float32, all positions of the prefill, against native eager."""
+    reference = kv.load_model("zoo:gemma2-mini", kind="native", dtype="float32", attention="eager", device="cpu")
+    sites = "resid_pre,resid_mid,resid_post,attn_out,mlp_out,q,k,v,z,pattern,cache_k,cache_k_pre,cache_v"
+    wanted = kv.run(reference, PROMPT, "recompute", max_new_tokens=1, record=sites, positions="all")
+    for kind in [k for k in HOOKED_KINDS if k != "native"]:
+        other = kv.load_model("zoo:gemma2-mini", kind=kind, dtype="float32", device="cpu")
+        shown = kv.run(other, PROMPT, "recompute", max_new_tokens=1, record=sites, positions="all")
+        for place, tensors in wanted.records.items():
+            a, b = tensors[0], shown.records[place][0]
+            assert a.shape == b.shape, (kind, place)
+            assert (a - b).abs().max() / a.abs().max() < 2e-5, (kind, place)
+
+
+def test_trace_saves_and_loads(model, tmp_path):
+    trace = kv.run(model, PROMPT, "cached", max_new_tokens=4, record="resid_post,kv", positions="all", logits="keep")
+    again = kv.Trace.load(trace.save(tmp_path / "trace"))
+    assert again.tokens == trace.tokens
+    assert torch.equal(again.logits, trace.logits)
+    for place, kept in trace.records.items():
+        assert all(torch.equal(a, b) for a, b in zip(kept, again.records[place], strict=True))
+    (tmp_path / "trace" / "trace.safetensors").write_bytes(b"cut off")
+    with pytest.raises(kv.InputError, match="trace"):
+        kv.Trace.load(tmp_path / "trace")
+
+
+def test_pattern_under_sdpa_says_why_and_what_to_do(model):
+    with pytest.raises(kv.UnsupportedError, match="attention='eager'"):
+        kv.run(model, PROMPT, record="pattern")
+
+
+# Paths ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["cached", "recompute@float64", "cached[chunk=16]", "cached[cache=float32]@float16"])
+def test_path_text_comes_back(text):
+    assert str(kv.path_named(text)) == text
+
+
+@pytest.mark.parametrize("text", ["cash", "recompute[cache=float32]", "cached[chunk=0]", "cached@float8", "cached+nothing"])
+def test_bad_paths_are_refused(text):
+    with pytest.raises(kv.InputError):
+        kv.path_named(text)
+
+
+@pytest.mark.parametrize("text", ["top_k(5,0.7)", "top_p(0.8,1.3)"])
+def test_sampling_draws_from_its_distribution(text):
+    """The share of each token over evenly spread random numbers is its probability, to one part in the number of draws."""
+    strategy = strategy_named(text)
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(3)) * 2
+    draws = 4000
+    spread = (torch.arange(draws) + 0.5) / draws
+    counts = torch.bincount(strategy.choose(logits.expand(draws, -1), spread), minlength=20) / draws
+    assert (counts - strategy.distribution(logits.double())[0]).abs().max() <= 1 / draws
+    assert str(strategy_named(str(strategy))) == str(strategy)
+
+
+def test_random_numbers_do_not_depend_on_the_batch():
+    assert torch.equal(uniforms(1, 5, 8)[:4], uniforms(1, 5, 4))
+    assert not torch.equal(uniforms(1, 5, 8), uniforms(1, 6, 8))
+
+
+def test_the_store_gives_what_transformers_sliding_layer_gives(model):
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    facts = kv.load_model("zoo:gemma2-mini", kind="native", device="cpu").facts
+    theirs = DynamicSlidingWindowLayer(sliding_window=8)
+    ours = GrowingStore(facts, kv.policy_named("identity"), 1, 40, torch.float32, torch.device("cpu"), [])
+    generator = torch.Generator().manual_seed(0)
+    for new in (12, 1, 1, 5, 1):
+        keys, values = (torch.randn(1, facts.kv_heads, new, facts.head_dim, generator=generator) for _ in range(2))
+        wanted, given = theirs.update(keys, values), ours.update(0, keys, values, 8)
+        assert all(torch.equal(a, b) for a, b in zip(wanted, given, strict=True))
+
+
+def test_a_chunked_prefill_agrees_in_float64(model):
+    whole, chunked = (kv.run(model, PROMPT, p, max_new_tokens=4, logits="keep") for p in
+                      ("cached@float64", "cached[chunk=5]@float64"))  # fmt: skip
+    assert whole.tokens == chunked.tokens
+    assert (whole.logits - chunked.logits).abs().max() < 1e-12
+
+
+def test_batches_change_no_bit_and_no_order(model):
+    prompts = kv.load_prompts("arithmetic:8")
+    one = kv.compare(model, prompts, max_new_tokens=6, progress="none")
+    many = kv.compare(model, prompts, max_new_tokens=6, batch_size=4, progress="none")
+    for name in ("steps", "examples", "layers", "kv"):
+        keys = [c for c in ("example", "step", "site", "tensor", "layer", "kv_head", "position") if c in getattr(one, name)]
+        frames = [getattr(c, name).sort_values(keys, ignore_index=True) for c in (one, many)]
+        pd.testing.assert_frame_equal(*frames)
+
+
+def test_out_of_memory_halves_the_batch_and_says_so(model, monkeypatch, caplog):
+    forward = type(model).forward
+
+    def small(self, tokens, store=None):
+        if len(tokens) > 2:
+            raise torch.OutOfMemoryError("planted")
+        return forward(self, tokens, store)
+
+    monkeypatch.setattr("kvinterp.paths.runner._same_bits", lambda *_: True)
+    prompts = [list(range(10, 22))] * 4
+    wanted = kv.run(model, prompts, max_new_tokens=3)
+    monkeypatch.setattr(type(model), "forward", small)
+    with caplog.at_level(logging.WARNING, logger="kvinterp"):
+        given = kv.run(model, prompts, max_new_tokens=3, batch_size=4)
+    assert [t.tokens for t in given] == [t.tokens for t in wanted]
+    assert "batch of 4" in caplog.text
+    assert "halved to 2" in caplog.text
+
+
+# Comparison ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_are_what_the_traces_say():
+    """Every kind of number derived again from kept tensors."""
+    adapter = kv.load_model("zoo:gemma2-mini", kind="bridge", device="cpu")
+    tokens = adapter.encode(PROMPT)
+    both = kv.compare(adapter, tokens, max_new_tokens=14, stop="length", progress="none")
+    fed = both.steps["token_a"].tolist()
+    keep = {"record": "resid_post,pattern,kv", "positions": "all", "logits": "keep", "stop": "length", "max_new_tokens": 14}
+    a, b = (kv.run(adapter, tokens, path, continuation=fed, **keep) for path in ("cached", "recompute"))
+    step, layer = 12, 2
+    p, q = (t.logits[step].double().log_softmax(-1) for t in (a, b))
+    assert both.steps.loc[step, "kl"] == pytest.approx(float((p.exp() * (p - q)).sum()), abs=1e-12)
+    x, y = (t.records["resid_post", layer][step][-1].double() for t in (a, b))
+    drift = both.layers.query("step == @step and layer == @layer")["relative_l2"].item()
+    assert drift == pytest.approx(float((x - y).norm() / y.norm()), rel=1e-9)
+    x, y = (t.records["cache_v", layer][step].double() for t in (a, b))
+    short = min(x.shape[1], y.shape[1])
+    x, y = x[:, -short:], y[:, -short:]
+    wanted = (x - y).norm(dim=-1) / y.norm(dim=-1)
+    table = both.kv.query("step == @step and layer == @layer and tensor == 'V'").sort_values(["kv_head", "position"])
+    np.testing.assert_allclose(table["relative_error"].to_numpy(), wanted.flatten().numpy(), rtol=1e-9)
+    assert table["position"].max() == len(tokens) + step - 1
+    x, y = (t.records["pattern", layer][step][:, -1].double() for t in (a, b))
+    short = min(x.shape[-1], y.shape[-1])
+    assert both.heads.query("step == @step and layer == @layer")["kl"].max() >= 0
+    assert x.shape[-1] != 0
+    assert short
+
+
+def test_free_protocol_splits_kl_at_the_flip(model):
+    """Top-p at a high temperature with an FP16 path against a quantised-looking one: force flips by another dtype."""
+    both = kv.compare(model, kv.load_prompts("arithmetic:3"), b="recompute@bfloat16", protocol="free",
+                      strategy="top_p(0.99,3.0)", max_new_tokens=12, stop="length", record="", progress="none")  # fmt: skip
+    flips = both.examples["flip_index"].dropna()
+    assert len(flips), "the strategy was chosen so that bfloat16 flips a token"
+    for example, row in both.examples.set_index("example").iterrows():
+        steps = both.steps[both.steps["example"] == example]
+        if not np.isnan(row["flip_index"]):
+            assert steps["token_a"].iloc[int(row["flip_index"])] != steps["token_b"].iloc[int(row["flip_index"])]
+            before = steps[steps["step"] <= row["flip_index"]]["kl"]
+            assert row["mean_kl_before_flip"] == pytest.approx(before.mean())
+
+
+def test_unlike_comparisons_are_not_joined(model):
+    a = kv.compare(model, PROMPT, max_new_tokens=2, record="", progress="none")
+    b = kv.compare(model, PROMPT, b="recompute@float32", max_new_tokens=2, record="", progress="none")
+    with pytest.raises(kv.InputError, match="different paths"):
+        kv.Comparison.joined([a, b])
+
+
+def test_nan_is_named_by_layer_and_step_and_the_rest_goes_on(tmp_path):
+    """Token 77's embedding overflows: only the prompt that holds it fails, in every verb."""
+    adapter = kv.load_model("zoo:mistral-mini", kind="native", device="cpu")
+    adapter.model.lm_head.weight = torch.nn.Parameter(adapter.model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        adapter.model.get_input_embeddings().weight[77] = torch.inf
+    good, bad = [5, 6, 7, 8], [5, 77, 7, 8]
+    with pytest.raises(kv.NonFiniteError, match=r"layer 0 at step 0 in float16"):
+        kv.run(adapter, bad, max_new_tokens=2)
+    traces = kv.run(adapter, [bad, good], max_new_tokens=2, stop="length")
+    assert traces[0].failure
+    assert not traces[1].failure
+    both = kv.compare(adapter, [bad, good], max_new_tokens=2, stop="length", progress="none")
+    assert both.failures["example"].tolist() == [0]
+    assert set(both.steps["example"]) == {1}
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda tmp: kv.load_model("zoo:mistrel-mini"), "mistral-mini"),
+        (lambda tmp: kv.load_model("zoo:mistral-mini", kind="hoked"), "hooked"),
+        (lambda tmp: kv.load_model("zoo:mistral-mini", kind="native", dtype="float8"), "float16"),
+        (lambda tmp: kv.load_model(str(tmp / "nowhere")), "does not exist"),
+        (lambda tmp: kv.load_model(str(tmp)), "no config.json"),
+        (lambda tmp: kv.load_prompts(str(tmp / "none.jsonl")), "none.jsonl"),
+        (lambda tmp: strategy_named("gready"), "greedy"),
+    ],
+)
+def test_bad_names_get_one_sentence(tmp_path, call, said):
+    with pytest.raises(kv.KvinterpError, match=said) as caught:
+        call(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.hooked
+def test_an_architecture_hooked_cannot_convert_names_the_other_kinds(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=32)).save_pretrained(tmp_path)
+    with pytest.raises(kv.UnsupportedError, match=r"bridge.*native"):
+        kv.load_model(str(tmp_path), kind="hooked", device="cpu")
+
+
+def test_sites_layers_heads_and_prompts_that_do_not_exist(model):
+    for options, said in (
+        ({"record": "resid_pots"}, "resid_post"),
+        ({"record": "v", "layers": [9]}, "layer 9"),
+        ({"record": "v", "kv_heads": [9]}, "KV head 9"),
+    ):
+        with pytest.raises(kv.InputError, match=said):
+            kv.run(model, PROMPT, max_new_tokens=1, **options)
+    with pytest.raises(kv.InputError, match="context"):
+        kv.run(model, [5] * 1020, max_new_tokens=10)
+    with pytest.raises(kv.InputError, match="token id 9999"):
+        kv.run(model, [9999], max_new_tokens=1)
+
+
+def test_prompt_files(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("")
+    with pytest.raises(kv.InputError, match="empty"):
+        kv.load_prompts(str(file))
+    file.write_text(json.dumps({"prompt": "a"}) + "\n{broken\n")
+    with pytest.raises(kv.InputError, match="line 2"):
+        kv.load_prompts(str(file))
+
+
+# The package ---------------------------------------------------------------------------------------------------------
+
+
+def test_importing_is_quick_and_free_of_side_effects():
+    """At most 0.3 s more than torch, the least of three; and nothing heavy is imported before it is used."""
+    program = (
+        "import time, sys, torch; start = time.perf_counter(); import kvinterp; "
+        "heavy = ('transformers', 'transformer_lens', 'pandas'); "
+        "print(time.perf_counter() - start, [m for m in heavy if m in sys.modules])"
+    )
+    shown = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout for _ in range(3)
+    ]
+    assert all(line.strip().endswith("[]") for line in shown)
+    assert min(float(line.split()[0]) for line in shown) < 0.3
+    for name in kv.__all__:
+        assert getattr(kv, name) is not None
