@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,9 @@ app = typer.Typer(
 
 def main() -> None:
     """The entry point ``kvinterp``."""
+    # Before torch is imported: idle threads sleep instead of spinning. It changes no bit, and on two cores that others
+    # use as well the demo takes one minute instead of eight.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
 
 
@@ -151,6 +155,84 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
         raise InputError(f"--layers {text!r} cannot be read: expected whole numbers with commas, as in 0,2,-1.") from error
 
 
+# patch and decompose ---------------------------------------------------------------------------------------------------
+
+Kind = Annotated[str, typer.Option(help="native, hooked or bridge.")]
+Dtype = Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")]
+Prompts = Annotated[str, typer.Option(help="A .jsonl file, or arithmetic:N, restate:N, instructions:N.")]
+
+
+@app.command("patch")
+@_told
+def patch_command(
+    model: Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, or a hub id.")],
+    out: Out,
+    site: Annotated[str, typer.Option(help="kv, cache_k, cache_v, resid_post, attn_out, ...")] = "kv",
+    sweep: Annotated[str, typer.Option(help="single, cumulative, cumulative-from, heads, kv-heads or blocks.")] = "single",
+    direction: Annotated[str, typer.Option(help="into-recompute or into-cached.")] = "into-recompute",
+    steps: Annotated[str, typer.Option(help="every or first.")] = "every",
+    protocol: Annotated[str, typer.Option(help="matched or free.")] = "matched",
+    distance: Annotated[str, typer.Option(help="kl, l2 or margin.")] = "kl",
+    prompts: Prompts = "arithmetic:6",
+    kind: Kind = "native",
+    dtype: Dtype = "float16",
+    max_new_tokens: Annotated[int, typer.Option(help="Most steps a prompt.")] = 32,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is one.")] = None,
+    attention: Annotated[str | None, typer.Option(help="For native: sdpa, eager, ...; its own unless given.")] = None,
+    controls: Annotated[str, typer.Option(help="all, quick (without planted causes) or none.")] = "all",
+    overwrite: Overwrite = False,
+) -> None:
+    """Move tensors of one path into the other, one place at a time, and write how much of the difference each recovers."""
+    from kvinterp.data import load_prompts
+    from kvinterp.models import load_model
+    from kvinterp.patching import sweep as run_sweep
+    from kvinterp.results import write_tables
+
+    _speak()
+    made = run_sweep(
+        load_model(model, kind=kind, dtype=dtype, device=device, attention=attention),
+        load_prompts(prompts),
+        site,
+        sweep,
+        direction=direction,
+        steps=steps,
+        protocol=protocol,
+        distance=distance,
+        max_new_tokens=max_new_tokens,
+        controls=controls,
+    )
+    tables = {"recovery": made.recovery, "steps": made.steps, "controls": made.controls}
+    for path in write_tables(out, tables, made.summary(), "overwrite" if overwrite else "error"):
+        typer.echo(str(path))
+
+
+@app.command("decompose")
+@_told
+def decompose_command(
+    model: Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, or a hub id.")],
+    out: Out,
+    prompts: Prompts = "arithmetic:6",
+    kind: Kind = "native",
+    dtype: Dtype = "float16",
+    max_new_tokens: Annotated[int, typer.Option(help="Most steps a prompt.")] = 32,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is one.")] = None,
+    attention: Annotated[str | None, typer.Option(help="For native: sdpa, eager, ...; its own unless given.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Split the difference into what earlier K and V carry (state) and what this step's kernels add (fresh)."""
+    from kvinterp.data import load_prompts
+    from kvinterp.models import load_model
+    from kvinterp.patching import decompose
+    from kvinterp.results import write_tables
+
+    _speak()
+    adapter = load_model(model, kind=kind, dtype=dtype, device=device, attention=attention)
+    made = decompose(adapter, load_prompts(prompts), max_new_tokens=max_new_tokens)
+    tables = {"decomposition": made.steps, "layers": made.layers}
+    for path in write_tables(out, tables, made.summary(), "overwrite" if overwrite else "error"):
+        typer.echo(str(path))
+
+
 # demo ------------------------------------------------------------------------------------------------------------------
 
 
@@ -192,10 +274,13 @@ def _say_where(out: Path, page: Path) -> None:
 def _speak() -> None:
     """Shows kvinterp's own log lines on stderr."""
     log = logging.getLogger("kvinterp")
-    if not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(handler)
+    # Made anew for every command: standard error may be another stream by now.
+    for handler in [h for h in log.handlers if h.get_name() == "kvinterp.cli"]:
+        log.removeHandler(handler)
+    handler = logging.StreamHandler()
+    handler.set_name("kvinterp.cli")
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError, unknown
 
-__all__ = ["EXISTING", "TABLES", "Result", "ResultFolder", "check_free", "load_result", "write_whole"]
+__all__ = ["EXISTING", "TABLES", "Result", "ResultFolder", "check_free", "load_result", "write_tables", "write_whole"]
 
 TABLES = ("steps", "examples", "layers", "heads", "kv")
 PARTS = (*TABLES, "failures")
@@ -226,6 +227,29 @@ def load_result(folder: str | Path) -> Result:
         return Result(path, comparison, load_prompts(path / "prompts.jsonl"), summary)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"folder {str(path)!r} holds no readable result ({error}): make it again.") from error
+
+
+def write_tables(
+    path: Path, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any], existing: str = "error"
+) -> list[Path]:
+    """Writes tables and ``summary.json`` into a folder, each whole or not at all, the summary last.
+
+    Args:
+        path: The folder.
+        tables: Tables by the names of their files.
+        summary: What ``summary.json`` holds.
+        existing: ``"error"`` or ``"overwrite"``.
+
+    Raises:
+        InputError: The folder holds a result and may not be overwritten, or cannot be written.
+    """
+    check_free(path, existing)
+    for name, table in tables.items():
+        buffer = io.BytesIO()
+        table.to_parquet(buffer, index=False)
+        write_whole(path / f"{name}.parquet", buffer.getvalue())
+    write_whole(path / "summary.json", json.dumps(summary, indent=1, default=str) + "\n")
+    return [*(path / f"{name}.parquet" for name in tables), path / "summary.json"]
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

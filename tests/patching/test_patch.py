@@ -201,7 +201,7 @@ def test_patches_combine_and_later_ones_win(load, case):
 
     a, b = (kv.Patch("resid_post", (0,), positions="all", donor=donor) for donor in (first, second))
     assert_bitwise(logits(a, b), logits(b), "the later of two patches of one place")
-    c = kv.Patch("mlp_out", (1,), positions="newest", steps=(2,), donor=second)
+    c = kv.Patch("mlp_out", (1,), positions="newest", steps=(2,), donor=first)
     both, alone = logits(b, c), logits(b)
     assert_bitwise(both[:2], alone[:2], "logits before the step of the second patch")
     assert not torch.equal(both[2], alone[2])

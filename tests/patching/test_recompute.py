@@ -5,7 +5,7 @@ import torch
 
 import kvinterp as kv
 from kvinterp.patching import PatchWatcher, PureRecompute
-from support import PROMPT, Case, assert_bitwise, cases
+from support import PROMPT, Case, assert_bitwise, cases, plain_forward
 
 OTHER = tuple((token * 7 + 5) % 97 for token in PROMPT)
 """As long as PROMPT, with other tokens: what is taken from it changes the logits."""
@@ -62,7 +62,6 @@ def plain_native(model, tokens, site, layer, taken, span):
     block = model.model.layers[layer]
     module, side = {
         "resid_pre": (block, "input"),
-        "resid_mid": (block.post_attention_layernorm, "input"),
         "resid_post": (block, "output"),
         "attn_out": (block.self_attn, "output"),
         "mlp_out": (block.mlp, "output"),
@@ -94,7 +93,30 @@ def plain_native(model, tokens, site, layer, taken, span):
         handle.remove()
 
 
-@cases(KINDS)
+def plain_mid(adapter, tokens, layer, taken, span):
+    """The second half of a transformers block made by hand from the patched stream between attention and MLP.
+
+    No hook can do this, TransformerLens' own on a bridge either: the stream goes around the norm that shows it.
+    """
+    block, seen = adapter.blocks[layer], []
+    norm = getattr(block, "pre_feedforward_layernorm", block.post_attention_layernorm)
+
+    def after(_, __, output):
+        mid = swapped(seen[0], taken, span)
+        added = block.mlp(norm(mid))
+        if hasattr(block, "post_feedforward_layernorm"):
+            added = block.post_feedforward_layernorm(added)
+        return (mid + added, *output[1:]) if isinstance(output, tuple) else mid + added
+
+    handles = [norm.register_forward_pre_hook(lambda _, args: seen.append(args[0])), block.register_forward_hook(after)]
+    try:
+        return plain_forward(adapter.model, tokens)[0, -1]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@cases([*KINDS, Case("gemma2", "bridge"), Case("gemma2", "native", "eager")])
 @pytest.mark.parametrize("positions", ["newest", "all"])
 def test_resumed_runs_give_the_bits_of_a_full_run_with_hooks(load, case, positions):
     model = load(case)
@@ -103,13 +125,18 @@ def test_resumed_runs_give_the_bits_of_a_full_run_with_hooks(load, case, positio
     pure = PureRecompute(model, kv.Recompute())
     unpatched = pure.capture(PROMPT)
     plain = plain_native if case.kind == "native" else plain_hooked
+    if case == Case("gemma2", "native", "eager"):
+        sites = ["resid_mid"]  # plain_native knows the Llama family's blocks only.
     for site in sites:
         for layer in range(model.facts.layers):
             patch = kv.Patch(site, (layer,), positions=positions, steps=(0,), donor=donor)
             watcher = PatchWatcher(model, [patch])
             resumed = pure.patched(PROMPT, 0, watcher)
             taken = donor.records[site, layer][0]
-            expected = plain(model.model, torch.tensor([PROMPT]), site, layer, taken, rows(positions))
+            if site == "resid_mid" and case.kind != "hooked":
+                expected = plain_mid(model, torch.tensor([PROMPT]), layer, taken, rows(positions))
+            else:
+                expected = plain(model.model, torch.tensor([PROMPT]), site, layer, taken, rows(positions))
             assert_bitwise(resumed, expected, f"logits with {site} of layer {layer} patched", ("vocab",))
             assert not torch.equal(resumed, unpatched), f"the patch of {site} at layer {layer} changed nothing"
 
@@ -230,3 +257,19 @@ def test_a_path_that_is_not_a_plain_recompute_path_is_refused(load):
     for path in (kv.Cached(), kv.Recompute(chunk=4)):
         with pytest.raises(kv.InputError, match="expected a recompute path without chunks"):
             PureRecompute(model, path)
+
+
+def test_a_stream_between_attention_and_mlp_that_is_not_in_the_output_is_refused(load):
+    """A block that makes its output otherwise (a residual multiplier, say) is not patched wrongly but refused."""
+    model = load(Case("llama-gqa", "native", "sdpa"))
+    donor = donor_of(model, "resid_mid")
+    handle = model.blocks[1].register_forward_hook(
+        lambda _, __, output: (output[0] * 1.5, *output[1:]) if isinstance(output, tuple) else output * 1.5
+    )
+    try:
+        pure = PureRecompute(model, kv.Recompute())
+        pure.capture(PROMPT)
+        with pytest.raises(kv.UnsupportedError, match="resid_mid cannot be patched at layer 1"):
+            pure.patched(PROMPT, 0, PatchWatcher(model, [kv.Patch("resid_mid", (1,), steps=(0,), donor=donor)]))
+    finally:
+        handle.remove()

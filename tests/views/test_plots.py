@@ -201,7 +201,8 @@ def test_drawing_leaves_the_users_settings_and_pyplot_alone() -> None:
     """pyplot picks a backend and keeps figures for the whole process: a library has no business with it."""
     code = (
         "import matplotlib, sys\n"
-        "settings = lambda: {k: dict.__getitem__(matplotlib.rcParams, k) for k in matplotlib.rcParams}  # looks, asks nothing\n"
+        "look = dict.__getitem__  # rcParams['backend'] would choose one, through pyplot\n"
+        "settings = lambda: {key: look(matplotlib.rcParams, key) for key in matplotlib.rcParams}\n"
         "before = settings()\n"
         "from synthetic import comparison\n"
         "from kvinterp.views.plots import figures\n"

@@ -41,6 +41,7 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag, f"<{tag}> closes something else"
+        self.text += " " if tag in ("td", "th") else ""
 
     def handle_data(self, data: str) -> None:
         if "style" not in self.open:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
 
-__all__ = ["HookedAdapter", "convert_checkpoint", "hooked_class"]
+__all__ = ["HookedAdapter", "convert_checkpoint", "hooked_class", "hooked_from_transformers"]
 
 HOOKS = {
     "resid_pre": "hook_resid_pre",
@@ -37,6 +37,10 @@ CONVERTED = {
     "MistralForCausalLM": "convert_mistral_weights",
     "Gemma2ForCausalLM": "convert_gemma_weights",
 }
+# How TransformerLens turns each weight before it multiplies by it, at every forward.
+TURNED_INWARD = {"W_Q": (0, 2, 1), "W_K": (0, 2, 1), "W_V": (0, 2, 1), "_W_K": (0, 2, 1), "_W_V": (0, 2, 1)}
+TURNED_OUTWARD = {"W_O": (2, 0, 1)}
+TURNED_FLAT = {"W_gate": (1, 0), "W_in": (1, 0), "W_out": (1, 0), "W_U": (1, 0)}
 
 
 def hooked_class() -> type[nn.Module]:
@@ -68,36 +72,98 @@ def convert_checkpoint(folder: Path, name: str, dtype: torch.dtype, device: torc
     Raises:
         UnsupportedError: The architecture is none of the three families.
     """
-    model_class = hooked_class()
-    from transformer_lens.config.hooked_transformer_config import HookedTransformerConfig
-    from transformer_lens.pretrained import weight_conversions
+    hooked_class()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from kvinterp.models.load import quiet_transformers
 
     config = AutoConfig.from_pretrained(folder)
-    architecture = (config.architectures or ["unknown"])[0]
-    if architecture not in CONVERTED:
-        raise UnsupportedError(
-            f"kind 'hooked' cannot convert {architecture} from a local folder (it converts {', '.join(CONVERTED)}): "
-            "use kind='bridge' for the same hooks over the transformers model, or kind='native'."
-        )
+    _check_convertible((config.architectures or ["unknown"])[0])
     with quiet_transformers():
         source = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
-    hooked_config = HookedTransformerConfig(**_config_fields(config, architecture), dtype=dtype, device=str(device))
+    model: Any = hooked_from_transformers(source, config, name, dtype, device)
+    if tokenizer is not None:
+        model.set_tokenizer(_for_transformer_lens(tokenizer, folder))
+    return model
+
+
+def hooked_from_transformers(
+    source: nn.Module, config: Any, name: str, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """An unprocessed HookedTransformer with the weights of a transformers model that is in memory.
+
+    Args:
+        source: A transformers model of the Llama, Mistral or Gemma-2 family; it is left as it is.
+        config: Its config.
+        name: The name to give the model.
+        dtype: Weight and compute dtype.
+        device: Where to put it.
+
+    Raises:
+        UnsupportedError: The architecture is none of the three families.
+    """
+    model_class = hooked_class()
+    from transformer_lens.config.hooked_transformer_config import HookedTransformerConfig
+    from transformer_lens.pretrained import weight_conversions
+
+    architecture = type(source).__name__
+    _check_convertible(architecture)
+    fields = _config_fields(config, architecture)
+    hooked_config = HookedTransformerConfig(**fields, dtype=dtype, device=str(device), init_weights=False)
     hooked_config.model_name = name
     weights = getattr(weight_conversions, CONVERTED[architecture])(source, hooked_config)
-    model: Any = model_class(hooked_config, tokenizer=None, move_to_device=False)
+    with device:
+        model: Any = model_class(hooked_config, tokenizer=None, move_to_device=False)
     model.load_and_process_state_dict(
-        weights,
+        {key: tensor.to(device) for key, tensor in weights.items()},
         fold_ln=False,
         center_writing_weights=False,
         center_unembed=False,
         fold_value_biases=False,
     )
-    if tokenizer is not None:
-        model.set_tokenizer(_for_transformer_lens(tokenizer, folder))
-    return model.to(device, print_details=False).eval().requires_grad_(False)
+    return lay_out_for_products(model.to(device, print_details=False).eval().requires_grad_(False))
+
+
+def lay_out_for_products(model: nn.Module) -> nn.Module:
+    """Lays each weight out in memory as TransformerLens multiplies by it; names, shapes and values stay.
+
+    At every forward TransformerLens turns its weights and copies what came out (``W.T.contiguous()``), which for one token
+    is most of the memory traffic. Where the turned weight is contiguous already, that copy is the weight itself: the same
+    operands in the same layout, so the same bits. Weights that TransformerLens multiplies by without a copy are left.
+
+    Args:
+        model: A HookedTransformer; changed in place, and returned.
+    """
+    blocks: Any = model.blocks
+    for block in blocks:
+        # One head is not copied: turning it is a view, and another layout would be another kernel.
+        _turn(block.attn, {name: order for name, order in TURNED_INWARD.items() if _heads(block.attn, name) > 1})
+        _turn(block.attn, TURNED_OUTWARD)
+        if isinstance(getattr(getattr(block, "mlp", None), "W_gate", None), nn.Parameter):
+            _turn(block.mlp, TURNED_FLAT)
+    _turn(model.unembed, TURNED_FLAT)
+    return model
+
+
+def _heads(attention: nn.Module, name: str) -> int:
+    weight = dict(attention.named_parameters(recurse=False)).get(name)
+    return 0 if weight is None else weight.shape[0]
+
+
+def _turn(module: Any, orders: Mapping[str, tuple[int, ...]]) -> None:
+    for name, weight in module.named_parameters(recurse=False):
+        order = orders.get(name)
+        if order is not None and weight.dim() == len(order):
+            back = [order.index(dimension) for dimension in range(len(order))]
+            weight.data = weight.data.permute(order).contiguous().permute(back)
+
+
+def _check_convertible(architecture: str) -> None:
+    if architecture not in CONVERTED:
+        raise UnsupportedError(
+            f"kind 'hooked' cannot convert {architecture} from a local folder (it converts {', '.join(CONVERTED)}): "
+            "use kind='bridge' for the same hooks over the transformers model, or kind='native'."
+        )
 
 
 def _for_transformer_lens(tokenizer: Any, folder: Path) -> Any:

@@ -26,10 +26,10 @@ from kvinterp.data import Prompt
 from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.adapter import KVStore, Listener, Site
-from kvinterp.patching.lanes import Donor, RunnerLane
+from kvinterp.patching.lanes import Donor, RunnerLane, two_paths
 from kvinterp.patching.patch import stored_sites
 from kvinterp.patching.planted import Plant
-from kvinterp.paths import ExecutionPath, path_named
+from kvinterp.paths import ExecutionPath
 from kvinterp.paths.cache import PassThrough
 from kvinterp.paths.runner import LOGITS, check_choice, encode, growing_store
 from kvinterp.policies import Identity
@@ -101,11 +101,7 @@ def decompose(
     if not isinstance(suffix, int) or suffix < 1:
         raise InputError(f"suffix={suffix!r} was given: expected a whole number of tokens of at least 1.")
     check_choice("progress", progress, ("bar", "none"))
-    paths = (path_named(cached), path_named(recompute))
-    if paths[0].form != "cached" or paths[1].form != "recompute" or paths[1].chunk is not None:
-        raise InputError(
-            f"a decomposition needs a cached and an unchunked recompute path, and {paths[0]} and {paths[1]} were given."
-        )
+    paths = two_paths(cached, recompute, "a decomposition")
     if plant is not None:
         plant.check(adapter)
     single = isinstance(prompts, str | Prompt) or (len(prompts) > 0 and isinstance(prompts[0], int))

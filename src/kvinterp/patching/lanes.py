@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from types import TracebackType
 
@@ -9,15 +10,34 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import CACHE_SITES, Site
 from kvinterp.patching.patch import PatchWatcher
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.paths import ExecutionPath, Runner, Watcher
+from kvinterp.paths import ExecutionPath, Runner, Watcher, path_named
 from kvinterp.policies import Place
 from kvinterp.recording import Watch
 
-__all__ = ["Donor", "PureLane", "RunnerLane"]
+__all__ = ["Donor", "PureLane", "RunnerLane", "two_paths"]
+
+
+def two_paths(
+    cached: str | ExecutionPath, recompute: str | ExecutionPath, what: str, dtype: str | None = None
+) -> tuple[ExecutionPath, ExecutionPath]:
+    """Both paths by name, checked, and in another dtype where one is given.
+
+    Raises:
+        InputError: The first is no cached path, or the second no recompute path in one piece.
+    """
+    paths = path_named(cached), path_named(recompute)
+    if paths[0].form != "cached" or paths[1].form != "recompute" or paths[1].chunk is not None:
+        raise InputError(
+            f"{what} needs a cached and an unchunked recompute path, and {paths[0]} and {paths[1]} were given."
+        )
+    if dtype is None:
+        return paths
+    return dataclasses.replace(paths[0], dtype=dtype), dataclasses.replace(paths[1], dtype=dtype)
 
 
 class Donor:

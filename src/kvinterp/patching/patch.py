@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models import SITES, Adapter, wrap
 from kvinterp.models.adapter import CACHE_SITES, Listener, Site
+from kvinterp.patching.midstream import carry_on
 from kvinterp.policies import Place
 from kvinterp.recording import Recorder, Trace, chosen_layers
 from kvinterp.recording.recorder import HEADS
@@ -134,6 +135,7 @@ class PatchWatcher:
                     self.listeners[patch.site, layer] = self._listener(
                         patch, layer, self.listeners.get((patch.site, layer))
                     )
+        carry_on(adapter, self.listeners)
 
     @property
     def places(self) -> list[Site]:

@@ -24,9 +24,9 @@ from torch import Tensor
 from kvinterp.errors import InputError, located, unknown
 from kvinterp.models import SITES, Adapter, dtype_named, wrap
 from kvinterp.models.adapter import CACHE_SITES, Listener, Site
-from kvinterp.patching.lanes import Donor, RunnerLane
+from kvinterp.patching.lanes import Donor, RunnerLane, two_paths
 from kvinterp.patching.patch import Patch, PatchWatcher, stored_sites
-from kvinterp.paths import Cached, ExecutionPath, Recompute
+from kvinterp.paths import ExecutionPath
 from kvinterp.paths.runner import LOGITS, encode
 from kvinterp.policies import Place
 from kvinterp.policies.planted import Planted, nudged
@@ -59,7 +59,7 @@ class Plant:
 
     place: str
     layer: int = 0
-    units: float = 4
+    units: float = 4.0
     bits: int = 11
     site: str = "mlp_out"
 
@@ -108,7 +108,7 @@ class PlantWatcher:
         """K and V are planted where they are written, by the policy."""
 
     def _nudge(self, tensor: Tensor) -> Tensor | None:
-        return nudged(tensor, self.plant.units, self.plant.bits) if self.step else None
+        return nudged(tensor, float(self.plant.units), self.plant.bits) if self.step else None
 
 
 @dataclasses.dataclass
@@ -128,14 +128,24 @@ class Cause:
     table: pd.DataFrame
 
 
-def localise(model: Any, prompt: Any, plant: Plant | None = None, *, dtype: str | None = None) -> Cause:
+def localise(
+    model: Any,
+    prompt: Any,
+    plant: Plant | None = None,
+    *,
+    cached: str | ExecutionPath = "cached",
+    recompute: str | ExecutionPath = "recompute",
+    dtype: str | None = None,
+) -> Cause:
     """Names the place where cached and recompute part at the first decode step.
 
     Args:
         model: A model of any kind, or an adapter.
         prompt: One prompt.
         plant: A difference to plant in the cached path first, to check that it is found.
-        dtype: Compute dtype of both paths; float64 leaves nothing but what is planted.
+        cached: The cached path.
+        recompute: The recompute path.
+        dtype: Compute dtype of both paths instead of their own; float64 leaves nothing but what is planted.
 
     Returns:
         The place, by the L2 distance of the logits.
@@ -148,17 +158,18 @@ def localise(model: Any, prompt: Any, plant: Plant | None = None, *, dtype: str 
         plant.check(adapter)
     tokens = encode(adapter, prompt, 2)
     with located(f"model {adapter.facts.name}"):
-        return _localise(adapter, tokens, plant, dtype)
+        return _localise(adapter, tokens, plant, *two_paths(cached, recompute, "this search", dtype))
 
 
-def _localise(adapter: Adapter, prompt: Sequence[int], plant: Plant | None, dtype: str | None) -> Cause:
-    cached, recompute = Cached(dtype=dtype), Recompute(dtype=dtype)
+def _localise(
+    adapter: Adapter, prompt: Sequence[int], plant: Plant | None, cached: ExecutionPath, recompute: ExecutionPath
+) -> Cause:
     if plant is not None:
         cached = plant.written(cached, len(prompt))
-    model = adapter.at(dtype_named(dtype))
+    model, giver = (adapter.at(dtype_named(path.dtype)) for path in (cached, recompute))
     layers = range(model.facts.layers)
     wanted: list[Site] = [(s, x) for s in ("resid_post", *stored_sites(model, "kv")) for x in layers]
-    donor = Donor(model, wanted, len(prompt))
+    donor = Donor(giver, wanted, len(prompt))
     patches = [Patch("kv", (x,), None, "earlier", "first") for x in layers]
     patches += [Patch("resid_post", (x,), None, "newest", "first") for x in layers]
     with contextlib.ExitStack() as stack:

@@ -48,6 +48,11 @@ class PlannedLane:
         return any(patch.active(step) for patch in self.patches)
 
     @property
+    def run(self) -> tuple[tuple[Patch, ...], str]:
+        """What tells its run from another lane's: the patches, and where they take from."""
+        return self.patches, self.control if self.control in ("self", "other-prompt") else ""
+
+    @property
     def starts_at(self) -> int:
         """The first absolute position it names."""
         return min(patch.starts_at for patch in self.patches)
@@ -126,12 +131,15 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
         mirrored = runner(setting.base, prompt, [mirror]) if selfish and setting.base.form == "recompute" else None
         strangers = runner(setting.donor, other, [stranger]) if strange else None
         unpatched = taker(None, [mirror])
-        sources = [_source(lane, donor, mirror, stranger) for lane in lanes]
-        taking = [
-            taker(PatchWatcher(base_model, lane.patches, source, count))
-            for lane, source in zip(lanes, sources, strict=True)
-        ]
-        feeds: list[int | None] = [None] * (len(lanes) + 2)
+        # Lanes that patch the same from the same donor are one run.
+        taking: dict[Any, PureLane | RunnerLane] = {}
+        for lane in lanes:
+            if lane.run not in taking:
+                source = _source(lane, donor, mirror, stranger)
+                taking[lane.run] = taker(PatchWatcher(base_model, lane.patches, source, count))
+        column = {run: number for number, run in enumerate(taking, 1)}
+        columns = [0, *(column[lane.run] for lane in lanes)]
+        feeds: list[int | None] = [None] * (len(taking) + 2)
         stranger_feed: int | None = None
         measured, kept = [], []
         for step in range(setting.max_new_tokens):
@@ -144,10 +152,12 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
                 # Captured so that the lanes whose tokens agree can begin at their first patched block.
                 pure.capture([*unpatched.tokens, *([] if feeds[1] is None else [feeds[1]])])
             base_logits = unpatched.advance(feeds[1])
-            rows = [base_logits, *(lane.advance(feed) for lane, feed in zip(taking, feeds[2:], strict=True))]
-            measured.append(_measured(setting.distance, donor_logits, rows))
+            rows = [base_logits, *(lane.advance(feed) for lane, feed in zip(taking.values(), feeds[2:], strict=True))]
+            measured.append(_measured(setting.distance, donor_logits, [rows[number] for number in columns]))
             if setting.logits == "keep":
-                kept.append(torch.stack([row.to(donor_logits) for row in (donor_logits, *rows)]))
+                kept.append(
+                    torch.stack([row.to(donor_logits) for row in (donor_logits, *(rows[number] for number in columns))])
+                )
             lead = int((donor_logits if setting.donor.form == "cached" else base_logits).argmax())
             feeds = _feeds(setting.protocol, lead, donor_logits, rows)
             if setting.stop == "end of sequence" and lead in adapter.end_tokens:

@@ -13,11 +13,12 @@ from tqdm.auto import tqdm
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, located, unknown
 from kvinterp.models import Adapter, wrap
+from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, PatchWatcher, Positions
 from kvinterp.patching.planted import Plant, localise
 from kvinterp.patching.side_by_side import DISTANCES, PlannedLane, Setting, advance_beside, not_the_same
 from kvinterp.patching.table import Sweep, Tables
-from kvinterp.paths import ExecutionPath, path_named
+from kvinterp.paths import ExecutionPath
 from kvinterp.paths.runner import check_choice, encode
 from kvinterp.provenance import provenance
 from kvinterp.recording import chosen_layers
@@ -93,6 +94,10 @@ def sweep(
     So the patch of layers 0 to l gives the very bits of the patch of layer l alone, and that is what is run; a test holds
     the two against each other. The same makes every patch of layers l to the last the patch of the last.
 
+    K and V patched into the recompute path are read by every row of the forward, not by the newest alone, so that a
+    layer's patch also changes what later layers make of earlier positions. To put a layer's K and V back and nothing
+    else, sweep into the cached path, or into the recompute path from that layer to the last (``"cumulative-from"``).
+
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list.
@@ -135,7 +140,7 @@ def sweep(
     ):
         check_choice(name, given, tuple(known))
     tokens = _encoded(adapter, prompts, max_new_tokens)
-    paths = _two_paths(cached, recompute)
+    paths = two_paths(cached, recompute, "a sweep")
     spot = positions if positions is not None else "all" if site in PATCHED_CACHE else "newest"
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
     lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
@@ -196,7 +201,7 @@ def highest_kl(
     for name, given, known in (("protocol", protocol, PROTOCOLS), ("progress", progress, ("bar", "none"))):
         check_choice(name, given, known)
     tokens = _encoded(adapter, prompts, max_new_tokens)
-    paths = _two_paths(cached, recompute)
+    paths = two_paths(cached, recompute, "a sweep")
     setting = Setting(adapter, *paths, "into-recompute", protocol, "kl", max_new_tokens)
     return _chosen_examples(setting, tokens, count, progress)
 
@@ -221,15 +226,6 @@ def _encoded(adapter: Adapter, prompts: Any, max_new_tokens: int) -> list[list[i
     if not items:
         raise InputError("the list of prompts is empty: give at least one.")
     return [encode(adapter, item, max_new_tokens) for item in items]
-
-
-def _two_paths(cached: str | ExecutionPath, recompute: str | ExecutionPath) -> tuple[ExecutionPath, ExecutionPath]:
-    paths = (path_named(cached), path_named(recompute))
-    if paths[0].form != "cached" or paths[1].form != "recompute" or paths[1].chunk is not None:
-        raise InputError(
-            f"a sweep needs a cached and an unchunked recompute path, and {paths[0]} and {paths[1]} were given."
-        )
-    return paths
 
 
 def _check_reach(patch: Patch, cached: ExecutionPath, max_new_tokens: int, shortest: int) -> None:

@@ -287,9 +287,12 @@ class _BatchInvariantMode(KernelMode):
     def _function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _SDPA:
             return self._own(fixed_order.attention, *_sdpa_arguments(*args, **kwargs))
+        # torch does these as one product of many rows or as a batch of products, depending on shapes and strides; the two
+        # would be added up in different orders here, so it is always the first.
+        if func is torch.nn.functional.linear:
+            return self._own(_linear, *args, **kwargs)
         if func in _MATMUL and len(args) == 2 and args[1].dim() == 2 and args[0].dim() > 2:
-            # torch may do this as one product of many rows or as many products, depending on strides: always the first.
-            return torch.mm(args[0].reshape(-1, args[0].shape[-1]), args[1]).unflatten(0, args[0].shape[:-1])
+            return self._own(_linear, args[0], args[1].t())
         return NotImplemented
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ The loops are twins: same signature, same yields. Each yields the newest positio
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -44,6 +45,10 @@ log = logging.getLogger("kvinterp")
 Loop = Generator[Float[Tensor, "batch vocab"], Int[Tensor, " batch"], None]
 Begin = Callable[[], None]
 Done = TypeVar("Done")
+
+CHECKED_SITES = ("q", "k", "v", "z", "attn_out", "mlp_out", "resid_post")
+CHECKED_STEPS = 8
+"""What is compared, and over how many steps, before prompts are run in a batch (DESIGN.md, law 9)."""
 
 LOGITS: Site = ("logits", -1)
 """The place under which a watcher hears, and may replace, the newest position's logits ``[batch, vocab]``."""
@@ -431,10 +436,10 @@ def in_batches(
     waiting = list(batched(prompts, batch_size))
     while waiting:
         batch = waiting.pop(0)
-        if len(batch) > 1 and not all(_same_bits(adapter, path, [prompts[i] for i in batch], steps) for path in paths):
-            waiting[:0] = [[index] for index in batch]
-            continue
         try:
+            if len(batch) > 1 and not all(_same_bits(adapter, path, [prompts[i] for i in batch], steps) for path in paths):
+                waiting[:0] = [[index] for index in batch]
+                continue
             made = work(batch)
         except torch.OutOfMemoryError as error:
             if len(batch) == 1:
@@ -470,7 +475,9 @@ def _same_bits(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence
     if shape not in adapter.checked_batches:
         tokens = torch.tensor(list(map(list, prompts)), device=adapter.device)
         last = torch.cat([tokens, tokens[:, :1].expand(-1, max(steps - 2, 0))], 1)
-        adapter.checked_batches[shape] = all(_alone_as_together(adapter, path, t) for t in (tokens, last))
+        adapter.checked_batches[shape] = _alone_as_together(adapter, path, tokens, min(steps, CHECKED_STEPS)) and (
+            _alone_as_together(adapter, path, last, 2)
+        )
     if not adapter.checked_batches[shape]:
         log.info(
             "path %s on %s in %s: a batch of %d does not give the bits of single prompts; running them one by one",
@@ -479,15 +486,36 @@ def _same_bits(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence
     return adapter.checked_batches[shape]
 
 
-def _alone_as_together(adapter: Adapter, path: ExecutionPath, tokens: Tensor) -> bool:
-    together = _two_steps(adapter, path, tokens)
-    alone = [_two_steps(adapter, path, row) for row in tokens.split(1)]
-    return all(torch.equal(both, torch.cat(rows)) for both, rows in zip(together, zip(*alone, strict=True), strict=True))
+def _alone_as_together(adapter: Adapter, path: ExecutionPath, tokens: Tensor, steps: int) -> bool:
+    """Decodes rows together and alone, side by side, until a step shows other bits.
+
+    The logits alone would not do: in 16 bits another order of additions reaches one number in some thousands, and a
+    small model's few logits are then the same by luck at most steps.
+    """
+    target = adapter.at(dtype_named(path.dtype))
+    layers = range(target.facts.layers)
+    sites = [site for site in CHECKED_SITES if all(target.supports(site, layer) for layer in layers)]
+    with contextlib.ExitStack() as stack:
+        together, *alone = [
+            (stack.enter_context(Runner(adapter, path, rows, steps, [RecorderWatcher(recorder)])), recorder, rows)
+            for rows in (tokens, *tokens.split(1))
+            if (recorder := Recorder(target, sites))
+        ]
+        for step in range(steps):
+            wanted = _shown(*together, step)
+            rows = [_shown(*one, step) for one in alone]
+            if not all(
+                torch.equal(batch, torch.cat(parts)) for batch, parts in zip(wanted, zip(*rows, strict=True), strict=True)
+            ):
+                return False
+    return True
 
 
-def _two_steps(adapter: Adapter, path: ExecutionPath, tokens: Tensor) -> list[Tensor]:
-    with Runner(adapter, path, tokens, 1) as runner:
-        return [runner.advance().clone(), runner.advance(tokens[:, 0]).clone()]
+def _shown(runner: Runner, recorder: Recorder, rows: Tensor, step: int) -> list[Tensor]:
+    """The logits and every recorded site of one step; the prompt's own tokens are what is fed."""
+    logits = runner.advance(None if step == 0 else rows[:, step % rows.shape[1]]).clone()
+    recorder.end_step()
+    return [logits, *(kept.pop() for kept in recorder.kept.values())]
 
 
 # NaN and Inf -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Planted(Policy):
     """
 
     layer: int = 0
-    units: float = 4
+    units: float = 4.0
     bits: int = 11
     until: int = 0
 
@@ -32,7 +32,8 @@ class Planted(Policy):
         """K and V of the planted layer, moved; the others as they are."""
         if place.layer != self.layer or (self.until and place.stop > self.until):
             return keys, values
-        return nudged(keys, self.units, self.bits), nudged(values, self.units, self.bits)
+        units = float(self.units)
+        return nudged(keys, units, self.bits), nudged(values, units, self.bits)
 
 
 def nudged(tensor: Tensor, units: float, bits: int) -> Tensor:

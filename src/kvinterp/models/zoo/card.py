@@ -27,14 +27,15 @@ MLP, tokenizer, data, order and seed, and every weight that has the same name an
 `mistral-mini` is saved as a Mistral model with no sliding window, whose arithmetic is Llama's. `gemma2-mini` has
 Gemma 2's parts: a sliding window of 32 tokens on every other layer, attention logits capped at 50, final logits capped
 at 30, norms before and after each block, embeddings scaled by the square root of the width, and heads together twice as
-wide as the residual stream. Load it with `attn_implementation="eager"`: transformers' `sdpa` attention leaves out the
-cap. Rotary base 10000, tied embeddings and 1024 positions are common to all five; training texts are at most {longest}
-tokens long, so positions beyond that were never trained.
+wide as the residual stream. It wants `attn_implementation="eager"` (transformers' default for Gemma 2): `sdpa` has no
+cap, and transformers 5 refuses it. Rotary base 10000, tied embeddings and 1024 positions are common to all five;
+training texts are at most {longest} tokens long, so positions beyond that were never trained.
 
 ## Data
 
-Generated, by `kvinterp.data`: {mixture}. A problem is in the heldout split if the SHA-256 of its text is divisible by
-ten, so no heldout problem was trained on. Examples:
+Generated, by `kvinterp.data`: {mixture}.
+A problem is in the heldout split if the SHA-256 of its text is divisible by ten, so no heldout problem was trained on.
+Examples:
 
 {examples}
 

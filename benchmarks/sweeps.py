@@ -1,0 +1,209 @@
+"""What a sweep costs: single-layer and cumulative residual sweeps by the paper's preset, against the plain loop.
+
+    python benchmarks/sweeps.py [--rounds 5] [--out benchmarks/results]
+
+The plain loop is what a user of TransformerLens writes: the cached path decoded once, the recompute path decoded once, and
+for every layer, once alone and once with all layers before it, the recompute path with ``run_with_hooks`` decoded in full.
+Both ways decode the same prompt for 32 steps and end with the recovery of every patch. Every round runs them one after the
+other, so that a slow moment of the machine falls on both; ratios are taken within a round and their median is reported.
+The logits of every patched run at every step are compared to the bit. Nothing here is a test: the script prints whether
+the bound is met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import kvinterp as kv
+from kvinterp import metrics
+from kvinterp.patching import PRESETS
+from kvinterp.provenance import provenance
+
+STEPS = 32
+BOUND = 5.0
+SWEEPS = ("single,cumulative", "single", "cumulative")
+
+
+@torch.no_grad()
+def plain_loop(model, prompt, over):
+    """Recovery of every patch, and the logits ``[step, path, vocab]`` it comes from, by ``run_with_hooks``."""
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    count = model.cfg.n_layers
+    names = [f"blocks.{layer}.hook_resid_post" for layer in range(count)]
+    taken = {}
+
+    def keep(tensor, hook):
+        taken[hook.name] = tensor[:, -1].clone()
+
+    def put(tensor, hook):
+        tensor[:, -1] = taken[hook.name]
+        return tensor
+
+    def cached():
+        past = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
+        row, found = torch.tensor([prompt]), []
+        for step in range(STEPS):
+            hooks = [(name, keep) for name in names] if step == 1 else []
+            mask = torch.ones_like(row)
+            found.append(model.run_with_hooks(row, fwd_hooks=hooks, past_kv_cache=past, attention_mask=mask)[0, -1])
+            row = found[-1].argmax()[None, None]
+        return torch.stack(found)
+
+    def recomputed(patched=()):
+        tokens, found = torch.tensor([prompt]), []
+        for step in range(STEPS):
+            hooks = [(name, put) for name in patched] if step == 1 else []
+            found.append(model.run_with_hooks(tokens, fwd_hooks=hooks)[0, -1])
+            tokens = torch.cat([tokens, found[-1].argmax()[None, None]], 1)
+        return torch.stack(found)
+
+    runs = [cached(), recomputed()]
+    if "single" in over:
+        runs += [recomputed([name]) for name in names]
+    if "cumulative" in over:
+        runs += [recomputed(names[: layer + 1]) for layer in range(count)]
+    logits = torch.stack(runs, 1)
+    kl = torch.stack([metrics.kl_divergence(step[:1].expand_as(step), step) for step in logits])[1:].mean(0)
+    return 1 - kl[2:] / kl[1], logits
+
+
+def swept(adapter, prompt, over, logits="discard"):
+    """The same by one call."""
+    preset = {**PRESETS["paper"], "over": over, "max_new_tokens": STEPS}
+    return kv.sweep(adapter, prompt, **preset, controls="none", logits=logits, stop="length", progress="none")
+
+
+def timed(work, *args):
+    """Seconds and result."""
+    began = time.perf_counter()
+    result = work(*args)
+    return time.perf_counter() - began, result
+
+
+def same_bits(a, b):
+    """Whether two tensors have the same bits."""
+    sizes = {2: torch.int16, 4: torch.int32}
+    return a.dtype == b.dtype and torch.equal(*(t.contiguous().view(sizes[t.element_size()]) for t in (a, b)))
+
+
+def cost(name, dtype, prompt_number, rounds):
+    """Seconds, ratios and counts of one model, dtype and prompt, for both sweeps together and each alone."""
+    adapter = kv.load_model(f"zoo:{name}", kind="hooked", dtype=dtype, device="cpu")
+    prompt = adapter.encode(kv.load_prompts("arithmetic:8")[prompt_number].text)
+    rows = []
+    for over in SWEEPS:
+        recovery, logits = plain_loop(adapter.model, prompt, over)
+        ours = swept(adapter, prompt, over, "keep")
+        measured = [
+            {"plain": timed(plain_loop, adapter.model, prompt, over)[0], "sweep": timed(swept, adapter, prompt, over)[0]}
+            if number % 2
+            else {
+                "sweep": timed(swept, adapter, prompt, over)[0],
+                "plain": timed(plain_loop, adapter.model, prompt, over)[0],
+            }
+            for number in range(rounds)
+        ]
+        ratios = [round_["plain"] / round_["sweep"] for round_ in measured]
+        patched = logits.shape[1] - 2
+        rows.append(
+            {
+                "model": name,
+                "dtype": dtype,
+                "sweeps": over,
+                "layers": adapter.facts.layers,
+                "prompt_tokens": len(prompt),
+                "seconds": {way: statistics.median(round_[way] for round_ in measured) for way in ("plain", "sweep")},
+                "ratio": {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)},
+                "same_bits": same_bits(ours.logits[0], logits),
+                "largest_recovery_difference": float(
+                    (torch.tensor(ours.recovery["recovery"].tolist(), dtype=torch.float64) - recovery).abs().max()
+                ),
+                "recompute_forwards": {"plain": (1 + patched) * STEPS, "sweep": ours.about["work"]["forwards"]},
+                "recompute_blocks": {
+                    "plain": (1 + patched) * STEPS * adapter.facts.layers,
+                    "sweep": ours.about["work"]["blocks"],
+                },
+                "changed_tokens": int(
+                    (logits.argmax(-1)[:, 2:] != logits.argmax(-1)[:, 1:2]).any(0).sum()
+                ),  # patched runs that left the unpatched run's text
+            }
+        )
+    return rows, adapter
+
+
+def counted(layers, steps):
+    """Blocks of the recompute path that both sweeps together run, with no run and with every run leaving the text.
+
+    The block after the patched one is the first that runs, and a cumulative patch is the patch of its last layer. A run
+    that leaves the unpatched text is decoded alone from there on; one that leaves it at the patched step leaves earliest.
+    """
+    plain = (1 + 2 * layers) * steps * layers
+    resumed = sum(layers - layer - 1 for layer in range(layers))
+    kept = steps * layers + resumed
+    left = kept + layers * (steps - 2) * layers
+    matched = steps * layers + (steps - 1) * resumed
+    return {
+        "layers": layers,
+        "steps": steps,
+        "plain_forwards": plain / layers,
+        "forwards_if_no_run_leaves_the_text": kept / layers,
+        "gain_if_no_run_leaves_the_text": plain / kept,
+        "forwards_if_every_run_leaves_it": left / layers,
+        "gain_if_every_run_leaves_it": plain / left,
+        "matched_every_step_forwards": matched / layers,
+        "matched_every_step_gain": plain / matched,
+    }
+
+
+def main():
+    """Measures, prints and writes."""
+    given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given.add_argument("--rounds", type=int, default=5)
+    given.add_argument("--models", default="mistral-mini,gemma2-mini")
+    given.add_argument("--prompt", type=int, default=1)
+    given.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = given.parse_args()
+    torch.set_num_threads(1)
+    table = Table(
+        "model", "dtype", "sweeps", "plain s", "sweep s", "times faster (min to max)", "same bits", "forwards", "blocks",
+        title=f"residual sweeps by the paper's preset, {STEPS} steps, medians of {options.rounds} rounds",
+    )  # fmt: skip
+    results = []
+    for name in options.models.split(","):
+        for dtype in ("float32", "float16"):
+            rows, adapter = cost(name, dtype, options.prompt, options.rounds)
+            results += rows
+            for row in rows:
+                ratio, bounded = row["ratio"], row["sweeps"] == "single,cumulative"
+                said = f" {'meets' if ratio['median'] >= BOUND else 'MISSES'} {BOUND:g}" if bounded else ""
+                table.add_row(
+                    name, dtype, row["sweeps"], f"{row['seconds']['plain']:.2f}", f"{row['seconds']['sweep']:.2f}",
+                    f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}){said}",
+                    "yes" if row["same_bits"] else "NO",
+                    "{plain} / {sweep}".format(**row["recompute_forwards"]),
+                    "{plain} / {sweep}".format(**row["recompute_blocks"]),
+                )  # fmt: skip
+    console = Console(width=180)
+    console.print(table)
+    by_count = counted(32, STEPS)
+    console.print("by count, both sweeps of a model of 32 layers over 32 steps:", by_count)
+    about = provenance(adapter, steps=STEPS, rounds=options.rounds)
+    label = re.sub(r"\W+", "-", about["device"]).strip("-").lower()
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = options.out / f"sweeps-{label}.json"
+    target.write_text(json.dumps({"cost": results, "by_count": by_count, "provenance": about}, indent=1) + "\n")
+    console.print(f"written to {target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""State and fresh: the split, its null control, and that planted causes fall on the right side."""
+
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp import metrics
+from kvinterp.patching import Plant
+from support import PROMPT, Case, cases, hooks_of, plain_forward
+
+STEPS = 4
+KINDS = [
+    Case("llama-mha", "hooked"),
+    Case("gemma2", "hooked"),
+    Case("standard", "hooked"),
+    Case("llama-mha", "bridge"),
+    Case("llama-gqa", "native", "sdpa"),
+    Case("mistral-window", "native", "eager"),
+    Case("zoo:mistral-mini", "native", "sdpa"),
+]
+DOUBLE = {"cached": "cached@float64", "recompute": "recompute@float64"}
+
+
+def split(model, **more):
+    return kv.decompose(model, PROMPT, **{"max_new_tokens": STEPS, "progress": "none"} | more)
+
+
+def from_step(table, first):
+    return table[table["step"] >= first]
+
+
+class SoftmaxInItsOwnDtype(torch.overrides.TorchFunctionMode):
+    """Takes away the cast to float32 that transformers' eager attention asks of its softmax, in float64 too."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.nn.functional.softmax and kwargs.get("dtype") is torch.float32:
+            kwargs.pop("dtype")
+        return func(*args, **kwargs)
+
+
+@cases(KINDS)
+def test_at_step_0_there_is_nothing_and_a_suffix_changes_nothing_but_rounding(load, case):
+    model = load(case)
+    plain_forward(model.model, torch.tensor([PROMPT]))
+    before = hooks_of(model.model)
+    found = split(model)
+    at_0 = found.steps[found.steps["step"] == 0].iloc[0]
+    assert (at_0[["total", "fresh", "state", "total_l2", "fresh_l2", "state_l2"]] == 0).all()
+    with SoftmaxInItsOwnDtype():
+        double = split(model, **DOUBLE, plant=Plant("kv", 1))
+    assert double.steps["null_l2"].max() < 1e-9 * from_step(double.steps, 1)["total_l2"].min()
+    assert double.steps["null"].max() < 1e-15 * from_step(double.steps, 1)["total"].min()
+    assert (double.layers["null"] < 1e-12).all()
+    assert hooks_of(model.model) == before
+
+
+@cases(KINDS)
+def test_total_is_the_distance_a_comparison_measures(load, case):
+    model = load(case)
+    found = split(model)
+    compared = kv.compare(model, [list(PROMPT)], record="resid_post", max_new_tokens=STEPS, progress="none")
+    assert found.steps["total"].tolist() == pytest.approx(compared.steps["kl"].tolist(), rel=1e-9)
+    layers = compared.layers.sort_values(["step", "layer"])["relative_l2"].tolist()
+    assert found.layers["total"].tolist() == pytest.approx(layers, rel=1e-6, abs=1e-12)
+
+
+@cases(KINDS)
+def test_the_parts_are_sides_of_one_triangle(load, case):
+    """total = fresh + state as vectors, so no side is longer than the two others together; at any size of difference."""
+    for table, suffix in (
+        (split(load(case)).steps, "_l2"),
+        (split(load(case), **DOUBLE, plant=Plant("row", 0)).layers, ""),
+    ):
+        sides = table[[f"total{suffix}", f"fresh{suffix}", f"state{suffix}"]].to_numpy()
+        assert (2 * sides.max(1) <= sides.sum(1) * (1 + 1e-9)).all()
+        assert sides.max() > 0
+
+
+@cases(KINDS)
+def test_keys_and_values_planted_are_state(load, case):
+    steps = from_step(split(load(case), **DOUBLE, plant=Plant("kv", 0)).steps, 1)
+    assert (steps["state_l2"] / steps["total_l2"]).min() > 0.99
+    assert (steps["fresh_l2"] / steps["total_l2"]).max() < 0.01
+    assert (steps["state"] / steps["total"]).min() > 0.99
+
+
+@cases(KINDS)
+def test_a_planted_row_is_fresh_at_the_first_step_and_state_too_from_then_on(load, case):
+    found = split(load(case), **DOUBLE, plant=Plant("row", 0))
+    steps = from_step(found.steps, 1)
+    first = steps.iloc[0]
+    assert first["fresh_l2"] / first["total_l2"] > 0.99
+    assert first["fresh"] / first["total"] > 0.99
+    assert first["state_l2"] / first["total_l2"] < 0.01
+    # Layer 1 wrote K and V of the planted row: from the second step on there is state.
+    assert (steps["state_l2"].iloc[1:] > 100 * first["state_l2"]).all()
+
+
+@cases([KINDS[0], KINDS[4]])
+def test_a_planted_unembedding_is_fresh_at_every_step_and_in_no_layer(load, case):
+    found = split(load(case), **DOUBLE, plant=Plant("unembedding"))
+    steps = from_step(found.steps, 1)
+    assert (steps["fresh_l2"] / steps["total_l2"]).min() > 0.99
+    assert (found.layers[["total", "fresh", "state"]] < 1e-12).all(axis=None)
+
+
+@cases([KINDS[0], KINDS[4]])
+def test_fresh_is_one_step_on_the_recompute_paths_own_keys_and_values(load, case):
+    """Made here with kvinterp's patches: the cached path, its cache overwritten by the recompute path's at the step."""
+    model = load(case)
+    found = split(model)
+    sweep = kv.sweep(
+        model, PROMPT, "kv", "cumulative", direction="into-cached", positions="earlier", steps=(3,), max_new_tokens=STEPS,
+        controls="none", logits="keep", progress="none",
+    )  # fmt: skip
+    recompute, cached, overwritten = sweep.logits[0][3, 0], sweep.logits[0][3, 1], sweep.logits[0][3, -1]
+    row = found.steps[found.steps["step"] == 3].iloc[0]
+    assert row["fresh"] == pytest.approx(float(metrics.kl_divergence(overwritten, recompute)), rel=1e-9)
+    assert row["state"] == pytest.approx(float(metrics.kl_divergence(cached, overwritten)), rel=1e-9)
+
+
+def test_kernels_of_the_paths_are_used(load):
+    """In a fixed order of additions both paths are the same, and so are all the parts; split-K is fresh."""
+    model = load(Case("llama-gqa", "native", "eager"))
+    fixed = {path: f"{path}[kernels=batch_invariant]" for path in ("cached", "recompute")}
+    steps = split(model, **fixed, max_new_tokens=3).steps
+    assert (steps[["total", "fresh", "state", "null"]] == 0).all(axis=None)
+    steps = split(model, cached="cached[kernels=split_k(4,float16,unembed)]", max_new_tokens=3).steps
+    assert (from_step(steps, 1)["fresh_l2"] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"suffix": 0}, "suffix=0 was given"),
+        ({"cached": "recompute"}, "needs a cached and an unchunked recompute path"),
+        ({"recompute": "recompute[chunk=2]"}, "needs a cached and an unchunked recompute path"),
+        ({"max_new_tokens": 90}, "more than the context"),
+        ({"progress": "some"}, "progress='some'"),
+    ],
+)
+def test_a_decomposition_that_cannot_be_is_refused(load, fields, said):
+    with pytest.raises(kv.InputError, match=said.replace("(", r"\(")):
+        split(load(KINDS[4]), **fields)
+
+
+def test_models_that_keep_other_state_are_refused(load, monkeypatch):
+    model = load(KINDS[4])
+    monkeypatch.setattr(model, "_attention_only", False)
+    with pytest.raises(kv.UnsupportedError, match="keeps other state than keys and values"):
+        split(model)

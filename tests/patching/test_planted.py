@@ -1,0 +1,102 @@
+"""Law 6: a difference planted in one place is found there and nowhere else."""
+
+import pytest
+
+import kvinterp as kv
+from kvinterp.patching import Plant, localise
+from support import PROMPT, Case
+
+MODELS = {
+    Case("llama-mha", "hooked"): 3,
+    Case("gemma2", "hooked"): 2,
+    Case("standard", "hooked"): 2,
+    Case("llama-mha", "bridge"): 3,
+    Case("gemma2", "bridge"): 2,
+    Case("mistral-window", "native", "eager"): 2,
+    Case("llama-gqa", "native", "sdpa"): 2,
+    Case("gpt2", "native", "sdpa"): 2,
+    Case("zoo:mistral-mini", "hooked"): 4,
+}
+"""And how many layers each has."""
+
+PLANTINGS = [
+    pytest.param(
+        case, plant, id=f"{case}-{plant.place}-{plant.layer}", marks=[pytest.mark.hooked] * (case.kind == "hooked")
+    )
+    for case, layers in MODELS.items()
+    for plant in (
+        *(Plant("kv", layer) for layer in range(layers)),
+        *(Plant("row", layer, site=("mlp_out", "attn_out")[layer % 2]) for layer in range(layers)),
+        Plant("unembedding"),
+    )
+]
+
+
+def test_there_are_enough_plantings_on_every_kind():
+    assert len(PLANTINGS) >= 24
+    for kind in ("hooked", "bridge", "native"):
+        assert sum(param.values[0].kind == kind for param in PLANTINGS) >= 8
+
+
+@pytest.mark.parametrize(("case", "plant"), PLANTINGS)
+def test_law_6_a_planted_cause_is_found_where_it_is_and_nowhere_else(load, case, plant):
+    model = load(case)
+    assert model.facts.layers == MODELS[case]
+    cause = localise(model, PROMPT, plant, dtype="float64")
+    layer = -1 if plant.place == "unembedding" else plant.layer
+    assert (cause.place, cause.layer) == (plant.place, layer)
+    assert cause.share > 0.99
+    # The residual stream put back at a layer also undoes what that layer read, so a planted K and V shows there too.
+    allowed = {(plant.place, layer)} | ({("row", layer)} if plant.place == "kv" else set())
+    for row in cause.table.itertuples():
+        if (row.place, row.layer) not in allowed:
+            assert abs(row.share) < 0.01, f"{row.place} of layer {row.layer} recovers {row.share:.3f}"
+
+
+@pytest.mark.parametrize("place", ["kv", "row", "unembedding"])
+def test_a_single_unit_in_the_last_place_is_enough(load, place):
+    cause = localise(load(Case("llama-gqa", "native", "sdpa")), PROMPT, Plant(place, 1, units=1.0), dtype="float64")
+    assert cause.place == place
+    assert cause.share > 0.99
+
+
+def test_without_a_plant_the_rounding_of_float64_is_all_there_is(load):
+    """The finder is not told that there must be a cause: what it names in float64 is of the size of rounding."""
+    model = load(Case("llama-gqa", "native", "sdpa"))
+    planted, plain = (
+        kv.sweep(
+            model, PROMPT, "kv", positions="earlier", steps="first", distance="l2", max_new_tokens=2, controls="none",
+            progress="none", recompute="recompute@float64", cached=plant.written(kv.Cached(dtype="float64"), len(PROMPT)),
+        ).recovery["d_before"].iloc[0]
+        for plant in (Plant("kv", 1), Plant("row", 1))
+    )  # fmt: skip
+    assert plain < 1e-9 * planted
+
+
+def test_paths_that_are_bitwise_equal_have_no_cause(load):
+    model = load(Case("llama-gqa", "native", "eager"))
+    fixed = {path: f"{path}[kernels=batch_invariant]" for path in ("cached", "recompute")}
+    cause = localise(model, PROMPT, **fixed)
+    assert (cause.place, cause.layer, cause.share) == ("none", -1, 0.0)
+    assert cause.table.empty
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"place": "cache"}, "unknown place to plant a difference 'cache'"),
+        ({"place": "row", "site": "pattern"}, "unknown site to plant a difference at 'pattern'"),
+    ],
+)
+def test_a_plant_that_cannot_be_is_refused(fields, said):
+    with pytest.raises(kv.InputError, match=said):
+        Plant(**fields)
+
+
+@pytest.mark.parametrize("layer", [2, -1])
+def test_a_plant_in_a_layer_that_does_not_exist_is_refused(load, layer):
+    model = load(Case("llama-gqa", "native", "sdpa"))
+    with pytest.raises(kv.InputError, match=f"layer {layer} does not exist"):
+        localise(model, PROMPT, Plant("kv", layer))
+    with pytest.raises(kv.InputError, match=f"layer {layer} does not exist"):
+        kv.decompose(model, PROMPT, plant=Plant("row", layer), max_new_tokens=2, progress="none")

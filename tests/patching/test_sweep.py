@@ -1,0 +1,424 @@
+"""Sweeps: the paper's protocol against a plain loop, recovery, the controls and their floor, and what is refused."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp import metrics
+from kvinterp.patching import PRESETS, highest_kl
+from kvinterp.policies.planted import Planted
+from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward
+
+STEPS = 5
+OTHER = tuple((token * 7 + 5) % 97 for token in PROMPT)
+HOOKED = Case("llama-mha", "hooked")
+NATIVE = Case("llama-gqa", "native", "sdpa")
+KINDS = [HOOKED, Case("gemma2", "hooked"), Case("llama-mha", "bridge"), NATIVE, Case("mistral-window", "native", "eager")]
+QUICK = {"max_new_tokens": STEPS, "controls": "none", "stop": "length", "progress": "none"}
+
+
+def swept(model, prompts=PROMPT, site="resid_post", over="single", **more):
+    return kv.sweep(model, prompts, site, over, **QUICK | more)
+
+
+def recoveries(sweep, **where):
+    table = sweep.recovery
+    for column, value in where.items():
+        table = table[table[column] == value]
+    return table["recovery"].tolist()
+
+
+# The paper's protocol --------------------------------------------------------------------------------------------------
+
+
+def plain_free_run(model, prompt, steps, layers=(), donor_rows=None):
+    """Every patched run decoded in full, as a user writes it with run_with_hooks: logits ``[step, vocab]``."""
+    tokens, found = list(prompt), []
+    for step in range(steps):
+        hooks = []
+        if step == 1:
+            for layer in layers:
+
+                def put(tensor, hook, layer=layer):
+                    tensor[:, -1] = donor_rows[layer]
+                    return tensor
+
+                hooks.append((f"blocks.{layer}.hook_resid_post", put))
+        with torch.no_grad():
+            logits = model.run_with_hooks(torch.tensor([tokens]), fwd_hooks=hooks)[0, -1]
+        found.append(logits)
+        tokens.append(int(logits.argmax()))
+    return torch.stack(found)
+
+
+def plain_cached_run(model, prompt, steps):
+    """The cached path's logits, and the newest row of every resid_post at its first one-token step."""
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
+    given, found, rows = torch.tensor([prompt]), [], {}
+    for step in range(steps):
+
+        def keep(tensor, hook):
+            rows[hook.layer()] = tensor[0, -1].clone()
+
+        hooks = [(f"blocks.{layer}.hook_resid_post", keep) for layer in range(model.cfg.n_layers)] if step == 1 else []
+        with torch.no_grad():
+            logits = model.run_with_hooks(
+                given, fwd_hooks=hooks, past_kv_cache=cache, attention_mask=torch.ones_like(given)
+            )[0, -1]
+        found.append(logits)
+        given = logits.argmax()[None, None]
+    return torch.stack(found), rows
+
+
+@pytest.mark.hooked
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama-mha", "float32"), ("gemma2", "float32"), ("zoo:mistral-mini", "float16"), ("rotary", "float32")],
+)
+def test_the_paper_preset_is_a_plain_loop_with_run_with_hooks(load, name, dtype):
+    model = load(Case(name, "hooked"), dtype)
+    layers = range(model.facts.layers)
+    donor, rows = plain_cached_run(model.model, PROMPT, STEPS)
+    base = plain_free_run(model.model, PROMPT, STEPS)
+    single = [plain_free_run(model.model, PROMPT, STEPS, [layer], rows) for layer in layers]
+    cumulative = [plain_free_run(model.model, PROMPT, STEPS, range(layer + 1), rows) for layer in layers]
+
+    preset = {**PRESETS["paper"], "max_new_tokens": STEPS}
+    sweep = kv.sweep(model, PROMPT, **preset, controls="none", logits="keep", stop="length", progress="none")
+    expected = torch.stack([donor, base, *single, *cumulative], 1)
+    assert_bitwise(sweep.logits[0], expected, "logits", ("step", "path", "vocab"))
+
+    kl = metrics.kl_divergence(expected[:, :1].expand_as(expected), expected)[1:].mean(0)
+    for found, wanted in zip(sweep.recovery.itertuples(), (1 - kl[2:] / kl[1]).tolist(), strict=True):
+        assert found.recovery == pytest.approx(wanted, rel=1e-12, abs=1e-12) or (math.isnan(wanted) and not found.defined)
+    assert sweep.recovery["sweep"].tolist() == ["single"] * len(layers) + ["cumulative"] * len(layers)
+    assert sweep.recovery["layer"].tolist() == [*layers, *layers]
+    assert set(sweep.recovery["step_set"]) == {"first"}
+    assert set(sweep.recovery["steps"]) == {STEPS - 1}
+
+
+@cases(KINDS)
+def test_highest_kl_chooses_what_a_comparison_ranks_highest(load, case):
+    model = load(case)
+    prompts = [[(token * k + k) % 90 + 3 for token in PROMPT] for k in range(1, 6)]
+    settings = {"max_new_tokens": STEPS, "progress": "none"}
+    steps = kv.compare(model, prompts, protocol="free", record="", **settings).steps
+    mean = steps[steps["step"] > 0].groupby("example")["kl"].mean()
+    ranked = mean.sort_values(ascending=False, kind="stable").index.tolist()
+    assert highest_kl(model, prompts, 2, **settings) == ranked[:2]
+    assert highest_kl(model, prompts, 9, **settings) == [0, 1, 2, 3, 4]
+    sweep = kv.sweep(model, prompts, examples=2, layers=[0], controls="none", protocol="free", **settings)
+    assert sweep.recovery["example"].tolist() == ranked[:2]
+    assert sweep.recovery["d_before"].tolist() == pytest.approx(mean[ranked[:2]].tolist(), rel=1e-9)
+
+
+# Recovery --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
+@cases([HOOKED, NATIVE])
+def test_recovery_is_what_the_kept_logits_say(load, case, direction):
+    model = load(case)
+    for distance, measure in (
+        ("kl", metrics.kl_divergence),
+        ("l2", lambda a, b: (a.double() - b.double()).norm(dim=-1)),
+        ("margin", lambda a, b: (metrics.logit_margin(a) - metrics.logit_margin(b)).abs()),
+    ):
+        sweep = swept(model, [PROMPT, OTHER], direction=direction, distance=distance, logits="keep", steps=(1, 3))
+        for example in (0, 1):
+            logits = sweep.logits[example]
+            assert logits.shape == (STEPS, 2 + model.facts.layers, model.facts.vocabulary)
+            donor = logits[:, :1].expand(-1, logits.shape[1] - 1, -1)
+            d = measure(donor, logits[:, 1:])[[1, 3]]
+            rows = sweep.recovery[sweep.recovery["example"] == example]
+            assert rows["d_before"].tolist() == pytest.approx([float(d[:, 0].mean())] * len(rows), rel=1e-12)
+            assert rows["d_after"].tolist() == pytest.approx(d[:, 1:].mean(0).tolist(), rel=1e-12)
+            assert rows["recovery"].tolist() == pytest.approx((1 - d[:, 1:].mean(0) / d[:, 0].mean()).tolist(), rel=1e-9)
+            steps = sweep.steps[sweep.steps["example"] == example]
+            assert steps["step"].tolist() == [1, 3] * len(rows)
+            assert steps["d_after"].tolist() == pytest.approx(d[:, 1:].T.flatten().tolist(), rel=1e-12)
+        assert (sweep.recovery["steps"] == 2).all()
+        assert (sweep.recovery["first_step"] == 1).all()
+
+
+@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
+def test_recovery_is_undefined_where_the_unpatched_paths_are_bitwise_equal(load, direction):
+    kernels = {path: f"{path}[kernels=batch_invariant]" for path in ("cached", "recompute")}
+    model = load(Case("llama-gqa", "native", "eager"))
+    sweep = swept(model, max_new_tokens=3, direction=direction, logits="keep", **kernels)
+    assert_bitwise(sweep.logits[0][:, 0], sweep.logits[0][:, 1], "this test needs kernels under which the paths are equal")
+    assert sweep.recovery["recovery"].isna().all()
+    assert not sweep.recovery["defined"].any()
+    assert (sweep.recovery["d_before"] == 0).all()
+    assert sweep.steps["recovery"].isna().all()
+    summary = sweep.summary()
+    assert summary["examples_without_difference"] == 1
+    assert summary["best"] is None
+    assert sweep.aggregate()["defined"].tolist() == [0] * model.facts.layers
+
+
+@cases(KINDS)
+def test_a_foreign_donor_makes_it_worse_and_the_negative_value_is_kept(load, case):
+    sweep = swept(load(case), [PROMPT, OTHER], layers=[0], controls="quick", site="mlp_out")
+    other = sweep.controls[sweep.controls["control"] == "other-prompt"]
+    assert len(other) == 2
+    assert (other["recovery"] < 0).all()
+
+
+def test_aggregates_are_over_examples():
+    from kvinterp.patching import Sweep
+
+    values = [0.1, 0.2, 0.6, -0.4, 0.9]
+    rows = [
+        {"sweep": "single", "site": "resid_post", "layer": layer, "head": -1, "positions": "newest"}
+        | {"example": example, "recovery": value if layer else math.nan, "defined": layer == 1, "d_before": 1.0}
+        for layer in (0, 1)
+        for example, value in enumerate(values)
+    ]
+    table = Sweep(pd.DataFrame(rows), pd.DataFrame(), pd.DataFrame(), {"provenance": {}}).aggregate()
+    assert table["defined"].tolist() == [0, 5]
+    row = table.iloc[1]
+    assert row["mean"] == pytest.approx(np.mean(values))
+    assert row["median"] == 0.2
+    assert (row["low_quartile"], row["high_quartile"]) == (0.1, 0.6)
+    low, high = metrics.bootstrap_interval(np.array(values))
+    assert (row["interval_low"], row["interval_high"]) == (low, high)
+
+
+# Controls --------------------------------------------------------------------------------------------------------------
+
+
+def unembedding(model):
+    """The last residual stream to logits, by the model's own modules, as the test's reader would call them."""
+    if model.kind == "hooked":
+
+        def head(resid):
+            logits = model.model.unembed(model.model.ln_final(resid))
+            cap = model.model.cfg.output_logits_soft_cap
+            return cap * torch.tanh(logits / cap) if cap > 0 else logits
+
+        return head
+    source = model.source
+    return lambda resid: source.lm_head(source.model.norm(resid))
+
+
+@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
+@cases(KINDS)
+def test_law_6_the_floor_is_exactly_the_unembeddings_own_difference(load, case, direction):
+    """One row or many rows through the last norm and the unembedding, given the same residual stream."""
+    model = load(case)
+    giver, taker = ("cached", "recompute") if direction == "into-recompute" else ("recompute", "cached")
+    # The same tokens in the sweep: it feeds the cached path's own choices, so the test's runs are fed those.
+    sweep = swept(model, controls="quick", direction=direction, logits="keep", layers=[model.facts.layers - 1])
+    fed = sweep.logits[0][:, 0 if giver == "cached" else 1].argmax(-1)[: STEPS - 1].tolist()
+    traces = {
+        path: kv.run(
+            model, PROMPT, path, max_new_tokens=STEPS, continuation=fed, stop="length", record="resid_post",
+            layers=[model.facts.layers - 1], positions="all", logits="keep",
+        )
+        for path in ("cached", "recompute")
+    }  # fmt: skip
+    head, after = unembedding(model), []
+    last = ("resid_post", model.facts.layers - 1)
+    with torch.no_grad():
+        for step in range(1, STEPS):
+            rows = traces[taker].records[last][step].clone()
+            rows[-1] = traces[giver].records[last][step][-1]
+            patched = head(rows[None])[0, -1]
+            assert_bitwise(sweep.logits[0][step, 2], patched, f"patched logits at step {step}", ("vocab",))
+            after.append(float(metrics.kl_divergence(traces[giver].logits[step], patched)))
+    floor = sweep.controls[sweep.controls["control"] == "floor"].iloc[0]
+    assert floor["d_after"] == pytest.approx(np.mean(after), rel=1e-9, abs=1e-300)
+    assert sweep.summary()["floor"] == floor["d_after"]
+
+
+@pytest.mark.parametrize("protocol", ["matched", "free"])
+@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
+@cases([HOOKED, NATIVE, Case("gemma2", "bridge")])
+def test_controls_stand_beside_every_sweep(load, case, direction, protocol):
+    model = load(case)
+    plain_forward(model.model, torch.tensor([PROMPT]))  # A bridge hangs hooks of its own on its first forward.
+    before = hooks_of(model.model)
+    sweep = swept(model, layers=[0], controls="all", direction=direction, protocol=protocol)
+    controls = sweep.controls.set_index("control")
+    assert list(controls.index) == [
+        "self", "other-prompt", "floor", "all-positions", "planted kv", "planted row", "planted unembedding",
+    ]  # fmt: skip
+    assert controls.loc["self", "d_after"] == controls.loc["self", "d_before"]
+    assert controls.loc["self", "recovery"] == 0
+    assert (controls.loc[["planted kv", "planted row", "planted unembedding"], "recovery"] > 0.99).all()
+    if protocol == "matched":
+        # Nothing is left but what later layers make anew of equal residual streams.
+        assert controls.loc["all-positions", "recovery"] > 0.5
+    assert hooks_of(model.model) == before
+
+
+def test_the_other_prompt_is_another_prompt():
+    from kvinterp.patching.side_by_side import not_the_same
+
+    assert not_the_same([[1, 2], [1, 2], [3, 4]], 0, 9) == [3, 4]
+    assert not_the_same([[1, 2], [1, 2]], 1, 9) == [2, 1]
+    assert not_the_same([[5, 5]], 0, 6) == [0, 0]
+
+
+# Keys and values -------------------------------------------------------------------------------------------------------
+
+
+@cases(KINDS)
+def test_all_keys_and_values_put_back_recover_all_of_the_state(load, case):
+    """A difference planted in the K and V that the cached path's prefill writes at layer 1, in float64.
+
+    Into the cached path the patch of that layer alone undoes it at the first step. Into the recompute path the rows of
+    earlier positions read the patched K and V too, as those of the prefill did not, so later layers' K and V of them
+    have to be put back as well; at later steps so do the new tokens' own.
+    """
+    model = load(case)
+    layers, planted = model.facts.layers, kv.Cached(Planted(1, until=len(PROMPT)), dtype="float64")
+    settings = {"site": "kv", "cached": planted, "recompute": "recompute@float64", "positions": "earlier"}
+    every = swept(model, over="cumulative", **settings)
+    assert every.recovery["d_before"].min() > 0
+    assert recoveries(every)[0] < 0.01
+    assert recoveries(every)[-1] > 0.99
+    assert layers == 2 or recoveries(every)[1] < 0.9
+    onwards = recoveries(swept(model, over="cumulative-from", steps="first", **settings))
+    assert min(onwards[:2]) > 0.99
+    assert all(abs(value) < 0.01 for value in onwards[2:])
+    single = recoveries(swept(model, steps="first", direction="into-cached", **settings))
+    assert single[1] > 0.99
+    assert all(abs(value) < 0.01 for layer, value in enumerate(single) if layer != 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class InOnePlace(Planted):
+    """A planted difference in positions 4 to 7 of KV head 1 only."""
+
+    def write(self, keys, values, place):
+        there = torch.zeros_like(keys, dtype=torch.bool)
+        there[:, 1, 4:8] = True
+        changed = super().write(keys, values, place)
+        return torch.where(there, changed[0], keys), torch.where(there, changed[1], values)
+
+
+@cases([HOOKED, NATIVE])
+def test_sweeps_over_kv_heads_and_blocks_of_positions_name_the_place(load, case):
+    """What is planted in one KV head, or one block of positions, only that head, or that block, recovers."""
+    model = load(case)
+    cached = kv.Cached(InOnePlace(1, until=len(PROMPT)), dtype="float64")
+    settings = {"cached": cached, "recompute": "recompute@float64", "steps": "first", "direction": "into-cached"}
+    heads = swept(model, site="kv", over="kv-heads", positions="earlier", **settings).recovery
+    assert len(heads) == model.facts.layers * model.facts.kv_heads
+    for row in heads.itertuples():
+        assert (row.recovery > 0.99) if (row.layer, row.head) == (1, 1) else abs(row.recovery) < 0.01
+    blocks = swept(model, site="kv", over="blocks", block=4, layers=[1], **settings).recovery
+    assert blocks["positions"].tolist() == ["0:4", "4:8", "8:12", "12:16"]
+    for row in blocks.itertuples():
+        assert (row.recovery > 0.99) if row.positions == "4:8" else abs(row.recovery) < 0.01
+
+
+@cases([HOOKED])
+def test_blocks_that_a_prompt_never_reaches_have_no_row(load, case):
+    sweep = swept(load(case), [PROMPT, PROMPT[:5]], over="blocks", block=6)
+    reached = sweep.recovery.groupby("example")["positions"].apply(list).tolist()
+    assert reached == [["0:6", "6:12", "12:16"], ["0:6", "6:12"]]
+
+
+@cases(KINDS)
+@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
+def test_every_site_sweeps_in_both_directions_at_all_positions(load, case, direction):
+    """Of a cached donor's q, k, v and z at all positions, once only the newest row was moved, silently."""
+    model = load(case)
+    for site in ("resid_pre", "resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "kv", "cache_k", "cache_v"):
+        sweep = swept(model, site=site, positions="all", direction=direction, max_new_tokens=3)
+        assert sweep.recovery["defined"].all(), site
+        assert np.isfinite(sweep.recovery["d_after"]).all(), site
+
+
+@cases([HOOKED, NATIVE])
+def test_a_cached_donor_gives_the_rows_of_every_step(load, case):
+    """All positions of v, moved into the recompute path at a late step, are those the cached path wrote: cache_v itself."""
+    model = load(case)
+    settings = {"layers": [1], "steps": (4,), "logits": "keep", "positions": "all"}
+    as_computed, as_stored = (swept(model, site=site, **settings).logits[0] for site in ("v", "cache_v"))
+    assert_bitwise(as_computed, as_stored, "logits with v, or cached V, of all positions put in")
+    newest = swept(model, site="v", **settings | {"positions": "newest"}).logits[0]
+    assert not torch.equal(newest[4, 2], as_computed[4, 2])
+
+
+def test_a_pattern_of_earlier_positions_cannot_come_from_a_cached_path(load):
+    model = load(Case("llama-gqa", "native", "eager"))
+    assert len(swept(model, site="pattern", over="heads").recovery) == 8
+    with pytest.raises(kv.InputError, match="a cached path computes one row of the pattern a step"):
+        swept(model, site="pattern", positions="all")
+
+
+# What is shared --------------------------------------------------------------------------------------------------------
+
+
+@cases([HOOKED, Case("llama-mha", "bridge")])
+def test_sweeps_together_are_the_sweeps_alone(load, case):
+    model = load(case)
+    together = swept(model, over="single,cumulative,cumulative-from", logits="keep")
+    alone = [swept(model, over=name, logits="keep") for name in ("single", "cumulative", "cumulative-from")]
+    assert together.recovery.equals(pd.concat([sweep.recovery for sweep in alone], ignore_index=True))
+    logits = torch.cat([alone[0].logits[0][:, :2], *(sweep.logits[0][:, 2:] for sweep in alone)], 1)
+    assert_bitwise(together.logits[0], logits, "logits", ("step", "path", "vocab"))
+    assert together.about["work"]["forwards"] < sum(sweep.about["work"]["forwards"] for sweep in alone)
+
+
+@cases([HOOKED])
+def test_controls_change_nothing_beside_them(load, case):
+    model = load(case)
+    for direction in ("into-recompute", "into-cached"):
+        bare, watched = (swept(model, direction=direction, controls=controls) for controls in ("none", "quick"))
+        assert bare.recovery.equals(watched.recovery)
+        assert bare.controls.empty
+
+
+# What is refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"site": "resid"}, "unknown patch site 'resid'"),
+        ({"over": "layers"}, "unknown sweep 'layers'"),
+        ({"over": "single,cumulativ"}, "did you mean 'cumulative'"),
+        ({"over": "heads"}, "needs a site with heads, and 'resid_post' has none"),
+        ({"over": "kv-heads", "site": "q"}, "needs a site with KV heads, and 'q' was given"),
+        ({"direction": "both"}, "expected 'into-recompute' or 'into-cached'"),
+        ({"protocol": "paper"}, "expected 'matched' or 'free'"),
+        ({"distance": "js"}, "expected 'kl' or 'l2' or 'margin'"),
+        ({"controls": "some"}, "controls='some'"),
+        ({"layers": [0, 3]}, "layer 3 does not exist"),
+        ({"positions": (2, 99)}, "position 98 does not exist"),
+        ({"positions": (40, 50)}, "position 40 does not exist: the shortest prompt has 12 tokens"),
+        ({"positions": "last"}, "positions='last'"),
+        ({"steps": (9,)}, "patches nothing within max_new_tokens=5, where the last step is 4"),
+        ({"steps": "all"}, "steps='all'"),
+        ({"steps": (0, 1), "cached": "cached[chunk=4]"}, "computes in pieces"),
+        ({"max_new_tokens": 1}, "patches nothing within max_new_tokens=1"),
+        ({"recompute": "recompute[chunk=4]"}, "needs a cached and an unchunked recompute path"),
+        ({"cached": "recompute"}, "needs a cached and an unchunked recompute path"),
+        ({"over": "blocks", "block": 0}, "block=0 was given"),
+        ({"examples": 0}, "0 examples were asked for"),
+        ({"prompts": []}, "the list of prompts is empty"),
+        ({"prompts": [[1, 2], [200]]}, "token id 200"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused_in_one_sentence(load, fields, said):
+    with pytest.raises(kv.InputError) as error:
+        swept(load(NATIVE if "cached" in fields or fields.get("layers") is None else HOOKED), **fields)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_site_that_the_kind_lacks_is_refused(load):
+    with pytest.raises(kv.UnsupportedError, match="never leave the kernel"):
+        swept(load(NATIVE), site="pattern", over="heads")
