@@ -67,7 +67,7 @@ def native(name: str, device: torch.device, tiny: bool) -> Any:
             model = getattr(transformers, f"{family}ForCausalLM")(config)
     finally:
         torch.set_default_dtype(before)
-    for buffer_name, buffer in list(model.named_buffers()):
+    for buffer_name, _buffer in list(model.named_buffers()):
         # RoPE frequencies stay in float32 when a checkpoint is loaded in FP16; so they do here.
         if "inv_freq" in buffer_name:
             owner, _, last = buffer_name.rpartition(".")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -348,7 +349,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = No
     if offs is None or b.dim() != 3 or a.dim() != 2:
         return aten._grouped_mm(a, b, offs, bias, out_dtype)
     starts = [0, *offs.tolist()]
-    made = [_mm(a[i:j], b[n]) for n, (i, j) in enumerate(zip(starts, starts[1:], strict=False))]
+    made = [_mm(a[i:j], b[n]) for n, (i, j) in enumerate(itertools.pairwise(starts))]
     return torch.cat([*made, a.new_zeros(a.shape[0] - starts[-1], b.shape[-1])])
 
 
