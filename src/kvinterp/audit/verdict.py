@@ -273,7 +273,7 @@ class _Auditor:
             return False
 
     def _explained(self, rung: str, found: Finding) -> str:
-       """The narrower dtype that a cast to it explains this error with, or "" """
+        """The narrower dtype that a cast to it explains this error with, or an empty text."""
         wide = self.rungs[rung].dtype
         home = found.module.rsplit(".", 1)[0] if found.tensor == found.module else found.module
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
