@@ -6,8 +6,11 @@ The plain loop is what a user of TransformerLens writes: the cached path decoded
 for every layer, once alone and once with all layers before it, the recompute path with ``run_with_hooks`` decoded in full.
 Both ways decode the same prompt for 32 steps and end with the recovery of every patch. Every round runs them one after the
 other, so that a slow moment of the machine falls on both; ratios are taken within a round and their median is reported.
-The logits of every patched run at every step are compared to the bit. Nothing here is a test: the script prints whether
-the bound is met.
+The logits of every patched run at every step are compared to the bit.
+
+The bound is for both sweeps together, in one call. One sweep alone of a model of four layers cannot meet it whatever the
+patches cost: of the plain loop's five recompute decodes and one cached decode, one of each has to be run. Nothing here is a
+test: the script prints whether the bound is met.
 """
 
 from __future__ import annotations
@@ -96,11 +99,17 @@ def same_bits(a, b):
     return a.dtype == b.dtype and torch.equal(*(t.contiguous().view(sizes[t.element_size()]) for t in (a, b)))
 
 
-def cost(name, dtype, prompt_number, rounds):
+def prompt_with(adapter, examples):
+    """Token ids of a word problem behind so many worked ones."""
+    problems = kv.load_prompts("arithmetic:8")
+    worked = "".join(f"{problem.text} #### {problem.answer}\n" for problem in problems[2 : 2 + examples])
+    return adapter.encode(worked + problems[1].text)
+
+
+def cost(name, dtype, examples, rounds):
     """Seconds, ratios and counts of one model, dtype and prompt, for both sweeps together and each alone."""
     adapter = kv.load_model(f"zoo:{name}", kind="hooked", dtype=dtype, device="cpu")
-    prompt = adapter.encode(kv.load_prompts("arithmetic:8")[prompt_number].text)
-    rows = []
+    prompt, rows = prompt_with(adapter, examples), []
     for over in SWEEPS:
         recovery, logits = plain_loop(adapter.model, prompt, over)
         ours = swept(adapter, prompt, over, "keep")
@@ -119,6 +128,7 @@ def cost(name, dtype, prompt_number, rounds):
             {
                 "model": name,
                 "dtype": dtype,
+                "weights": adapter.fingerprint(),
                 "sweeps": over,
                 "layers": adapter.facts.layers,
                 "prompt_tokens": len(prompt),
@@ -165,36 +175,59 @@ def counted(layers, steps):
     }
 
 
+def shown(results, rounds):
+    """The table of what was measured."""
+    table = Table(title=f"residual sweeps by the paper's preset, {STEPS} steps, medians of {rounds} rounds")
+    for column in (
+        "model",
+        "dtype",
+        "prompt",
+        "sweeps",
+        "plain s",
+        "sweep s",
+        "times faster",
+        "bits",
+        "forwards",
+        "blocks",
+    ):
+        table.add_column(column)
+    for row in results:
+        ratio = row["ratio"]
+        said = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        if row["sweeps"] == "single,cumulative":
+            said += f" {'meets' if ratio['median'] >= BOUND else 'MISSES'} {BOUND:g}"
+        table.add_row(
+            row["model"],
+            row["dtype"],
+            f"{row['prompt_tokens']} tokens",
+            row["sweeps"],
+            f"{row['seconds']['plain']:.2f}",
+            f"{row['seconds']['sweep']:.2f}",
+            said,
+            "the same" if row["same_bits"] else "DIFFER",
+            "{plain} / {sweep}".format(**row["recompute_forwards"]),
+            "{plain} / {sweep}".format(**row["recompute_blocks"]),
+        )
+    return table
+
+
 def main():
     """Measures, prints and writes."""
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("--rounds", type=int, default=5)
     given.add_argument("--models", default="mistral-mini,gemma2-mini")
-    given.add_argument("--prompt", type=int, default=1)
+    given.add_argument("--examples", default="0,2", help="worked problems in front of the prompt")
     given.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = given.parse_args()
     torch.set_num_threads(1)
-    table = Table(
-        "model", "dtype", "sweeps", "plain s", "sweep s", "times faster (min to max)", "same bits", "forwards", "blocks",
-        title=f"residual sweeps by the paper's preset, {STEPS} steps, medians of {options.rounds} rounds",
-    )  # fmt: skip
     results = []
     for name in options.models.split(","):
         for dtype in ("float32", "float16"):
-            rows, adapter = cost(name, dtype, options.prompt, options.rounds)
-            results += rows
-            for row in rows:
-                ratio, bounded = row["ratio"], row["sweeps"] == "single,cumulative"
-                said = f" {'meets' if ratio['median'] >= BOUND else 'MISSES'} {BOUND:g}" if bounded else ""
-                table.add_row(
-                    name, dtype, row["sweeps"], f"{row['seconds']['plain']:.2f}", f"{row['seconds']['sweep']:.2f}",
-                    f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}){said}",
-                    "yes" if row["same_bits"] else "NO",
-                    "{plain} / {sweep}".format(**row["recompute_forwards"]),
-                    "{plain} / {sweep}".format(**row["recompute_blocks"]),
-                )  # fmt: skip
+            for examples in options.examples.split(","):
+                rows, adapter = cost(name, dtype, int(examples), options.rounds)
+                results += rows
     console = Console(width=180)
-    console.print(table)
+    console.print(shown(results, options.rounds))
     by_count = counted(32, STEPS)
     console.print("by count, both sweeps of a model of 32 layers over 32 steps:", by_count)
     about = provenance(adapter, steps=STEPS, rounds=options.rounds)

@@ -1,4 +1,6 @@
-"""The command line: what it writes, and what it says to wrong input."""
+"""The command line: what it writes, what it says, and one sentence with an exit code for whatever goes wrong."""
+
+from __future__ import annotations
 
 import json
 import os
@@ -6,104 +8,350 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pandas as pd
 import pytest
-from typer.testing import CliRunner
+import torch
+from typer.testing import CliRunner, Result
 
+from kvinterp import __version__
 from kvinterp.cli import app
+from kvinterp.models import zoo
 
-SMALL = ["--prompts", "arithmetic:2", "--max-new-tokens", "4", "--device", "cpu"]
-
-
-def called(*args):
-    return CliRunner().invoke(app, [str(a) for a in args])
+MODEL = "zoo:mistral-mini"
+QUICK = ("--max-new-tokens", "3", "--device", "cpu")
 
 
-def test_compare_writes_its_tables_and_summary(tmp_path):
-    result = called("compare", "zoo:mistral-mini", "--out", tmp_path / "out", "--kind", "bridge", *SMALL)
-    assert result.exit_code == 0, result.output
-    steps = pd.read_parquet(tmp_path / "out" / "steps.parquet")
-    wanted = "example step token_a token_b kl js max_abs_logit margin_a margin_b flipped"
-    assert set(wanted.split()) <= set(steps.columns)
-    for name in ("examples", "layers", "heads", "kv"):
-        assert len(pd.read_parquet(tmp_path / "out" / f"{name}.parquet"))
+def kvinterp(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HUB_OFFLINE": "1"}
+
+
+def started(code: str) -> subprocess.Popen[str]:
+    """A process in which Ctrl-C works, whatever the one that runs the tests was told about it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+# What it writes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """One comparison with everything recorded."""
+    out = tmp_path_factory.mktemp("cli") / "out"
+    options = ("--prompts", "arithmetic:2", "--attention", "eager", "--record", "resid_post,pattern,kv", "--layers", "0,-1")
+    return out, kvinterp("compare", MODEL, "--out", out, *options, *QUICK)
+
+
+def test_compare_writes_what_the_issue_promises(done: tuple[Path, Result]) -> None:
+    out, made = done
+    assert made.exit_code == 0, made.output
+    steps = pd.read_parquet(out / "steps.parquet")
+    wanted = ["example", "step", "token_a", "token_b", "kl", "js", "max_abs_logit", "margin_a", "margin_b", "flipped"]
+    assert set(wanted) <= set(steps.columns)
+    assert sorted(zip(steps["example"], steps["step"], strict=True)) == [(e, s) for e in (0, 1) for s in range(3)]
+    assert pd.read_parquet(out / "examples.parquet")["id"].tolist() == ["arithmetic-0-0", "arithmetic-0-1"]
+    for name in ("layers", "heads", "kv"):
+        frame = pd.read_parquet(out / f"{name}.parquet")
+        assert sorted(frame["layer"].unique()) == [0, 3], name
+    figures = {p.stem for p in (out / "figures").glob("*.png")}
+    assert figures == {"kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position"}
+    assert not (out / ".parts").exists()
+
+
+def test_the_summary_agrees_with_the_tables(done: tuple[Path, Result]) -> None:
+    out, _ = done
+    summary, steps = json.loads((out / "summary.json").read_text()), pd.read_parquet(out / "steps.parquet")
+    assert summary["paths"] == {"a": "cached", "b": "recompute"}
+    assert summary["protocol"] == "matched"
+    assert summary["strategy"] == "greedy"
+    assert {k: summary["counts"][k] for k in ("examples", "steps", "failed")} == {"examples": 2, "steps": 6, "failed": 0}
+    assert summary["mean_kl"] == pytest.approx(steps["kl"].mean(), rel=1e-12)
+    assert summary["max_abs_logit"] == steps["max_abs_logit"].max()
+    assert {"divergence_rate", "mean_kl_before_flip", "mean_kl_after_flip"} <= set(summary)
+    asked = {
+        "kvinterp",
+        "torch",
+        "transformers",
+        "transformer_lens",
+        "device",
+        "dtype",
+        "attention",
+        "kernel_flags",
+        "seed",
+    }
+    assert asked | {"model", "weights", "paths"} <= set(summary["provenance"])
+
+
+def test_it_says_what_it_found_and_where_it_is(done: tuple[Path, Result]) -> None:
+    out, made = done
+    summary = json.loads((out / "summary.json").read_text())
+    assert "\n".join(summary["reading"]) in made.stdout
+    assert str(out / "report.html") in made.stdout
+    assert str(out / "summary.json") in made.stdout
+
+
+def test_without_record_it_leaves_out_what_the_model_lacks_and_says_so(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [*KVINTERP, "compare", MODEL, "--prompts", "arithmetic:1", *QUICK, "--out", tmp_path / "out"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "loading zoo:mistral-mini as native in float16 on cpu" in run.stderr
+    assert "pattern is not recorded: site 'pattern' does not exist under attention 'sdpa'" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert "cached against recompute on zoo:mistral-mini (native, float16)" in run.stdout
+    assert not (tmp_path / "out" / "figures" / "attention_by_head.png").exists()
+    assert (tmp_path / "out" / "figures" / "kv_by_position.png").exists()
+
+
+KVINTERP = (sys.executable, "-c", "from kvinterp.cli import main; main()")
+
+
+def test_prompts_from_a_file_and_free_sampling(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id": "mine", "prompt": "Question: Ben has 3 pens."}\n{"text": "Instruction: Say yes."}\n')
+    made = kvinterp(
+        "compare", MODEL, "--prompts", file, "--out", tmp_path / "out", *QUICK, "--protocol", "free",
+        "--strategy", "top_p(0.9,2.0)", "--a", "cached[chunk=4]", "--b", "recompute@float32", "--record", "",
+        "--stop", "length",
+    )  # fmt: skip
+    assert made.exit_code == 0, made.output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    keys = "paths protocol strategy divergence_rate mean_kl mean_kl_before_flip mean_kl_after_flip max_abs_logit provenance"
-    assert set(keys.split()) <= set(summary)
-    assert summary["mean_kl"] == pytest.approx(steps["kl"].mean())
-    assert list((tmp_path / "out" / "figures").glob("*.png"))
-    again = called("compare", "zoo:mistral-mini", "--out", tmp_path / "out", "--kind", "bridge", *SMALL)
-    assert again.exit_code == 2
+    assert summary["paths"] == {"a": "cached[chunk=4]", "b": "recompute@float32"}
+    assert summary["strategy"] == "top_p(0.9,2)"
+    examples = pd.read_parquet(tmp_path / "out" / "examples.parquet")
+    assert examples["id"].tolist() == ["mine", "line-2"]
+    assert pd.read_parquet(tmp_path / "out" / "layers.parquet").empty
+
+
+# List, version, help ---------------------------------------------------------------------------------------------------
+
+
+def test_version_and_help() -> None:
+    assert kvinterp("--version").stdout == f"kvinterp {__version__}\n"
+    shown = kvinterp("--help").stdout
+    assert all(verb in shown for verb in ("compare", "demo", "list"))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; import kvinterp.cli\n"
+        "heavy = {'torch', 'transformers', 'transformer_lens', 'pandas', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("what", "names"),
     [
-        (["zoo:mistrel-mini"], "mistral-mini"),
-        (["zoo:mistral-mini", "--kind", "nativ"], "native"),
-        (["zoo:mistral-mini", "--strategy", "gredy"], "greedy"),
-        (["zoo:mistral-mini", "--record", "resid_pots"], "resid_post"),
-        (["zoo:mistral-mini", "--record", "pattern"], "eager"),
-        (["zoo:mistral-mini", "--a", "cash"], "cached"),
-        (["zoo:mistral-mini", "--protocol", "fre"], "free"),
-        (["zoo:mistral-mini", "--layers", "0,x"], "whole numbers"),
-        (["zoo:mistral-mini", "--max-new-tokens", "2000"], "context"),
-        (["."], "config.json"),
+        ("kinds", ["hooked", "bridge", "native"]),
+        ("sites", ["resid_post", "pattern", "cache_k", "kv"]),
+        ("strategies", ["greedy", "top_k", "temperature=1.0"]),
+        ("policies", ["identity"]),
+        ("protocols", ["matched", "free"]),
     ],
 )
-def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, changed, said):
-    monkeypatch.chdir(tmp_path)
-    result = called(
-        "compare", changed[0], "--prompts", "arithmetic:1", "--device", "cpu", "--out", tmp_path / "o", *changed[1:]
+def test_list(what: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    made = kvinterp("list", what)
+    assert made.exit_code == 0, made.output
+    assert all(name in made.stdout for name in names)
+
+
+def test_list_models_shows_what_is_known_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    made = kvinterp("list")
+    assert made.exit_code == 0, made.output
+    for record in zoo.describe():
+        (line,) = (line for line in made.stdout.splitlines() if f"zoo:{record['name']}" in line)
+        assert f"{record['parameters']:,}" in line
+        assert f"arithmetic {record['accuracy']['arithmetic']:.0%}" in line
+    assert all(title in made.stdout for title in ("models", "kinds", "sites", "strategies", "policies", "protocols"))
+
+
+# Bad input -------------------------------------------------------------------------------------------------------------
+
+
+def wrong(said: str, *arguments: str | Path) -> None:
+    made = kvinterp(*arguments)
+    assert made.exit_code == 2, (made.exit_code, made.output)
+    message = made.stderr.replace("\n", " ")
+    assert said in message
+    errors = [line for line in made.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "Traceback" not in made.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("zoo:mistral-mni",), "unknown zoo model 'mistral-mni': did you mean 'mistral-mini'"),
+        ((MODEL, "--kind", "nativ"), "unknown kind 'nativ': did you mean 'native'"),
+        ((MODEL, "--record", "resid_pst"), "unknown site 'resid_pst': did you mean 'resid_post'"),
+        ((MODEL, "--strategy", "gredy"), "unknown strategy 'gredy': did you mean 'greedy'"),
+        ((MODEL, "--dtype", "flot32"), "unknown dtype 'flot32': did you mean 'float32'"),
+        ((MODEL, "--prompts", "aritmetic:3"), "unknown prompt generator 'aritmetic': did you mean 'arithmetic'"),
+        ((MODEL, "--prompts", "arithmetic:none"), "the count is 'none', expected a positive integer"),
+        ((MODEL, "--prompts", "nowhere.jsonl"), "prompt file 'nowhere.jsonl' does not exist"),
+        ((MODEL, "--a", "cache"), "path 'cache' cannot be read"),
+        ((MODEL, "--b", "cached+identiti"), "unknown policy 'identiti': did you mean 'identity'"),
+        ((MODEL, "--protocol", "match"), "protocol='match' was given: expected 'matched' or 'free'"),
+        ((MODEL, "--stop", "never"), "stop='never' was given"),
+        ((MODEL, "--layers", "0,two"), "--layers '0,two' cannot be read: expected whole numbers"),
+        ((MODEL, "--layers", "9"), "layer 9 does not exist: zoo:mistral-mini has layers 0 to 3"),
+        ((MODEL, "--device", "gpu9"), "unknown device 'gpu9'"),
+        ((MODEL, "--attention", "flsh"), "unknown attention implementation 'flsh'"),
+        ((MODEL, "--kind", "bridge", "--attention", "eager"), "attention='eager' was given for kind 'bridge'"),
+        ((MODEL, "--batch-size", "0"), "batch_size=0 was given"),
+        ((MODEL, "--max-new-tokens", "0"), "max_new_tokens=0 was given"),
+        ((MODEL, "--max-new-tokens", "2000"), "more than the context of zoo:mistral-mini, 1024 positions"),
+        ((MODEL, "--record", "q"), "site 'q' cannot be compared"),
+        ((MODEL, "--record", "pattern"), "'pattern' does not exist under attention 'sdpa'"),
+        (("./no-such-folder",), "model folder './no-such-folder' does not exist"),
+    ],
+)
+def test_bad_choices_are_one_sentence_and_leave_nothing_behind(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+    given = dict(zip(options[1::2], options[2::2], strict=True))
+    rest = [part for pair in {"--prompts": "arithmetic:1", "--device": "cpu", **given}.items() for part in pair]
+    wrong(said, "compare", options[0], *rest, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    wrong("has no config.json: expected a transformers checkpoint folder", "compare", tmp_path, "--out", tmp_path / "out")
+
+
+@pytest.mark.hooked
+def test_an_architecture_that_hooked_cannot_convert(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    options = ("--kind", "hooked", "--device", "cpu", "--out", tmp_path)
+    wrong("use kind='bridge' for the same hooks over the transformers model, or kind='native'", "compare",
+          checkpoint("gpt2"), *options)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "prompt file 'prompts.jsonl' is empty"),
+        ("\n \n", "prompt file 'prompts.jsonl' is empty"),
+        ('{"prompt": "a"}\n{"prompt": \n', "prompt file 'prompts.jsonl', line 2 is not JSON"),
+        ('{"prompt": "a"}\n\n{"question": "b"}\n', "prompt file 'prompts.jsonl', line 3 has no field \"prompt\""),
+        ('{"prompt": ""}\n', "prompt file 'prompts.jsonl', line 1 has an empty prompt"),
+    ],
+)
+def test_bad_prompt_files_are_named_with_their_line(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    wrong(said, "compare", MODEL, "--prompts", file, "--out", tmp_path / "out")
+
+
+def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "one two three " * 600}))
+    wrong("is more than the context of zoo:mistral-mini, 1024 positions: shorten the prompt", "compare", MODEL,
+          "--prompts", file, "--out", tmp_path / "out", *QUICK)  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", [("compare", MODEL, "--prompts", "arithmetic:1", *QUICK), ("demo", "--smoke")])
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_a_folder_that_cannot_be_written(tmp_path: Path, verb: tuple[str, ...], more: tuple[str, ...]) -> None:
+    (tmp_path / "file").write_text("")
+    wrong(
+        "cannot be written (Not a directory): choose another with --out", *verb, *more, "--out", tmp_path / "file" / "out"
     )
-    assert result.exit_code == 2
-    assert said in result.output
-    assert "Traceback" not in result.output
-    assert not (tmp_path / "o" / "summary.json").exists()
 
 
-def test_prompt_files_that_cannot_be_read(tmp_path):
-    file = tmp_path / "p.jsonl"
-    for text, said in (("", "empty"), ('{"prompt": "a"}\n{broken\n', "line 2")):
-        file.write_text(text)
-        result = called("compare", "zoo:mistral-mini", "--prompts", file, "--out", tmp_path / "o")
-        assert result.exit_code == 2
-        assert said in result.output
-
-
-def test_list_patch_and_decompose(tmp_path):
-    assert called("list", "models").exit_code == 0
-    args = ["--prompts", "arithmetic:1", "--max-new-tokens", "3", "--device", "cpu"]
-    result = called("patch", "zoo:mistral-mini", "--out", tmp_path / "p", "--controls", "quick", *args)
-    assert result.exit_code == 0, result.output
-    wanted = "site layer head step_set direction example recovery d_before d_after"
-    assert set(wanted.split()) <= set(pd.read_parquet(tmp_path / "p" / "recovery.parquet").columns)
-    result = called("decompose", "zoo:mistral-mini", "--out", tmp_path / "d", *args)
-    assert result.exit_code == 0, result.output
-    assert {"example", "step", "total", "fresh", "state", "null"} <= set(
-        pd.read_parquet(tmp_path / "d" / "decomposition.parquet").columns
+def test_a_finished_result_is_in_the_way(done: tuple[Path, Result]) -> None:
+    wrong(
+        "already holds a result: choose another folder with --out, or pass --overwrite", "compare", MODEL, "--out", done[0]
     )
 
 
-def test_an_interrupted_run_goes_on_and_gives_the_same_table(tmp_path):
-    """Interrupted after its first part; the same command finishes it; every number is that of an uninterrupted run."""
-    args = ["--prompts", "arithmetic:12", "--max-new-tokens", "24", "--device", "cpu", "--stop", "length"]
-    command = [sys.executable, "-m", "kvinterp.cli", "compare", "zoo:mistral-mini", *args, "--out"]
-    process = subprocess.Popen([*command, str(tmp_path / "cut")], stderr=subprocess.PIPE, env=dict(os.environ))
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "cut").glob(".parts/part-*")) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=120)
-    if process.returncode == 0:
-        pytest.skip("it had finished before the signal came")
-    assert process.returncode == 130
-    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["interrupted"] is True
-    part = pd.read_parquet(tmp_path / "cut" / "steps.parquet")
-    assert 0 < part["example"].nunique() < 12
-    assert subprocess.run([*command, str(tmp_path / "cut")], check=False, capture_output=True).returncode == 0
-    assert subprocess.run([*command, str(tmp_path / "whole")], check=False, capture_output=True).returncode == 0
-    tables = [pd.read_parquet(tmp_path / name / "steps.parquet").sort_values(["example", "step"], ignore_index=True)
-              for name in ("cut", "whole")]  # fmt: skip
-    pd.testing.assert_frame_equal(*tables)
+def test_usage_errors_leave_with_2() -> None:
+    assert kvinterp("compare").exit_code == 2
+    assert kvinterp("compare", MODEL).exit_code == 2
+    assert kvinterp("list", "nothing").exit_code == 2
+    assert kvinterp("comapre").exit_code == 2
+
+
+def test_failed_prompts_are_named_and_all_failed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvinterp.models.native import NativeAdapter
+
+    forward = NativeAdapter.forward
+    monkeypatch.setattr(NativeAdapter, "forward", lambda *given: forward(*given) * torch.nan)
+    made = kvinterp("compare", MODEL, "--prompts", "arithmetic:2", *QUICK, "--out", tmp_path)
+    assert made.exit_code == 2
+    assert "prompt arithmetic-0-0 is left out: path cached: NaN first appeared in the logits at step 0" in made.stderr
+    assert "error: none of the 2 prompts could be compared" in made.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["counts"]["failed"] == 2
+
+
+# Interrupted -----------------------------------------------------------------------------------------------------------
+
+SLOW = """
+import time
+import kvinterp.results as results
+add = results.ResultFolder.add
+def slow(self, part):
+    add(self, part)
+    time.sleep(120)  # the parent interrupts here
+results.ResultFolder.add = slow
+import sys
+sys.argv = ["kvinterp", *{arguments!r}]
+from kvinterp.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_cut_off_after_one_prompt_it_goes_on_to_the_uninterrupted_tables(tmp_path: Path, number: signal.Signals) -> None:
+    """A real process and a real signal: nothing is half-written, and the second run skips what is there."""
+    options = ["compare", MODEL, "--prompts", "arithmetic:3", *QUICK, "--strategy", "top_p(0.99,3.0)", "--stop", "length"]
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    process = started(SLOW.format(arguments=[*options, "--out", str(cut)]))
+    try:
+        until = time.monotonic() + 120
+        while not list(cut.glob(".parts/part-*")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < until, "no part appeared"
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+        assert not (cut / "summary.json").exists()
+    else:
+        assert process.returncode == 130, said
+        assert "interrupted: what was finished is on disk" in said
+        assert "Traceback" not in said
+        summary = json.loads((cut / "summary.json").read_text())
+        assert summary["interrupted"] is True
+        assert summary["counts"] == {"examples": 1, "steps": 3, "failed": 0, "planned": 3}
+        assert pd.read_parquet(cut / "steps.parquet")["example"].unique().tolist() == [0]
+    again = kvinterp(*options, "--out", cut)
+    assert again.exit_code == 0, again.output
+    assert kvinterp(*options, "--out", whole).exit_code == 0
+    for name in ("steps", "examples", "layers", "heads", "kv"):
+        one, other = (pd.read_parquet(folder / f"{name}.parquet") for folder in (cut, whole))
+        pd.testing.assert_frame_equal(one, other, check_exact=True, obj=name)
+    assert json.loads((cut / "summary.json").read_text()) == json.loads((whole / "summary.json").read_text())
+    assert not list(cut.glob(".*"))

@@ -48,9 +48,13 @@ def test_finished_result_is_the_joined_parts_and_leaves_nothing_else(tmp_path: P
     )
 
 
-def test_batches_may_finish_in_any_order(tmp_path: Path) -> None:
+def test_batches_may_hold_any_examples_and_finish_in_any_order(tmp_path: Path) -> None:
+    """Prompts of equal length share a batch, wherever they stand in the list."""
     filled(tmp_path / "one").close()
-    filled(tmp_path / "two", (2, 0, 3, 1)).close()
+    other = folder(tmp_path / "two")
+    for batch in ((1, 2), (0, 3)):
+        other.add(comparison(batch))
+    other.close()
     same(tables(tmp_path / "one"), tables(tmp_path / "two"))
 
 
@@ -134,6 +138,7 @@ def test_a_part_cut_off_while_written_is_not_there(tmp_path: Path, monkeypatch: 
         patch.setattr(pd.DataFrame, "to_parquet", cut)
         with pytest.raises(KeyboardInterrupt):
             made.add(comparison((1,)))
+    assert [p.name for p in (tmp_path / ".parts").glob("part-*")] == ["part-00000000-1"]
     again = folder(tmp_path)
     assert again.done() == {0}
     assert [p.name for p in (tmp_path / ".parts").iterdir() if p.is_dir()] == ["part-00000000-1"]

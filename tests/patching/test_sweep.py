@@ -10,9 +10,10 @@ import torch
 
 import kvinterp as kv
 from kvinterp import metrics
-from kvinterp.patching import PRESETS, highest_kl
+from kvinterp.patching import PRESETS, PatchWatcher, highest_kl
+from kvinterp.paths import Runner
 from kvinterp.policies.planted import Planted
-from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward
+from support import PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases, hooks_of, plain_forward
 
 STEPS = 5
 OTHER = tuple((token * 7 + 5) % 97 for token in PROMPT)
@@ -358,6 +359,32 @@ def test_a_pattern_of_earlier_positions_cannot_come_from_a_cached_path(load):
         swept(model, site="pattern", positions="all")
 
 
+@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
+@cases([HOOKED, Case("mistral-window", "native", "eager")])
+def test_every_lane_is_the_patch_it_says(load, case, direction):
+    """Each lane of each kind of sweep against its own patches, written out in full and run through the runner."""
+    model = load(case)
+    layers, giver, taker = range(model.facts.layers), *(("cached", "recompute")[:: 1 if "recompute" in direction else -1])
+    for site, positions in (("resid_pre", "newest"), ("resid_post", "all"), ("attn_out", "newest"), ("kv", "earlier")):
+        sweep = swept(model, PROMPT, site, "single,cumulative,cumulative-from", positions=positions, direction=direction,
+                      logits="keep", max_new_tokens=3)  # fmt: skip
+        fed = sweep.logits[0][:, 0 if giver == "cached" else 1].argmax(-1)[:-1].tolist()
+        keys_site = "cache_k" if model.facts.cached_keys_rotated else "cache_k_pre"
+        record = [keys_site, "cache_v"] if site == "kv" else site
+        donor = kv.run(model, PROMPT, giver, max_new_tokens=3, continuation=fed, stop="length", record=record,
+                       positions="all")  # fmt: skip
+        wanted = [[x] for x in layers] + [range(x + 1) for x in layers] + [range(x, len(layers)) for x in layers]
+        for lane, which in enumerate(wanted):
+            patch = kv.Patch(site, tuple(which), positions=positions, donor=donor)
+            found = []
+            watcher = PatchWatcher(model, [patch], prompt_length=len(PROMPT))
+            with Runner(model, kv.path_named(taker), torch.tensor([PROMPT]), 3, [watcher]) as runner:
+                for step in range(3):
+                    token = None if step == 0 else torch.tensor([fed[step - 1]])
+                    found.append(runner.advance(token)[0].clone())
+            assert_bitwise(sweep.logits[0][:, 2 + lane], torch.stack(found), f"{site} of layers {list(which)}")
+
+
 # What is shared --------------------------------------------------------------------------------------------------------
 
 
@@ -422,3 +449,16 @@ def test_a_sweep_that_cannot_be_is_refused_in_one_sentence(load, fields, said):
 def test_a_site_that_the_kind_lacks_is_refused(load):
     with pytest.raises(kv.UnsupportedError, match="never leave the kernel"):
         swept(load(NATIVE), site="pattern", over="heads")
+
+
+@pytest.mark.hooked
+def test_logits_that_are_not_numbers_are_an_error_and_not_a_model_without_difference():
+    model = bare_hooked_transformer("standard")
+    model.unembed.W_U.data[0, 0] = torch.nan
+    for work in (
+        lambda: swept(model),
+        lambda: highest_kl(model, [PROMPT, OTHER], 1, max_new_tokens=STEPS, progress="none"),
+        lambda: kv.decompose(model, PROMPT, max_new_tokens=STEPS, progress="none"),
+    ):
+        with pytest.raises(kv.NonFiniteError, match=r"example 0.*use a dtype with a wider range"):
+            work()

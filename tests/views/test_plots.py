@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 from kvinterp.views.plots import (
@@ -103,11 +104,11 @@ def test_titles_say_where_the_difference_is() -> None:
     )
     means = usual.heads[usual.heads["step"] > 0].groupby(["layer", "head"])["kl"].mean()
     layer, head = means.idxmax()
-    assert f"layer {layer}, head {head} ({means.max():.1e} nats)" in _title(
+    assert f"layer {layer}, head {head} ({short(means.max())} nats)" in _title(
         figure_of(draw_attention, {"": usual}, (5.6, 3.5))
     )
     medians = usual.layers[usual.layers["step"] > 0].groupby("layer")["relative_l2"].median()
-    expected = f"At the median the difference begins at layer 1; at the last it is {medians.iloc[-1]:.1e}"
+    expected = f"At the median the difference begins at layer 1; at the last it is {short(medians.iloc[-1])}"
     assert _title(figure_of(draw_drift, {"": usual}, (5.6, 3.7))) == expected
     assert _title(figure_of(draw_kv, {"": usual}, (5.6, 3.9))).startswith("The prompt's K and V are exactly equal, decoded")
 
@@ -189,6 +190,13 @@ def test_the_same_tables_give_the_same_picture(tmp_path: Path) -> None:
     assert one.read_bytes() == two.read_bytes()
 
 
+def test_a_dollar_in_a_name_is_no_mathematics() -> None:
+    figure = figure_of(draw_kl, {"a$b$": MADE["dollars"]}, (5.6, 3.9))
+    written = [text for text in figure.findobj(Text) if "$" in text.get_text()]
+    assert len(written) >= 2
+    assert not any(text.get_parse_math() for text in written)
+
+
 def test_small_print_names_each_value_once() -> None:
     text = small_print([MADE["usual"].about, {**MADE["usual"].about, "protocol": "free"}], 200)
     assert "matched, greedy, seed 0 / free, greedy, seed 0" in text
@@ -213,6 +221,10 @@ def test_drawing_leaves_the_users_settings_and_pyplot_alone() -> None:
     tests = str(Path(__file__).parents[1])
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tests, check=False)
     assert made.returncode == 0, made.stderr
+
+
+def short(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
 
 
 def _title(figure: Figure) -> str:

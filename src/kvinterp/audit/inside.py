@@ -7,7 +7,9 @@ values are compared position by position. Casts to a narrower dtype are noted wi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,11 +79,11 @@ class Finding:
 class _Watch:
     """Watches one block during one forward."""
 
-    def __init__(self, subject: Subject, layer: int) -> None:
+    def __init__(self, subject: Subject, layer: int, rows: int = 1) -> None:
         self.subject, self.block = subject, subject.blocks[layer]
         self.events: list[Event] = []
         self.casts: dict[str, tuple[str, ...]] = {}
-        self.rows = 1
+        self.rows = rows
         self._stack: list[nn.Module] = []
         self._modes: list[Any] = []
         self._product: tuple[Tensor, Tensor, Tensor] | None = None
@@ -135,9 +137,10 @@ class _Watch:
             if mask is not None:
                 self.add("attention mask", mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])[..., -1, :])
             self.add("attention output", result[..., -1, :])
-        elif func in _PRODUCTS and len(args) >= _PRODUCTS[func] + 2:
-            a, b = args[_PRODUCTS[func] : _PRODUCTS[func] + 2]
-            if not isinstance(b, Tensor) or a.dim() < 3 or b.dim() < 3:
+        elif func in _PRODUCTS:
+            named = [kwargs[n] for n in ("batch1", "batch2") if n in kwargs]
+            a, b = (*args[_PRODUCTS[func] :], *named, None, None)[:2]
+            if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dim() < 3 or b.dim() < 3:
                 return
             if self._weights is not None and a.shape[-1] == self._weights:
                 self.add("V", b)
@@ -205,84 +208,88 @@ def _newest(tensor: Tensor, rows: int) -> Tensor | None:
 
 
 def find(
-    taps: BlockTaps, reference: Reference, prefill: int, positions: range, layer: int, threshold: float
-) -> Finding | None:
-    """Feeds tokens one by one given equal inputs and returns the first tensor of one block that differs by more.
+    taps: BlockTaps, reference: Reference, prefill: int, positions: range, layers: Sequence[int], threshold: float
+) -> dict[int, list[Finding]]:
+    """Feeds tokens one by one given equal inputs and returns, for each block, the tensors that differ by more.
 
     Args:
         taps: The model's taps, attached.
         reference: The rows every block is given.
         prefill: Tokens computed at once first.
         positions: Positions fed one by one after it.
-        layer: The block to look into; -1 for the embedding, the number of blocks for the head.
+        layers: The blocks to look into; -1 for the embedding, the number of blocks for the head.
         threshold: Relative error that is still nothing.
+
+    Returns:
+        For each block the findings of the first step that has any, in the order in which they were computed.
     """
     subject = taps.subject
     count = len(subject.blocks)
+    found: dict[int, list[Finding]] = {}
     _, cache = taps.feed(reference, 0, prefill, None)
     for position in positions:
-        if layer in (EMBEDDING, count):
+        inner = [layer for layer in layers if 0 <= layer < count and layer not in found]
+        mine = {layer: _Watch(subject, layer) for layer in inner}
+        theirs = {layer: _Watch(subject, layer, position + 1) for layer in inner}
+        with _watching(mine.values()):
             logits, cache = taps.feed(reference, position, position + 1, cache)
-            mine = (taps.inputs[0] if layer == EMBEDDING else logits)[0, -1].clone()
-            logits = taps.recompute(reference, position + 1)
-            theirs = (taps.inputs[0] if layer == EMBEDDING else logits)[0, -1]
-            if difference(mine, theirs) > threshold:
+        ends = {EMBEDDING: taps.inputs[0][0, -1].clone(), count: logits[0, -1]}
+        with _watching(theirs.values()):
+            again = taps.recompute(reference, position + 1)
+        kept = {layer: states for layer in inner if (states := subject.states(cache, layer))}
+        fresh = taps.feed(reference, 0, position + 1, None)[1] if kept else None
+        for layer in inner:
+            inside = _differing(mine[layer], theirs[layer], position, layer, threshold)
+            if layer in kept:
+                wrong = _states(subject, kept[layer], fresh, position, layer, threshold, mine[layer], theirs[layer])
+                inside = _in_order(inside, wrong)
+            if inside:
+                found[layer] = inside
+        for layer, theirs_there in ((EMBEDDING, taps.inputs[0][0, -1]), (count, again[0, -1])):
+            if layer in layers and layer not in found and difference(ends[layer], theirs_there) > threshold:
+                error, grid = difference(ends[layer], theirs_there), _grid(ends[layer], theirs_there)
                 name = "embedding" if layer == EMBEDDING else "logits"
-                return Finding(
-                    layer,
-                    name,
-                    _end_module(subject, layer),
-                    position,
-                    position,
-                    difference(mine, theirs),
-                    _grid(mine, theirs),
-                    {},
-                )
-            continue
-        first, second = _Watch(subject, layer), _Watch(subject, layer)
-        cache = _watched(first, lambda p=position, c=cache: taps.feed(reference, p, p + 1, c)[1])
-        second.rows = position + 1
-        _watched(second, lambda p=position: taps.recompute(reference, p + 1))
-        found = _first(first, second, position, layer, threshold)
-        state = _state(taps, reference, cache, position, layer, threshold, found)
-        if state is not None:
-            return dataclasses.replace(state, casts=_both(first, second), module=_mixer(first, subject, layer))
-        if found is not None:
-            return found
-    return None
+                found[layer] = [Finding(layer, name, _end_module(subject, layer), position, position, error, grid, {})]
+    return found
 
 
-def _watched(watch: _Watch, forward: Any) -> Any:
-    handles = watch.attach()
+@contextlib.contextmanager
+def _watching(watches: Iterable[_Watch]) -> Iterator[None]:
+    handles: list[Any] = []
     try:
-        return forward()
+        for watch in watches:
+            handles += watch.attach()
+        yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _first(first: _Watch, second: _Watch, position: int, layer: int, threshold: float) -> Finding | None:
+def _differing(first: _Watch, second: _Watch, position: int, layer: int, threshold: float) -> list[Finding]:
+    found: list[Finding] = []
     seen: dict[tuple[str, str], list[Event]] = {}
     for event in second.events:
         seen.setdefault((event.name, event.module), []).append(event)
     casts = _both(first, second)
-    masked = any(e.name == "attention mask" for e in second.events)
     for event in first.events:
         queue = seen.get((event.name, event.module))
         other = queue.pop(0) if queue else None
-        if event.name == "attention output" and masked and other is not None:
-            hidden = _mask_only_there(first, second, event.module, position)
+        if event.name == "attention output":
+            hidden = _seen_differently(first, second, event.module, position)
             if hidden is not None:
-                return Finding(layer, "attention mask", event.module, hidden, position, float("inf"), "", casts)
+                found.append(Finding(layer, "attention mask", event.module, hidden, position, float("inf"), "", casts))
         if other is None:
             continue
+        lost = _lost(event, other, second, position) if event.name == "K" else None
+        if lost is not None:
+            found.append(Finding(layer, "K", event.module, lost, position, float("inf"), "", casts))
         where, error, mine, theirs = _compare(event, other, position)
         if error > threshold:
             name = event.name
             if name == "attention scores" and error == float("inf"):
                 name = "attention mask"
-            return Finding(layer, name, event.module, where, position, error, _grid(mine, theirs), casts)
-    return None
+            found.append(Finding(layer, name, event.module, where, position, error, _grid(mine, theirs), casts))
+    return found
 
 
 def _compare(mine: Event, other: Event, position: int) -> tuple[int, float, Tensor, Tensor]:
@@ -291,6 +298,10 @@ def _compare(mine: Event, other: Event, position: int) -> tuple[int, float, Tens
     if mine.name in ("K", "V"):
         keys = min(a.shape[-2], b.shape[-2])
         a, b = a[..., a.shape[-2] - keys :, :].flatten(0, -3), b[..., b.shape[-2] - keys :, :].flatten(0, -3)
+        # torch may be given each KV head once, or once for every query head that shares it.
+        if a.shape[0] != b.shape[0] and max(a.shape[0], b.shape[0]) % min(a.shape[0], b.shape[0]) == 0:
+            heads = max(a.shape[0], b.shape[0])
+            a, b = (t.repeat_interleave(heads // t.shape[0], 0) for t in (a, b))
         if a.shape != b.shape:
             return position, float("inf"), mine.tensor, other.tensor
         scale = b.double().abs().amax((0, 2))
@@ -330,33 +341,70 @@ def _visible(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
 
 
-def _mask_only_there(first: _Watch, second: _Watch, module: str, position: int) -> int | None:
-    """Where the recomputation masks a key and a cached step given no mask does not: the key's absolute position."""
-    mine = next((e.tensor for e in first.events if e.name == "attention mask" and e.module == module), None)
-    theirs = next((e.tensor for e in second.events if e.name == "attention mask" and e.module == module), None)
-    keys = next((e.tensor.shape[-2] for e in first.events if e.name == "K" and e.module == module), None)
-    if mine is not None or theirs is None or keys is None:
+def _seen_differently(first: _Watch, second: _Watch, module: str, position: int) -> int | None:
+    """The first key that only one side lets the newest query see, where one side is given no mask: its position."""
+    seen = []
+    for watch in (first, second):
+        mask = next((e.tensor for e in watch.events if e.name == "attention mask" and e.module == module), None)
+        keys = next((e.tensor.shape[-2] for e in watch.events if e.name == "K" and e.module == module), None)
+        if keys is None or any(e.name == "attention scores" and e.module == module for e in watch.events):
+            return None
+        every = torch.ones(keys, dtype=torch.bool)
+        seen.append((mask is None, every if mask is None else _visible(mask).flatten(0, -2).any(0).cpu()[-keys:]))
+    if not (seen[0][0] or seen[1][0]):
         return None
-    seen = _visible(theirs).flatten(0, -2).any(0)[-keys:]
-    return None if bool(seen.all()) else position + 1 - len(seen) + int((~seen).int().argmax())
+    keys = max(len(s) for _, s in seen)
+    # Aligned at the newest key; a key that is not there is not seen.
+    mine, theirs = (torch.nn.functional.pad(s, (keys - len(s), 0)) for _, s in seen)
+    return None if torch.equal(mine, theirs) else position + 1 - keys + int((mine != theirs).int().argmax())
 
 
-def _state(
-    taps: BlockTaps, reference: Reference, cache: Any, position: int, layer: int, threshold: float, found: Finding | None
-) -> Finding | None:
-    """A recurrent or convolution state that is not what a fresh prefill of the same tokens leaves behind."""
-    mine = taps.subject.states(cache, layer)
-    if not mine or (threshold == 0 and found is not None):
+def _lost(mine: Event, other: Event, second: _Watch, position: int) -> int | None:
+    """The first position whose key a cached step no longer has though the recomputation looks at it."""
+    missing = other.tensor.shape[-2] - mine.tensor.shape[-2]
+    if missing <= 0:
         return None
-    theirs = taps.subject.states(taps.feed(reference, 0, position + 1, None)[1], layer)
-    for name, tensor in mine.items():
+    masks = [
+        e.tensor for e in second.events if e.module == mine.module and e.name in ("attention mask", "attention scores")
+    ]
+    if not masks:
+        return position + 1 - other.tensor.shape[-2]
+    seen = _visible(masks[0]).flatten(0, -2).any(0)[:missing]
+    return position + 1 - other.tensor.shape[-2] + int(seen.int().argmax()) if bool(seen.any()) else None
+
+
+def _states(
+    subject: Subject,
+    kept: dict[str, Tensor],
+    fresh: Any,
+    position: int,
+    layer: int,
+    threshold: float,
+    first: _Watch,
+    second: _Watch,
+) -> list[Finding]:
+    """Recurrent and convolution states that are not what a fresh prefill of the same tokens leaves behind."""
+    theirs = subject.states(fresh, layer)
+    module, found = _mixer(first, subject, layer), []
+    for name, tensor in kept.items():
         other = theirs.get(name)
-        if other is None or other.shape != tensor.shape:
-            continue
-        error = difference(tensor, other)
-        if error > threshold:
-            return Finding(layer, name, "", position, position, error, _grid(tensor, other), {})
-    return None
+        if other is not None and other.shape == tensor.shape and (error := difference(tensor, other)) > threshold:
+            grid = _grid(tensor, other)
+            found.append(Finding(layer, name, module, position, position, error, grid, _both(first, second)))
+    return found
+
+
+def _in_order(inside: list[Finding], states: list[Finding]) -> list[Finding]:
+    """What goes into the module that keeps the states, then the states, then what they feed."""
+    if not states:
+        return inside
+    home, before = states[0].module, 0
+    for found in inside:
+        entering = found.module.startswith(home) and found.module.rsplit(".", 1)[-1].startswith("in_proj")
+        if found.module.startswith(home) and not entering:
+            break
+        before += 1
+    return [*inside[:before], *states, *inside[before:]]
 
 
 def _mixer(watch: _Watch, subject: Subject, layer: int) -> str:

@@ -223,7 +223,9 @@ class _Auditor:
     # Looking inside the first suspicious block -----------------------------------------------------------------------
 
     def _look_inside(self, twin: Adapter, name: str, rung: Rung) -> None:
-        """Finds the first tensor beyond the band in the first block beyond it, else the first that differs at all."""
+        """Finds the first tensor beyond the band and not explained by a cast; else the first beyond it; else the first
+        that differs at all.
+        """
         limit = band(rung.dtype, self.terms)
         local = rung.local if not len(rung.sweep) else pd.concat([rung.local, rung.sweep], ignore_index=True)
         beyond = local[local["error"] > limit]
@@ -231,44 +233,44 @@ class _Auditor:
         if chosen.empty:
             return
         threshold = limit if len(beyond) else 0.0
-        layers = [int(chosen["layer"].min())]
-        if len(beyond):
-            # A cast explains errors up to its own band; a block beyond that is looked into as well.
-            above = beyond[beyond["error"] > band(torch.float32, self.terms)]["layer"]
-            layers += sorted({int(layer) for layer in above} - set(layers))[:1]
-        for layer in layers:
-            found = self._find_in(twin, chosen, layer, threshold, limit)
-            if found is None or (name in self.findings and self._explained(name, found)):
-                continue
-            self.findings[name] = found
-
-    def _find_in(self, twin: Adapter, chosen: pd.DataFrame, layer: int, threshold: float, limit: float) -> Finding | None:
-        # The earliest case at that layer: its prompt, its prefill.
-        row = chosen[chosen["layer"] == layer].sort_values(["position", "prefill"]).iloc[0]
-        found = self._find(twin, row, layer, threshold)
-        if found is None and threshold:
+        layers = sorted({int(layer) for layer in chosen["layer"]}) if len(beyond) else [int(chosen["layer"].min())]
+        # The earliest case at the first of these layers: its prompt, its prefill.
+        row = chosen[chosen["layer"] == layers[0]].sort_values(["position", "prefill"]).iloc[0]
+        found = self._find(twin, row, layers, threshold)
+        if not found and threshold:
             # No single tensor inside is beyond the band: the first that differs, with what the block as a whole is off by.
-            found = self._find(twin, row, layer, 0.0)
-            found = None if found is None else dataclasses.replace(found, error=float(row["error"]))
-        name = str(twin.dtype).removeprefix("torch.")
-        if found is not None and found.error > limit and not self._explained(name, found):
-            self.gone[name] = self._gone(twin, row, layer, limit)
-        return found
+            found = self._find(twin, row, layers[:1], 0.0)
+            found = {n: [dataclasses.replace(f[0], error=float(row["error"]))] for n, f in found.items()}
+        ordered = [found[layer] for layer in sorted(found)]
+        if not ordered:
+            return
+        wrong = next((f for tensors in ordered if (f := self._unexplained(name, tensors, limit)) is not None), None)
+        self.findings[name] = ordered[0][0] if wrong is None else wrong
+        if threshold:
+            self.gone[name] = self._gone(twin, row, self.findings[name], limit)
+
+    def _unexplained(self, name: str, tensors: Sequence[Finding], limit: float) -> Finding | None:
+        """The first of one block's tensors that is beyond the band and not the work of a cast, its own or one before it."""
+        lower = self._explained(name, tensors[0])
+        if not lower:
+            return tensors[0] if tensors[0].error > limit else None
+        reach = 4 * band(getattr(torch, lower), self.terms)
+        return next((f for f in tensors[1:] if f.error > reach and not self._explained(name, f)), None)
 
     def _find(
-        self, twin: Adapter, row: Any, layer: int, threshold: float, kernels: Kernels | None = None
-    ) -> Finding | None:
+        self, twin: Adapter, row: Any, layers: Sequence[int], threshold: float, kernels: Kernels | None = None
+    ) -> dict[int, list[Finding]]:
         taps = BlockTaps(Subject(twin, kernels))
         prompt = self.plan.prompts[int(row["prompt"])][: self.plan.length]
         prefill = int(row["prefill"])
         with taps.attached():
             reference = taps.reference(torch.tensor([list(prompt)], device=twin.device))
-            return find(taps, reference, prefill, range(prefill, int(row["position"]) + 1), layer, threshold)
+            return find(taps, reference, prefill, range(prefill, int(row["position"]) + 1), layers, threshold)
 
-    def _gone(self, twin: Adapter, row: Any, layer: int, limit: float) -> bool:
+    def _gone(self, twin: Adapter, row: Any, wrong: Finding, limit: float) -> bool:
         """Whether the error is within rounding once every kernel has a fixed order: then it was a kernel's."""
         try:
-            return self._find(twin, row, layer, limit, BatchInvariant()) is None
+            return not self._find(twin, row, [wrong.layer], limit, BatchInvariant())
         except UnsupportedError:
             return False
 
@@ -382,7 +384,7 @@ class _Auditor:
         kernels = {n: f for n, f in wrong.items() if self.gone.get(n, False)}
         if kernels:
             return self._kernel(kernels, evidence)
-        casts = {n: f for n, f in wrong.items() if self._explained(n, f)}
+        casts = {n: f for n, f in wrong.items() if self._explained(n, f) and not self.gone.get(n, False)}
         if casts:
             return self._cast(casts, evidence)
         if self.onset is not None:
@@ -427,7 +429,8 @@ class _Auditor:
         return self._verdict("bug", found.layer, found.position, found.tensor, found.module, evidence, share, reading)
 
     def _kernel(self, kernels: dict[str, Finding], evidence: dict[str, Any]) -> Verdict:
-        name = max(kernels, key=lambda n: -self.rungs[n].unit)
+        # The rung with the long decode knows the first position; the others only the lengths they were given.
+        name = min(kernels, key=lambda n: (kernels[n].position, self.rungs[n].unit))
         found = kernels[name]
         reading = (
             f"Given equal inputs, {found.tensor} of layer {found.layer} ({found.module}) is off by {found.error:.1e} in "

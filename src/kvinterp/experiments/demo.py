@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from pathlib import Path
@@ -42,10 +43,11 @@ class Demo(Experiment):
 
     def plan(self) -> dict[str, Compare]:
         """Every comparison it makes, by the name of its folder."""
+        kinds = _available(self.kinds)
         runs = [
             Compare(model, f"arithmetic:{self.problems}", kind=kind, protocol=protocol, dtype=self.dtype)
             for model in self.models
-            for kind in _available(self.kinds)
+            for kind in kinds
             for protocol in self.protocols
         ]
         runs += [
@@ -74,7 +76,9 @@ class Demo(Experiment):
                 f"folder {str(out)!r} already holds a report: choose another folder with --out, or pass --overwrite."
             )
         if existing == "overwrite":
-            report.unlink(missing_ok=True)
+            # Where that cannot be done, the folder of the first comparison says why in one sentence.
+            with contextlib.suppress(OSError):
+                report.unlink()
         plan = self.plan()
         results: list[Result] = []
         for number, (name, run) in enumerate(plan.items(), start=1):

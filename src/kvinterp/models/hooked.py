@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
 
-__all__ = ["HookedAdapter", "convert_checkpoint", "hooked_class", "hooked_from_transformers"]
+__all__ = ["HookedAdapter", "convert_checkpoint", "hooked_class", "hooked_from_transformers", "lay_out_for_products"]
 
 HOOKS = {
     "resid_pre": "hook_resid_pre",

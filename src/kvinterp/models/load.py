@@ -148,7 +148,7 @@ def _folder(name: str) -> Path | None:
 
 
 def _hooked(name: str, folder: Path | None, dtype: torch.dtype, device: torch.device) -> Adapter:
-    from kvinterp.models.hooked import HookedAdapter, convert_checkpoint, hooked_class
+    from kvinterp.models.hooked import HookedAdapter, convert_checkpoint, hooked_class, lay_out_for_products
 
     if folder is not None:
         tokenizer = _tokenizer(folder, "refuse")
@@ -158,7 +158,7 @@ def _hooked(name: str, folder: Path | None, dtype: torch.dtype, device: torch.de
         model = model_class.from_pretrained_no_processing(name, dtype=dtype, device=str(device))
     except (ValueError, OSError) as error:
         raise _not_found(name, error) from error
-    return HookedAdapter(model.eval(), name)
+    return HookedAdapter(lay_out_for_products(model.eval()), name)
 
 
 def _transformers(

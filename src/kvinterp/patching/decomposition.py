@@ -29,6 +29,7 @@ from kvinterp.models.adapter import KVStore, Listener, Site
 from kvinterp.patching.lanes import Donor, RunnerLane, two_paths
 from kvinterp.patching.patch import stored_sites
 from kvinterp.patching.planted import Plant
+from kvinterp.patching.side_by_side import check_finite
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.cache import PassThrough
 from kvinterp.paths.runner import LOGITS, check_choice, encode, growing_store
@@ -90,6 +91,7 @@ def decompose(
 
     Raises:
         InputError: Something given does not fit.
+        NonFiniteError: NaN or Inf appeared in the logits of an example.
         UnsupportedError: The model keeps more than keys and values (Mamba, Gated DeltaNet).
     """
     adapter = wrap(model)
@@ -117,7 +119,9 @@ def decompose(
         ):
             run = _Example(adapter, paths, prompt, max_new_tokens, suffix, plant)
             for step, logits, by_layer in run.steps():
-                steps.append({"example": example, "step": step, **_split(logits)})
+                split = _split(logits)
+                check_finite(torch.tensor(list(split.values()), dtype=torch.float64), f"example {example}, step {step}")
+                steps.append({"example": example, "step": step, **split})
                 layers += [{"example": example, "step": step, **row} for row in by_layer]
     about = {
         "paths": {"cached": str(paths[0]), "recompute": str(paths[1])},

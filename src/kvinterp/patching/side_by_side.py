@@ -12,6 +12,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.errors import NonFiniteError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import CACHE_SITES, Site
 from kvinterp.patching.lanes import Donor, PureLane, RunnerLane
@@ -20,7 +21,7 @@ from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import ExecutionPath
 from kvinterp.recording import chosen_layers
 
-__all__ = ["DISTANCES", "Advanced", "PlannedLane", "Setting", "advance_beside", "not_the_same"]
+__all__ = ["DISTANCES", "Advanced", "PlannedLane", "Setting", "advance_beside", "check_finite", "not_the_same"]
 
 DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": metrics.kl_divergence,
@@ -164,6 +165,15 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
                 break
     logits = torch.stack(kept) if kept else None
     return Advanced(torch.stack(measured).cpu(), logits, pure.forwards, pure.blocks_run)
+
+
+def check_finite(distances: Float64[Tensor, "*any"], what: str) -> None:
+    """Raises NonFiniteError where a distance is not a number: there is then no share of it to recover."""
+    if not bool(distances.isfinite().all()):
+        raise NonFiniteError(
+            f"{what}: NaN or Inf appeared in the logits: use a dtype with a wider range, such as dtype='bfloat16' or "
+            "'float32'; compare() says where it appears first."
+        )
 
 
 def not_the_same(prompts: Sequence[Sequence[int]], example: int, vocabulary: int) -> list[int]:

@@ -16,7 +16,14 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, PatchWatcher, Positions
 from kvinterp.patching.planted import Plant, localise
-from kvinterp.patching.side_by_side import DISTANCES, PlannedLane, Setting, advance_beside, not_the_same
+from kvinterp.patching.side_by_side import (
+    DISTANCES,
+    PlannedLane,
+    Setting,
+    advance_beside,
+    check_finite,
+    not_the_same,
+)
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.runner import check_choice, encode
@@ -122,6 +129,7 @@ def sweep(
 
     Raises:
         InputError: Something given does not exist or does not fit.
+        NonFiniteError: NaN or Inf appeared in the logits of an example.
         UnsupportedError: This kind of model cannot give the site.
 
     Example:
@@ -154,7 +162,9 @@ def sweep(
     with located(f"model {adapter.facts.name}, {direction}"):
         for example in tqdm(chosen, "patching", unit="prompt", disable=None if progress == "bar" else True):
             other = not_the_same(tokens, example, adapter.facts.vocabulary)
-            made.add(example, len(tokens[example]), every, advance_beside(setting, every, tokens[example], other))
+            advanced = advance_beside(setting, every, tokens[example], other)
+            check_finite(advanced.distances, f"example {example}")
+            made.add(example, len(tokens[example]), every, advanced)
         if controls == "all" and adapter.attention_only:
             made.controls += _planted(adapter, tokens[chosen[0]], chosen[0])
     about = {
@@ -212,10 +222,11 @@ def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: i
     if count >= len(tokens):
         return list(range(len(tokens)))
     unpatched = dataclasses.replace(setting, direction="into-recompute", distance="kl", logits="discard")
-    means = []
+    means: list[float] = []
     with located(f"model {setting.adapter.facts.name}"):
         for prompt in tqdm(tokens, "choosing", unit="prompt", disable=None if progress == "bar" else True):
             after_prefill = advance_beside(unpatched, [], prompt, prompt).distances[1:, 0]
+            check_finite(after_prefill, f"example {len(means)}")
             means.append(float(after_prefill.mean()) if len(after_prefill) else 0.0)
     return sorted(range(len(tokens)), key=lambda example: -means[example])[:count]
 

@@ -47,8 +47,12 @@ Begin = Callable[[], None]
 Done = TypeVar("Done")
 
 CHECKED_SITES = ("q", "k", "v", "z", "attn_out", "mlp_out", "resid_post")
-CHECKED_STEPS = 8
-"""What is compared, and over how many steps, before prompts are run in a batch (DESIGN.md, law 9)."""
+CHECKED_NUMBERS = 2**17
+"""What is compared, and how many numbers of it, before prompts are run in a batch (DESIGN.md, law 9).
+
+Measured on a CPU in float16: models of width 128 show the difference in every step; of the tiny random models of width 24
+to 32 the least sensitive shows it once in 20,000 numbers.
+"""
 
 LOGITS: Site = ("logits", -1)
 """The place under which a watcher hears, and may replace, the newest position's logits ``[batch, vocab]``."""
@@ -474,10 +478,13 @@ def _same_bits(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence
     shape = (str(path), len(prompts), len(prompts[0]), steps)
     if shape not in adapter.checked_batches:
         tokens = torch.tensor(list(map(list, prompts)), device=adapter.device)
-        last = torch.cat([tokens, tokens[:, :1].expand(-1, max(steps - 2, 0))], 1)
-        adapter.checked_batches[shape] = _alone_as_together(adapter, path, tokens, min(steps, CHECKED_STEPS)) and (
-            _alone_as_together(adapter, path, last, 2)
-        )
+        alike, turn, numbers = True, 0, 0
+        while alike and numbers < CHECKED_NUMBERS:
+            first = (tokens + turn) % adapter.facts.vocabulary
+            last = torch.cat([first, first[:, :1].expand(-1, max(steps - 2, 0))], 1)
+            compared = [_numbers_alike(adapter, path, rows, count) for rows, count in ((first, max(steps, 2)), (last, 2))]
+            alike, turn, numbers = all(compared), turn + 1, numbers + sum(compared)
+        adapter.checked_batches[shape] = alike
     if not adapter.checked_batches[shape]:
         log.info(
             "path %s on %s in %s: a batch of %d does not give the bits of single prompts; running them one by one",
@@ -486,34 +493,37 @@ def _same_bits(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence
     return adapter.checked_batches[shape]
 
 
-def _alone_as_together(adapter: Adapter, path: ExecutionPath, tokens: Tensor, steps: int) -> bool:
-    """Decodes rows together and alone, side by side, until a step shows other bits.
+def _numbers_alike(adapter: Adapter, path: ExecutionPath, tokens: Tensor, steps: int) -> int:
+    """Decodes rows together and alone, side by side: how many numbers were the same after step 0, or 0 if one was not.
 
-    The logits alone would not do: in 16 bits another order of additions reaches one number in some thousands, and a
-    small model's few logits are then the same by luck at most steps.
+    Stops once enough were compared. The newest logits of a step or two would not do: in 16 bits another order of
+    additions moves a number only if its sum was close to a rounding boundary, and a small model's step may show none.
     """
     target = adapter.at(dtype_named(path.dtype))
     layers = range(target.facts.layers)
     sites = [site for site in CHECKED_SITES if all(target.supports(site, layer) for layer in layers)]
+    batches = (tokens, *tokens.split(1))
+    recorders = [Recorder(target, sites) for _ in batches]
+    numbers = 0
     with contextlib.ExitStack() as stack:
-        together, *alone = [
-            (stack.enter_context(Runner(adapter, path, rows, steps, [RecorderWatcher(recorder)])), recorder, rows)
-            for rows in (tokens, *tokens.split(1))
-            if (recorder := Recorder(target, sites))
+        runners = [
+            stack.enter_context(Runner(adapter, path, rows, steps, [RecorderWatcher(recorder)]))
+            for rows, recorder in zip(batches, recorders, strict=True)
         ]
         for step in range(steps):
-            wanted = _shown(*together, step)
-            rows = [_shown(*one, step) for one in alone]
-            if not all(
-                torch.equal(batch, torch.cat(parts)) for batch, parts in zip(wanted, zip(*rows, strict=True), strict=True)
-            ):
-                return False
-    return True
+            feeds = [None if step == 0 else rows[:, step % rows.shape[1]] for rows in batches]
+            together, *alone = [_shown(*one) for one in zip(runners, recorders, feeds, strict=True)]
+            if not all(torch.equal(one, torch.cat(rows)) for one, *rows in zip(together, *alone, strict=True)):
+                return 0
+            numbers += sum(tensor.numel() for tensor in together) if step else 0
+            if numbers >= CHECKED_NUMBERS:
+                break
+    return numbers
 
 
-def _shown(runner: Runner, recorder: Recorder, rows: Tensor, step: int) -> list[Tensor]:
-    """The logits and every recorded site of one step; the prompt's own tokens are what is fed."""
-    logits = runner.advance(None if step == 0 else rows[:, step % rows.shape[1]]).clone()
+def _shown(runner: Runner, recorder: Recorder, feed: Tensor | None) -> list[Tensor]:
+    """The logits and every recorded site of the next step."""
+    logits = runner.advance(feed).clone()
     recorder.end_step()
     return [logits, *(kept.pop() for kept in recorder.kept.values())]
 

@@ -24,6 +24,7 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.paths.runner import check_choice, encode
 from kvinterp.recording import Trace, chosen_layers
+from kvinterp.results import write_whole
 from kvinterp.views.attention_page import AttentionPage, ShownHead
 
 __all__ = ["AttentionComparison", "assembled_pattern", "attention_comparison"]
@@ -34,7 +35,7 @@ Square = Float[Tensor, "head query key"]
 _CELLS = 240_000
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AttentionComparison:
     """The patterns of two paths at one step, ready to be looked at.
 
@@ -54,13 +55,13 @@ class AttentionComparison:
 
         Args:
             path: Where to, such as ``"attention.html"``; the folder is made.
+
+        Raises:
+            InputError: It cannot be written.
         """
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.partial")
         # A lone surrogate in a token has no UTF-8; as a reference it reads as the replacement character.
-        partial.write_bytes(self.page.html().encode("utf-8", "xmlcharrefreplace"))
-        partial.replace(target)
+        write_whole(target, self.page.html().encode("utf-8", "xmlcharrefreplace"))
         return target
 
     def _repr_html_(self) -> str:

@@ -23,7 +23,7 @@ _DIGITS = 6
 _ATTENTION, _MORE, _LESS, _LATER = "#3b0f70", "#0072b2", "#d55e00", "#e4e4e4"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ShownHead:
     """One head: what is said of it, and the two patterns, pooled or cropped alike.
 
@@ -38,7 +38,7 @@ class ShownHead:
     b: Float64[np.ndarray, "side side"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AttentionPage:
     """Everything the page says.
 

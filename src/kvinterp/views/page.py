@@ -19,7 +19,7 @@ _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.6 system-ui, -apple-system, "Segoe UI",
   Roboto, "DejaVu Sans", sans-serif; overflow-wrap: break-word; }
-main { max-width: 64rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
+main { max-width: 70rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 p, ul, ol, dl { max-width: 44rem; }
 h1 { font-size: 1.7rem; line-height: 1.25; margin: 0.5rem 0; }
 h2 { font-size: 1.25rem; line-height: 1.3; margin: 2.6rem 0 0.5rem; padding-top: 0.8rem;
@@ -39,8 +39,9 @@ figcaption { color: #444a52; font-size: 0.85rem; padding: 0.3rem 0.3rem 0.1rem; 
 table { border-collapse: collapse; width: 100%; font-size: 0.85rem; }
 th, td { padding: 0.4rem 0.6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 tr:last-child td { border-bottom: 0; }
-th { background: var(--card); font-weight: 600; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th { background: var(--card); font-weight: 600; vertical-align: bottom; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { white-space: nowrap; }
 td.name { white-space: nowrap; }
 pre { margin: 0; white-space: pre-wrap; font: 0.8rem/1.45 ui-monospace, "DejaVu Sans Mono", monospace; min-width: 13rem; }
 code { font: 0.9em ui-monospace, "DejaVu Sans Mono", monospace; background: var(--card); padding: 0.05em 0.3em;
@@ -96,7 +97,9 @@ _PAGE = """<!doctype html>
 {%- if section.seen %}
 <p><span class="label">What to see.</span> {{ section.seen[0] }}</p>
 {%- endif %}
-{%- if section.seen[1:] %}
+{%- if section.seen|length == 2 %}
+<p>{{ section.seen[1] }}</p>
+{%- elif section.seen[2:] %}
 <ul>{% for text in section.seen[1:] %}<li>{{ text }}</li>{% endfor %}</ul>
 {%- endif %}
 {%- endfor %}

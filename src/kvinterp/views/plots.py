@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -232,9 +233,9 @@ def _drift_title(lines: Mapping[str, pd.DataFrame]) -> str:
     grown = medians.iloc[-1] / medians.loc[first]
     grown = grown[np.isfinite(grown)]
     if first != medians.index[0]:
-        return f"At the median the difference begins at layer {first}; at the last it is {deepest:.1e}"
+        return f"At the median the difference begins at layer {first}; at the last it is {_short(deepest)}"
     if grown.empty or first == medians.index[-1]:
-        return f"At the last layer the streams differ by {deepest:.1e} of their length"
+        return f"At the last layer the streams differ by {_short(deepest)} of their length"
     times = sorted({f"{grown.min():.2g}", f"{grown.max():.2g}"}, key=float)
     return f"From layer {first} to layer {medians.index[-1]} the difference changes {' to '.join(times)}-fold"
 
@@ -269,7 +270,7 @@ def _attention_title(table: pd.DataFrame) -> str:
     if not (flat > 0).any():
         return "every attention pattern is exactly equal"
     layer, head = flat.idxmax()  # type: ignore[misc]
-    return f"attention differs most in layer {layer}, head {head} ({flat.max():.1e} nats)"
+    return f"attention differs most in layer {layer}, head {head} ({_short(flat.max())} nats)"
 
 
 def _mark_cells(axes: Axes, values: np.ndarray, norm: LogNorm, cmap: Any) -> None:
@@ -283,9 +284,9 @@ def _mark_cells(axes: Axes, values: np.ndarray, norm: LogNorm, cmap: Any) -> Non
         value = values[row, column]
         red, green, blue, _ = cmap(norm(value)) if value > 0 else (1.0, 1.0, 1.0, 1.0)
         dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-        shown = "0" if value == 0 else f"{value:.0e}".replace("e-0", "e-").replace("e-", "\ne-")
+        shown = "0" if value == 0 else _short(value, 0)
         color = "#ffffff" if dark else "#000000"
-        axes.text(column, row, shown.replace("\n", ""), ha="center", va="center", fontsize=size, color=color)
+        axes.text(column, row, shown, ha="center", va="center", fontsize=size, color=color)
 
 
 # K and V by position ---------------------------------------------------------------------------------------------------
@@ -332,8 +333,8 @@ def _kv_title(means: pd.Series, prompt: int) -> str:
     if not (means > 0).any():
         return "K and V are exactly equal everywhere"
     if not (inside > 0).any():
-        return f"the prompt's K and V are exactly equal, decoded ones differ by {decoded.mean():.1e}"
-    return f"K and V differ by {inside.mean():.1e} in the prompt, {decoded.mean():.1e} where decoded"
+        return f"the prompt's K and V are exactly equal, decoded ones differ by {_short(decoded.mean())}"
+    return f"K and V differ by {_short(inside.mean())} in the prompt, {_short(decoded.mean())} where decoded"
 
 
 # The ladder of precisions ----------------------------------------------------------------------------------------------
@@ -389,6 +390,11 @@ def _line(series: Series, index: int) -> dict[str, Any]:
     # Later lines are drawn hollow: where two coincide, both are seen.
     hollow = {"markerfacecolor": "#ffffff"} if index % 2 else {}
     return {**series.drawn(), "linewidth": 1.4, "markersize": 4, **hollow}
+
+
+def _short(value: float, digits: int = 1) -> str:
+    """A number in few characters: 0.81, or 1.2e-6."""
+    return f"{value:.2g}" if 0.01 <= value < 1000 else re.sub(r"e([+-])0*", r"e\1", f"{value:.{digits}e}")
 
 
 def _led(label: str, sentence: str) -> str:

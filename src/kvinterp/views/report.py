@@ -202,19 +202,27 @@ def _texts(main: Sequence[Result]) -> dict[str, Any]:
 
 
 def _decoded(main: Sequence[Result], prompt_id: str) -> str:
-    by_text: dict[str, list[str]] = {}
+    by_text: dict[str, dict[str, list[str]]] = {}
+    sides: dict[str, int] = {}
     for result in main:
         examples = result.comparison.examples
-        where = f"{model_of(result)}, {kind_of(result)}, {result.comparison.about['protocol']}"
         for row in examples[examples["id"] == prompt_id].to_dict("records"):
-            same = row["text_a"] == row["text_b"]
-            for side in ("a",) if same else ("a", "b"):
-                by_text.setdefault(str(row[f"text_{side}"]), []).append(where if same else f"{where}, path {side}")
+            for side in ("a", "b"):
+                sides[model_of(result)] = sides.get(model_of(result), 0) + 1
+                where = f"{kind_of(result)} {result.comparison.about['protocol']} {side}"
+                by_text.setdefault(str(row[f"text_{side}"]), {}).setdefault(model_of(result), []).append(where)
     if not by_text:
         return "(left out: see the failures)"
     if len(by_text) == 1:
         return next(iter(by_text))
-    return "\n".join(f"{text}\n    [{'; '.join(who)}]" for text, who in by_text.items())
+    return "\n".join(f"{text}\n    [{_who(models, sides)}]" for text, models in by_text.items())
+
+
+def _who(models: Mapping[str, Sequence[str]], sides: Mapping[str, int]) -> str:
+    """Each model, with kind, protocol and path where not all of the model's decoded the same text."""
+    return "; ".join(
+        model if len(where) == sides[model] else f"{model}: {', '.join(where)}" for model, where in models.items()
+    )
 
 
 def _glossary(results: Sequence[Result]) -> list[tuple[str, str]]:
@@ -227,8 +235,8 @@ def _glossary(results: Sequence[Result]) -> list[tuple[str, str]]:
             "step",
             "Step 0 is the token the prefill decides; step 1 is the first that a cached path computes from one token.",
         ),
-        ("matched", PROTOCOLS["matched"] + "."),
-        ("free", PROTOCOLS["free"] + ", and KL from there on measures two texts instead of rounding."),
+        ("matched", _sentence(PROTOCOLS["matched"])),
+        ("free", _sentence(f"{PROTOCOLS['free']}, and KL from there on measures two texts instead of rounding")),
         (
             "KL (nats)",
             "0 means equal distributions. Small values are about half the probability-weighted variance of the logit "
@@ -240,8 +248,12 @@ def _glossary(results: Sequence[Result]) -> list[tuple[str, str]]:
             "How many logits the chosen token is ahead of the next; rounding can flip a token only where it is tiny.",
         ),
         ("unit in the last place", "The distance from a number to the next one that its dtype can hold."),
-        *[(kind, KINDS[kind] + ".") for kind in dict.fromkeys(map(kind_of, results))],
+        *[(kind, _sentence(KINDS[kind])) for kind in dict.fromkeys(map(kind_of, results))],
     ]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _provenance(results: Sequence[Result]) -> dict[str, Any]:

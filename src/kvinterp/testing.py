@@ -1,0 +1,56 @@
+"""For other projects' tests: one assertion that a model's cache is right.
+
+from kvinterp.testing import assert_cache_consistent
+
+def test_cache():
+    assert_cache_consistent(MyModelForCausalLM(config))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvinterp.audit import Verdict, audit
+
+__all__ = ["CacheInconsistency", "assert_cache_consistent"]
+
+
+class CacheInconsistency(AssertionError):  # noqa: N818  # reads as what pytest reports
+    """The cached path does not compute what recomputing does; ``verdict`` holds the evidence."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.reading)
+        self.verdict = verdict
+
+
+def assert_cache_consistent(
+    model: Any,
+    prompts: Sequence[Any] | None = None,
+    *,
+    allow: Sequence[str] = (),
+    rungs: Sequence[str] = ("float32", "float64"),
+    lengths: Sequence[int] = (5, 63, 64, 65),
+    steps: int = 3,
+) -> Verdict:
+    """Audits a model and raises where its cache is at fault.
+
+    Args:
+        model: A transformers model, or whatever else :func:`kvinterp.audit` takes.
+        prompts: Texts or token ids; two random ones unless said.
+        allow: Verdicts to accept besides equal, rounding and kernel, such as ``"hidden-cast"`` for a model that computes
+            in float32 on purpose.
+        rungs: Precisions to climb; float32 and float64 find wrong code, which is what a test is for.
+        lengths: Prompt lengths after which tokens are fed one by one.
+        steps: How many tokens are fed one by one after each.
+
+    Returns:
+        The verdict.
+
+    Raises:
+        CacheInconsistency: The verdict is a bug, a hidden cast, a wrong dtype or an overflow, and is not allowed.
+    """
+    verdict = audit(model, prompts, rungs=rungs, lengths=lengths, steps=steps, sweep="no")
+    if verdict.exit_code and verdict.verdict not in allow:
+        raise CacheInconsistency(verdict)
+    return verdict

@@ -1,0 +1,354 @@
+"""The figures of patching: recovery by layer, head or position with its controls, and the split into state and fresh.
+
+Like those of a comparison they are drawn from tidy tables alone, without pyplot; :func:`kvinterp.views.save` writes them.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from kvinterp.errors import InputError
+from kvinterp.patching import Decomposition, Sweep
+from kvinterp.views.style import SERIES, looks, place_title, zero_aware
+
+__all__ = ["DIVERGING", "decomposition_figure", "recovery_figure"]
+
+#: White at 0, orange below, blue above: told apart by the colour-blind; in grey the sign in each cell tells.
+DIVERGING = LinearSegmentedColormap.from_list("recovery", ["#8f3a00", "#e08a4a", "#ffffff", "#4a90c2", "#003f6b"])
+_HEADS = ("heads", "kv-heads")
+_EDGE = 1.15
+_WRITTEN_CELLS = 96
+_PARTS = {
+    "total": "total: cached against recompute",
+    "state": "state: carried by earlier K and V",
+    "fresh": "fresh: made by this step's kernels",
+    "null": "null control: longer suffix, no cache",
+}
+_MEASURED = {"kl": "KL", "l2": "L2 of the logits", "margin": "margin"}
+
+
+def recovery_figure(sweep: Sweep) -> Figure:
+    """Recovery of every patch of a sweep, with its controls beside it.
+
+    Sweeps over heads become a heatmap of layer by head (the median over examples, white at 0); all others one mark a layer
+    or block of positions: each example, the median and the quartiles. What leaves the range of ±100 % is marked at the edge
+    with its number.
+
+    Args:
+        sweep: What :func:`kvinterp.sweep` returned.
+
+    Raises:
+        InputError: The sweep holds no row.
+    """
+    frame = sweep.recovery
+    if frame.empty:
+        raise InputError("the sweep holds no row to draw: give it a prompt that decodes at least one step.")
+    kinds = list(dict.fromkeys(frame["sweep"]))
+    controls = sweep.controls if "control" in sweep.controls else sweep.controls.iloc[:0]
+    heights = [3.0 if kind in _HEADS else 2.6 for kind in kinds] + [1.7] * bool(len(controls))
+    with looks():
+        figure = _canvas((6.4, 0.7 + sum(heights)))
+        parts = _parts(figure, heights)
+        for part, kind in zip(parts, kinds, strict=False):
+            (_draw_heads if kind in _HEADS else _draw_marks)(part, frame[frame["sweep"] == kind], kind, sweep.about)
+        if len(controls):
+            _draw_controls(parts[-1], controls)
+        what = (
+            f"{sweep.about['site']} at {sweep.about['positions']} positions",
+            f"steps: {sweep.about['steps']}",
+            "▼ n: n examples below the range, their median",
+        )
+        _small_print(figure, sweep.about, what)
+    return figure
+
+
+def decomposition_figure(decomposition: Decomposition) -> Figure:
+    """State and fresh by step (KL of the logits) and by layer (residual stream), with the total and the null control.
+
+    Both axes are logarithmic; what is exactly 0 stands in a strip of its own below them.
+
+    Args:
+        decomposition: What :func:`kvinterp.decompose` returned.
+
+    Raises:
+        InputError: It holds no step.
+    """
+    steps = decomposition.steps
+    if steps.empty:
+        raise InputError("the decomposition holds no step to draw: give it a prompt that decodes at least one.")
+    later = decomposition.layers[decomposition.layers["step"] > 0]
+    with looks():
+        figure = _canvas((6.4, 6.6 if len(later) else 3.8))
+        parts = _parts(figure, [1.2, 1.0] if len(later) else [1.0])
+        _draw_steps(parts[0], steps)
+        if len(later):
+            _draw_layers(parts[1], later)
+        _small_print(figure, decomposition.about, (f"null control: {decomposition.about.get('suffix', '?')} more tokens",))
+    return figure
+
+
+# Recovery --------------------------------------------------------------------------------------------------------------
+
+
+def _draw_heads(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mapping[str, Any]) -> None:
+    axes = target.subplots()
+    table = frame[frame["defined"]].groupby(["layer", "head"])["recovery"].median().unstack()
+    layers, heads = (range(int(frame[name].min()), int(frame[name].max()) + 1) for name in ("layer", "head"))
+    values = table.reindex(index=layers, columns=heads).to_numpy(dtype=float)
+    axes.grid(visible=False)
+    image = axes.imshow(
+        values, norm=Normalize(-1, 1), cmap=DIVERGING, aspect="auto", origin="lower", interpolation="nearest"
+    )
+    for row, column in np.ndindex(*values.shape):
+        _write_cell(axes, row, column, values[row, column], values.size <= _WRITTEN_CELLS)
+    for numbers, axis in ((heads, axes.xaxis), (layers, axes.yaxis)):
+        axis.set_major_locator(MaxNLocator(nbins=16, integer=True, min_n_ticks=1))
+        axis.set_major_formatter(FuncFormatter(lambda at, _, numbers=numbers: _numbered(at, numbers)))
+    query = about["site"] in ("q", "z", "pattern")
+    axes.set(xlabel="query head" if query else "KV head", ylabel="layer")
+    known = values[np.isfinite(values)]
+    low, high = bool((known < -1).any()), bool((known > 1).any())
+    extend = "both" if low and high else "min" if low else "max" if high else "neither"
+    bar = target.colorbar(
+        image, ax=axes, pad=0.02, aspect=24, extend=extend, format=FuncFormatter(lambda y, _: _percent(y))
+    )
+    bar.set_label(f"median recovery of\nthe {_MEASURED[about['distance']]}")
+    bar.ax.grid(visible=False)
+    beyond = "; ▼ below −100 %" if low else ""
+    place_title(axes, _title(frame, kind, lambda r: f"layer {r['layer']}, head {r['head']}") + beyond)
+
+
+def _write_cell(axes: Axes, row: int, column: int, value: float, written: bool) -> None:
+    if not np.isfinite(value):
+        axes.text(column, row, "n/a" if written else "×", ha="center", va="center", fontsize=6, color="#555555")
+        return
+    mark = "▼" if value < -1 else "▲" if value > 1 else ""
+    text = f"{_percent(value)}{mark}" if written else mark or ("−" if value < -0.005 else "")
+    color = "#ffffff" if abs(value) > 0.55 else "#000000"
+    axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
+
+
+def _draw_marks(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mapping[str, Any]) -> None:
+    axes = target.subplots()
+    place = "positions" if kind == "blocks" else "layer"
+    groups = {str(name): group for name, group in frame.groupby(place, sort=False)}
+    _marks(axes, list(groups.values()), SERIES[0])
+    names = list(groups)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _numbered(at, names)))
+    labels = {
+        "single": "layer patched",
+        "cumulative": "last layer patched, from layer 0 on",
+        "cumulative-from": "first layer patched, to the last",
+        "blocks": "cache positions patched, in all layers",
+    }
+    axes.set(xlabel=labels.get(kind, place), ylabel=f"recovery of the {_MEASURED[about['distance']]}")
+    _range(axes)
+    place_title(
+        axes, _title(frame, kind, lambda r: f"positions {r['positions']}" if kind == "blocks" else f"layer {r['layer']}")
+    )
+
+
+def _draw_controls(target: FigureBase, controls: pd.DataFrame) -> None:
+    axes = target.subplots()
+    names = [name for name in _CONTROLS if (controls["control"] == name).any()]
+    names += [name for name in dict.fromkeys(controls["control"]) if name not in names]
+    groups = [controls[controls["control"] == name] for name in names]
+    _marks(axes, groups, SERIES[3])
+    axes.set_xticks(range(len(names)), [_CONTROLS.get(name, name.replace(" ", "\n")) for name in names], fontsize=7)
+    axes.set(ylabel="recovery")
+    _range(axes)
+    place_title(axes, "Controls: what the answer can be trusted by")
+
+
+#: A number that may stand on a line.
+_ON_WHITE: dict[str, Any] = {"zorder": 5, "bbox": {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}}
+
+_CONTROLS = {
+    "self": "own tensors\n(expected 0)",
+    "other-prompt": "from another\nprompt",
+    "floor": "last residual\n(floor)",
+    "all-positions": "residual at\nall positions",
+}
+
+
+def _marks(axes: Axes, groups: Sequence[pd.DataFrame], series: Any) -> None:
+    """Each example as a point, the median as a large mark, the quartiles as a line; beyond the range, the number."""
+    axes.axhline(0, color="#000000", linewidth=0.8, zorder=1)
+    axes.axhline(1, color="#777777", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+    axes.set_xlim(-0.5, len(groups) - 0.5)
+    width = min(7.0, 150 / max(len(groups), 1))
+    for at, group in enumerate(groups):
+        values = group["recovery"].to_numpy(dtype=float)
+        values = values[np.isfinite(values)]
+        if not len(values):
+            axes.annotate("n/a", (at, 0), ha="center", va="bottom", fontsize=6.5, color="#555555")
+            continue
+        low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+        inside = values[np.abs(values) <= _EDGE]
+        axes.plot(np.full(len(inside), at), inside, "o", color=series.color, markersize=2.8, alpha=0.45, markeredgewidth=0)
+        if len(values) > 1:
+            axes.vlines(at, *np.clip((low, high), -_EDGE, _EDGE), color=series.color, linewidth=1.6, zorder=2)
+        if abs(middle) <= _EDGE:
+            axes.plot(at, middle, "_", color=series.color, markersize=width + 6, markeredgewidth=2.2, zorder=3)
+        else:
+            edge = _EDGE if middle > 0 else -_EDGE
+            axes.plot(at, edge * 0.96, "^" if middle > 0 else "v", color=series.color, markersize=6, zorder=3)
+            if len(groups) <= 16:
+                axes.annotate(_percent(middle), (at, edge * 0.8), ha="center", va="center", fontsize=6.5, **_ON_WHITE)
+        for out, sign in ((values < -_EDGE, -1), (values > _EDGE, 1)):
+            if out.any() and len(groups) <= 16 and abs(middle) <= _EDGE:
+                text = f"{'▼' if sign < 0 else '▲'} {int(out.sum())}: {_percent(float(np.median(values[out])))}"
+                axes.annotate(text, (at, sign * 1.04), ha="center", va="center", fontsize=6, **_ON_WHITE)
+
+
+def _range(axes: Axes) -> None:
+    axes.set_ylim(-_EDGE, _EDGE)
+    axes.set_yticks([-1, -0.5, 0, 0.5, 1])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _percent(y)))
+
+
+def _title(frame: pd.DataFrame, kind: str, named: Any) -> str:
+    said = {
+        "single": "One layer at a time",
+        "cumulative": "Layers from 0 on",
+        "cumulative-from": "Layers to the last",
+        "heads": "One head at a time",
+        "kv-heads": "One KV head at a time",
+        "blocks": "One block of positions at a time",
+    }.get(kind, kind)
+    known = frame[frame["defined"]]
+    if known.empty:
+        return f"{said}: the paths are bitwise equal, so nothing can be recovered"
+    medians = known.groupby(["layer", "head", "positions"])["recovery"].median().reset_index()
+    best = medians.loc[medians["recovery"].idxmax()]
+    text = f"{said}: {named(best)} recovers most, median {_percent(best['recovery'])}"
+    if best["recovery"] < 0.01:
+        text = f"{said}: none recovers 1 % at the median"
+    equal = frame["example"].nunique() - known["example"].nunique()
+    return text + (f" ({equal} examples without a difference left out)" if equal else "")
+
+
+def _percent(value: float) -> str:
+    text = f"{value * 100:.0f}" if abs(value) < 100 else f"{value * 100:.1e}".replace("e+0", "e").replace("e+", "e")
+    return ("0" if text == "-0" else text).replace("-", "−") + "\u202f%"
+
+
+def _numbered(at: float, names: Sequence[Any]) -> str:
+    index = round(at)
+    return str(names[index]) if abs(at - index) < 1e-6 and 0 <= index < len(names) else ""
+
+
+# State and fresh -------------------------------------------------------------------------------------------------------
+
+
+def _draw_steps(target: FigureBase, steps: pd.DataFrame) -> None:
+    axes = target.subplots()
+    height = zero_aware(axes, [steps[part] for part in _PARTS])
+    for index, (part, name) in enumerate(_PARTS.items()):
+        series, shift = SERIES[index], (index - 1.5) * 0.14
+        axes.plot(
+            steps["step"] + shift, height(steps[part]), series.marker, color=series.color, markersize=2.4, alpha=0.35,
+            markeredgewidth=0, zorder=2,
+        )  # fmt: skip
+        median = steps.groupby("step")[part].median()
+        axes.plot(median.index + shift, height(median), **_line(index), label=name, zorder=3)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
+    several = steps["example"].nunique() > 1
+    axes.set(
+        xlabel="decode step (0 is the token the prefill decides)",
+        ylabel="KL of next-token distributions (nats)" + (",\nmedian and every example" if several else ""),
+    )
+    place_title(axes, _split_title(steps))
+    handles, labels = axes.get_legend_handles_labels()
+    target.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=7.5)
+
+
+def _draw_layers(target: FigureBase, layers: pd.DataFrame) -> None:
+    axes = target.subplots()
+    quartiles = {part: layers.groupby("layer")[part].quantile([0.25, 0.5, 0.75]).unstack() for part in _PARTS}
+    height = zero_aware(axes, [table.to_numpy() for table in quartiles.values()])
+    for index, (part, table) in enumerate(quartiles.items()):
+        x = table.index + (index - 1.5) * 0.09
+        low, middle, high = (height(table[q]) for q in (0.25, 0.5, 0.75))
+        axes.vlines(x, low, high, color=SERIES[index].color, linewidth=1.4, zorder=2)
+        axes.plot(x, middle, **_line(index), label=part, zorder=3)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True, min_n_ticks=1))
+    axes.set(xlabel="layer", ylabel="relative L2 difference of resid_post\n(median, quartiles; steps from 1 on)")
+    place_title(axes, _layer_title(quartiles))
+
+
+def _split_title(steps: pd.DataFrame) -> str:
+    later = steps[steps["step"] > 0]
+    if later.empty or not (later["total"] > 0).any():
+        return "The paths are equal at every step: there is nothing to split"
+    differing = later[later["total"] > 0]
+    state, fresh = (int((differing[a] > differing[b]).sum()) for a, b in (("state", "fresh"), ("fresh", "state")))
+    return f"State is the larger part at {state} of {len(differing)} steps that differ, fresh at {fresh}"
+
+
+def _layer_title(quartiles: Mapping[str, pd.DataFrame]) -> str:
+    found = []
+    for part in ("fresh", "state"):
+        median = quartiles[part][0.5]
+        first = median.index[median > 0]
+        found.append(f"{part} begins at layer {first[0]}" if len(first) else f"{part} is 0 at the median of every layer")
+    text = "; ".join(found)
+    return text[0].upper() + text[1:]
+
+
+def _line(index: int) -> dict[str, Any]:
+    hollow = {"markerfacecolor": "#ffffff"} if index % 2 else {}
+    return {**SERIES[index].drawn(), "linewidth": 1.4, "markersize": 4, **hollow}
+
+
+# What they share -------------------------------------------------------------------------------------------------------
+
+
+def _canvas(size: tuple[float, float]) -> Figure:
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _parts(figure: Figure, heights: Sequence[float]) -> list[FigureBase]:
+    made = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+    return list(made[:, 0])
+
+
+def _small_print(figure: Figure, about: Mapping[str, Any], more: Sequence[str]) -> None:
+    made = about["provenance"]
+    paths = about.get("paths", {"cached": "cached", "recompute": "recompute"})
+    parts = [
+        f"{paths['cached']} and {paths['recompute']}",
+        *([about["direction"]] if "direction" in about else []),
+        *([about["protocol"]] if "protocol" in about else []),
+        *more,
+        str(made["model"]),
+        f"{made['kind']} ({made['attention']})",
+        made["dtype"],
+        f"weights {made['weights']}",
+        *(f"{title} {made[name]}" for title, name in _VERSIONS.items()),
+        f"{made['device']}, threads: {made['threads']}",
+    ]
+    text = "\n".join(textwrap.wrap(" · ".join(parts), 134))
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=5.5, color="#555555")
+    figure.provenance = [dict(about)]  # type: ignore[attr-defined]  # kept for save()
+
+
+_VERSIONS = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "TransformerLens": "transformer_lens",
+    "kvinterp": "kvinterp",
+}

@@ -1,0 +1,90 @@
+"""The kernels table: it sees every operation, tells an invariant kernel from one that is not, and names the first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import build
+
+import kvinterp as kv
+from kvinterp.audit import kernels_table
+
+SIZES = (1, 2, 17, 33)
+
+
+@pytest.mark.parametrize(
+    ("name", "operations"),
+    [
+        ("llama", {"linear", "attention (SDPA)", "norm", "unembed"}),
+        ("gemma2", {"linear", "scores", "softmax", "values", "norm", "unembed"}),
+        ("gpt2", {"linear", "attention (SDPA)", "norm", "unembed"}),
+        ("mamba", {"linear", "norm", "unembed"}),
+    ],
+)
+def test_every_operation_is_there(name: str, operations: set[str]) -> None:
+    result = kernels_table(build(name), sizes=SIZES)
+    assert set(result.table["operation"]) == operations
+    assert set(result.table["size"]) >= set(SIZES)
+    assert (result.table["calls"] >= 1).all()
+
+
+def test_calls_are_counted() -> None:
+    table = kernels_table(build("llama"), sizes=(1, 2)).table.drop_duplicates(["operation", "shape"])
+    calls = table.groupby("operation")["calls"].sum()
+    assert calls["linear"] == 3 * 7
+    assert calls["norm"] == 3 * 2 + 1
+    assert calls["attention (SDPA)"] == 3
+    assert calls["unembed"] == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_shape_invariant_kernels_are_invariant(name: str) -> None:
+    """Every operation, over rows, keys and batch; and then no operation differs in the model."""
+    result = kernels_table(build(name).half(), sizes=SIZES, kernels="batch_invariant")
+    bad = result.table[~result.table["bitwise_equal"]]
+    assert bad.empty, bad.to_string()
+    assert result.first is None
+    assert "no operation differs" in str(result)
+
+
+def test_split_k_shows_in_the_operations_it_is_put_in_and_no_other() -> None:
+    plain = kernels_table(build("llama"), sizes=SIZES, kernels="batch_invariant").table
+    assert plain["bitwise_equal"].all()
+    table = kernels_table(build("llama").half(), sizes=(1, 17), kernels="split_k(4,float16,linear)")
+    rows = table.table[(table.table["varied"] == "rows") & (table.table["size"] == 17)].set_index("operation")
+    assert not rows.loc[["linear"], "bitwise_equal"].any()
+    assert rows.loc["norm", "bitwise_equal"]
+    assert (rows.loc[["linear"], "max_ulp_of_row"] >= 1).all()
+    assert table.first is not None
+    assert table.first["layer"] == 0
+    assert table.first["tensor"].endswith("q_proj")
+
+
+def test_a_planted_kernel_is_named() -> None:
+    class OtherOrder(torch.overrides.TorchFunctionMode):
+        """An unembedding that is off by one unit where it has one row."""
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            single = func is torch.nn.functional.linear and args[1].shape[0] == 131 and result.numel() == 131
+            return torch.nextafter(result, torch.full_like(result, torch.inf)) if single else result
+
+    model = build("llama")
+    with OtherOrder():
+        table = kernels_table(model, sizes=(1, 2), kernels="batch_invariant")
+    assert table.first is None, "a fixed order replaces the planted kernel"
+    with OtherOrder():
+        native = kernels_table(model.half(), sizes=(1, 2)).summary()
+    assert not native[(native["operation"] == "unembed") & (native["varied"] == "rows")]["same_bits"].any()
+
+
+def test_flags_are_put_back() -> None:
+    before = torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
+    kernels_table(build("llama"), sizes=(1, 17))
+    assert (torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()) == before
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (0, 2), (1, 2.5)])
+def test_bad_sizes(sizes: tuple[object, ...]) -> None:
+    with pytest.raises(kv.InputError, match="whole numbers"):
+        kernels_table(build("llama"), sizes=sizes)

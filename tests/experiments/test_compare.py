@@ -1,0 +1,180 @@
+"""The comparison that writes a folder: what it records unasked, what it does when cut off, and with NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from kvinterp.comparison import Comparison
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.experiments import Compare, Demo
+from kvinterp.experiments.registry import EXPERIMENTS
+from kvinterp.models.native import NativeAdapter
+from kvinterp.results import TABLES, ResultFolder, load_result
+
+SMALL = Compare(
+    "zoo:mistral-mini", "arithmetic:4", max_new_tokens=4, strategy="top_p(0.99,3.0)", seed=5, stop="length", device="cpu"
+)
+
+
+def tables(folder: Path) -> dict[str, pd.DataFrame]:
+    return {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
+
+
+def same(one: Path, other: Path) -> None:
+    for (name, frame), found in zip(tables(one).items(), tables(other).values(), strict=True):
+        assert len(frame) > 0 or name == "heads"
+        pd.testing.assert_frame_equal(frame, found, check_exact=True, obj=name)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One uninterrupted run of SMALL."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    SMALL.run(folder, progress="none")
+    return folder
+
+
+def cut_after(count: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ``count`` prompts finish and then raises."""
+    add, seen = ResultFolder.add, []
+
+    def adding(self: ResultFolder, part: Comparison) -> None:
+        add(self, part)
+        seen.append(part)
+        if len(seen) == count:
+            raise error
+
+    monkeypatch.setattr(ResultFolder, "add", adding)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_interrupted_and_gone_on_with_gives_the_uninterrupted_tables(
+    tmp_path: Path, whole: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DESIGN.md law 8, with sampling: the random numbers belong to the example and not to the place in the rest."""
+    with monkeypatch.context() as patch:
+        cut_after(count, KeyboardInterrupt, patch)
+        with pytest.raises(KeyboardInterrupt):
+            SMALL.run(tmp_path, progress="none")
+    partly = load_result(tmp_path)
+    assert partly.summary["interrupted"] is True
+    assert partly.summary["counts"]["examples"] == count
+    assert partly.summary["counts"]["planned"] == 4
+    SMALL.run(tmp_path, progress="none")
+    same(tmp_path, whole)
+    assert load_result(tmp_path).summary == load_result(whole).summary
+
+
+def test_only_what_is_missing_is_run_again(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        cut_after(3, MemoryError, patch)
+        with pytest.raises(MemoryError):
+            SMALL.run(tmp_path, progress="none")
+    added: list[int] = []
+    add = ResultFolder.add
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultFolder, "add", lambda self, p: (added.extend(p.examples["example"]), add(self, p))[1])
+        SMALL.run(tmp_path, progress="none")
+    assert len(added) == 1
+    same(tmp_path, whole)
+
+
+def test_the_batch_size_is_no_reason_to_start_anew(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        cut_after(1, KeyboardInterrupt, patch)
+        with pytest.raises(KeyboardInterrupt):
+            SMALL.run(tmp_path, progress="none")
+    dataclasses.replace(SMALL, batch_size=2).run(tmp_path, progress="none")
+    same(tmp_path, whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 6}, "seed: 5, now 6"),
+        ({"max_new_tokens": 3}, "max_new_tokens: 4, now 3"),
+        ({"protocol": "free"}, 'protocol: "matched", now "free"'),
+        ({"b": "recompute@float32"}, 'b: "recompute", now "recompute@float32"'),
+        ({"prompts": "arithmetic:3"}, "prompts.count: 4, now 3"),
+        ({"dtype": "float32"}, "made_with.weights"),
+        ({"record": "resid_post"}, "record"),
+        ({"layers": (0,)}, "layers"),
+    ],
+)
+def test_every_choice_that_changes_numbers_is_held_against_what_is_there(
+    whole: Path, change: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        dataclasses.replace(SMALL, **change).run(whole, "use", "none")
+    assert named in str(error.value)
+
+
+def test_a_finished_result_is_read_where_that_is_asked(whole: Path) -> None:
+    (result,) = SMALL.run(whole, "use", "none")
+    assert result.summary == load_result(whole).summary
+
+
+def test_a_finished_result_is_refused_before_the_model_is_loaded(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvinterp.experiments.compare.load_model", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(InputError, match="already holds a result"):
+        SMALL.run(whole)
+
+
+def test_unasked_it_records_what_the_model_can_give(whole: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    summary = load_result(whole).summary
+    assert summary["settings"]["record"] == ["resid_post", "cache_k", "cache_v"]
+    assert "sdpa" in summary["settings"]["left_out"]["pattern"]
+    with caplog.at_level(logging.INFO, "kvinterp"):
+        (result,) = dataclasses.replace(SMALL, attention="eager", prompts="arithmetic:1").run(tmp_path, progress="none")
+    assert not result.comparison.heads.empty
+    assert "not recorded" not in caplog.text
+
+
+def test_a_site_asked_for_by_name_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"'pattern' does not exist under attention 'sdpa'.*attention='eager'"):
+        dataclasses.replace(SMALL, record="resid_post,pattern").run(tmp_path / "out", progress="none")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nan_in_one_prompt_leaves_the_others_as_they_are(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison_second_prompt(monkeypatch)
+    (result,) = SMALL.run(tmp_path, progress="none")
+    assert result.summary["counts"] == {"examples": 3, "steps": 12, "failed": 1, "planned": 4}
+    (failure,) = result.summary["failures"]
+    assert failure["id"] == "arithmetic-0-1"
+    assert "NaN first appeared" in failure["message"]
+    for (name, frame), found in zip(tables(whole).items(), tables(tmp_path).values(), strict=True):
+        expected = frame[frame["example"] != 1].reset_index(drop=True)
+        pd.testing.assert_frame_equal(expected, found, check_exact=True, obj=name)
+
+
+def poison_second_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the logits NaN wherever the second arithmetic problem is in the context."""
+    from kvinterp.data import load_prompts
+
+    forward, second = NativeAdapter.forward, load_prompts("arithmetic:4")[1].text
+
+    def poisoned(self: NativeAdapter, tokens: torch.Tensor, store: Any = None) -> torch.Tensor:
+        logits = forward(self, tokens, store)
+        prompt = self.encode(second)
+        return logits * torch.nan if tokens[0, : len(prompt)].tolist() == prompt else logits
+
+    monkeypatch.setattr(NativeAdapter, "forward", poisoned)
+
+
+def test_the_registry_finds_every_experiment() -> None:
+    assert EXPERIMENTS["compare"] is Compare
+    assert EXPERIMENTS["demo"] is Demo
+    for name, found in EXPERIMENTS.items():
+        assert dataclasses.is_dataclass(found), name
+        assert found.__doc__
+        found()  # every choice has a default

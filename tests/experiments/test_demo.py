@@ -1,0 +1,88 @@
+"""The demo: what it plans, that it all runs, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from kvinterp.cli import app
+from kvinterp.errors import InputError
+from kvinterp.experiments import Compare, Demo
+from kvinterp.experiments.demo import SMOKE
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The smoke demo, made by its command."""
+    folder = tmp_path_factory.mktemp("demo")
+    made = CliRunner().invoke(app, ["demo", "--smoke", "--out", str(folder / "out"), "--picture", str(folder / "demo.png")])
+    assert made.exit_code == 0, made.output
+    assert str(folder / "out" / "report.html") in made.output
+    return folder
+
+
+def test_it_plans_two_models_two_kinds_two_protocols_and_a_ladder() -> None:
+    plan = Demo().plan()
+    main = {(run.model, run.kind, run.protocol) for run in plan.values() if run.dtype == "float16"}
+    kinds = {kind for _, kind, _ in main}
+    assert len(main) == 8
+    assert "native" in kinds
+    assert kinds & {"hooked", "bridge"}
+    ladder = {(run.model, run.dtype) for run in plan.values() if run.dtype != "float16"}
+    assert ladder == {(f"zoo:{m}-mini", d) for m in ("mistral", "gemma2") for d in ("float32", "float64")}
+    assert all(run.attention is None and run.record is None for run in plan.values())
+
+
+def test_it_writes_tables_figures_report_and_picture(smoke: Path) -> None:
+    out = smoke / "out"
+    assert {p.name for p in (out / "runs").iterdir()} == set(SMOKE.plan())
+    for name in SMOKE.plan():
+        summary = json.loads((out / "runs" / name / "summary.json").read_text())
+        assert summary["counts"]["failed"] == 0
+        steps = pd.read_parquet(out / "runs" / name / "steps.parquet")
+        assert (steps.loc[steps["step"] == 0, "max_abs_logit"] == 0).all(), "step 0 is the same computation (law 3)"
+    html = (out / "report.html").read_text()
+    assert html.count("data:image/png;base64,") == len(list((out / "figures").glob("*.png"))) >= 12
+    assert "mistral-mini, native: not recorded, because site" in html
+    assert (smoke / "demo.png").stat().st_size > 20_000
+
+
+def test_a_finished_demo_is_not_touched(smoke: Path) -> None:
+    with pytest.raises(InputError, match="already holds a report"):
+        Demo().run(smoke / "out")
+
+
+def test_an_unfinished_demo_makes_only_what_is_missing(
+    smoke: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(smoke / "out", tmp_path / "out")
+    (tmp_path / "out" / "report.html").unlink()
+    gone = "mistral-mini-native-float16-free"
+    shutil.rmtree(tmp_path / "out" / "runs" / gone)
+    compared: list[str] = []
+    compare = Compare._compare
+
+    def counting(self: Compare, *args: object) -> object:
+        compared.append(f"{self.model} {self.kind} {self.dtype} {self.protocol}")
+        return compare(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Compare, "_compare", counting)
+    results = SMOKE.run(tmp_path / "out", progress="none")
+    assert compared == ["zoo:mistral-mini native float16 free"]
+    assert [r.folder.name for r in results] == list(SMOKE.plan())
+
+
+def test_without_hooked_transformer_the_bridge_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvinterp.errors import UnsupportedError
+
+    def missing() -> type:
+        raise UnsupportedError("the installed TransformerLens has no HookedTransformer")
+
+    monkeypatch.setattr("kvinterp.models.hooked.hooked_class", missing)
+    kinds = {run.kind for run in Demo().plan().values()}
+    assert kinds == {"bridge", "native"}

@@ -1,0 +1,123 @@
+"""What kvinterp's two loops compute is, to the bit, what a plain loop over the bare model computes for the same tokens.
+
+The plain loops are written here from each library's own documentation and share nothing with kvinterp. All of them go
+past the sliding windows: the tiny models' is 8 and the prompt 12, gemma2-mini's is 32 and its prompt 30.
+"""
+
+import pytest
+import torch
+
+import kvinterp as kv
+from support import CASES, PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases
+
+STEPS = 6
+FED = [7, 81, 23, 23, 60]
+
+
+def prompt_of(case):
+    return list(PROMPT) + [(11 * i) % 90 + 4 for i in range(18)] if "gemma2-mini" in case.model else list(PROMPT)
+
+
+def transformers_logits(output):
+    return getattr(output, "logits", output)[:, -1]
+
+
+def plain_native(model, prompt):
+    """transformers' own loop: the model makes its own cache, and is given no position and no mask."""
+    output = model(prompt, use_cache=True)
+    yield transformers_logits(output)
+    for token in FED:
+        output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+        yield transformers_logits(output)
+
+
+def plain_bridge(model, prompt):
+    """A bridge's loop: its output holds no cache, so it is given transformers' own."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.original_model.config)
+    yield model(prompt, past_key_values=cache, use_cache=True)[:, -1]
+    for token in FED:
+        yield model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)[:, -1]
+
+
+def plain_hooked(model, prompt):
+    """TransformerLens' loop with its own cache; without a tokenizer it must be given a mask."""
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, 1)
+    for tokens in (prompt, *(torch.tensor([[token]]) for token in FED)):
+        yield model(tokens, past_kv_cache=cache, attention_mask=torch.ones_like(tokens))[:, -1]
+
+
+def plain_recompute(case, model, prompt):
+    """The whole prefix at every step, without a cache."""
+    for step in range(STEPS):
+        tokens = torch.cat([prompt, torch.tensor([FED[:step]], dtype=torch.long)], 1)
+        if case.kind == "native":
+            yield model(tokens, use_cache=False).logits[:, -1]
+        elif case.kind == "bridge":
+            yield model(tokens)[:, -1]
+        else:
+            yield model(tokens, attention_mask=torch.ones_like(tokens))[:, -1]
+
+
+def plain_loops(case, model, prompt):
+    cached = {"native": plain_native, "bridge": plain_bridge, "hooked": plain_hooked}[case.kind]
+    with torch.no_grad():
+        return (
+            torch.cat([row.clone() for row in cached(model, prompt)]),
+            torch.cat([row.clone() for row in plain_recompute(case, model, prompt)]),
+        )
+
+
+def textbook_kl(a, b):
+    """KL(softmax a || softmax b) in nats, written as in a textbook, in float64."""
+    log_p, log_q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+@cases()
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_logits_are_those_of_a_plain_loop_to_the_bit(load, case, dtype):
+    adapter, prompt = load(case, dtype), prompt_of(case)
+    cached, recomputed = plain_loops(case, adapter.model, torch.tensor([prompt]))
+    settings = {"max_new_tokens": STEPS, "continuation": FED, "stop": "length", "logits": "keep"}
+    for path, plain in (("cached", cached), ("recompute", recomputed)):
+        assert_bitwise(kv.run(adapter, prompt, path, **settings).logits, plain, f"logits, {path}", ("step", "vocab"))
+    steps = kv.compare(
+        adapter, prompt, max_new_tokens=STEPS, continuation=FED, stop="length", record="", progress="none"
+    ).steps
+    kl = torch.tensor(steps["kl"].to_numpy())
+    wanted = textbook_kl(cached, recomputed)
+    assert bool(((kl - wanted).abs() <= torch.maximum(torch.tensor(1e-12), 1e-6 * wanted.abs())).all()), (kl, wanted)
+    largest = (cached.double() - recomputed.double()).abs().amax(-1)
+    assert steps["max_abs_logit"].tolist() == largest.tolist()
+
+
+def test_some_of_these_loops_differ(load):
+    """So that the equalities above are not those of a model whose two paths are the same anyway."""
+    case = Case("zoo:mistral-mini", "native", "sdpa")
+    cached, recomputed = plain_loops(case, load(case).model, torch.tensor([prompt_of(case)]))
+    assert not torch.equal(cached, recomputed)
+
+
+@pytest.mark.hooked
+@pytest.mark.parametrize("case", [c for c in CASES if c.kind == "hooked"], ids=str)
+def test_the_explicit_mask_changes_no_bits_of_a_hooked_transformer(load, case):
+    """kvinterp gives both paths an all-ones mask, which takes another code path than none: here the bits are the same."""
+    model = load(case).model
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        assert_bitwise(model(tokens, attention_mask=torch.ones_like(tokens)), model(tokens), "logits")
+
+
+@pytest.mark.hooked
+def test_a_hooked_transformer_without_tokenizer_needs_that_mask_with_a_cache():
+    """Why kvinterp gives one at all. Should TransformerLens learn to do without, this test says so."""
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    model = bare_hooked_transformer("rotary")
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, 1)
+    with pytest.raises(ValueError, match="tokenizer"):
+        model(torch.tensor([PROMPT]), past_kv_cache=cache)
