@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvinterp._version import __version__
 
 if TYPE_CHECKING:
+    from kvinterp.auditing import KernelsTable, Verdict, audit, kernels_table
     from kvinterp.comparison import Comparison, compare, compare_traces
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvinterp.recording import Recorder, Trace, record
 
 _HOMES = {
+    "auditing": ("KernelsTable", "Verdict", "audit", "kernels_table"),
     "comparison": ("Comparison", "compare", "compare_traces"),
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
@@ -42,6 +44,7 @@ __all__ = [
     "ExecutionPath",
     "Greedy",
     "InputError",
+    "KernelsTable",
     "KvinterpError",
     "NonFiniteError",
     "Patch",
@@ -55,10 +58,13 @@ __all__ = [
     "TopP",
     "Trace",
     "UnsupportedError",
+    "Verdict",
     "__version__",
+    "audit",
     "compare",
     "compare_traces",
     "decompose",
+    "kernels_table",
     "load_model",
     "load_prompts",
     "localise",

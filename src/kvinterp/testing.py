@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvinterp.audit import Verdict, audit
+from kvinterp.auditing import Verdict, audit
 
 __all__ = ["CacheInconsistency", "assert_cache_consistent"]
 
@@ -36,7 +36,7 @@ def assert_cache_consistent(
     """Audits a model and raises where its cache is at fault.
 
     Args:
-        model: A transformers model, or whatever else :func:`kvinterp.audit` takes.
+        model: A transformers model, or whatever else :func:`kvinterp.auditing` takes.
         prompts: Texts or token ids; two random ones unless said.
         allow: Verdicts to accept besides equal, rounding and kernel, such as ``"hidden-cast"`` for a model that computes
             in float32 on purpose.

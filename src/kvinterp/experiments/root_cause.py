@@ -21,8 +21,8 @@ from scipy import stats
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.audit.ladder import unit_roundoff
-from kvinterp.audit.subject import BlockTaps, Subject
+from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.auditing.subject import BlockTaps, Subject
 from kvinterp.comparison import compare
 from kvinterp.errors import InputError
 from kvinterp.metrics.drift import relative_l2

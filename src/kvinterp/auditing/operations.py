@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from kvinterp.audit.inside import Finding, find
-from kvinterp.audit.ladder import prefix_plan
-from kvinterp.audit.subject import BlockTaps, Subject, prompts_for
+from kvinterp.auditing.inside import Finding, find
+from kvinterp.auditing.ladder import prefix_plan
+from kvinterp.auditing.subject import BlockTaps, Subject, prompts_for
 from kvinterp.errors import InputError
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import Adapter, wrap

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 if TYPE_CHECKING:
-    from kvinterp.audit.ladder import Rung
-    from kvinterp.audit.verdict import Audit
+    from kvinterp.auditing.ladder import Rung
+    from kvinterp.auditing.verdict import Audit
 
 __all__ = ["layer_table", "page", "write"]
 

@@ -12,7 +12,7 @@ import torch
 from architectures import build
 
 import kvinterp as kv
-from kvinterp.audit import VERDICTS, audit, random_model
+from kvinterp.auditing import VERDICTS, audit, random_model
 from kvinterp.models import wrap
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 

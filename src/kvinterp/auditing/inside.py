@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvinterp.audit.ladder import EMBEDDING, difference, on_grid
-from kvinterp.audit.subject import BlockTaps, Reference, Subject
+from kvinterp.auditing.ladder import EMBEDDING, difference, on_grid
+from kvinterp.auditing.subject import BlockTaps, Reference, Subject
 
 __all__ = ["Event", "Finding", "find"]
 

@@ -7,7 +7,7 @@ import torch
 from architectures import build
 
 import kvinterp as kv
-from kvinterp.audit import kernels_table
+from kvinterp.auditing import kernels_table
 
 SIZES = (1, 2, 17, 33)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.audit.subject import BlockTaps, Reference, Subject
+from kvinterp.auditing.subject import BlockTaps, Reference, Subject
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import Kernels, Native
 

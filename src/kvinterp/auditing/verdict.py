@@ -14,9 +14,9 @@ from typing import Any
 import pandas as pd
 import torch
 
-from kvinterp.audit.inside import Finding, find
-from kvinterp.audit.ladder import Plan, Rung, band, climb, forced, on_grid, prefix_plan, unit_roundoff
-from kvinterp.audit.subject import BlockTaps, Subject, prompts_for
+from kvinterp.auditing.inside import Finding, find
+from kvinterp.auditing.ladder import Plan, Rung, band, climb, forced, on_grid, prefix_plan, unit_roundoff
+from kvinterp.auditing.subject import BlockTaps, Subject, prompts_for
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, dtype_named, wrap
@@ -108,7 +108,7 @@ class Audit:
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes verdict.json, audit.html and the tables as CSV; returns the folder."""
-        from kvinterp.audit.report import write
+        from kvinterp.auditing.report import write
 
         return write(self, Path(folder))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from architectures import WINDOW, build
 
-from kvinterp.audit import audit
+from kvinterp.auditing import audit
 
 PREFILL = 9
 
