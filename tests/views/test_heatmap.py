@@ -11,8 +11,13 @@ import pytest
 
 from kvinterp.errors import InputError
 from kvinterp.patching import Decomposition, Sweep
-from kvinterp.views import save
-from kvinterp.views.heatmap import DIVERGING, decomposition_figure, recovery_figure
+from kvinterp.views.heatmap import (
+    DIVERGING,
+    decomposition_figure,
+    recovery_figure,
+    save_decomposition_figure,
+    save_sweep_figures,
+)
 from synthetic import ABOUT
 
 PROVENANCE = {key: value for key, value in ABOUT.items() if key not in ("paths", "protocol", "strategy", "seed")}
@@ -176,10 +181,11 @@ def test_a_split_of_nothing_says_so() -> None:
 def test_both_are_saved_with_what_made_them(tmp_path: Path) -> None:
     from PIL import Image
 
-    for name, figure in (
-        ("sweep", recovery_figure(_sweep({(0, 0): [0.5]}))),
-        ("split", decomposition_figure(_decomposition())),
-    ):
-        with Image.open(save(figure, tmp_path / f"{name}.png")) as picture:
+    written = save_sweep_figures(_sweep({(0, 0): [0.5]}), tmp_path / "new")
+    written += save_decomposition_figure(_decomposition(), tmp_path / "new")
+    assert {file.name for file in written} == {file.name for file in (tmp_path / "new").iterdir()}
+    assert [written[0].name, written[-1].name] == ["recovery.png", "decomposition.png"]
+    for file in written:
+        with Image.open(file) as picture:
             assert PROVENANCE["weights"] in picture.text["Description"]  # type: ignore[attr-defined]
             assert picture.width < 1400

@@ -1,6 +1,20 @@
 """What is shown: figures, and one page that explains them. Nothing here computes a divergence."""
 
+from kvinterp.views.attention import attention_comparison
+from kvinterp.views.heatmap import decomposition_figure, recovery_figure, save_decomposition_figure, save_sweep_figures
 from kvinterp.views.plots import FIGURES, figures, overview, precision_ladder, save
 from kvinterp.views.report import write_report
 
-__all__ = ["FIGURES", "figures", "overview", "precision_ladder", "save", "write_report"]
+__all__ = [
+    "FIGURES",
+    "attention_comparison",
+    "decomposition_figure",
+    "figures",
+    "overview",
+    "precision_ladder",
+    "recovery_figure",
+    "save",
+    "save_decomposition_figure",
+    "save_sweep_figures",
+    "write_report",
+]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,16 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from kvinterp.errors import InputError
 from kvinterp.patching import Decomposition, Sweep
+from kvinterp.views.plots import save
 from kvinterp.views.style import SERIES, looks, place_title, zero_aware
 
-__all__ = ["DIVERGING", "decomposition_figure", "recovery_figure"]
+__all__ = [
+    "DIVERGING",
+    "decomposition_figure",
+    "recovery_figure",
+    "save_decomposition_figure",
+    "save_sweep_figures",
+]
 
 #: White at 0, orange below, blue above: told apart by the colour-blind; in grey the sign in each cell tells.
 DIVERGING = LinearSegmentedColormap.from_list("recovery", ["#8f3a00", "#e08a4a", "#ffffff", "#4a90c2", "#003f6b"])
@@ -95,6 +103,38 @@ def decomposition_figure(decomposition: Decomposition) -> Figure:
             _draw_layers(parts[1], later)
         _small_print(figure, decomposition.about, (f"null control: {decomposition.about.get('suffix', '?')} more tokens",))
     return figure
+
+
+def save_sweep_figures(sweep: Sweep, folder: str | Path) -> list[Path]:
+    """Writes the figures of a sweep into a folder, which is made where it is not there.
+
+    Args:
+        sweep: What :func:`kvinterp.sweep` returned.
+        folder: Where to.
+
+    Returns:
+        The files, ``recovery.png`` first.
+
+    Raises:
+        InputError: The sweep holds no row, or a file cannot be written.
+    """
+    return [save(recovery_figure(sweep), Path(folder) / "recovery.png")]
+
+
+def save_decomposition_figure(decomposition: Decomposition, folder: str | Path) -> list[Path]:
+    """Writes the figure of a decomposition into a folder, which is made where it is not there.
+
+    Args:
+        decomposition: What :func:`kvinterp.decompose` returned.
+        folder: Where to.
+
+    Returns:
+        The file, ``decomposition.png``.
+
+    Raises:
+        InputError: The decomposition holds no step, or the file cannot be written.
+    """
+    return [save(decomposition_figure(decomposition), Path(folder) / "decomposition.png")]
 
 
 # Recovery --------------------------------------------------------------------------------------------------------------
