@@ -6,12 +6,13 @@ purpose becomes one sentence on stderr and exit code 2; an interrupted run ends 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,8 @@ from kvinterp.errors import InputError, KvinterpError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from kvinterp.models import Adapter
 
 
 __all__ = ["app", "main"]
@@ -74,24 +77,30 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Show the vers
         raise typer.Exit
 
 
-# compare ---------------------------------------------------------------------------------------------------------------
+# Options that several commands take --------------------------------------------------------------------------------------
 
+Model = Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, or a hub id.")]
+Prompts = Annotated[str, typer.Option(help="A .jsonl file, or arithmetic:N, restate:N, instructions:N.")]
+Kind = Annotated[str, typer.Option(help="native, hooked or bridge.")]
+Dtype = Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is one.")]
+Attention = Annotated[str | None, typer.Option(help="For native: sdpa, eager, ...; its own unless given.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the tables, figures and report.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is already in the folder.")]
+
+# compare ---------------------------------------------------------------------------------------------------------------
 
 
 @app.command("compare")
 @_told
 def compare_command(
-    model: Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, or a hub id.")],
+    model: Model,
     out: Out,
-    prompts: Annotated[
-        str, typer.Option(help="A .jsonl file, or arithmetic:N, restate:N, instructions:N.")
-    ] = "arithmetic:6",
+    prompts: Prompts = "arithmetic:6",
     a: Annotated[str, typer.Option("--a", help="The leading path.")] = "cached",
     b: Annotated[str, typer.Option("--b", help="The path it is compared with.")] = "recompute",
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float16",
-    kind: Annotated[str, typer.Option(help="native, hooked or bridge.")] = "native",
+    dtype: Dtype = "float16",
+    kind: Kind = "native",
     protocol: Annotated[str, typer.Option(help="matched or free.")] = "matched",
     strategy: Annotated[str, typer.Option(help="greedy, top_k(50,0.8), top_p(0.95,0.8).")] = "greedy",
     max_new_tokens: Annotated[int, typer.Option(help="Most steps a prompt.")] = 48,
@@ -105,8 +114,8 @@ def compare_command(
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Layers to compare, as in 0,2,-1; all unless given.")] = None,
     seed: Annotated[int, typer.Option(help="Seeds the random numbers of the strategy.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is one.")] = None,
-    attention: Annotated[str | None, typer.Option(help="For native: sdpa, eager, ...; its own unless given.")] = None,
+    device: Device = None,
+    attention: Attention = None,
     batch_size: Annotated[int, typer.Option(help="Most prompts a batch; used where it keeps the bits.")] = 1,
     stop: Annotated[str, typer.Option(help="'end of sequence' or 'length'.")] = "end of sequence",
     overwrite: Overwrite = False,
@@ -126,7 +135,7 @@ def compare_command(
         strategy=strategy,
         max_new_tokens=max_new_tokens,
         record=record,
-        layers=_layers(layers),
+        layers=_numbers("--layers", layers, "0,2,-1"),
         seed=seed,
         device=device,
         attention=attention,
@@ -146,26 +155,24 @@ def compare_command(
     _say_where(out, write_report([result], out))
 
 
-def _layers(text: str | None) -> tuple[int, ...] | None:
+def _numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise InputError(f"--layers {text!r} cannot be read: expected whole numbers with commas, as in 0,2,-1.") from error
+        raise InputError(
+            f"{option} {text!r} cannot be read: expected whole numbers with commas, as in {example}."
+        ) from error
 
 
 # patch and decompose ---------------------------------------------------------------------------------------------------
-
-Kind = Annotated[str, typer.Option(help="native, hooked or bridge.")]
-Dtype = Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")]
-Prompts = Annotated[str, typer.Option(help="A .jsonl file, or arithmetic:N, restate:N, instructions:N.")]
 
 
 @app.command("patch")
 @_told
 def patch_command(
-    model: Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, or a hub id.")],
+    model: Model,
     out: Out,
     site: Annotated[str, typer.Option(help="kv, cache_k, cache_v, resid_post, attn_out, ...")] = "kv",
     sweep: Annotated[str, typer.Option(help="single, cumulative, cumulative-from, heads, kv-heads or blocks.")] = "single",
@@ -177,8 +184,8 @@ def patch_command(
     kind: Kind = "native",
     dtype: Dtype = "float16",
     max_new_tokens: Annotated[int, typer.Option(help="Most steps a prompt.")] = 32,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is one.")] = None,
-    attention: Annotated[str | None, typer.Option(help="For native: sdpa, eager, ...; its own unless given.")] = None,
+    device: Device = None,
+    attention: Attention = None,
     controls: Annotated[str, typer.Option(help="all, quick (without planted causes) or none.")] = "all",
     overwrite: Overwrite = False,
 ) -> None:
@@ -209,14 +216,14 @@ def patch_command(
 @app.command("decompose")
 @_told
 def decompose_command(
-    model: Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, or a hub id.")],
+    model: Model,
     out: Out,
     prompts: Prompts = "arithmetic:6",
     kind: Kind = "native",
     dtype: Dtype = "float16",
     max_new_tokens: Annotated[int, typer.Option(help="Most steps a prompt.")] = 32,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is one.")] = None,
-    attention: Annotated[str | None, typer.Option(help="For native: sdpa, eager, ...; its own unless given.")] = None,
+    device: Device = None,
+    attention: Attention = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Split the difference into what earlier K and V carry (state) and what this step's kernels add (fresh)."""
@@ -231,6 +238,138 @@ def decompose_command(
     tables = {"decomposition": made.steps, "layers": made.layers}
     for path in write_tables(out, tables, made.summary(), "overwrite" if overwrite else "error"):
         typer.echo(str(path))
+
+
+# audit and kernels -----------------------------------------------------------------------------------------------------
+
+
+@app.command("audit")
+@_told
+def audit_command(
+    model: Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, a hub id; or a config.json.")],
+    out: Out = Path("kvinterp-audit"),
+    random_init: Annotated[bool, typer.Option("--random-init", help="Random weights, from the config alone.")] = False,
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="A .jsonl file, or arithmetic:N, ...; two of random tokens unless given.", show_default=False),
+    ] = None,
+    kind: Kind = "native",
+    dtype: Dtype = "float16",
+    rungs: Annotated[str, typer.Option(help="Precisions to climb.")] = "bfloat16,float16,float32,float64",
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths after which tokens are fed singly.")
+    ] = "5,63,64,65,96,97,128",
+    steps: Annotated[int, typer.Option(help="Tokens fed singly after each.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seeds random prompts and random weights.")] = 0,
+    device: Device = None,
+    attention: Attention = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Say whether cached decoding is right: equal, rounding, a kernel, a hidden cast, a wrong dtype, a bug or overflow.
+
+    Exit code 0 for equal, rounding and kernel; 1 for a bug, a hidden cast, a wrong dtype or overflow; 2 for bad input.
+    """
+    from kvinterp.auditing import audit
+    from kvinterp.results import check_free
+
+    _speak()
+    check_free(out, "overwrite" if overwrite else "error", "verdict.json")
+    given = _prompts(prompts)
+    adapter = _subject(model, random_init, kind, dtype, seed, device, attention)
+    with _status(f"auditing {adapter.facts.name}") as tell:
+        found = audit(
+            adapter,
+            given,
+            rungs=tuple(part.strip() for part in rungs.split(",")),
+            lengths=_numbers("--lengths", lengths, "5,63,64") or (),
+            steps=steps,
+            seed=seed,
+            out=out,
+            progress=tell,
+        )
+    typer.echo(f"{found.verdict}: {found.reading}")
+    typer.echo("")
+    typer.echo(f"page     {out / 'audit.html'}")
+    typer.echo(f"verdict  {out / 'verdict.json'}")
+    if found.exit_code:
+        raise typer.Exit(found.exit_code)
+
+
+def _prompts(text: str | None) -> Any:
+    from kvinterp.data import load_prompts
+
+    return None if text is None else load_prompts(text)
+
+
+def _subject(
+    model: str, random_init: bool, kind: str, dtype: str, seed: int, device: str | None, attention: str | None
+) -> Adapter:
+    from kvinterp.models import dtype_named, load_model
+
+    if not random_init:
+        return load_model(model, kind=kind, dtype=dtype, device=device, attention=attention)
+    from kvinterp.auditing import random_model
+
+    if kind != "native":
+        raise InputError(f"--kind {kind!r} was given with --random-init: expected native, leave one of the two out.")
+    wanted = dtype_named(dtype)
+    assert wanted is not None
+    return random_model(model, wanted, seed, device, attention)
+
+
+@contextlib.contextmanager
+def _status(what: str) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what runs now, where there is a terminal to show it."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(_escaped(what)) as shown:
+        yield lambda now: shown.update(_escaped(f"{what}: {now}"))
+
+
+@app.command("kernels")
+@_told
+def kernels_command(
+    model: Annotated[str, typer.Option("--model", help="zoo:NAME, a checkpoint folder or a hub id.")] = "zoo:mistral-mini",
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the table; only printed unless given.")] = None,
+    random_init: Annotated[bool, typer.Option("--random-init", help="Random weights, from the config alone.")] = False,
+    kind: Kind = "native",
+    dtype: Dtype = "float16",
+    kernels: Annotated[str, typer.Option(help="native, batch_invariant, split_k(4,float16), layer_cast.")] = "native",
+    sizes: Annotated[str, typer.Option(help="Numbers of rows, and of keys, to compare.")] = "1,2,17,64,128,257",
+    seed: Annotated[int, typer.Option(help="Seeds the prompt.")] = 0,
+    device: Device = None,
+    attention: Attention = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Measure which of a model's operations give other bits for another number of rows or keys, or another batch."""
+    from rich.console import Console
+
+    from kvinterp.auditing import kernels_table
+    from kvinterp.results import write_tables
+
+    _speak()
+    adapter = _subject(model, random_init, kind, dtype, seed, device, attention)
+    with _status(f"measuring the operations of {adapter.facts.name}"):
+        made = kernels_table(adapter, sizes=_numbers("--sizes", sizes, "1,2,17,64") or (), kernels=kernels, seed=seed)
+    varied = ("rows", "keys", "batch")
+    table = _table(f"{adapter.facts.name} ({kind}, {dtype}, {kernels} kernels)", "operation", "shape", *varied, "fixed by")
+    for (operation, shape), rows in made.summary().groupby(["operation", "shape"], sort=False):
+        cells = {row["varied"]: _same_bits(row) for row in rows.to_dict("records")}
+        fixes = ", ".join(sorted({text for text in rows["flags_that_fix"] if text}))
+        table.add_row(*map(_escaped, (operation, shape, *(cells.get(name, "") for name in varied), fixes)))
+    table.caption = (
+        "=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest"
+    )
+    Console().print(table)
+    typer.echo(str(made))
+    if out is not None:
+        summary = {"first": made.first, "reading": str(made), "provenance": made.about}
+        for path in write_tables(out, {"kernels": made.table}, summary, "overwrite" if overwrite else "error"):
+            typer.echo(str(path))
+
+
+def _same_bits(row: dict[str, Any]) -> str:
+    return "=" if row["same_bits"] else f"{row['first_size_that_differs']:g}: {row['max_ulp_of_row']:.2g} ULP"
 
 
 # demo ------------------------------------------------------------------------------------------------------------------
@@ -382,6 +521,13 @@ def _pairs(title: str, name: str, entries: dict[str, str]) -> Table:
     for key, value in entries.items():
         table.add_row(key, value)
     return table
+
+
+def _escaped(text: object) -> str:
+    """Text that rich shows as it is; a name in brackets is no markup."""
+    from rich.markup import escape
+
+    return escape(str(text))
 
 
 def _table(title: str, *columns: str) -> Table:

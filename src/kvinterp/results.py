@@ -57,12 +57,13 @@ class Result:
 _ADVICE = "choose another folder with --out, or pass --overwrite."
 
 
-def check_free(path: str | Path, existing: str = "error") -> None:
+def check_free(path: str | Path, existing: str = "error", last: str = "summary.json") -> None:
     """Raises where a finished result is in the way: asked before anything slow, such as loading a model, begins.
 
     Args:
         path: The folder to be written.
         existing: What to do about what is already there, see :data:`EXISTING`.
+        last: The file that a finished result has.
 
     Raises:
         InputError: It holds a finished result, and ``existing`` is ``"error"``.
@@ -70,7 +71,7 @@ def check_free(path: str | Path, existing: str = "error") -> None:
     if existing not in EXISTING:
         raise unknown("way to treat an existing result", existing, EXISTING)
     folder = Path(path)
-    if existing == "error" and (folder / "summary.json").exists() and not any(folder.glob(".parts/part-*")):
+    if existing == "error" and (folder / last).exists() and not any(folder.glob(".parts/part-*")):
         raise InputError(f"folder {str(folder)!r} already holds a result: {_ADVICE}")
 
 

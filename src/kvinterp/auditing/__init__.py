@@ -1,7 +1,7 @@
 """IS IT CORRECT: cached against recompute over a ladder of precisions, judged at the first tensor that differs."""
 
-from kvinterp.auditing.operations import KernelsTable, kernels_table
 from kvinterp.auditing.ladder import Plan, Rung
+from kvinterp.auditing.operations import KernelsTable, kernels_table
 from kvinterp.auditing.subject import random_model
 from kvinterp.auditing.verdict import LENGTHS, RUNGS, VERDICTS, Audit, Verdict, audit
 

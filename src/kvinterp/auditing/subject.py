@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, unknown
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 
@@ -199,14 +199,21 @@ class BlockTaps:
             self.force = None
 
 
-def random_model(source: str | Path, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Adapter:
+def random_model(
+    source: str | Path,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: str | torch.device | None = "cpu",
+    attention: str | None = None,
+) -> Adapter:
     """A model of random weights from a config alone.
 
     Args:
         source: A config.json, a folder that holds one, ``zoo:NAME``, or a hub id.
         dtype: Dtype of the weights.
         seed: Seeds the weights.
-        device: Where to put it.
+        device: Where to put it; None for CUDA where there is one.
+        attention: ``"sdpa"``, ``"eager"`` or another that transformers knows; its own choice unless said.
 
     Raises:
         InputError: There is no such config, or transformers knows no causal model for it.
@@ -214,7 +221,11 @@ def random_model(source: str | Path, dtype: torch.dtype = torch.float32, seed: i
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from kvinterp.models import zoo
+    from kvinterp.models.load import ATTENTION, device_named
 
+    if attention is not None and attention not in ATTENTION:
+        raise unknown("attention implementation", attention, ATTENTION)
+    place_on = device_named(device)
     text = str(source)
     place: Path | str = zoo.folder(text.removeprefix("zoo:")) if text.startswith("zoo:") else text
     if Path(place).suffix == ".json":
@@ -223,13 +234,13 @@ def random_model(source: str | Path, dtype: torch.dtype = torch.float32, seed: i
         config = AutoConfig.from_pretrained(place)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except (ImportError, OSError, ValueError, KeyError) as error:
         raise InputError(
             f"no model can be made from the config of {text!r} ({str(error).splitlines()[0][:200]}): expected a config.json "
             "of a causal transformers model, a folder that holds one, zoo:NAME or a hub id that can be reached from here."
         ) from error
-    return wrap(model.to(device=device, dtype=dtype).eval().requires_grad_(False), name=f"{text} (random weights)")
+    return wrap(model.to(device=place_on, dtype=dtype).eval().requires_grad_(False), name=f"{text} (random weights)")
 
 
 def _folder_of(file: Path) -> Path:

@@ -16,7 +16,7 @@ from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models import zoo
 from kvinterp.models.adapter import Adapter, dtype_named
 
-__all__ = ["KINDS", "load_model", "wrap"]
+__all__ = ["ATTENTION", "KINDS", "device_named", "load_model", "wrap"]
 
 KINDS = {
     "hooked": "TransformerLens HookedTransformer: every activation has a hook; TransformerLens 3 only",
@@ -66,7 +66,7 @@ def load_model(
     if remote_code not in ("refuse", "trust"):
         raise unknown("remote_code", remote_code, ("refuse", "trust"))
     wanted = dtype_named(dtype) or torch.float16
-    place = _device(device)
+    place = device_named(device)
     shown = str(name)
     folder = _folder(shown)
     log.info("loading %s as %s in %s on %s", shown, kind, str(wanted).removeprefix("torch."), place)
@@ -115,7 +115,12 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
     )
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def device_named(device: str | torch.device | None) -> torch.device:
+    """The device a name stands for; CUDA where there is one, else the CPU, for None.
+
+    Raises:
+        InputError: There is no such device, or torch sees none here.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
