@@ -14,18 +14,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from command_line import kvinterp, wrong
 from kvinterp import __version__
-from kvinterp.cli import app
 from kvinterp.models import zoo
 
 MODEL = "zoo:mistral-mini"
 QUICK = ("--max-new-tokens", "3", "--device", "cpu")
-
-
-def kvinterp(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def environment() -> dict[str, str]:
@@ -188,16 +184,6 @@ def test_list_models_shows_what_is_known_of_each(monkeypatch: pytest.MonkeyPatch
 
 
 # Bad input -------------------------------------------------------------------------------------------------------------
-
-
-def wrong(said: str, *arguments: str | Path) -> None:
-    made = kvinterp(*arguments)
-    assert made.exit_code == 2, (made.exit_code, made.output)
-    message = made.stderr.replace("\n", " ")
-    assert said in message
-    errors = [line for line in made.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert "Traceback" not in made.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -193,9 +193,8 @@ def patch_command(
     from kvinterp.data import load_prompts
     from kvinterp.models import load_model
     from kvinterp.patching import sweep as run_sweep
-    from kvinterp.results import write_tables
 
-    _speak()
+    existing = _free(out, overwrite)
     made = run_sweep(
         load_model(model, kind=kind, dtype=dtype, device=device, attention=attention),
         load_prompts(prompts),
@@ -208,9 +207,14 @@ def patch_command(
         max_new_tokens=max_new_tokens,
         controls=controls,
     )
+    from kvinterp.results import write_tables
+    from kvinterp.views import save_sweep_figures
+    from kvinterp.views.words import said_of_sweep
+
+    summary = made.summary()
     tables = {"recovery": made.recovery, "steps": made.steps, "controls": made.controls}
-    for path in write_tables(out, tables, made.summary(), "overwrite" if overwrite else "error"):
-        typer.echo(str(path))
+    figures = save_sweep_figures(made, out / "figures")
+    _say([*said_of_sweep(summary), ""], [*write_tables(out, tables, summary, existing), *figures])
 
 
 @app.command("decompose")
@@ -230,14 +234,33 @@ def decompose_command(
     from kvinterp.data import load_prompts
     from kvinterp.models import load_model
     from kvinterp.patching import decompose
-    from kvinterp.results import write_tables
 
-    _speak()
+    existing = _free(out, overwrite)
     adapter = load_model(model, kind=kind, dtype=dtype, device=device, attention=attention)
     made = decompose(adapter, load_prompts(prompts), max_new_tokens=max_new_tokens)
+    from kvinterp.results import write_tables
+    from kvinterp.views import save_decomposition_figure
+    from kvinterp.views.words import said_of_decomposition
+
+    summary = made.summary()
     tables = {"decomposition": made.steps, "layers": made.layers}
-    for path in write_tables(out, tables, made.summary(), "overwrite" if overwrite else "error"):
-        typer.echo(str(path))
+    figures = save_decomposition_figure(made, out / "figures")
+    _say([*said_of_decomposition(summary), ""], [*write_tables(out, tables, summary, existing), *figures])
+
+
+def _free(out: Path, overwrite: bool, last: str = "summary.json") -> str:
+    """Speaks up, and says how an existing result is treated; raises before anything slow where one is in the way."""
+    from kvinterp.results import check_free
+
+    _speak()
+    existing = "overwrite" if overwrite else "error"
+    check_free(out, existing, last)
+    return existing
+
+
+def _say(lines: Iterable[object], files: Iterable[Path] = ()) -> None:
+    for line in (*lines, *files):
+        typer.echo(str(line))
 
 
 # audit and kernels -----------------------------------------------------------------------------------------------------
@@ -270,10 +293,8 @@ def audit_command(
     Exit code 0 for equal, rounding and kernel; 1 for a bug, a hidden cast, a wrong dtype or overflow; 2 for bad input.
     """
     from kvinterp.auditing import audit
-    from kvinterp.results import check_free
 
-    _speak()
-    check_free(out, "overwrite" if overwrite else "error", "verdict.json")
+    _free(out, overwrite, "verdict.json")
     given = _prompts(prompts)
     adapter = _subject(model, random_init, kind, dtype, seed, device, attention)
     with _status(f"auditing {adapter.facts.name}") as tell:
@@ -348,6 +369,7 @@ def kernels_command(
     from kvinterp.results import write_tables
 
     _speak()
+    existing = "error" if out is None else _free(out, overwrite)
     adapter = _subject(model, random_init, kind, dtype, seed, device, attention)
     with _status(f"measuring the operations of {adapter.facts.name}"):
         made = kernels_table(adapter, sizes=_numbers("--sizes", sizes, "1,2,17,64") or (), kernels=kernels, seed=seed)
@@ -364,8 +386,7 @@ def kernels_command(
     typer.echo(str(made))
     if out is not None:
         summary = {"first": made.first, "reading": str(made), "provenance": made.about}
-        for path in write_tables(out, {"kernels": made.table}, summary, "overwrite" if overwrite else "error"):
-            typer.echo(str(path))
+        _say((), write_tables(out, {"kernels": made.table}, summary, existing))
 
 
 def _same_bits(row: dict[str, Any]) -> str:

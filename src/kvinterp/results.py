@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -26,7 +27,17 @@ from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError, unknown
 
-__all__ = ["EXISTING", "TABLES", "Result", "ResultFolder", "check_free", "load_result", "write_tables", "write_whole"]
+__all__ = [
+    "EXISTING",
+    "TABLES",
+    "Result",
+    "ResultFolder",
+    "check_free",
+    "load_result",
+    "strict_json",
+    "write_tables",
+    "write_whole",
+]
 
 TABLES = ("steps", "examples", "layers", "heads", "kv")
 PARTS = (*TABLES, "failures")
@@ -249,8 +260,23 @@ def write_tables(
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False)
         write_whole(path / f"{name}.parquet", buffer.getvalue())
-    write_whole(path / "summary.json", json.dumps(summary, indent=1, default=str) + "\n")
+    write_whole(path / "summary.json", strict_json(summary) + "\n")
     return [*(path / f"{name}.parquet" for name in tables), path / "summary.json"]
+
+
+def strict_json(value: Any) -> str:
+    """JSON that every reader takes: NaN and what it has no word for become null, infinities and other objects text."""
+    return json.dumps(_plain(value), indent=1, allow_nan=False, default=str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -15,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvinterp.data import Prompt
+from kvinterp.data import TASKS, Prompt
 from kvinterp.errors import InputError, NonFiniteError, located
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.adapter import RESIDUAL_SITES, KVStore, Listener, Site
@@ -53,6 +54,8 @@ CHECKED_NUMBERS = 2**17
 Measured on a CPU in float16: models of width 128 show the difference in every step; of the tiny random models of width 24
 to 32 the least sensitive shows it once in 20,000 numbers.
 """
+
+_GENERATOR = re.compile(rf"({'|'.join(TASKS)}):\d+(:\d+)?")
 
 LOGITS: Site = ("logits", -1)
 """The place under which a watcher hears, and may replace, the newest position's logits ``[batch, vocab]``."""
@@ -330,6 +333,8 @@ def encode(adapter: Adapter, prompt: str | Prompt | Sequence[int], max_new_token
     """
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens={max_new_tokens!r} was given: expected a whole number of at least 1.")
+    if isinstance(prompt, str) and _GENERATOR.fullmatch(prompt):
+        raise InputError(f"prompt {prompt!r} names a generator: give kv.load_prompts({prompt!r}), which makes the prompts.")
     text = prompt.text if isinstance(prompt, Prompt) else prompt
     tokens = adapter.encode(text) if isinstance(text, str) else [int(t) for t in text]
     shown = text[:40] if isinstance(text, str) else tokens[:8]

@@ -30,6 +30,8 @@ __all__ = [
     "number",
     "place_of",
     "right_answers",
+    "said_of_decomposition",
+    "said_of_sweep",
     "unit_roundoff",
     "with_protocol",
 ]
@@ -53,6 +55,40 @@ def between(values: Sequence[float]) -> str:
     """The smallest and the largest of some numbers, or the one where they read the same."""
     low, high = number(min(values)), number(max(values))
     return low if low == high else f"{low} to {high}"
+
+
+def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
+    """What a sweep found, in a line or two; ``summary`` is :meth:`kvinterp.patching.Sweep.summary`."""
+    alike, best = summary["examples_without_difference"], summary["best"]
+    lines = []
+    if alike:
+        lines.append(f"{alike} of {summary['examples']} prompts: the paths are bitwise equal, and recovery is undefined.")
+    if best is None:
+        return [*lines, "There is no difference to recover."]
+    place = f"layer {best['layer']:g}" + (f", head {best['head']:g}" if best["head"] >= 0 else "")
+    place = f"positions {best['positions']}" if summary["sweep"] == "blocks" else place
+    lines.append(
+        f"Most is recovered by {best['site']} ({best['sweep']}) at {place}: mean {best['mean']:.1%}, median "
+        f"{best['median']:.1%} over {best['defined']} prompts."
+    )
+    if summary["floor"] is not None:
+        lines.append(f"With every block's output patched {number(summary['floor'])} is left: the unembedding's own share.")
+    return lines
+
+
+def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
+    """What a decomposition found; ``summary`` is :meth:`kvinterp.patching.Decomposition.summary`."""
+    if summary["total_l2"] == 0:
+        return [f"The paths are bitwise equal at all {summary['steps']} steps: there is nothing to split."]
+    split = {name: summary[f"{name}_l2"] for name in ("state", "fresh")}
+    more = max(split, key=lambda name: split[name])
+    what = {"state": "the K and V written earlier", "fresh": "this step's own one-row computation"}[more]
+    return [
+        f"Mean KL {number(summary['total'])} nats over {summary['steps']} steps: {number(summary['state'])} by state, "
+        f"{number(summary['fresh'])} made fresh; by L2 of the logits {number(split['state'])} against "
+        f"{number(split['fresh'])}, more by {what}.",
+        f"Null control (a longer suffix, no cache): {number(summary['null'])} nats, L2 {number(summary['null_l2'])}.",
+    ]
 
 
 def model_of(result: Result) -> str:
