@@ -17,6 +17,7 @@ from kvinterp.views.heatmap import (
     recovery_figure,
     save_decomposition_figure,
     save_sweep_figures,
+    step_figure,
 )
 from synthetic import ABOUT
 
@@ -120,6 +121,32 @@ def test_blocks_are_labelled_by_their_positions() -> None:
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert [label for label in labels if label] == ["0:16", "16:32"]
     assert "positions 16:32 recovers most" in figure.axes[0].get_title(loc="left").replace("\n", " ")
+
+
+def test_steps_become_a_heatmap_of_layer_by_step() -> None:
+    nothing = float("nan")
+    by_step = {(0, 1): [nothing, nothing], (0, 2): [0.1, 0.3], (1, 1): [nothing, nothing], (1, 2): [1.0, nothing]}
+    by_step |= {(0, 3): [-4.0, -2.0], (1, 3): [0.6, 0.8]}
+    sweep = _sweep({(0, -1): [0.1], (1, -1): [0.8]}, "single", "kv")
+    sweep.steps = pd.DataFrame(
+        [
+            {"sweep": "single", "layer": layer, "step": step, "example": example, "recovery": value}
+            for (layer, step), group in by_step.items()
+            for example, value in enumerate(group)
+        ]
+    )
+    figure = step_figure(sweep)
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    shown = np.ma.filled(axes.images[0].get_array(), np.nan)
+    np.testing.assert_allclose(shown, [[nothing, 0.2, -3.0], [nothing, 1.0, 0.7]])
+    assert _texts(axes) == ["n/a", "20 %", "−300 %▼", "n/a", "100 %", "70 %"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("decode step", "layer patched")
+    assert [label.get_text() for label in axes.get_xticklabels() if label.get_text()] == ["1", "2", "3"]
+    assert "layer 1 recovers half or more at 2 of 2 steps" in axes.get_title(loc="left").replace("\n", " ")
+    sweep.steps = sweep.steps[sweep.steps["step"] == 2]
+    with pytest.raises(InputError, match="no layer by step to draw"):
+        step_figure(sweep)
 
 
 def test_equal_paths_and_empty_sweeps_are_said() -> None:

@@ -1,9 +1,16 @@
 """What is shown: figures, and one page that explains them. Nothing here computes a divergence."""
 
 from kvinterp.views.attention import attention_comparison
-from kvinterp.views.heatmap import decomposition_figure, recovery_figure, save_decomposition_figure, save_sweep_figures
+from kvinterp.views.heatmap import (
+    decomposition_figure,
+    recovery_figure,
+    save_decomposition_figure,
+    save_sweep_figures,
+    step_figure,
+)
 from kvinterp.views.plots import FIGURES, figures, overview, precision_ladder, save
 from kvinterp.views.report import write_report
+from kvinterp.views.root_cause import save_root_cause_figures
 
 __all__ = [
     "FIGURES",
@@ -15,6 +22,8 @@ __all__ = [
     "recovery_figure",
     "save",
     "save_decomposition_figure",
+    "save_root_cause_figures",
     "save_sweep_figures",
+    "step_figure",
     "write_report",
 ]

@@ -29,11 +29,13 @@ __all__ = [
     "recovery_figure",
     "save_decomposition_figure",
     "save_sweep_figures",
+    "step_figure",
 ]
 
 #: White at 0, orange below, blue above: told apart by the colour-blind; in grey the sign in each cell tells.
 DIVERGING = LinearSegmentedColormap.from_list("recovery", ["#8f3a00", "#e08a4a", "#ffffff", "#4a90c2", "#003f6b"])
 _HEADS = ("heads", "kv-heads")
+_LAYERS = ("single", "cumulative", "cumulative-from")
 _EDGE = 1.15
 _WRITTEN_CELLS = 96
 _PARTS = {
@@ -71,12 +73,27 @@ def recovery_figure(sweep: Sweep) -> Figure:
             (_draw_heads if kind in _HEADS else _draw_marks)(part, frame[frame["sweep"] == kind], kind, sweep.about)
         if len(controls):
             _draw_controls(parts[-1], controls)
-        what = (
-            f"{sweep.about['site']} at {sweep.about['positions']} positions",
-            f"steps: {sweep.about['steps']}",
-            "▼ n: n examples below the range, their median",
-        )
-        _small_print(figure, sweep.about, what)
+        _small_print(figure, sweep.about, (*_what(sweep.about), "▼ n: n examples below the range, their median"))
+    return figure
+
+
+def step_figure(sweep: Sweep) -> Figure:
+    """Median recovery of a sweep over layers as a heatmap of layer by decode step, white at 0.
+
+    Args:
+        sweep: What :func:`kvinterp.sweep` returned, over layers and with more than one step counted.
+
+    Raises:
+        InputError: The sweep is not over layers, or counts one step only.
+    """
+    kinds = _stepped(sweep)
+    if not kinds:
+        raise InputError("the sweep has no layer by step to draw: sweep single or cumulative, with more than one step.")
+    with looks():
+        figure = _canvas((6.4, 0.7 + 2.4 * len(kinds)))
+        for part, kind in zip(_parts(figure, [1.0] * len(kinds)), kinds, strict=True):
+            _draw_by_step(part, sweep.steps[sweep.steps["sweep"] == kind], kind, sweep.about)
+        _small_print(figure, sweep.about, (*_what(sweep.about), "×: bitwise equal at this step in every example"))
     return figure
 
 
@@ -113,12 +130,15 @@ def save_sweep_figures(sweep: Sweep, folder: str | Path) -> list[Path]:
         folder: Where to.
 
     Returns:
-        The files, ``recovery.png`` first.
+        The files: ``recovery.png``, and ``recovery_by_step.png`` where layers were swept over more than one step.
 
     Raises:
         InputError: The sweep holds no row, or a file cannot be written.
     """
-    return [save(recovery_figure(sweep), Path(folder) / "recovery.png")]
+    written = [save(recovery_figure(sweep), Path(folder) / "recovery.png")]
+    if _stepped(sweep):
+        written.append(save(step_figure(sweep), Path(folder) / "recovery_by_step.png"))
+    return written
 
 
 def save_decomposition_figure(decomposition: Decomposition, folder: str | Path) -> list[Path]:
@@ -145,17 +165,46 @@ def _draw_heads(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mappi
     table = frame[frame["defined"]].groupby(["layer", "head"])["recovery"].median().unstack()
     layers, heads = (range(int(frame[name].min()), int(frame[name].max()) + 1) for name in ("layer", "head"))
     values = table.reindex(index=layers, columns=heads).to_numpy(dtype=float)
+    query = about["site"] in ("q", "z", "pattern")
+    beyond = _draw_map(target, axes, values, (layers, heads), about)
+    axes.set(xlabel="query head" if query else "KV head", ylabel="layer")
+    place_title(axes, _title(frame, kind, lambda r: f"layer {r['layer']}, head {r['head']}") + beyond)
+
+
+def _draw_by_step(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mapping[str, Any]) -> None:
+    axes = target.subplots()
+    table = frame.groupby(["layer", "step"])["recovery"].median().unstack()
+    layers, steps = list(table.index), list(table.columns)
+    beyond = _draw_map(target, axes, table.to_numpy(dtype=float), (layers, steps), about)
+    axes.set(xlabel="decode step", ylabel=_LAYER_LABELS[kind])
+    known = table.dropna(axis=1, how="all")
+    if not known.shape[1]:
+        place_title(axes, f"{_SAID[kind]}, by step: the paths are bitwise equal at every step")
+        return
+    half = (known >= 0.5).sum(axis=1)
+    said = f"layer {half.idxmax()} recovers half or more at {half.max()} of {known.shape[1]} steps that differ, the most of any"
+    if not half.max():
+        said = f"no layer recovers half at any of {known.shape[1]} steps that differ"
+    place_title(axes, f"{_SAID[kind]}, by step: {said}{beyond}")
+
+
+def _draw_map(
+    target: FigureBase,
+    axes: Axes,
+    values: np.ndarray,
+    numbers: tuple[Sequence[int], Sequence[int]],
+    about: Mapping[str, Any],
+) -> str:
+    """A heatmap of recovery with its colour bar; returns what the title has to add."""
     axes.grid(visible=False)
     image = axes.imshow(
         values, norm=Normalize(-1, 1), cmap=DIVERGING, aspect="auto", origin="lower", interpolation="nearest"
     )
     for row, column in np.ndindex(*values.shape):
         _write_cell(axes, row, column, values[row, column], values.size <= _WRITTEN_CELLS)
-    for numbers, axis in ((heads, axes.xaxis), (layers, axes.yaxis)):
+    for shown, axis in zip(numbers, (axes.yaxis, axes.xaxis), strict=True):
         axis.set_major_locator(MaxNLocator(nbins=16, integer=True, min_n_ticks=1))
-        axis.set_major_formatter(FuncFormatter(lambda at, _, numbers=numbers: _numbered(at, numbers)))
-    query = about["site"] in ("q", "z", "pattern")
-    axes.set(xlabel="query head" if query else "KV head", ylabel="layer")
+        axis.set_major_formatter(FuncFormatter(lambda at, _, shown=shown: _numbered(at, shown)))
     known = values[np.isfinite(values)]
     low, high = bool((known < -1).any()), bool((known > 1).any())
     extend = "both" if low and high else "min" if low else "max" if high else "neither"
@@ -164,8 +213,7 @@ def _draw_heads(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mappi
     )
     bar.set_label(f"median recovery of\nthe {_MEASURED[about['distance']]}")
     bar.ax.grid(visible=False)
-    beyond = "; ▼ below −100 %" if low else ""
-    place_title(axes, _title(frame, kind, lambda r: f"layer {r['layer']}, head {r['head']}") + beyond)
+    return "; ▼ below −100 %" if low else ""
 
 
 def _write_cell(axes: Axes, row: int, column: int, value: float, written: bool) -> None:
@@ -186,13 +234,8 @@ def _draw_marks(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mappi
     names = list(groups)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _numbered(at, names)))
-    labels = {
-        "single": "layer patched",
-        "cumulative": "last layer patched, from layer 0 on",
-        "cumulative-from": "first layer patched, to the last",
-        "blocks": "cache positions patched, in all layers",
-    }
-    axes.set(xlabel=labels.get(kind, place), ylabel=f"recovery of the {_MEASURED[about['distance']]}")
+    label = "cache positions patched, in all layers" if kind == "blocks" else _LAYER_LABELS[kind].replace("\n", " ")
+    axes.set(xlabel=label, ylabel=f"recovery of the {_MEASURED[about['distance']]}")
     _range(axes)
     place_title(
         axes, _title(frame, kind, lambda r: f"positions {r['positions']}" if kind == "blocks" else f"layer {r['layer']}")
@@ -210,6 +253,20 @@ def _draw_controls(target: FigureBase, controls: pd.DataFrame) -> None:
     _range(axes)
     place_title(axes, "Controls: what the answer can be trusted by")
 
+
+_SAID = {
+    "single": "One layer at a time",
+    "cumulative": "Layers from 0 on",
+    "cumulative-from": "Layers to the last",
+    "heads": "One head at a time",
+    "kv-heads": "One KV head at a time",
+    "blocks": "One block of positions at a time",
+}
+_LAYER_LABELS = {
+    "single": "layer patched",
+    "cumulative": "last layer patched,\nfrom layer 0 on",
+    "cumulative-from": "first layer patched,\nto the last",
+}
 
 #: A number that may stand on a line.
 _ON_WHITE: dict[str, Any] = {"zorder": 5, "bbox": {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}}
@@ -259,14 +316,7 @@ def _range(axes: Axes) -> None:
 
 
 def _title(frame: pd.DataFrame, kind: str, named: Any) -> str:
-    said = {
-        "single": "One layer at a time",
-        "cumulative": "Layers from 0 on",
-        "cumulative-from": "Layers to the last",
-        "heads": "One head at a time",
-        "kv-heads": "One KV head at a time",
-        "blocks": "One block of positions at a time",
-    }.get(kind, kind)
+    said = _SAID[kind]
     known = frame[frame["defined"]]
     if known.empty:
         return f"{said}: the paths are bitwise equal, so nothing can be recovered"
@@ -364,6 +414,18 @@ def _canvas(size: tuple[float, float]) -> Figure:
 def _parts(figure: Figure, heights: Sequence[float]) -> list[FigureBase]:
     made = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
     return list(made[:, 0])
+
+
+def _stepped(sweep: Sweep) -> list[str]:
+    """The sweeps over layers in which more than one step is counted."""
+    if sweep.steps.empty:
+        return []
+    counted = sweep.steps.groupby("sweep", sort=False)["step"].nunique()
+    return [kind for kind, steps in counted.items() if kind in _LAYERS and steps > 1]
+
+
+def _what(about: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{about['site']} at {about['positions']} positions", f"steps: {about['steps']}"
 
 
 def _small_print(figure: Figure, about: Mapping[str, Any], more: Sequence[str]) -> None:
