@@ -393,6 +393,37 @@ def _same_bits(row: dict[str, Any]) -> str:
     return "=" if row["same_bits"] else f"{row['first_size_that_differs']:g}: {row['max_ulp_of_row']:.2g} ULP"
 
 
+# root-cause ------------------------------------------------------------------------------------------------------------
+
+
+@app.command("root-cause")
+@_told
+def root_cause_command(
+    models: Annotated[list[str], typer.Argument(help="zoo:NAME, checkpoint folders or hub ids.")],
+    out: Out,
+    prompts: Prompts = "arithmetic:20",
+    flip_kernels: Annotated[str, typer.Option(help="Kernels under which flips are looked for.")] = "split_k(8,float16)",
+    kind: Kind = "native",
+    device: Device = None,
+    attention: Attention = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Run the FP16 paper's five root-cause experiments and the grouped-query one: a table and a figure each."""
+    from kvinterp.data import load_prompts
+    from kvinterp.experiments.root_cause import root_cause
+    from kvinterp.models import load_model
+    from kvinterp.results import write_tables
+    from kvinterp.views import save_root_cause_figures
+
+    existing = _free(out, overwrite)
+    given = load_prompts(prompts)
+    adapters = [load_model(model, kind=kind, dtype="float16", device=device, attention=attention) for model in models]
+    with _status("root cause") as tell:
+        tables, about = root_cause(adapters, given, flip_kernels, progress=tell)
+    figures = save_root_cause_figures(tables, about, out / "figures")
+    _say((), [*write_tables(out, tables, {"provenance": about}, existing), *figures])
+
+
 # demo ------------------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from kvinterp.metrics.drift import relative_l2
 from kvinterp.metrics.kv import relative_error, ulp_error
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.paths import kernels_named
+from kvinterp.paths.runner import encode
+from kvinterp.provenance import provenance
 
 __all__ = [
     "LADDER",
@@ -38,6 +41,7 @@ __all__ = [
     "kv_write_error",
     "precision_ladder",
     "propagation",
+    "root_cause",
 ]
 
 LADDER = (
@@ -51,6 +55,57 @@ LADDER = (
     ("float16", "layer_cast"),
 )
 """Dtype and kernel mode of each rung: precision changes down the first four, the order of additions in the others."""
+
+
+def root_cause(
+    models: Sequence[Any],
+    prompts: Any,
+    flip_kernels: str = "split_k(8,float16)",
+    ladder_prompts: int = 6,
+    ladder_steps: int = 16,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """Runs every experiment on every model.
+
+    Args:
+        models: Adapters or models, their weights in float16; those that differ only in how many query heads share a KV head
+            give the grouped-query table.
+        prompts: Prompts, as :func:`kvinterp.compare` takes them.
+        flip_kernels: The kernel mode under which flips are looked for, beside the machine's own.
+        ladder_prompts: How many of the prompts go up the ladder, whose slow rungs cost the most.
+        ladder_steps: Most steps of each there.
+        progress: Told what runs next.
+
+    Returns:
+        The tables accumulation, propagation, kv_write, flips, correlations, ladder and gqa (each with a column ``model``
+        where it has one), and the provenance of each model.
+    """
+    tell = progress or (lambda _: None)
+    adapters = [wrap(model) for model in models]
+    if not adapters:
+        raise InputError("the list of models is empty: give at least one.")
+    widths = sorted({a.facts.head_dim for a in adapters} | {64, 128, 256})
+    tell("sums of growing length")
+    parts: dict[str, list[pd.DataFrame]] = {"accumulation": [accumulation_error(head_dims=widths)]}
+    for adapter in adapters:
+        name, ids = adapter.facts.name, [encode(adapter, prompt, 1) for prompt in prompts[:4]]
+        runs = {
+            "propagation": partial(propagation, adapter, ids),
+            "kv_write": partial(kv_write_error, adapter, ids),
+            "ladder": partial(precision_ladder, adapter, prompts[:ladder_prompts], max_new_tokens=ladder_steps),
+        }
+        for what, run in runs.items():
+            tell(f"{what} of {name}")
+            parts.setdefault(what, []).append(run().assign(model=name))
+        for kernels in dict.fromkeys(("native", flip_kernels)):
+            tell(f"flips of {name}, {kernels} kernels")
+            for what, table in zip(("flips", "correlations"), flips_against_kl(adapter, prompts, kernels), strict=True):
+                parts.setdefault(what, []).append(table.assign(model=name, kernels=kernels))
+    tell("grouped-query attention")
+    alike = [a for a in adapters if a.facts.width == adapters[0].facts.width and not any(a.facts.windows)]
+    parts["gqa"] = [gqa_spread(alike, [encode(alike[0], prompt, 1) for prompt in prompts[:4]])] if alike else []
+    tables = {what: pd.concat(frames, ignore_index=True) for what, frames in parts.items() if frames}
+    return tables, {adapter.facts.name: provenance(adapter, flip_kernels=flip_kernels) for adapter in adapters}
 
 
 # Experiment 1 ----------------------------------------------------------------------------------------------------------

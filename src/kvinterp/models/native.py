@@ -102,13 +102,13 @@ def cast_transformers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     ``from_pretrained(dtype=...)`` keeps them; ``model.to(float16)`` would round them.
     """
     twin = copy.deepcopy(model)
-    saved = {name for name, _ in twin.state_dict(keep_vars=True).items()}
     for parameter in twin.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    for module_name, module in twin.named_modules():
+    for module in twin.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and f"{module_name}.{name}".lstrip(".") in saved:
+            # Not by the names in state_dict(), which a bridge writes its own way.
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 setattr(module, name, buffer.to(dtype))
     for config in {id(c): c for m in twin.modules() if (c := getattr(m, "config", None)) is not None}.values():
         if hasattr(config, "dtype"):

@@ -1,0 +1,201 @@
+"""Figures of the root-cause experiments; each takes the table of one function of :mod:`kvinterp.experiments.root_cause`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from kvinterp.views.plots import save
+from kvinterp.views.style import SERIES, looks, place_title, zero_aware
+from kvinterp.views.words import number
+
+__all__ = [
+    "accumulation_figure",
+    "flips_figure",
+    "gqa_figure",
+    "kv_write_figure",
+    "ladder_figure",
+    "propagation_figure",
+    "save_root_cause_figures",
+]
+
+
+def save_root_cause_figures(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any], folder: str | Path) -> list[Path]:
+    """Writes the figure of every table that has one.
+
+    Args:
+        tables: Tables by name, as :func:`kvinterp.experiments.root_cause.root_cause` gives them.
+        about: Provenance of each model, kept in the files' text fields.
+        folder: Where to; it is made.
+    """
+    drawers: dict[str, Callable[[pd.DataFrame], Figure]] = {
+        "accumulation": accumulation_figure,
+        "propagation": propagation_figure,
+        "kv_write": kv_write_figure,
+        "flips": flips_figure,
+        "ladder": ladder_figure,
+        "gqa": gqa_figure,
+    }
+    written = []
+    for name, draw in drawers.items():
+        if name in tables and len(tables[name]):
+            figure = draw(tables[name])
+            figure.provenance = list(about.values())  # type: ignore[attr-defined]  # kept for save()
+            written.append(save(figure, Path(folder) / f"root_cause_{name}.png"))
+    return written
+
+
+def accumulation_figure(table: pd.DataFrame) -> Figure:
+    """Experiment 1: relative error of a dot product against sequence length, for scores and for the value product."""
+    head_dim = int(table["head_dim"].min())
+    table = table[table["head_dim"] == head_dim]
+    titles = {"scores": f"Scores add {head_dim} terms: flat", "values": "The value product adds a term a position: "}
+    grown = table[table["product"] == "values"].groupby("accumulate")["mean_relative"].agg(["first", "last"])
+    titles["values"] += f"grows {number((grown['last'] / grown['first']).max())}-fold"
+    with looks():
+        figure, axes = _panels(len(titles), table["mean_relative"], "mean error relative to the sum of magnitudes")
+        for (product, title), (axis, height) in zip(titles.items(), axes, strict=True):
+            for index, (name, group) in enumerate(table[table["product"] == product].groupby("accumulate", sort=False)):
+                axis.plot(group["length"], height(group["mean_relative"]), **_look(index), label=f"sums kept in {name}")
+            axis.set_xscale("log", base=2)
+            axis.set_xlabel("sequence length (positions)")
+            place_title(axis, title, 5.0)
+        _legend(figure, axes[0][0])
+    return figure
+
+
+def propagation_figure(table: pd.DataFrame) -> Figure:
+    """Experiment 2: relative L2 of the residual stream behind one rounded block."""
+    names = list(dict.fromkeys(table["model"]))
+    middle = table.groupby(["model", "source", "layer"])["relative_l2"].median()
+    with looks():
+        figure, axes = _panels(len(names), middle, "relative L2 of resid_post\n(median over prompts)")
+        for name, (axis, height) in zip(names, axes, strict=True):
+            for index, (source, line) in enumerate(middle[name].groupby("source")):
+                axis.plot(
+                    line.index.get_level_values("layer"), height(line), **_look(index), label=f"rounded in layer {source}"
+                )
+            axis.set_xlabel("layer")
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            place_title(axis, _bare(name), 0.4)
+        _legend(figure, axes[0][0])
+    return figure
+
+
+def kv_write_figure(table: pd.DataFrame) -> Figure:
+    """Experiment 3: error of the K and V of a new token, written alone and with its prefix, by kernel mode and layer."""
+    mean = table.groupby(["tensor", "kernels", "layer"], sort=False)["relative_error"].mean()
+    with looks():
+        figure, axes = _panels(2, mean, "mean relative error, alone against jointly")
+        for tensor, (axis, height) in zip(("K", "V"), axes, strict=True):
+            for index, (mode, line) in enumerate(mean[tensor].groupby("kernels", sort=False)):
+                axis.plot(line.index.get_level_values("layer"), height(line), **_look(index), label=f"{mode} kernels")
+            axis.set_xlabel("layer")
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            place_title(axis, f"{tensor} of the new token", 5.0)
+        _legend(figure, axes[0][0])
+    return figure
+
+
+def flips_figure(table: pd.DataFrame) -> Figure:
+    """Experiment 4: the first flipped step against the mean KL, with the KL before the flip and the matched protocol."""
+    titles = {"mean_kl": "Free, all steps", "mean_kl_before_flip": "Free, before the flip", "matched_mean_kl": "Matched"}
+    flipped = table.dropna(subset=["flip_index"])
+    with looks():
+        figure, axes = _panels(3, flipped[list(titles)].to_numpy(), "mean KL (nats)")
+        for (column, title), (axis, height) in zip(titles.items(), axes, strict=True):
+            for index, (mode, group) in enumerate(flipped.groupby("kernels", sort=False)):
+                known = group.dropna(subset=[column])
+                look = _look(index) | {"linestyle": "none", "alpha": 0.7}
+                axis.plot(known["flip_index"], height(known[column]), **look, label=f"{mode} kernels")
+            axis.set_xlabel("step of the first flipped token")
+            place_title(axis, f"{title} ({flipped[column].notna().sum()} texts)", 6.3)
+        if len(flipped):
+            _legend(figure, axes[0][0])
+    return figure
+
+
+def ladder_figure(table: pd.DataFrame) -> Figure:
+    """Experiment 5: logit error and KL on every rung of precision and order of additions, matched protocol."""
+    table = table[table["protocol"] == "matched"]
+    rungs = list(dict.fromkeys(zip(table["dtype"], table["kernels"], strict=True)))
+    with looks():
+        figure = Figure(figsize=(8.4, 5.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(2, 1, sharex=True)
+        for axis, column, label in zip(
+            panels, ("rms_logit", "mean_kl"), ("RMS logit difference", "mean KL (nats)"), strict=True
+        ):
+            height = zero_aware(axis, [table[column]])
+            models = table.groupby("model", sort=False)
+            for index, (name, group) in enumerate(models):
+                places = [rungs.index(rung) for rung in zip(group["dtype"], group["kernels"], strict=True)]
+                beside = np.array(places) + (index - (len(models) - 1) / 2) * 0.12
+                axis.plot(beside, height(group[column]), **_look(index) | {"linestyle": "none"}, label=_bare(name))
+            axis.set_ylabel(label)
+        place_title(panels[0], "Precision shrinks the difference; a fixed order of additions removes it in float16")
+        panels[1].set_xticks(range(len(rungs)), [f"{dtype}\n{kernels}" for dtype, kernels in rungs], fontsize=7)
+        panels[1].set_xlabel("dtype, and the order in which kernels add")
+        _legend(figure, panels[0])
+    return figure
+
+
+def gqa_figure(table: pd.DataFrame) -> Figure:
+    """One KV head's planted error: how far it spreads, against how many query heads share the head."""
+    titles = {
+        "share_touched": ("Query heads touched", "share of the layer's query heads"),
+        "attn_out": ("The layer's attention output", "relative L2, median"),
+        "final": ("The last residual stream", "relative L2, median"),
+    }
+    with looks():
+        figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        for axis, (column, (title, label)) in zip(figure.subplots(1, 3), titles.items(), strict=True):
+            for index, (tensor, group) in enumerate(table.groupby("tensor")):
+                line = group.groupby("query_heads_per_kv_head")[column].median()
+                axis.plot(line.index, line, **_look(index), label=f"error planted in {tensor}")
+            axis.set_xscale("log", base=2)
+            counts = sorted(set(table["query_heads_per_kv_head"]))
+            axis.set_xticks(counts, [str(count) for count in counts])
+            axis.set(xlabel="query heads a KV head", ylabel=label)
+            axis.set_ylim(bottom=0)
+            place_title(axis, title, 6.3)
+        _legend(figure, figure.axes[0])
+    return figure
+
+
+# What they share -------------------------------------------------------------------------------------------------------
+
+
+def _panels(count: int, values: Any, label: str) -> tuple[Figure, Sequence[tuple[Axes, Callable[[Any], Any]]]]:
+    """Panels side by side on one logarithmic scale, zeros in a strip of their own."""
+    figure = Figure(figsize=(max(8.4, 2.0 * count), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, count, squeeze=False)[0]
+    heights = [zero_aware(axis, [np.asarray(values, dtype=float)]) for axis in panels]
+    for axis in panels[1:]:
+        axis.tick_params(labelleft=False)
+    panels[0].set_ylabel(label)
+    return figure, list(zip(panels, heights, strict=True))
+
+
+def _look(index: int) -> dict[str, Any]:
+    hollow = {"markerfacecolor": "#ffffff"} if index % 2 else {}
+    return {**SERIES[index % len(SERIES)].drawn(), "linewidth": 1.3, "markersize": 4, **hollow}
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5))
+
+
+def _bare(name: object) -> str:
+    return str(name).removeprefix("zoo:")
