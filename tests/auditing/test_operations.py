@@ -18,14 +18,41 @@ SIZES = (1, 2, 17, 33)
         ("llama", {"linear", "attention (SDPA)", "norm", "unembed"}),
         ("gemma2", {"linear", "scores", "softmax", "values", "norm", "unembed"}),
         ("gpt2", {"linear", "attention (SDPA)", "norm", "unembed"}),
-        ("mamba", {"linear", "norm", "unembed"}),
+        ("bloom", {"linear", "scores", "softmax", "values", "norm", "unembed"}),
+        ("mixtral", {"linear", "attention (SDPA)", "norm", "unembed"}),
+        ("mamba", {"linear", "convolution", "product", "norm", "unembed"}),
+        ("mamba2", {"linear", "convolution", "norm", "unembed"}),
+        ("qwen3_5", {"linear", "convolution", "product", "attention (SDPA)", "norm", "unembed"}),
     ],
 )
 def test_every_operation_is_there(name: str, operations: set[str]) -> None:
     result = kernels_table(build(name), sizes=SIZES)
-    assert set(result.table["operation"]) == operations
+    called = result.table[result.table["calls"] > 0]
+    assert set(called["operation"]) == operations
+    shapes = {row["shape"] for row in called.to_dict("records") if row["operation"] == "linear"}
+    assert len(shapes) >= 2, "each shape of linear has rows of its own"
     assert set(result.table["size"]) >= set(SIZES)
-    assert (result.table["calls"] >= 1).all()
+    assert result.first is not None
+    assert result.first["operation"].startswith("linear"), "in float32 one row's product has another order than many rows'"
+    assert result.first["operation"] in str(result)
+
+
+def test_each_sdpa_back_end_has_rows_of_its_own() -> None:
+    table = kernels_table(build("llama").half(), sizes=SIZES).table
+    for backend in ("math", "flash"):
+        mine = table[table["operation"] == f"attention (SDPA {backend})"]
+        assert set(mine["varied"]) == {"rows", "keys", "batch"}
+        assert (mine["calls"] == 0).all()
+    fixed = kernels_table(build("llama").half(), sizes=SIZES, kernels="batch_invariant").table
+    assert not fixed["operation"].str.contains("math").any(), "a mode that takes attention over leaves nothing to choose"
+
+
+@pytest.mark.hooked
+@pytest.mark.parametrize("kind", ["hooked", "bridge"])
+def test_transformer_lens_operations_are_there(kind: str) -> None:
+    result = kernels_table(kv.load_model("zoo:mistral-mini", kind=kind), sizes=(1, 17))
+    assert set(result.table["operation"]) == {"linear", "scores", "softmax", "values", "norm", "unembed"}
+    assert "_original_component" not in "".join(result.table["where"])
 
 
 def test_calls_are_counted() -> None:
@@ -60,13 +87,30 @@ def test_split_k_shows_in_the_operations_it_is_put_in_and_no_other() -> None:
     assert table.first["tensor"].endswith("q_proj")
 
 
+@pytest.mark.parametrize(
+    ("name", "operation"), [("llama", "unembed"), ("gemma2", "scores"), ("gemma2", "values"), ("gemma2", "unembed")]
+)
+def test_split_k_of_one_operation_is_the_first_that_differs(name: str, operation: str) -> None:
+    """The mode must know which operation runs: inside the model from its layers, in the table from being told."""
+    model = build(name).to(torch.bfloat16)
+    chosen = kernels_table(model, sizes=(1, 17), kernels=f"split_k(4,float16,{operation})")
+    plain = kernels_table(model, sizes=(1, 17))
+    rows = chosen.table.merge(plain.table, on=["operation", "shape", "varied", "size"], suffixes=("", "_plain"))
+    worse = rows[rows["bitwise_equal_plain"] & ~rows["bitwise_equal"]]
+    assert set(worse["operation"]) == {operation}
+    assert chosen.first is not None
+    # A processor may have a 16-bit kernel of its own that depends on the rows; then the model already differs before.
+    assert chosen.first["operation"].startswith(operation) or chosen.first == plain.first, chosen.first
+
+
 def test_a_planted_kernel_is_named() -> None:
     class OtherOrder(torch.overrides.TorchFunctionMode):
         """An unembedding that is off by one unit where it has one row."""
 
         def __torch_function__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            single = func is torch.nn.functional.linear and args[1].shape[0] == 131 and result.numel() == 131
+            weight = (*args[1:], *(kwargs or {}).values())[0] if func is torch.nn.functional.linear else None
+            single = weight is not None and weight.shape[0] == result.numel() == 131
             return torch.nextafter(result, torch.full_like(result, torch.inf)) if single else result
 
     model = build("llama")

@@ -181,7 +181,7 @@ def climb(adapter: Adapter, plan: Plan, kernels: Kernels | None = None, sweep: s
             largest = max(largest, reference.logits.abs().max().item())
             grid = _grid(reference.logits) if number == 0 else grid and _grid(reference.logits)
             for prefill in plan.prefills:
-                rows, detail = _free(subject, taps, reference, prefill, plan.steps)
+                rows, detail = _free(taps, reference, prefill, plan.steps)
                 if any(math.isnan(row["max_abs"]) for row in rows):
                     nonfinite = nonfinite or _first_nonfinite(subject, tokens, prefill, "cached")
                     continue
@@ -209,30 +209,36 @@ def forced(taps: BlockTaps, reference: Reference, prefill: int, stop: int) -> It
     The recomputation of the same prefix is given the same inputs, so both look at as many keys.
     """
     _, cache = taps.feed(reference, 0, prefill, None)
-    count = len(reference.inputs)
     for position in range(prefill, stop):
         logits, cache = taps.feed(reference, position, position + 1, cache)
-        cached = {EMBEDDING: taps.inputs[0][0, -1].clone(), count: logits[0, -1]}
-        cached |= {layer: taps.outputs[layer][0, -1].clone() for layer in range(count)}
-        logits = taps.recompute(reference, position + 1)
-        again = {EMBEDDING: taps.inputs[0][0, -1], count: logits[0, -1]}
-        again |= {layer: taps.outputs[layer][0, -1] for layer in range(count)}
-        for layer, mine in cached.items():
-            yield {"position": position, "layer": layer, "error": difference(mine, again[layer])}
+        cached = _rows(taps, logits)
+        key = ("given", position + 1)
+        if key not in reference.again:
+            reference.again[key] = _rows(taps, taps.recompute(reference, position + 1))
+        for layer, again in reference.again[key].items():
+            yield {"position": position, "layer": layer, "error": difference(cached[layer], again)}
+
+
+def _rows(taps: BlockTaps, logits: Tensor) -> dict[int, Tensor]:
+    """The newest row of the first block's input, of every block's output and of the logits, in that order."""
+    outputs = {layer: taps.outputs[layer][0, -1].clone() for layer in range(len(taps.subject.blocks))}
+    return {EMBEDDING: taps.inputs[0][0, -1].clone(), **outputs, len(outputs): logits[0, -1].clone()}
 
 
 def _free(
-    subject: Subject, taps: BlockTaps, reference: Reference, prefill: int, steps: int
+    taps: BlockTaps, reference: Reference, prefill: int, steps: int
 ) -> tuple[list[dict[str, Any]], tuple[pd.DataFrame, pd.DataFrame]]:
-    tokens, rows = reference.tokens, []
+    tokens, subject, rows = reference.tokens, taps.subject, []
     detail = (pd.DataFrame(), pd.DataFrame())
     _, cache = subject.feed(tokens[:, :prefill])
     for position in range(prefill, prefill + steps):
-        cached, cache = subject.feed(tokens[:, position : position + 1], cache)
-        mine = {layer: out[0, -1].clone() for layer, out in taps.outputs.items()}
-        again = subject.recompute(tokens[:, : position + 1])[0, -1]
-        theirs = {layer: out[0, -1] for layer, out in taps.outputs.items()}
-        a, b = cached[0, -1], again
+        cached, cache = subject.feed(tokens[:, position : position + 1], cache, position)
+        mine = _rows(taps, cached)
+        key = ("free", position + 1)
+        if key not in reference.again:
+            reference.again[key] = _rows(taps, subject.recompute(tokens[:, : position + 1]))
+        theirs = reference.again[key]
+        a, b = (side[len(subject.blocks)] for side in (mine, theirs))
         gap = (a.double() - b.double()).abs()
         rows.append(
             {
@@ -241,7 +247,7 @@ def _free(
                 "mean_abs": gap.mean().item(),
                 "relative": difference(a, b),
                 "kl": float(metrics.compare_logits(b[None], a[None])["kl"]),
-                "null_max_abs": (again.double() - reference.logits[position].double()).abs().max().item(),
+                "null_max_abs": (b.double() - reference.logits[position].double()).abs().max().item(),
             }
         )
         if position == prefill + steps - 1:
@@ -251,7 +257,7 @@ def _free(
 
 def _layer_table(mine: dict[int, Tensor], theirs: dict[int, Tensor]) -> pd.DataFrame:
     rows = []
-    for layer in sorted(mine):
+    for layer in sorted(mine)[1:-1]:  # The ends are the embedding and the logits.
         gap = (mine[layer].double() - theirs[layer].double()).abs()
         rows.append(
             {
@@ -314,7 +320,7 @@ def _first_nonfinite(subject: Subject, tokens: Tensor, prefill: int | None, path
             for position in range(prefill, tokens.shape[1]):
                 where["position"] = position  # type: ignore[assignment]
                 if not found:
-                    _, cache = subject.feed(tokens[:, position : position + 1], cache)
+                    _, cache = subject.feed(tokens[:, position : position + 1], cache, position)
     finally:
         for handle in handles:
             handle.remove()

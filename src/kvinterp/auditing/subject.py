@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvinterp.errors import InputError, unknown
+from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.load import ATTENTION, device_named
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 
 __all__ = ["BlockTaps", "Reference", "Subject", "prompts_for", "random_model"]
 
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
+CACHES = ("past_key_values", "cache_params", "state")
+"""What transformers models call the cache they return and take."""
 
 
 class Subject:
@@ -31,13 +35,16 @@ class Subject:
     Args:
         adapter: The model, already in the dtype.
         kernels: The kernel mode every forward runs under.
+        positions: ``"own"``: the model numbers its tokens by itself, as when it is called; ``"given"``: it is told their
+            positions, as ``generate()`` tells it.
     """
 
-    def __init__(self, adapter: Adapter, kernels: Kernels | None = None) -> None:
-        self.adapter = adapter
+    def __init__(self, adapter: Adapter, kernels: Kernels | None = None, positions: str = "own") -> None:
+        self.adapter, self.positions = adapter, positions
         self.kernels: KernelMode = (kernels or Native()).mode(adapter)
         self.blocks = list(adapter.blocks)
-        self.names = {module: name for name, module in adapter.source.named_modules()}
+        # A bridge hangs transformers' modules under names of its own, which say nothing to a reader.
+        self.names = {m: name.replace("._original_component", "") for name, m in adapter.source.named_modules()}
         if adapter.dtype == torch.float64 and hasattr(adapter.model, "set_experts_implementation"):
             # torch's grouped product has no float64; the plain loop over experts is the same sum.
             with contextlib.suppress(ValueError, AttributeError):
@@ -48,18 +55,33 @@ class Subject:
         """The dtype the weights are in."""
         return self.adapter.dtype
 
+    @property
+    def can_be_told_positions(self) -> bool:
+        """Whether the model's forward takes the positions of its tokens."""
+        native = self.adapter.kind == "native"
+        return native and "position_ids" in inspect.signature(self.adapter.model.forward).parameters
+
     @torch.no_grad()
     def recompute(self, tokens: Tensor) -> Tensor:
         """Logits of every token, without a cache."""
-        with self.kernels:
+        with self._running():
             if self.adapter.kind == "native":
-                return self.adapter.model(input_ids=tokens, use_cache=False).logits
+                return self.adapter.model(input_ids=tokens, use_cache=False, **self._places(tokens, 0)).logits
             return self.adapter.forward(tokens)
 
     @torch.no_grad()
-    def feed(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """Logits of new tokens and the cache after them; without a cache the model makes its own."""
-        with self.kernels:
+    def feed(self, tokens: Tensor, cache: Any = None, start: int = 0) -> tuple[Tensor, Any]:
+        """Logits of new tokens and the cache after them; without a cache the model makes its own.
+
+        Args:
+            tokens: ``[1, new]``.
+            cache: What the call before returned, or None.
+            start: Position of the first of them.
+
+        Raises:
+            UnsupportedError: The model returns no cache that is known here.
+        """
+        with self._running():
             if self.adapter.kind == "hooked":
                 return self._feed_hooked(tokens, cache)
             model: Any = self.adapter.model
@@ -67,9 +89,29 @@ class Subject:
                 cache = _new_cache(self.adapter) if cache is None else cache
                 return model(tokens, return_type="logits", past_key_values=cache, use_cache=True), cache
             given = {} if cache is None else {cache[0]: cache[1]}
-            out = model(input_ids=tokens, use_cache=True, **given)
-            name = next(n for n in ("past_key_values", "cache_params") if getattr(out, n, None) is not None)
+            out = model(input_ids=tokens, use_cache=True, **given, **self._places(tokens, start))
+            name = next((n for n in CACHES if getattr(out, n, None) is not None), None)
+            if name is None:
+                raise UnsupportedError(
+                    f"{type(model).__name__} returned no cache (none of {', '.join(CACHES)}) though use_cache was true: "
+                    "there is no cached path to audit."
+                )
             return out.logits, (name, getattr(out, name))
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        heard = self.kernels.listeners
+        with (
+            self.adapter.attached(list(heard)),
+            self.adapter.listening({p: [one] for p, one in heard.items()}),
+            self.kernels,
+        ):
+            yield
+
+    def _places(self, tokens: Tensor, start: int) -> dict[str, Tensor]:
+        if self.positions == "own":
+            return {}
+        return {"position_ids": torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]}
 
     def _feed_hooked(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
         from transformer_lens import TransformerLensKeyValueCache
@@ -115,12 +157,15 @@ class Reference:
         logits: ``[position, vocabulary]``.
         inputs: What each block was given, ``[1, position, width]``.
         outputs: What each block returned.
+        again: Newest rows of the recomputations of this reference's prefixes that were already made, by how they were
+            run and by length: the blocks' outputs by layer, with the first block's input and the logits at the ends.
     """
 
     tokens: Tensor
     logits: Tensor
     inputs: list[Tensor]
     outputs: list[Tensor]
+    again: dict[tuple[str, int], dict[int, Tensor]] = dataclasses.field(default_factory=dict)
 
 
 class BlockTaps:
@@ -186,7 +231,7 @@ class BlockTaps:
         """Feeds tokens ``start`` to ``stop`` of a reference against a cache, every block given the reference's rows."""
         self.force = (reference, start)
         try:
-            return self.subject.feed(reference.tokens[:, start:stop], cache)
+            return self.subject.feed(reference.tokens[:, start:stop], cache, start)
         finally:
             self.force = None
 
@@ -212,8 +257,8 @@ def random_model(
         source: A config.json, a folder that holds one, ``zoo:NAME``, or a hub id.
         dtype: Dtype of the weights.
         seed: Seeds the weights.
-        device: Where to put it; None for CUDA where there is one.
-        attention: ``"sdpa"``, ``"eager"`` or another that transformers knows; its own choice unless said.
+        device: Where to put it; CUDA where there is one for None.
+        attention: An attention implementation transformers knows, or None for its own choice.
 
     Raises:
         InputError: There is no such config, or transformers knows no causal model for it.
@@ -221,11 +266,10 @@ def random_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from kvinterp.models import zoo
-    from kvinterp.models.load import ATTENTION, device_named
 
     if attention is not None and attention not in ATTENTION:
         raise unknown("attention implementation", attention, ATTENTION)
-    place_on = device_named(device)
+    device = device_named(device)
     text = str(source)
     place: Path | str = zoo.folder(text.removeprefix("zoo:")) if text.startswith("zoo:") else text
     if Path(place).suffix == ".json":
@@ -235,12 +279,14 @@ def random_model(
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    except (ImportError, OSError, ValueError, KeyError) as error:
+    # transformers has no error of its own for a config it cannot use.
+    except Exception as error:
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         raise InputError(
-            f"no model can be made from the config of {text!r} ({str(error).splitlines()[0][:200]}): expected a config.json "
-            "of a causal transformers model, a folder that holds one, zoo:NAME or a hub id that can be reached from here."
+            f"no model can be made from the config of {text!r} ({why}): expected a config.json of a causal transformers "
+            "model, a folder that holds one, zoo:NAME or a hub id that can be reached from here."
         ) from error
-    return wrap(model.to(device=place_on, dtype=dtype).eval().requires_grad_(False), name=f"{text} (random weights)")
+    return wrap(model.to(device=device, dtype=dtype).eval().requires_grad_(False), name=f"{text} (random weights)")
 
 
 def _folder_of(file: Path) -> Path:

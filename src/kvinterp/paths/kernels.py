@@ -94,6 +94,9 @@ class KernelMode:
         """The torch modes to enter, outermost first."""
         return []
 
+    def expect(self, operation: str) -> None:
+        """Told which of :data:`OPERATIONS` is called next, where it is called alone and no model runs around it."""
+
     def __enter__(self) -> KernelMode:
         stack = ExitStack()
         for interceptor in self.interceptors():
@@ -458,6 +461,7 @@ class _SplitKMode(KernelMode):
         self.layer: int | None = None
         self.last = False
         self.after_softmax = False
+        self.alone: str | None = None
         count = adapter.facts.layers
         places = [(site, layer) for layer in range(count) for site in ("resid_pre", "resid_post")]
         self.listeners = {place: self._follow(*place, last=count - 1) for place in places}
@@ -474,10 +478,13 @@ class _SplitKMode(KernelMode):
 
         return listener
 
+    def expect(self, operation: str) -> None:
+        self.alone = operation
+
     def _chosen(self, operation: str) -> bool:
         if operation not in self.operations:
             return False
-        if operation == "unembed" or not self.kernels.layers:
+        if self.alone is not None or operation == "unembed" or not self.kernels.layers:
             return True
         return self.layer in self.kernels.layers
 
@@ -507,7 +514,7 @@ class _SplitKMode(KernelMode):
             made = self._split(a, b, parts) * kwargs.get("alpha", 1)
             return (made + bias.to(made.dtype) * kwargs.get("beta", 1)).to(a.dtype)
         elif func is aten.bmm.default:
-            operation = "values" if self.after_softmax else "scores"
+            operation = self.alone or ("values" if self.after_softmax else "scores")
             self.after_softmax = False
             if args[0].shape[1] == 1 and self._chosen(operation):
                 return self._split(args[0], args[1], parts).to(args[0].dtype)
@@ -515,7 +522,7 @@ class _SplitKMode(KernelMode):
 
     @property
     def _linear(self) -> str:
-        return "unembed" if self.last else "linear"
+        return self.alone or ("unembed" if self.last else "linear")
 
     def _split(self, a: Tensor, b: Tensor, parts: int) -> Tensor:
         """``a @ b`` in parts of the shared dimension; each part's sum is rounded, then they are added in order."""
