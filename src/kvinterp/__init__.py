@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvinterp.paths import Cached, ExecutionPath, Greedy, Recompute, TopK, TopP, path_named, run
     from kvinterp.policies import Policy, policy_named
     from kvinterp.recording import Recorder, Trace, record
+    from kvinterp.views import attention_comparison
+    from kvinterp.views.widgets import patch_panel
 
 _HOMES = {
     "auditing": ("KernelsTable", "Verdict", "audit", "kernels_table"),
@@ -32,6 +34,8 @@ _HOMES = {
     "paths": ("Cached", "ExecutionPath", "Greedy", "Recompute", "TopK", "TopP", "path_named", "run"),
     "policies": ("Policy", "policy_named"),
     "recording": ("Recorder", "Trace", "record"),
+    "views": ("attention_comparison",),
+    "views.widgets": ("patch_panel",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -60,6 +64,7 @@ __all__ = [
     "UnsupportedError",
     "Verdict",
     "__version__",
+    "attention_comparison",
     "audit",
     "compare",
     "compare_traces",
@@ -68,6 +73,7 @@ __all__ = [
     "load_model",
     "load_prompts",
     "localise",
+    "patch_panel",
     "patched",
     "path_named",
     "policy_named",

@@ -46,24 +46,35 @@ def main() -> None:
     app()
 
 
-def _told(command: Callable[..., None]) -> Callable[..., None]:
-    """Turns kvinterp's own errors and interruptions into one sentence and an exit code."""
+RESUMES = "what was finished is on disk; the same command goes on from there"
+NOTHING = "nothing was written; run the same command again"
 
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        before = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            command(*args, **kwargs)
-        except KvinterpError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from error
-        except KeyboardInterrupt as error:
-            typer.echo("interrupted: what was finished is on disk; the same command goes on from there.", err=True)
-            raise typer.Exit(130) from error
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
-    return run
+def _told(interrupted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turns kvinterp's own errors and interruptions into one sentence and an exit code.
+
+    Args:
+        interrupted: What an interruption leaves behind.
+    """
+
+    def wrapped(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(*args: Any, **kwargs: Any) -> None:
+            before = signal.signal(signal.SIGTERM, _interrupt)
+            try:
+                command(*args, **kwargs)
+            except KvinterpError as error:
+                typer.echo(f"error: {error}", err=True)
+                raise typer.Exit(2) from error
+            except KeyboardInterrupt as error:
+                typer.echo(f"interrupted: {interrupted}.", err=True)
+                raise typer.Exit(130) from error
+            finally:
+                signal.signal(signal.SIGTERM, before)
+
+        return run
+
+    return wrapped
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -92,7 +103,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result t
 
 
 @app.command("compare")
-@_told
+@_told(RESUMES)
 def compare_command(
     model: Model,
     out: Out,
@@ -170,7 +181,7 @@ def _numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | N
 
 
 @app.command("patch")
-@_told
+@_told(NOTHING)
 def patch_command(
     model: Model,
     out: Out,
@@ -218,7 +229,7 @@ def patch_command(
 
 
 @app.command("decompose")
-@_told
+@_told(NOTHING)
 def decompose_command(
     model: Model,
     out: Out,
@@ -267,7 +278,7 @@ def _say(lines: Iterable[object], files: Iterable[Path] = ()) -> None:
 
 
 @app.command("audit")
-@_told
+@_told(NOTHING)
 def audit_command(
     model: Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, a hub id; or a config.json.")],
     out: Out = Path("kvinterp-audit"),
@@ -348,7 +359,7 @@ def _status(what: str) -> Iterator[Callable[[str], None]]:
 
 
 @app.command("kernels")
-@_told
+@_told(NOTHING)
 def kernels_command(
     model: Annotated[str, typer.Option("--model", help="zoo:NAME, a checkpoint folder or a hub id.")] = "zoo:mistral-mini",
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the table; only printed unless given.")] = None,
@@ -397,7 +408,7 @@ def _same_bits(row: dict[str, Any]) -> str:
 
 
 @app.command("root-cause")
-@_told
+@_told(NOTHING)
 def root_cause_command(
     models: Annotated[list[str], typer.Argument(help="zoo:NAME, checkpoint folders or hub ids.")],
     out: Out,
@@ -428,7 +439,7 @@ def root_cause_command(
 
 
 @app.command("demo")
-@_told
+@_told(RESUMES)
 def demo_command(
     out: Out = Path("kvinterp-demo"),
     smoke: Annotated[bool, typer.Option("--smoke", help="One problem and few steps: does everything run?")] = False,
@@ -490,7 +501,7 @@ class What(str, enum.Enum):
 
 
 @app.command("list")
-@_told
+@_told(NOTHING)
 def list_command(
     what: Annotated[What | None, typer.Argument(help="Everything, unless said.", show_default=False)] = None,
 ) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.comparison import Comparison
+from kvinterp.comparison import PARTS, TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError, unknown
 
@@ -39,8 +39,6 @@ __all__ = [
     "write_whole",
 ]
 
-TABLES = ("steps", "examples", "layers", "heads", "kv")
-PARTS = (*TABLES, "failures")
 EXISTING = {
     "error": "a finished result is never touched; an unfinished one with the same settings is taken up again",
     "overwrite": "what kvinterp wrote there before is removed first",

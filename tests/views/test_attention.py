@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import matplotlib.image
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -324,8 +326,12 @@ def test_traces_that_do_not_fit_are_one_sentence(model: Any) -> None:
 
 def test_a_comparison_wants_its_own_model_and_prompt(model: Any, load: Any) -> None:
     compared = kv.compare(model, PROMPT, record="", max_new_tokens=3, progress="none")
-    with pytest.raises(InputError, match="keeps no patterns"):
-        attention_comparison(compared, step=1)
+    remembered = attention_comparison(compared, step=1).heads
+    pd.testing.assert_frame_equal(remembered, attention_comparison(compared, PROMPT, model=model, step=1).heads)
+    with pytest.raises(InputError, match="example 4 does not exist"):
+        attention_comparison(compared, step=1, example=4)
+    with pytest.raises(InputError, match="no longer has its model and prompts"):
+        attention_comparison(pickle.loads(pickle.dumps(compared)), step=1)
     with pytest.raises(InputError, match="other weights"):
         attention_comparison(compared, PROMPT, model=load(MINI, "float16"), step=1)
     with pytest.raises(InputError, match="give the prompt it was made on"):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvinterp import metrics
@@ -29,13 +30,38 @@ from kvinterp.recording import Trace, Watch, chosen_layers
 
 log = logging.getLogger("kvinterp")
 
-__all__ = ["PROTOCOLS", "Comparison", "compare", "compare_traces"]
+__all__ = ["PARTS", "PROTOCOLS", "TABLES", "Comparison", "Origin", "compare", "compare_traces"]
 
 PROTOCOLS = {
     "matched": "both paths are fed the same tokens at every step: the difference is numerical only",
     "free": "each path is fed its own tokens: after the first flip the two contexts differ",
 }
+TABLES = ("steps", "examples", "layers", "heads", "kv")
+PARTS = (*TABLES, "failures")
+"""The tables of a comparison, and with them the list of what could not be compared."""
 COMPARED = (*RESIDUAL_SITES, "pattern", *CACHE_SITES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a comparison was made on, for those who want to run an example again; it keeps no model alive.
+
+    Attributes:
+        model: The model, or nothing once the user let go of it.
+        name: Its name.
+        tokenizer: Its tokenizer.
+        prompts: Token ids by example number.
+    """
+
+    model: weakref.ref[nn.Module]
+    name: str
+    tokenizer: Any
+    prompts: Mapping[int, Sequence[int]]
+
+    def adapter(self) -> Adapter | None:
+        """The model behind kvinterp's face, or None where it is gone."""
+        model = self.model()
+        return None if model is None else wrap(model, self.tokenizer, self.name)
 
 
 @dataclasses.dataclass
@@ -52,6 +78,7 @@ class Comparison:
             ulp_max.
         failures: Examples left out because NaN or Inf appeared: example, id, message.
         about: Paths, protocol, strategy and provenance.
+        origin: Model and prompts, where it was made in this process; None where it was read from disk.
     """
 
     steps: pd.DataFrame
@@ -61,6 +88,11 @@ class Comparison:
     kv: pd.DataFrame
     failures: pd.DataFrame
     about: dict[str, Any]
+    origin: Origin | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model, which is not the comparison's to keep."""
+        return {**self.__dict__, "origin": None}
 
     @property
     def statistics(self) -> dict[str, float]:
@@ -108,8 +140,7 @@ class Comparison:
             unlike = sorted(key for key in first if part.about.get(key) != first[key])
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
-        names = [f.name for f in dataclasses.fields(cls) if f.name != "about"]
-        tables = {n: pd.concat([getattr(p, n) for p in parts], ignore_index=True) for n in names}
+        tables = {n: pd.concat([getattr(p, n) for p in parts], ignore_index=True) for n in PARTS}
         return cls(**tables, about=first)
 
 
@@ -196,7 +227,11 @@ def compare(
                 ),
                 finished,
             )
-    return Comparison.joined(parts)
+    made = Comparison.joined(parts)
+    made.origin = Origin(
+        weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, dict(zip(numbers, tokens, strict=True))
+    )
+    return made
 
 
 class _Glimpse:

@@ -93,7 +93,8 @@ def attention_comparison(
     position. Both are fed the same tokens.
 
     Three ways to call it: ``attention_comparison(model, prompt, step=5)`` runs both paths;
-    ``attention_comparison(comparison, prompt, model=model, step=5)`` runs again what a comparison compared;
+    ``attention_comparison(comparison, step=5)`` runs again what a comparison compared (one that was read from disk needs the
+    prompt and ``model=`` as well);
     ``attention_comparison(trace_a, trace_b, step=5)`` takes two traces of ``run(..., record="pattern", positions="all")``.
 
     Args:
@@ -125,11 +126,7 @@ def attention_comparison(
     if isinstance(source, Trace):
         pair, adapter = _given(source, other), None if model is None else wrap(model)
     elif isinstance(source, Comparison):
-        if model is None or other is None:
-            raise InputError(
-                "a comparison keeps no patterns: give attention_comparison(comparison, prompt, model=model, step=...), "
-                "which runs that example again."
-            )
+        model, other = _origin(source, model, other, example)
         adapter = wrap(model)
         pair = _again(source, adapter, other, example, step, layers)
     else:
@@ -169,6 +166,23 @@ def _both(
             "give an earlier step."
         )
     return first, one(paths[1], first.fed)
+
+
+def _origin(comparison: Comparison, model: Any, prompt: Any, example: int) -> tuple[Any, Any]:
+    """The model and the prompt of an example: those given, else those the comparison remembers."""
+    origin = comparison.origin
+    if model is None and origin is not None:
+        model = origin.adapter()
+    if prompt is None and origin is not None:
+        if example not in origin.prompts:
+            raise InputError(f"example {example} does not exist: the comparison has {', '.join(map(str, origin.prompts))}.")
+        prompt = origin.prompts[example]
+    if model is None or prompt is None:
+        raise InputError(
+            "this comparison no longer has its model and prompts: give attention_comparison(comparison, prompt, "
+            "model=model, step=...), which runs that example again."
+        )
+    return model, prompt
 
 
 def _again(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from kvinterp.comparison import Comparison
+from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import TASKS, score
 from kvinterp.models import dtype_named
 from kvinterp.results import Result
@@ -213,6 +212,5 @@ def _like(one: Result, other: Result) -> bool:
 
 
 def _only(comparison: Comparison, examples: pd.Series) -> Comparison:
-    names = [f.name for f in dataclasses.fields(comparison) if f.name != "about"]
-    tables = {n: (t := getattr(comparison, n))[t["example"].isin(examples)] for n in names}
+    tables = {n: (t := getattr(comparison, n))[t["example"].isin(examples)] for n in PARTS}
     return Comparison(**tables, about=comparison.about)
