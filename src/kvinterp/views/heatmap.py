@@ -73,7 +73,8 @@ def recovery_figure(sweep: Sweep) -> Figure:
             (_draw_heads if kind in _HEADS else _draw_marks)(part, frame[frame["sweep"] == kind], kind, sweep.about)
         if len(controls):
             _draw_controls(parts[-1], controls)
-        _small_print(figure, sweep.about, (*_what(sweep.about), "▼ n: n examples below the range, their median"))
+        marked = ("▼ n: n examples below the range, their median",) if len(controls) or set(kinds) - {*_HEADS} else ()
+        _small_print(figure, sweep.about, (*_what(sweep.about), *marked))
     return figure
 
 
@@ -93,7 +94,10 @@ def step_figure(sweep: Sweep) -> Figure:
         figure = _canvas((6.4, 0.7 + 2.4 * len(kinds)))
         for part, kind in zip(_parts(figure, [1.0] * len(kinds)), kinds, strict=True):
             _draw_by_step(part, sweep.steps[sweep.steps["sweep"] == kind], kind, sweep.about)
-        _small_print(figure, sweep.about, (*_what(sweep.about), "×: bitwise equal at this step in every example"))
+        counted = sweep.steps.groupby("step")["example"].nunique()
+        few = f", {counted.iloc[-1]} at the last step" if counted.iloc[-1] < counted.max() else ""
+        signs = ("−: below 0, ▼: below −100 %, ▲: above 100 %", "×: bitwise equal in every example")
+        _small_print(figure, sweep.about, (*_what(sweep.about), f"examples: {counted.max()}{few}", *signs))
     return figure
 
 
@@ -175,17 +179,17 @@ def _draw_by_step(target: FigureBase, frame: pd.DataFrame, kind: str, about: Map
     axes = target.subplots()
     table = frame.groupby(["layer", "step"])["recovery"].median().unstack()
     layers, steps = list(table.index), list(table.columns)
-    beyond = _draw_map(target, axes, table.to_numpy(dtype=float), (layers, steps), about)
+    _draw_map(target, axes, table.to_numpy(dtype=float), (layers, steps), about)
     axes.set(xlabel="decode step", ylabel=_LAYER_LABELS[kind])
     known = table.dropna(axis=1, how="all")
     if not known.shape[1]:
         place_title(axes, f"{_SAID[kind]}, by step: the paths are bitwise equal at every step")
         return
     half = (known >= 0.5).sum(axis=1)
-    said = f"layer {half.idxmax()} recovers half or more at {half.max()} of {known.shape[1]} steps that differ, the most of any"
+    said = f"layer {half.idxmax()} recovers half or more at {half.max()} of {known.shape[1]} steps, the most of any"
     if not half.max():
-        said = f"no layer recovers half at any of {known.shape[1]} steps that differ"
-    place_title(axes, f"{_SAID[kind]}, by step: {said}{beyond}")
+        said = f"no layer recovers half at any of {known.shape[1]} steps"
+    place_title(axes, f"{_SAID[kind]}: {said}")
 
 
 def _draw_map(
@@ -201,7 +205,7 @@ def _draw_map(
         values, norm=Normalize(-1, 1), cmap=DIVERGING, aspect="auto", origin="lower", interpolation="nearest"
     )
     for row, column in np.ndindex(*values.shape):
-        _write_cell(axes, row, column, values[row, column], values.size <= _WRITTEN_CELLS)
+        _write_cell(axes, row, column, float(values[row, column]), values.size <= _WRITTEN_CELLS)
     for shown, axis in zip(numbers, (axes.yaxis, axes.xaxis), strict=True):
         axis.set_major_locator(MaxNLocator(nbins=16, integer=True, min_n_ticks=1))
         axis.set_major_formatter(FuncFormatter(lambda at, _, shown=shown: _numbered(at, shown)))
@@ -306,7 +310,7 @@ def _marks(axes: Axes, groups: Sequence[pd.DataFrame], series: Any) -> None:
         for out, sign in ((values < -_EDGE, -1), (values > _EDGE, 1)):
             if out.any() and len(groups) <= 16 and abs(middle) <= _EDGE:
                 text = f"{'▼' if sign < 0 else '▲'} {int(out.sum())}: {_percent(float(np.median(values[out])))}"
-                axes.annotate(text, (at, sign * 1.04), ha="center", va="center", fontsize=6, **_ON_WHITE)
+                axes.annotate(text, (at, sign * 0.98), ha="center", va="center", fontsize=6, **_ON_WHITE)
 
 
 def _range(axes: Axes) -> None:
@@ -389,12 +393,11 @@ def _split_title(steps: pd.DataFrame) -> str:
 
 def _layer_title(quartiles: Mapping[str, pd.DataFrame]) -> str:
     found = []
-    for part in ("fresh", "state"):
+    for part in ("state", "fresh"):
         median = quartiles[part][0.5]
         first = median.index[median > 0]
-        found.append(f"{part} begins at layer {first[0]}" if len(first) else f"{part} is 0 at the median of every layer")
-    text = "; ".join(found)
-    return text[0].upper() + text[1:]
+        found.append(f"{part} from layer {first[0]} on" if len(first) else f"{part} in no layer")
+    return f"At the median step there is {found[0]} and {found[1]}"
 
 
 def _line(index: int) -> dict[str, Any]:
