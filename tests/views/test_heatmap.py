@@ -120,7 +120,7 @@ def test_blocks_are_labelled_by_their_positions() -> None:
     figure.canvas.draw()
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert [label for label in labels if label] == ["0:16", "16:32"]
-    assert "positions 16:32 recovers most" in figure.axes[0].get_title(loc="left").replace("\n", " ")
+    assert "block 16:32 recovers most" in figure.axes[0].get_title(loc="left").replace("\n", " ")
 
 
 def test_steps_become_a_heatmap_of_layer_by_step() -> None:

@@ -242,7 +242,7 @@ def _draw_marks(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mappi
     axes.set(xlabel=label, ylabel=f"recovery of the {_MEASURED[about['distance']]}")
     _range(axes)
     place_title(
-        axes, _title(frame, kind, lambda r: f"positions {r['positions']}" if kind == "blocks" else f"layer {r['layer']}")
+        axes, _title(frame, kind, lambda r: f"block {r['positions']}" if kind == "blocks" else f"layer {r['layer']}")
     )
 
 
