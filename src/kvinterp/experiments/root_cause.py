@@ -61,6 +61,7 @@ def root_cause(
     models: Sequence[Any],
     prompts: Any,
     flip_kernels: str = "split_k(8,float16)",
+    flip_steps: int = 48,
     ladder_prompts: int = 6,
     ladder_steps: int = 16,
     progress: Callable[[str], None] | None = None,
@@ -72,6 +73,7 @@ def root_cause(
             give the grouped-query table.
         prompts: Prompts, as :func:`kvinterp.compare` takes them.
         flip_kernels: The kernel mode under which flips are looked for, beside the machine's own.
+        flip_steps: Most steps of each there.
         ladder_prompts: How many of the prompts go up the ladder, whose slow rungs cost the most.
         ladder_steps: Most steps of each there.
         progress: Told what runs next.
@@ -99,7 +101,8 @@ def root_cause(
             parts.setdefault(what, []).append(run().assign(model=name))
         for kernels in dict.fromkeys(("native", flip_kernels)):
             tell(f"flips of {name}, {kernels} kernels")
-            for what, table in zip(("flips", "correlations"), flips_against_kl(adapter, prompts, kernels), strict=True):
+            found = flips_against_kl(adapter, prompts, kernels, flip_steps)
+            for what, table in zip(("flips", "correlations"), found, strict=True):
                 parts.setdefault(what, []).append(table.assign(model=name, kernels=kernels))
     tell("grouped-query attention")
     alike = [a for a in adapters if a.facts.width == adapters[0].facts.width and not any(a.facts.windows)]
@@ -121,31 +124,33 @@ def accumulation_error(
     """Experiment 1: relative error of the dot products of attention, one term added after another, against length.
 
     The paper reports it flat in the sequence length. Attention has two sums: a score adds over the head's width, which a
-    longer sequence does not change, and the value product adds over the positions. Both are here. The operands are the same
-    16-bit numbers for every accumulator, so that what is measured is the sum's own rounding.
+    longer sequence does not change, and the value product adds over the positions. And an error is relative to something:
+    to the magnitudes that were added, or to their sum, which cancellation makes smaller the more terms there are. The
+    operands are the same 16-bit numbers for every accumulator, so that what is measured is the sum's own rounding.
 
     Args:
         lengths: Numbers of positions.
-        head_dims: Widths of a head.
+        head_dims: Widths of a head, over which a score adds.
         accumulate: The dtypes running sums are rounded to.
         samples: Dot products each.
         seed: Seeds the operands, standard normal; attention's weights are the softmax of standard normal scores.
 
     Returns:
-        One row a product, length, head_dim and accumulator: terms, mean_relative (to the sum of the terms' magnitudes),
-        std_relative, mean_relative_to_result, in_unit_roundoffs.
+        One row a product (scores for every head_dim, values), length and accumulator: terms, mean_relative and std_relative
+        (to the sum of the terms' magnitudes), relative_to_result (median), in_unit_roundoffs (of mean_relative).
     """
     generator = torch.Generator().manual_seed(seed)
+    sums: list[tuple[str, int, int | None]] = [("scores", length, head_dim) for head_dim in head_dims for length in lengths]
+    sums += [("values", length, None) for length in lengths]
     rows = []
-    for head_dim, length, name in itertools.product(head_dims, lengths, accumulate):
-        dtype: Any = dtype_named(name)
-        for product in ("scores", "values"):
-            terms = head_dim if product == "scores" else length
-            a = torch.randn(samples, terms, generator=generator)
-            a = torch.softmax(a, -1) if product == "values" else a
-            b = torch.randn(samples, terms, generator=generator)
-            a, b = a.to(torch.float16).double(), b.to(torch.float16).double()
-            exact, size = (a * b).sum(-1), (a * b).abs().sum(-1)
+    for product, length, head_dim in sums:
+        terms = length if head_dim is None else head_dim
+        a, b = torch.randn(2, samples, terms, generator=generator)
+        a = torch.softmax(a, -1) if product == "values" else a
+        a, b = a.to(torch.float16).double(), b.to(torch.float16).double()
+        exact, size = (a * b).sum(-1), (a * b).abs().sum(-1)
+        for name in accumulate:
+            dtype: Any = dtype_named(name)
             error = (_added_up(a, b, dtype) - exact).abs()
             relative = error / size
             rows.append(
@@ -157,11 +162,11 @@ def accumulation_error(
                     "terms": terms,
                     "mean_relative": float(relative.mean()),
                     "std_relative": float(relative.std()),
-                    "mean_relative_to_result": float((error / exact.abs().clamp(min=1e-12)).median()),
+                    "relative_to_result": float((error / exact.abs().clamp(min=1e-12)).median()),
                     "in_unit_roundoffs": float(relative.mean()) / unit_roundoff(dtype),
                 }
             )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).astype({"head_dim": "Int64"})
 
 
 def _added_up(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -325,7 +330,8 @@ def flips_against_kl(
 
     Returns:
         The examples (flip_index, mean_kl, mean_kl_before_flip, mean_kl_after_flip, matched_mean_kl, smallest_margin), and
-        the correlations of the flip index: against, examples, pearson, pearson_p, spearman, spearman_p.
+        the correlations of the flip index: against, examples, pearson, pearson_p, spearman, spearman_p, and the paper's
+        split into the earliest and the latest third: early_mean, late_mean, welch_p.
     """
     tail = f"[kernels={kernels}]" + (f"@{dtype}" if dtype else "")
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
@@ -356,15 +362,14 @@ def flips_against_kl(
 
 
 def _correlations(x: pd.Series, y: pd.Series) -> dict[str, float]:
-    if len(x) < 4 or x.nunique() < 2 or y.nunique() < 2:
-        return dict.fromkeys(("pearson", "pearson_p", "spearman", "spearman_p"), np.nan)
+    names = ("pearson", "pearson_p", "spearman", "spearman_p", "early_mean", "late_mean", "welch_p")
+    if len(x) < 6 or x.nunique() < 2 or y.nunique() < 2:
+        return dict.fromkeys(names, np.nan)
     pearson, spearman = stats.pearsonr(x, y), stats.spearmanr(x, y)
-    return {
-        "pearson": float(pearson.statistic),
-        "pearson_p": float(pearson.pvalue),
-        "spearman": float(spearman.statistic),
-        "spearman_p": float(spearman.pvalue),
-    }
+    early, late = y[x <= x.quantile(1 / 3)], y[x >= x.quantile(2 / 3)]
+    welch = stats.ttest_ind(early, late, equal_var=False).pvalue if min(len(early), len(late)) > 1 else np.nan
+    numbers = (pearson.statistic, pearson.pvalue, spearman.statistic, spearman.pvalue, early.mean(), late.mean(), welch)
+    return dict(zip(names, map(float, numbers), strict=True))
 
 
 # Experiment 5 ----------------------------------------------------------------------------------------------------------

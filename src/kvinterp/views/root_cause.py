@@ -15,7 +15,6 @@ from matplotlib.ticker import MaxNLocator
 
 from kvinterp.views.plots import save
 from kvinterp.views.style import SERIES, looks, place_title, zero_aware
-from kvinterp.views.words import number
 
 __all__ = [
     "accumulation_figure",
@@ -54,20 +53,25 @@ def save_root_cause_figures(tables: Mapping[str, pd.DataFrame], about: Mapping[s
 
 
 def accumulation_figure(table: pd.DataFrame) -> Figure:
-    """Experiment 1: relative error of a dot product against sequence length, for scores and for the value product."""
-    head_dim = int(table["head_dim"].min())
-    table = table[table["head_dim"] == head_dim]
-    titles = {"scores": f"Scores add {head_dim} terms: flat", "values": "The value product adds a term a position: "}
-    grown = table[table["product"] == "values"].groupby("accumulate")["mean_relative"].agg(["first", "last"])
-    titles["values"] += f"grows {number((grown['last'] / grown['first']).max())}-fold"
+    """Experiment 1: error of a dot product against sequence length, relative to what was added and to the result."""
+    head_dim = table["head_dim"].min()
+    products = {
+        "scores": (table["product"] == "scores") & (table["head_dim"] == head_dim),
+        "values": table["product"] == "values",
+    }
+    measures = {"mean_relative": "the terms' magnitudes", "relative_to_result": "the result"}
     with looks():
-        figure, axes = _panels(len(titles), table["mean_relative"], "mean error relative to the sum of magnitudes")
-        for (product, title), (axis, height) in zip(titles.items(), axes, strict=True):
-            for index, (name, group) in enumerate(table[table["product"] == product].groupby("accumulate", sort=False)):
-                axis.plot(group["length"], height(group["mean_relative"]), **_look(index), label=f"sums kept in {name}")
+        figure, axes = _panels(4, table[list(measures)].to_numpy(), "relative error of the sum")
+        for (axis, height), (column, to), (product, chosen) in zip(
+            axes, [m for m in measures.items() for _ in products], [*products.items()] * 2, strict=True
+        ):
+            lines = table[chosen].groupby("accumulate", sort=False)
+            for index, (name, group) in enumerate(lines):
+                axis.plot(group["length"], height(group[column]), **_look(index), label=f"sums kept in {name}")
             axis.set_xscale("log", base=2)
             axis.set_xlabel("sequence length (positions)")
-            place_title(axis, title, 5.0)
+            grown = (lines[column].last() / lines[column].first()).median()
+            place_title(axis, f"{product}, to {to}: changes {grown:.2g}-fold", 6.6)
         _legend(figure, axes[0][0])
     return figure
 
