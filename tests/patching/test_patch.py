@@ -432,6 +432,28 @@ def test_residual_patches_agree_with_transformer_lens_to_the_bit(load, name, dty
         assert len(expected.unique()) > model.facts.layers, "the metric hardly depends on the patch"
 
 
+@pytest.mark.hooked
+def test_patches_of_one_head_agree_with_transformer_lens_to_the_bit(load):
+    from transformer_lens import patching
+
+    model = load(HOOKED, "float16")
+    clean, corrupted = torch.tensor([PROMPT[:5]]), torch.tensor([OTHER[:5]])
+    donor = kv.run(model, PROMPT[:5], "recompute", max_new_tokens=1, record="z", positions="all")
+
+    def metric(logits):
+        return logits[0, -1, 11].float() - logits[0, -1, 23].float()
+
+    with torch.no_grad():
+        _, clean_cache = model.model.run_with_cache(clean)
+        expected = patching.get_act_patch_attn_head_out_by_pos(model.model, corrupted, clean_cache, metric)
+        found = torch.zeros_like(expected)
+        for layer, position, head in torch.cartesian_prod(*map(torch.arange, expected.shape)).tolist():
+            with kv.patched(model.model, kv.Patch("z", (layer,), (head,), (position, position + 1), (0,), donor)):
+                found[layer, position, head] = metric(model.model(corrupted))
+    assert_bitwise(found, expected, "the metric with one head patched", ("layer", "position", "head"))
+    assert len(expected.unique()) > model.facts.layers
+
+
 # What is refused -------------------------------------------------------------------------------------------------------
 
 
