@@ -24,8 +24,8 @@ from kvinterp.paths.kernels import Kernels, Native
 
 __all__ = ["Plan", "Rung", "band", "climb", "difference", "unit_roundoff"]
 
-EMBEDDING, SLACK_16 = -1, 32.0
-"""The layer number that stands for what enters the first block, and the 16-bit band in unit roundoffs (see band)."""
+EMBEDDING, SLACK = -1, 32.0
+"""The layer number that stands for what enters the first block, and the room left for rounding (see band)."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -45,8 +45,8 @@ def band(dtype: torch.dtype, terms: int) -> float:
         terms: The longest sum in the block.
     """
     if dtype in (torch.float16, torch.bfloat16):
-        return SLACK_16 * unit_roundoff(dtype)
-    return 32 * math.sqrt(terms) * unit_roundoff(dtype)
+        return SLACK * unit_roundoff(dtype)
+    return SLACK * math.sqrt(terms) * unit_roundoff(dtype)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
@@ -119,6 +119,17 @@ class Rung:
         """The dtype's unit roundoff."""
         return unit_roundoff(self.dtype)
 
+    @property
+    def null_band(self) -> float:
+        """The logit difference that is nothing: four times the null control's, and never less than 32 unit roundoffs."""
+        null = _largest(self.steps, "null_max_abs") or 0.0
+        return max(4 * null, SLACK * self.unit * self.largest_logit)
+
+    @property
+    def within_null_band(self) -> bool:
+        """Whether no step's logits differ by more than that."""
+        return (_largest(self.steps, "max_abs") or 0.0) <= self.null_band
+
     def worst_by_layer(self) -> pd.Series:
         """The largest error of each layer given equal inputs."""
         return self.local.groupby("layer")["error"].max() if len(self.local) else pd.Series(dtype=float)
@@ -137,6 +148,8 @@ class Rung:
             "relative_logit_in_unit_roundoffs": _scaled(_largest(steps, "relative"), self.unit),
             "max_kl": _largest(steps, "kl"),
             "null_max_abs_logit": _largest(steps, "null_max_abs"),
+            "null_band": self.null_band,
+            "within_null_band": self.within_null_band,
             "block_error": None if worst is None else float(worst["error"]),
             "block_error_in_unit_roundoffs": None if worst is None else float(worst["error"]) / self.unit,
             "block_error_layer": None if worst is None else int(worst["layer"]),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvinterp.auditing.subject import BlockTaps, Subject, prompts_for
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.paths.kernels import BatchInvariant, Kernels
+from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.provenance import provenance
 
 __all__ = ["LENGTHS", "RUNGS", "VERDICTS", "Audit", "Verdict", "audit"]
@@ -39,6 +40,9 @@ RUNGS = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (5, 63, 64, 65, 96, 97, 128)
 """Prompt lengths on and beside the usual tile, window and chunk sizes."""
 
+LONGEST_EDGE, SMALL = 512, 5_000_000
+"""The longest window or chunk that default lengths reach over, and the parameters of a model too small for threads."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
@@ -51,7 +55,8 @@ class Verdict:
         first_position: The absolute position where the tensor is first wrong, or None.
         tensor: The first tensor that differs given equal inputs: K, V, recurrent state, attention mask, a module, ...
         module: The module it belongs to.
-        evidence: A dictionary a rung (see :meth:`Rung.summary`), with ``tensor_error`` at the same tensor.
+        evidence: A dictionary a rung (see :meth:`Rung.summary`), with ``first_tensor`` (see :class:`Finding`) where one
+            was looked for: its error there, the band of rounding, and what else explains it.
         confidence: The share of the checks that were made which point to this verdict, 0 to 1.
         reading: A few sentences.
     """
@@ -118,7 +123,7 @@ def audit(
     prompts: Sequence[Any] | None = None,
     *,
     rungs: Sequence[str] = RUNGS,
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] | None = None,
     steps: int = 3,
     seed: int = 0,
     sweep: str = "yes",
@@ -132,7 +137,8 @@ def audit(
         model: A model of any kind or an adapter. A transformers model runs with its own cache.
         prompts: Texts or token ids, each at least as long as the longest length and its steps; two random ones unless said.
         rungs: The precisions to climb.
-        lengths: Prompt lengths after which tokens are fed one by one; those the context has room for are used.
+        lengths: Prompt lengths after which tokens are fed one by one; those the context has room for are used. Unless said
+            :data:`LENGTHS` and those on both sides of the model's own window and chunk, as far as these are at most 512.
         steps: How many tokens are fed one by one after each.
         seed: Seeds the random prompts.
         sweep: ``"yes"`` also decodes one long sequence from a short prompt, to find a position at which something changes.
@@ -148,6 +154,7 @@ def audit(
         raise InputError(f"detail={detail!r} was given: expected 'verdict' or 'everything'.")
     if sweep not in ("yes", "no"):
         raise InputError(f"sweep={sweep!r} was given: expected 'yes' or 'no'.")
+    lengths = _own_lengths(adapter) if lengths is None else lengths
     if steps < 1 or not lengths or min(lengths) < 1:
         raise InputError(
             f"lengths={tuple(lengths)!r}, steps={steps!r}: expected lengths and a number of steps of at least 1."
@@ -158,11 +165,31 @@ def audit(
     room = min(adapter.facts.context, max(lengths) + steps)
     tokens = _tokens(adapter, prompts, room, seed)
     plan = prefix_plan(tokens, lengths, steps, room)
-    with located(f"audit of {adapter.facts.name}"):
+    with located(f"audit of {adapter.facts.name}"), _threads(adapter):
         result = _Auditor(adapter, plan, dtypes, sweep, progress or (lambda _: None)).run()
     if out is not None:
         result.save(out)
     return result if detail == "everything" else result.verdict
+
+
+def _own_lengths(adapter: Adapter) -> tuple[int, ...]:
+    config: Any = getattr(adapter.source, "config", None)
+    chunks = [getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size", "attention_chunk_size")]
+    edges = {edge for edge in (*adapter.facts.windows, *chunks) if isinstance(edge, int) and 2 < edge <= LONGEST_EDGE}
+    return tuple(sorted({*LENGTHS, *(edge + side for edge in edges for side in (-1, 1))}))
+
+
+@contextlib.contextmanager
+def _threads(adapter: Adapter) -> Iterator[None]:
+    """One thread for a small model on a CPU: two only wait for each other, ten times as long where others compute too."""
+    before = torch.get_num_threads()
+    small = adapter.device.type == "cpu" and sum(p.numel() for p in adapter.model.parameters()) < SMALL
+    try:
+        if small:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: int) -> list[Sequence[int]]:
@@ -196,6 +223,7 @@ class _Auditor:
         self.findings: dict[str, Finding] = {}
         self.sweeps: dict[str, pd.DataFrame] = {}
         self.gone: dict[str, bool] = {}
+        self.numbered: dict[str, bool] = {}
         self.grid_module = ""
         self.onset: tuple[str, int, int] | None = None
 
@@ -211,6 +239,7 @@ class _Auditor:
             if name == "float32" or (name == self.own and rung.unit < unit_roundoff(torch.float16)):
                 self._look_for_grid(twin, rung)
             rung.seconds = time.perf_counter() - started
+            del twin  # Two copies at once would be one too many.
         self._invariant_rung()
         verdict = self._judge()
         about = provenance(self.adapter, lengths=list(self.plan.prefills), steps=self.plan.steps)
@@ -236,10 +265,10 @@ class _Auditor:
         layers = sorted({int(layer) for layer in chosen["layer"]}) if len(beyond) else [int(chosen["layer"].min())]
         # The earliest case at the first of these layers: its prompt, its prefill.
         row = chosen[chosen["layer"] == layers[0]].sort_values(["position", "prefill"]).iloc[0]
-        found = self._find(twin, row, layers, threshold)
+        found = self._find(Subject(twin), row, layers, threshold)
         if not found and threshold:
             # No single tensor inside is beyond the band: the first that differs, with what the block as a whole is off by.
-            found = self._find(twin, row, layers[:1], 0.0)
+            found = self._find(Subject(twin), row, layers[:1], 0.0)
             found = {n: [dataclasses.replace(f[0], error=float(row["error"]))] for n, f in found.items()}
         ordered = [found[layer] for layer in sorted(found)]
         if not ordered:
@@ -248,6 +277,7 @@ class _Auditor:
         self.findings[name] = ordered[0][0] if wrong is None else wrong
         if threshold:
             self.gone[name] = self._gone(twin, row, self.findings[name], limit)
+            self.numbered[name] = self._numbered(twin, row, self.findings[name], limit)
 
     def _unexplained(self, name: str, tensors: Sequence[Finding], limit: float) -> Finding | None:
         """The first of one block's tensors that is beyond the band and not the work of a cast, its own or one before it."""
@@ -257,22 +287,25 @@ class _Auditor:
         reach = 4 * band(getattr(torch, lower), self.terms)
         return next((f for f in tensors[1:] if f.error > reach and not self._explained(name, f)), None)
 
-    def _find(
-        self, twin: Adapter, row: Any, layers: Sequence[int], threshold: float, kernels: Kernels | None = None
-    ) -> dict[int, list[Finding]]:
-        taps = BlockTaps(Subject(twin, kernels))
+    def _find(self, subject: Subject, row: Any, layers: Sequence[int], threshold: float) -> dict[int, list[Finding]]:
+        taps = BlockTaps(subject)
         prompt = self.plan.prompts[int(row["prompt"])][: self.plan.length]
         prefill = int(row["prefill"])
         with taps.attached():
-            reference = taps.reference(torch.tensor([list(prompt)], device=twin.device))
+            reference = taps.reference(torch.tensor([list(prompt)], device=subject.adapter.device))
             return find(taps, reference, prefill, range(prefill, int(row["position"]) + 1), layers, threshold)
 
     def _gone(self, twin: Adapter, row: Any, wrong: Finding, limit: float) -> bool:
         """Whether the error is within rounding once every kernel has a fixed order: then it was a kernel's."""
         try:
-            return not self._find(twin, row, [wrong.layer], limit, BatchInvariant())
+            return not self._find(Subject(twin, BatchInvariant()), row, [wrong.layer], limit)
         except UnsupportedError:
             return False
+
+    def _numbered(self, twin: Adapter, row: Any, wrong: Finding, limit: float) -> bool:
+        """Whether the error is within rounding once the model is told its tokens' positions: then it numbers them wrongly."""
+        subject = Subject(twin, positions="given")
+        return subject.can_be_told_positions and not self._find(subject, row, [wrong.layer], limit)
 
     def _explained(self, rung: str, found: Finding) -> str:
         """The narrower dtype that a cast to it explains this error with, or an empty text."""
@@ -366,6 +399,8 @@ class _Auditor:
                 "error_in_unit_roundoffs": found.error / self.rungs[name].unit,
                 "band": band(self.rungs[name].dtype, self.terms),
                 "explained_by_cast_to": self._explained(name, found),
+                "gone_with_fixed_order": self.gone.get(name),
+                "gone_when_told_positions": self.numbered.get(name),
             }
         own = self.rungs[self.own]
         if own.nonfinite:
@@ -426,6 +461,11 @@ class _Auditor:
             f"{found.position} on (seen at step {found.step}); its relative error does not fall with the precision: {sizes}; "
             f"rounding explains {band(self.rungs[name].dtype, self.terms):.1e} in {name}."
         )
+        if self.numbered.get(name):
+            reading += (
+                " Told the positions of its tokens, as generate() tells them, the model is right: called without "
+                "position_ids it numbers cached tokens wrongly."
+            )
         return self._verdict("bug", found.layer, found.position, found.tensor, found.module, evidence, share, reading)
 
     def _kernel(self, kernels: dict[str, Finding], evidence: dict[str, Any]) -> Verdict:
@@ -471,19 +511,30 @@ class _Auditor:
             )
         first = self.findings.get(self.own) or self.findings.get(differing[0].name)
         worst = {r.name: r.local["error"].max() / r.unit for r in finite}
-        within = [r for r in finite if r.local["error"].max() <= band(r.dtype, self.terms)]
+        # Two checks a rung: each block's own error, and the logits against the null control.
+        checks = [c for r in finite for c in (r.local["error"].max() <= band(r.dtype, self.terms), r.within_null_band)]
         invariant = self.rungs.get(f"{self.own}, batch_invariant")
         same = invariant is not None and (invariant.steps["max_abs"] == 0).all()
         reading = (
             "Each block's own error given equal inputs is "
             + ", ".join(f"{value:.2g} unit roundoffs in {name}" for name, value in worst.items())
             + ": it scales with the precision."
+            + self._beside_the_null()
             + (" With shape-invariant kernels both paths are bitwise equal." if same else "")
             + (f" The first tensor that differs is {first.tensor} of layer {first.layer}." if first is not None else "")
             + note
         )
         place = (None, None, "", "") if first is None else (first.layer, first.position, first.tensor, first.module)
-        return self._verdict("rounding", *place, evidence, len(within) / len(finite), reading)
+        return self._verdict("rounding", *place, evidence, sum(checks) / len(checks), reading)
+
+    def _beside_the_null(self) -> str:
+        found = self.rungs[self.own].summary()
+        if not found["null_max_abs_logit"]:
+            return ""
+        return (
+            f" The logits differ by at most {found['max_abs_logit']:.1e} in {self.own}; merely recomputing the same rows "
+            f"among more rows (the null control) changes them by {found['null_max_abs_logit']:.1e}."
+        )
 
 
 def _jump(errors: pd.Series) -> int | None:
