@@ -193,6 +193,20 @@ def test_aggregates_are_over_examples():
     assert (row["interval_low"], row["interval_high"]) == (low, high)
 
 
+def test_the_best_place_is_not_decided_by_one_example():
+    """An example whose paths hardly differ gave a recovery of -5700%, and by the mean the patch that changes nothing won."""
+    from kvinterp.patching import Sweep
+
+    rows = [
+        {"sweep": "single", "site": "kv", "layer": layer, "head": -1, "positions": "all"}
+        | {"example": example, "recovery": value, "defined": True, "d_before": 1.0}
+        for layer, values in ((0, [0.0, 0.0, 0.0]), (1, [0.7, 0.8, -57.0]))
+        for example, value in enumerate(values)
+    ]
+    summary = Sweep(pd.DataFrame(rows), pd.DataFrame(), pd.DataFrame(), {"provenance": {}}).summary()
+    assert summary["best"]["layer"] == 1
+
+
 # Controls --------------------------------------------------------------------------------------------------------------
 
 
