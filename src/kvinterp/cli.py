@@ -414,6 +414,7 @@ def root_cause_command(
     out: Out,
     prompts: Prompts = "arithmetic:20",
     flip_kernels: Annotated[str, typer.Option(help="Kernels under which flips are looked for.")] = "split_k(8,float16)",
+    flip_strategy: Annotated[str, typer.Option(help="And the strategy, beside greedy.")] = "top_p(1.0,2.0)",
     kind: Kind = "native",
     device: Device = None,
     attention: Attention = None,
@@ -430,7 +431,7 @@ def root_cause_command(
     given = load_prompts(prompts)
     adapters = [load_model(model, kind=kind, dtype="float16", device=device, attention=attention) for model in models]
     with _status("root cause") as tell:
-        tables, about = root_cause(adapters, given, flip_kernels, progress=tell)
+        tables, about = root_cause(adapters, given, flip_kernels, flip_strategy, progress=tell)
     figures = save_root_cause_figures(tables, about, out / "figures")
     _say((), [*write_tables(out, tables, {"provenance": about}, existing), *figures])
 

@@ -89,11 +89,11 @@ def test_the_cause_switched_on_and_off(load: Any) -> None:
 
 def test_flips_stand_beside_their_control(load: Any) -> None:
     prompts = [PROMPT, PROMPT[::-1]]
-    examples, correlations = flips_against_kl(model(load), prompts, "split_k(8,float16)", max_new_tokens=8)
+    examples, correlations = flips_against_kl(model(load), prompts, "split_k(8,float16)", "top_p(1.0,3.0)", 8)
     assert len(examples) == 2
     matched = kv.compare(
         model(load), prompts, "cached[kernels=split_k(8,float16)]", "recompute[kernels=split_k(8,float16)]",
-        max_new_tokens=8, record="", progress="none",
+        strategy="top_p(1.0,3.0)", max_new_tokens=8, record="", progress="none",
     )  # fmt: skip
     assert examples["matched_mean_kl"].tolist() == matched.examples["mean_kl"].tolist()
     assert correlations["pearson"].isna().all()  # Two texts have no correlation.
@@ -119,7 +119,7 @@ def test_all_of_them_at_once_with_figures(load: Any, tmp_path: Any) -> None:
     )
     assert set(tables) == {"accumulation", "propagation", "kv_write", "flips", "correlations", "ladder", "gqa"}
     assert set(tables["gqa"]["query_heads_per_kv_head"]) == {4, 8}
-    assert "flips of zoo:mqa-mini, native kernels" in told
+    assert "flips of zoo:mqa-mini, native kernels, greedy" in told
     drawn = {path.stem for path in save_root_cause_figures(tables, about, tmp_path)}
     assert {f"root_cause_{name}" for name in ("accumulation", "propagation", "kv_write", "ladder", "gqa")} <= drawn
     with pytest.raises(kv.InputError, match="the list of models is empty"):

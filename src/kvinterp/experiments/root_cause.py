@@ -61,6 +61,7 @@ def root_cause(
     models: Sequence[Any],
     prompts: Any,
     flip_kernels: str = "split_k(8,float16)",
+    flip_strategy: str = "top_p(1.0,2.0)",
     flip_steps: int = 48,
     ladder_prompts: int = 6,
     ladder_steps: int = 16,
@@ -73,6 +74,7 @@ def root_cause(
             give the grouped-query table.
         prompts: Prompts, as :func:`kvinterp.compare` takes them.
         flip_kernels: The kernel mode under which flips are looked for, beside the machine's own.
+        flip_strategy: The strategy under which they are looked for, beside greedy.
         flip_steps: Most steps of each there.
         ladder_prompts: How many of the prompts go up the ladder, whose slow rungs cost the most.
         ladder_steps: Most steps of each there.
@@ -99,16 +101,21 @@ def root_cause(
         for what, run in runs.items():
             tell(f"{what} of {name}")
             parts.setdefault(what, []).append(run().assign(model=name))
-        for kernels in dict.fromkeys(("native", flip_kernels)):
-            tell(f"flips of {name}, {kernels} kernels")
-            found = flips_against_kl(adapter, prompts, kernels, flip_steps)
+        for kernels, strategy in itertools.product(
+            *map(dict.fromkeys, (("native", flip_kernels), ("greedy", flip_strategy)))
+        ):
+            tell(f"flips of {name}, {kernels} kernels, {strategy}")
+            found = flips_against_kl(adapter, prompts, kernels, strategy, flip_steps)
             for what, table in zip(("flips", "correlations"), found, strict=True):
-                parts.setdefault(what, []).append(table.assign(model=name, kernels=kernels))
+                parts.setdefault(what, []).append(table.assign(model=name, kernels=kernels, strategy=strategy))
     tell("grouped-query attention")
     alike = [a for a in adapters if a.facts.width == adapters[0].facts.width and not any(a.facts.windows)]
     parts["gqa"] = [gqa_spread(alike, [encode(alike[0], prompt, 1) for prompt in prompts[:4]])] if alike else []
     tables = {what: pd.concat(frames, ignore_index=True) for what, frames in parts.items() if frames}
-    return tables, {adapter.facts.name: provenance(adapter, flip_kernels=flip_kernels) for adapter in adapters}
+    return tables, {
+        adapter.facts.name: provenance(adapter, flip_kernels=flip_kernels, flip_strategy=flip_strategy)
+        for adapter in adapters
+    }
 
 
 # Experiment 1 ----------------------------------------------------------------------------------------------------------
@@ -313,7 +320,12 @@ def _written(adapter: Adapter, taps: BlockTaps, reference: Any, prefill: int) ->
 
 
 def flips_against_kl(
-    model: Any, prompts: Any, kernels: str = "native", max_new_tokens: int = 48, dtype: str | None = None
+    model: Any,
+    prompts: Any,
+    kernels: str = "native",
+    strategy: str = "greedy",
+    max_new_tokens: int = 48,
+    dtype: str | None = None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Experiment 4: the step of the first flipped token against the mean KL, and the control that the paper lacks.
 
@@ -325,6 +337,7 @@ def flips_against_kl(
         model: A model of any kind.
         prompts: Prompts, as :func:`kvinterp.compare` takes them.
         kernels: The kernel mode of both paths.
+        strategy: How tokens are chosen; sampled ones stand at a boundary more often than a sure model's greedy ones.
         max_new_tokens: Most steps.
         dtype: The dtype of both paths; the model's own unless said.
 
@@ -334,7 +347,7 @@ def flips_against_kl(
         split into the earliest and the latest third: early_mean, late_mean, welch_p.
     """
     tail = f"[kernels={kernels}]" + (f"@{dtype}" if dtype else "")
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
+    settings: dict[str, Any] = {"strategy": strategy, "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
     free = compare(model, prompts, f"cached{tail}", f"recompute{tail}", protocol="free", **settings).examples
     matched = compare(model, prompts, f"cached{tail}", f"recompute{tail}", **settings).examples
     columns = [

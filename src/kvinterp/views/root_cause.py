@@ -115,15 +115,17 @@ def flips_figure(table: pd.DataFrame) -> Figure:
     flipped = table.dropna(subset=["flip_index"])
     with looks():
         figure, axes = _panels(3, flipped[list(titles)].to_numpy(), "mean KL (nats)")
+        if flipped.empty:
+            axes[0][0].set_title(f"No token flipped in {len(table)} decodes", loc="left")
+            return figure
         for (column, title), (axis, height) in zip(titles.items(), axes, strict=True):
-            for index, (mode, group) in enumerate(flipped.groupby("kernels", sort=False)):
+            for index, ((mode, strategy), group) in enumerate(flipped.groupby(["kernels", "strategy"], sort=False)):
                 known = group.dropna(subset=[column])
                 look = _look(index) | {"linestyle": "none", "alpha": 0.7}
-                axis.plot(known["flip_index"], height(known[column]), **look, label=f"{mode} kernels")
+                axis.plot(known["flip_index"], height(known[column]), **look, label=f"{mode} kernels, {strategy}")
             axis.set_xlabel("step of the first flipped token")
             place_title(axis, f"{title} ({flipped[column].notna().sum()} texts)", 6.3)
-        if len(flipped):
-            _legend(figure, axes[0][0])
+        _legend(figure, axes[0][0], columns=2)
     return figure
 
 
@@ -196,9 +198,9 @@ def _look(index: int) -> dict[str, Any]:
     return {**SERIES[index % len(SERIES)].drawn(), "linewidth": 1.3, "markersize": 4, **hollow}
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def _legend(figure: Figure, axes: Axes, columns: int = 5) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5))
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns))
 
 
 def _bare(name: object) -> str:
