@@ -186,7 +186,10 @@ def _draw_by_step(target: FigureBase, frame: pd.DataFrame, kind: str, about: Map
         place_title(axes, f"{_SAID[kind]}, by step: the paths are bitwise equal at every step")
         return
     half = (known >= 0.5).sum(axis=1)
-    said = f"layer {half.idxmax()} recovers half or more at {half.max()} of {known.shape[1]} steps, the most of any"
+    most = [str(layer) for layer in half.index[half == half.max()]]
+    said = (
+        f"layer {' and '.join(most)} recover{'s' * (len(most) == 1)} half or more at {half.max()} of {known.shape[1]} steps"
+    )
     if not half.max():
         said = f"no layer recovers half at any of {known.shape[1]} steps"
     place_title(axes, f"{_SAID[kind]}: {said}")
