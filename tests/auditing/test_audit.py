@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import build
+from architectures import WINDOW, build
 
 import kvinterp as kv
-from kvinterp.auditing import VERDICTS, audit, random_model
+from kvinterp.auditing import LENGTHS, VERDICTS, audit, random_model
 from kvinterp.models import wrap
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 
@@ -51,6 +51,30 @@ def test_a_clean_model_is_no_bug(name: str) -> None:
         assert evidence["block_error_in_unit_roundoffs"] < 32, f"{rung}: {evidence}"
 
 
+@pytest.mark.parametrize("seed", [2, 3])
+def test_rows_that_experts_sort_are_not_taken_for_another_token(seed: int) -> None:
+    """In float64 experts run one by one through one activation; its first call on either side may be another expert's.
+
+    Compared as they came, they differed by 0.86 (seed 2) inside a block that is right to 5 unit roundoffs.
+    """
+    verdict = audit(build("olmoe", seed), seed=seed, rungs=("float32", "float64"), lengths=(5, 6, 7), steps=3, sweep="no")
+    assert verdict.verdict == "rounding", verdict.reading
+    assert "act_fn" not in verdict.tensor
+    assert verdict.evidence["float64"]["first_tensor"]["error_in_unit_roundoffs"] < 32
+
+
+def test_an_expert_choice_that_rounding_tips_is_rounding() -> None:
+    """Experts whose scores are equal but for rounding: either may be chosen, and the block's output is another then."""
+    model = build("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data[1:] = layer.mlp.gate.weight.data[:1] * (1 + 1e-7 * torch.arange(1, 4)[:, None])
+    verdict = audit(model, seed=1, rungs=("float32", "float64"), lengths=(9, 33), steps=3, sweep="no")
+    assert verdict.verdict == "rounding", verdict.reading
+    assert "tips the choice" in verdict.reading
+    first = verdict.evidence["float32"]["first_tensor"]
+    assert (first["tensor"], first["block_beyond_band"]) == ("expert choice", True)
+
+
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_float32_cast_inside_is_named(name: str) -> None:
     """In float64 the difference stops at float32's level; float32 itself is clean (FACTS: 9e-7 for Gated DeltaNet)."""
@@ -79,6 +103,8 @@ def test_bamba_called_without_position_ids_is_a_bug() -> None:
     if verdict.verdict == "hidden-cast":
         pytest.skip("this transformers numbers Bamba's cached tokens by itself")
     assert (verdict.verdict, verdict.first_layer, verdict.tensor, verdict.first_position) == ("bug", 1, "Q", 9)
+    assert "without position_ids" in verdict.reading
+    assert verdict.evidence["float64"]["first_tensor"]["gone_when_told_positions"]
 
 
 def test_equal_is_said_of_a_model_that_is() -> None:
@@ -104,6 +130,29 @@ def test_overflow_names_the_path_the_module_and_the_position() -> None:
     assert (verdict.first_layer, verdict.module, verdict.first_position) == (1, "model.layers.1.mlp.down_proj", 0)
     assert verdict.exit_code == 1
     assert "recompute" in verdict.reading
+
+
+def test_nan_on_the_cached_path_only_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_planted import on_update
+
+    def lost(store: Any, k: Any, v: Any, cache: Any, decoding: bool) -> Any:
+        return store(k * float("nan") if decoding and cache.get_seq_length(1) >= 10 else k, v)
+
+    on_update(lost, 1)(monkeypatch)
+    verdict = quick(build("llama"), prompts=one_prompt(), rungs=("float32",), lengths=(9,))
+    assert (verdict.verdict, verdict.first_layer, verdict.first_position, verdict.tensor) == ("overflow", 1, 10, "NaN")
+    assert "cached path" in verdict.reading
+    assert verdict.module.startswith("model.layers.1.self_attn")
+
+
+def test_a_rung_that_overflows_does_not_condemn_the_model() -> None:
+    """A float32 model whose activations are beyond float16's range is right in the precision it was given in."""
+    model = build("llama")
+    model.model.layers[1].mlp.down_proj.weight.data.mul_(1e6)
+    verdict = quick(model, prompts=one_prompt(), rungs=("float16", "float32", "float64"))
+    assert verdict.verdict == "rounding", verdict.reading
+    assert "In float16 it overflows" in verdict.reading
+    assert verdict.evidence["float16"]["nonfinite"]["module"] == "model.layers.1.mlp.down_proj"
 
 
 def test_values_on_a_16_bit_grid_are_the_wrong_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +213,66 @@ def test_a_rounding_difference_that_starts_at_a_position_is_a_kernels_too() -> N
         assert verdict.first_position == 20
 
 
+def test_the_rungs_hold_the_evidence() -> None:
+    """What the ladder is judged by: scaling, the null control, bitwise steps, and a fixed order of additions."""
+    everything = quick(build("llama"), prompts=one_prompt(), detail="everything")
+    rounding = {name: everything.rung(name) for name in ("bfloat16", "float16", "float32", "float64")}
+    for name, rung in rounding.items():
+        found = rung.summary()
+        assert set(rung.steps["prefill"]) == {9, 33}, name
+        assert set(rung.local["layer"]) == {-1, 0, 1, 2, 3}, name
+        assert found["within_null_band"], f"{name}: {found}"
+        assert found["max_abs_logit"] <= found["null_band"]
+    assert rounding["float64"].summary()["max_abs_logit"] < 1e-6 * rounding["float32"].summary()["max_abs_logit"]
+    fixed = everything.rung("float32, batch_invariant")
+    assert (fixed.steps["max_abs"] == 0).all()
+    assert (fixed.local["error"] == 0).all()
+
+
+def test_default_lengths_cross_the_models_own_edges() -> None:
+    everything = audit(build("mistral"), rungs=("float32",), steps=1, sweep="no", detail="everything")
+    assert {WINDOW - 1, WINDOW + 1, *LENGTHS} == set(everything.plan.prefills)
+    assert len(everything.plan.prompts) >= 2
+
+
+def test_a_wrong_position_between_the_lengths_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that goes wrong where its 21st position is written: only the long decode passes there token by token."""
+    from test_planted import on_update
+
+    def from_20_on(store: Any, k: Any, v: Any, cache: Any, decoding: bool) -> Any:
+        return store(k, v * 1.01 if decoding and cache.get_seq_length(1) >= 20 else v)
+
+    on_update(from_20_on, 1)(monkeypatch)
+    verdict = audit(build("llama"), one_prompt(), lengths=(9, 33), steps=2, rungs=("float32", "float64"))
+    found = (verdict.verdict, verdict.first_layer, verdict.tensor, verdict.first_position)
+    assert found == ("bug", 1, "V", 20), verdict.reading
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_there_is_never_more_than_one_copy(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory stays within three times the model in float64: the model itself, a copy, and what a copy is made from."""
+    import gc
+    import weakref
+
+    from kvinterp.models.native import NativeAdapter
+
+    cast, alive, most = NativeAdapter.cast, [], [0]
+
+    def counted(self: Any, dtype: torch.dtype) -> Any:
+        gc.collect()
+        most[0] = max(most[0], sum(ref() is not None for ref in alive))
+        twin = cast(self, dtype)
+        alive.append(weakref.ref(twin.model))
+        return twin
+
+    monkeypatch.setattr(NativeAdapter, "cast", counted)
+    quick(build("llama").to(dtype), prompts=one_prompt(), lengths=(9,))
+    gc.collect()
+    assert len(alive) >= 3
+    assert most[0] == 0, "a copy was made while another was still there"
+    assert [ref for ref in alive if ref() is not None] == []
+
+
 # Every kind, the zoo, a config alone -----------------------------------------------------------------------------------
 
 
@@ -179,7 +288,8 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     adapter = random_model(tmp_path / "config.json", seed=4)
     assert quick(adapter, rungs=("float32", "float64")).verdict == "rounding"
-    again = random_model(tmp_path, seed=4)
+    again = random_model(tmp_path, seed=4)  # A folder as on the hub, with nothing but its config.json.
+    assert sorted(p.name for p in tmp_path.iterdir() if "generation" not in p.name) == ["config.json"]
     assert adapter.fingerprint() == again.fingerprint()
 
 
@@ -269,6 +379,14 @@ def test_the_pytest_helper(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"prompts": []}, "empty"),
         ({"prompts": [[5, 9999, 3, 4]]}, "9999"),
         ({"prompts": [[5, 6]]}, "fewer than 3"),
+        ({"prompts": ["some text"]}, "no tokenizer"),
+        ({"prompts": 5}, "list of prompts"),
+        ({"lengths": (3.5,)}, "whole numbers"),
+        ({"lengths": "9"}, "whole numbers"),
+        ({"steps": 1.5}, "whole number"),
+        ({"sweep": True}, "'yes' or 'no'"),
+        ({"rungs": ()}, "at least one"),
+        ({"rungs": "float32"}, "list of"),
         ({"detail": "all"}, "everything"),
     ],
 )
@@ -277,9 +395,31 @@ def test_bad_input(choices: dict[str, Any], words: str) -> None:
         quick(build("llama"), **choices)
 
 
-def test_a_config_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    for given in (tmp_path / "config.json", tmp_path / "missing.json", tmp_path / "nowhere"):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        "not JSON",
+        '{"model_type": "no_such_model"}',
+        '{"model_type": "vit"}',
+        '{"model_type": "llama", "hidden_size": "wide"}',
+        '{"model_type": "llama", "hidden_size": -3}',
+        '{"model_type": "t5", "vocab_size": 50, "d_model": 8, "num_layers": 1}',
+        '{"model_type": "bert", "vocab_size": 50, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}',
+    ],
+)
+def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for given in (tmp_path / "config.json", tmp_path):
+        with pytest.raises(kv.InputError) as caught:
+            random_model(given)
+        assert str(tmp_path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_is_not_there(tmp_path: Path) -> None:
+    for given in (tmp_path / "missing.json", tmp_path / "nowhere", tmp_path, "zoo:none"):
         with pytest.raises(kv.InputError):
             random_model(given)
 

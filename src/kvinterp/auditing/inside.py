@@ -7,6 +7,7 @@ values are compared position by position. Casts to a narrower dtype are noted wi
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvinterp.auditing.ladder import EMBEDDING, difference, on_grid
 from kvinterp.auditing.subject import BlockTaps, Reference, Subject
 
-__all__ = ["Event", "Finding", "find"]
+__all__ = ["CHOICE", "Event", "Finding", "find"]
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 _PRODUCTS = {
@@ -33,6 +34,7 @@ _PRODUCTS = {
     Tensor.baddbmm: 1,
 }
 _SOFTMAX = (torch.softmax, torch.nn.functional.softmax, Tensor.softmax)
+CHOICE = "expert choice"
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -44,11 +46,13 @@ class Event:
         name: ``K``, ``V``, ``Q``, ``attention mask``, ``attention scores``, ``attention output``, or a module's path.
         module: The path of the module it was seen in.
         tensor: ``[..., position, head_dim]`` for K and V, else the newest row.
+        chosen: For ``expert choice``, whose tensor is the scores: which experts they chose.
     """
 
     name: str
     module: str
     tensor: Tensor
+    chosen: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +92,10 @@ class _Watch:
         self._modes: list[Any] = []
         self._product: tuple[Tensor, Tensor, Tensor] | None = None
         self._weights: int | None = None
+        # Inside fused experts rows are sorted by expert, so that the last one is not the newest token's.
+        fused = [m for m in self.block.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
+        self._sorted = {inner for outer in fused for inner in outer.modules() if inner is not outer}
+        self._calls: collections.Counter[nn.Module] = collections.Counter()
 
     def attach(self) -> list[Any]:
         handles = [
@@ -113,12 +121,18 @@ class _Watch:
     def _out(self, module: nn.Module, _: Any, output: Any) -> None:
         if self._stack and self._stack[-1] is module:
             self._stack.pop()
+        self._calls[module] += 1
         made = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(made, Tensor) and made.is_floating_point():
+        if isinstance(made, Tensor) and made.is_floating_point() and module not in self._sorted:
             row = _newest(made, self.rows)
             if row is not None:
                 name = self.subject.name_of(module)
                 self.events.append(Event(name, name, row.detach().clone()))
+
+    @property
+    def repeated(self) -> set[str]:
+        """The modules called more than once in one forward, as what experts share is: which call is which is not known."""
+        return {self.subject.name_of(module) for module, calls in self._calls.items() if calls > 1}
 
     @property
     def inner(self) -> str:
@@ -126,6 +140,12 @@ class _Watch:
 
     def add(self, name: str, tensor: Tensor) -> None:
         self.events.append(Event(name, self.inner, tensor.detach().clone()))
+
+    def choice(self, scores: Tensor, indices: Tensor) -> None:
+        rows = _newest(scores, self.rows), _newest(indices, self.rows)
+        if rows[0] is not None and rows[1] is not None:
+            chosen = frozenset(rows[1].flatten().tolist())
+            self.events.append(Event(CHOICE, self.inner, rows[0].detach().clone(), chosen))
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func is _SDPA:
@@ -137,6 +157,8 @@ class _Watch:
             if mask is not None:
                 self.add("attention mask", mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])[..., -1, :])
             self.add("attention output", result[..., -1, :])
+        elif func in (torch.topk, Tensor.topk):
+            self.choice(args[0], result[1])
         elif func in _PRODUCTS:
             named = [kwargs[n] for n in ("batch1", "batch2") if n in kwargs]
             a, b = (*args[_PRODUCTS[func] :], *named, None, None)[:2]
@@ -271,7 +293,10 @@ def _differing(first: _Watch, second: _Watch, position: int, layer: int, thresho
     for event in second.events:
         seen.setdefault((event.name, event.module), []).append(event)
     casts = _both(first, second)
+    repeated = first.repeated | second.repeated
     for event in first.events:
+        if event.name in repeated:
+            continue
         queue = seen.get((event.name, event.module))
         other = queue.pop(0) if queue else None
         if event.name == "attention output":
@@ -284,6 +309,10 @@ def _differing(first: _Watch, second: _Watch, position: int, layer: int, thresho
         if lost is not None:
             found.append(Finding(layer, "K", event.module, lost, position, float("inf"), "", casts))
         where, error, mine, theirs = _compare(event, other, position)
+        if event.chosen != other.chosen:
+            # Scores that rounding alone brings past each other choose other experts, and what follows is another function.
+            found.append(Finding(layer, CHOICE, event.module, where, position, error, "", casts))
+            break
         if error > threshold:
             name = event.name
             if name == "attention scores" and error == float("inf"):

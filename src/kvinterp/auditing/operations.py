@@ -108,6 +108,8 @@ def kernels_table(
     """
     if len(sizes) < 2 or any(not isinstance(n, int) or n < 1 for n in sizes):
         raise InputError(f"sizes={tuple(sizes)!r} was given: expected at least two whole numbers of at least 1.")
+    if not isinstance(length, int) or length < 2:
+        raise InputError(f"length={length!r} was given: expected a whole number of at least 2.")
     adapter, kernels = wrap(model), kernels_named(kernels)
     length = min(length, adapter.facts.context - 2)
     prompt = prompts_for(adapter, 1, length + 2, seed)[0]

@@ -5,32 +5,39 @@ from __future__ import annotations
 import html
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 if TYPE_CHECKING:
+    from kvinterp.auditing.entry import Audit
     from kvinterp.auditing.ladder import Rung
-    from kvinterp.auditing.verdict import Audit
+    from kvinterp.auditing.verdict import Verdict
 
 __all__ = ["layer_table", "page", "write"]
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --soft: #5a6069; --line: #d5d9de; --card: #f5f6f8; --page: #ffffff;
-  --free: #0a5c96; --local: #b3541e; --null: #6b7280; }
+  --free: #0a5c96; --local: #b3541e; --null: #6b7280; --fine: #1d6b3a; --fault: #a82020; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e8eaed; --soft: #a3abb5; --line: #3a4048; --card: #20242a;
-  --page: #15181c; --free: #7cc4f5; --local: #f0a070; --null: #9aa3ad; } }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.6 system-ui, sans-serif; overflow-wrap: break-word; }
+  --page: #15181c; --free: #7cc4f5; --local: #f0a070; --null: #9aa3ad; --fine: #7fd6a0; --fault: #ff9a8f; } }
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.6 system-ui, sans-serif; overflow-wrap: anywhere; }
 main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
-.answer { border-left: 4px solid var(--free); background: var(--card); padding: 0.8rem 1.1rem; border-radius: 0 6px 6px 0; }
-.answer strong { font-size: 1.2rem; }
+h1 { font-size: 1.7rem; line-height: 1.25; } h2 { margin: 2.2rem 0 0.6rem; } h3 { margin: 1.4rem 0 0.4rem; }
+.answer { border-left: 5px solid var(--mark); background: var(--card); padding: 0.9rem 1.1rem; border-radius: 0 6px 6px 0; }
+.answer strong { font-size: 1.3rem; color: var(--mark); } .answer p { margin: 0.5rem 0 0; }
+.good { --mark: var(--fine); } .bad { --mark: var(--fault); }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.15rem 1.2rem; margin: 1rem 0 0; font-size: 0.95rem; }
+dt { color: var(--soft); } dd { margin: 0; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.3rem 0.7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+th, td { padding: 0.3rem 0.7rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: bottom; }
+td { white-space: nowrap; } th { line-height: 1.3; color: var(--soft); font-weight: 600; }
 th:first-child, td:first-child { text-align: left; }
-svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+tr.here td { font-weight: 700; background: var(--card); }
+svg { display: block; width: 100%; max-width: 42rem; height: auto; font: 13px system-ui, sans-serif; }
 svg text { fill: var(--ink); } .axis { stroke: var(--line); }
 .note { color: var(--soft); font-size: 0.9rem; }
 """
@@ -71,28 +78,32 @@ def page(audit: Audit) -> str:
         "module": verdict.module,
         "confidence": f"{verdict.confidence:.2f} of the checks made point to this verdict",
     }
-    shown = "".join(f"<tr><td>{_e(k)}</td><td>{_e('none' if v in (None, '') else v)}</td></tr>" for k, v in place.items())
+    mark = "bad" if verdict.exit_code else "good"
+    reading = verdict.reading.split(f": {verdict.verdict}. ", 1)[-1]
     sections = [
-        f'<div class="answer"><strong>{_e(verdict.verdict)}</strong><p>{_e(verdict.reading)}</p></div>',
-        f'<div class="wide"><table>{shown}</table></div>',
+        f'<div class="answer {mark}"><strong>{_e(verdict.verdict)}</strong><p>{_e(reading)}</p></div>',
+        _pairs(place),
         "<h2>The ladder</h2>",
         _ladder(audit.rungs),
         _table(_rung_rows(audit.rungs)),
+        "<h3>First tensor that differs, given equal inputs</h3>",
+        "<p class='note'>Its own relative error, and what rounding alone explains, both in unit roundoffs of the rung.</p>",
+        _table(_first_rows(verdict)),
         "<h2>Block by block, given equal inputs</h2>",
         "<p class='note'>Every block was handed the rows that the recomputation handed it; its error is then its own. In unit "
         "roundoffs of each precision; what rounds stays within a few tens.</p>",
-        _table(_layer_rows(layer_table(audit))),
+        _table(_layer_rows(layer_table(audit)), verdict.first_layer if verdict.exit_code else None),
     ]
     if rung is not None and len(rung.layers):
         sections += [
             "<h2>Last token, free-running</h2>",
-            f"<p class='note'>The report format of transformers issue 46190, in {_e(own)}.</p>",
+            f"<p class='note'>The report format of transformers issue 46190, in {_e(own)}: layer n is "
+            "<code>hidden_states[n]</code>, what block n - 1 returned.</p>",
             _table(_issue_layers(rung)),
             "<h3>Top-5 largest differences</h3>",
             _table(_issue_top(rung)),
         ]
-    about = pd.DataFrame([{"what": k, "value": str(v)} for k, v in audit.about.items()])
-    sections += ["<h2>Made with</h2>", _table(about)]
+    sections += ["<h2>Made with</h2>", _pairs(audit.about)]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     title = f"Audit of {audit.about['model']}"
     return (
@@ -108,14 +119,30 @@ def _e(value: object) -> str:
 
 def _number(value: Any) -> str:
     if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.6g}" if value else "0"
+        return "" if math.isnan(value) else f"{value:.3g}" if value else "0"
     return str(value)
 
 
-def _table(frame: pd.DataFrame) -> str:
+def _pairs(values: Mapping[str, Any]) -> str:
+    shown = (f"<dt>{_e(k.replace('_', ' '))}</dt><dd>{_e(_words(v))}</dd>" for k, v in values.items())
+    return f"<dl>{''.join(shown)}</dl>"
+
+
+def _words(value: Any) -> str:
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {_words(v)}" for k, v in value.items())
+    return ", ".join(map(_words, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _table(frame: pd.DataFrame, marked: int | None = None) -> str:
+    """A table; the row whose first cell is the layer ``marked`` stands out."""
     head = "".join(f"<th>{_e(name)}</th>" for name in frame.columns)
     rows = (
-        "<tr>" + "".join(f"<td>{_e(_number(v))}</td>" for v in row) + "</tr>"
+        ('<tr class="here">' if str(row[0]) == str(marked) else "<tr>")
+        + "".join(f"<td>{_e(_number(v))}</td>" for v in row)
+        + "</tr>"
         for row in frame.itertuples(index=False, name=None)
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
@@ -131,14 +158,42 @@ def _rung_rows(rungs: Sequence[Rung]) -> pd.DataFrame:
                 "unit roundoff": found["unit_roundoff"],
                 "bitwise equal steps": f"{found['bitwise_equal_steps']} of {found['steps']}",
                 "largest logit difference": found["max_abs_logit"],
-                "in unit roundoffs": found["relative_logit_in_unit_roundoffs"],
+                "relative, unit roundoffs": found["relative_logit_in_unit_roundoffs"],
                 "null control": found["null_max_abs_logit"],
                 "largest KL (nats)": found["max_kl"],
-                "block error, unit roundoffs": found["block_error_in_unit_roundoffs"],
+                "worst block, unit roundoffs": found["block_error_in_unit_roundoffs"],
                 "NaN or Inf": found["nonfinite"].get("module", ""),
             }
         )
     return pd.DataFrame(rows)
+
+
+def _first_rows(verdict: Verdict) -> pd.DataFrame:
+    rows = []
+    for name, evidence in verdict.evidence.items():
+        found = evidence.get("first_tensor")
+        if found is None:
+            continue
+        others = {
+            f"a cast to {found['explained_by_cast_to']}": bool(found["explained_by_cast_to"]),
+            "a kernel: gone with fixed orders": found["gone_with_fixed_order"],
+            "numbering: gone when told positions": found["gone_when_told_positions"],
+        }
+        beyond = found["block_beyond_band"] and found["error"] > found["band"]
+        why = [text for text, holds in others.items() if holds] if beyond else ["rounding"]
+        rows.append(
+            {
+                "rung": name,
+                "layer": found["layer"],
+                "tensor": found["tensor"],
+                "position": found["position"],
+                "error": found["error_in_unit_roundoffs"],
+                "rounding explains": found["band"] / evidence["unit_roundoff"],
+                "explained by": "; ".join(why) or "nothing",
+            }
+        )
+    columns = ["rung", "layer", "tensor", "position", "error", "rounding explains", "explained by"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def _layer_rows(table: pd.DataFrame) -> pd.DataFrame:
@@ -172,7 +227,7 @@ def _issue_top(rung: Rung) -> pd.DataFrame:
 
 # The ladder plot -------------------------------------------------------------------------------------------------------
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 330, 90, 60, 16
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 480, 290, 70, 60, 16
 _LOW, _HIGH = -18, 2
 """Powers of ten the vertical axis spans; what is exactly 0 is drawn on the line under it."""
 
@@ -182,7 +237,7 @@ def _ladder(rungs: Sequence[Rung]) -> str:
     native = sorted((r for r in rungs if r.name == str(r.dtype).removeprefix("torch.")), key=lambda r: -r.unit)
     if not native:
         return ""
-    places = {r.name: _LEFT + 50 + i * (_WIDTH - _LEFT - 100) / max(len(native) - 1, 1) for i, r in enumerate(native)}
+    places = {r.name: _LEFT + 45 + i * (_WIDTH - _LEFT - 90) / max(len(native) - 1, 1) for i, r in enumerate(native)}
     found = {r.name: r.summary() for r in native}
     series: list[tuple[str, str, Callable[[str], float | None]]] = [
         ("free", "logits, free-running (relative)", lambda n: found[n]["relative_logit"]),

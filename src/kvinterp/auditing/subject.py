@@ -22,7 +22,7 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.models.load import ATTENTION, device_named
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 
-__all__ = ["BlockTaps", "Reference", "Subject", "prompts_for", "random_model"]
+__all__ = ["BlockTaps", "Reference", "Subject", "check_causal", "prompts_for", "random_model"]
 
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
 CACHES = ("past_key_values", "cache_params", "state")
@@ -269,7 +269,7 @@ def random_model(
 
     if attention is not None and attention not in ATTENTION:
         raise unknown("attention implementation", attention, ATTENTION)
-    device = device_named(device)
+    place_on = device_named(device)
     text = str(source)
     place: Path | str = zoo.folder(text.removeprefix("zoo:")) if text.startswith("zoo:") else text
     if Path(place).suffix == ".json":
@@ -286,7 +286,25 @@ def random_model(
             f"no model can be made from the config of {text!r} ({why}): expected a config.json of a causal transformers "
             "model, a folder that holds one, zoo:NAME or a hub id that can be reached from here."
         ) from error
-    return wrap(model.to(device=device, dtype=dtype).eval().requires_grad_(False), name=f"{text} (random weights)")
+    adapter = wrap(model.to(device=place_on, dtype=dtype).eval().requires_grad_(False), name=f"{text} (random weights)")
+    check_causal(adapter)
+    return adapter
+
+
+def check_causal(adapter: Adapter) -> None:
+    """Refuses a model whose tokens see the ones after them.
+
+    Raises:
+        InputError: Another last token changes the logits of the first one.
+    """
+    one, other = (torch.tensor([[1, 2, 3, last]], device=adapter.device) for last in (4, 5))
+    subject = Subject(adapter)
+    a, b = (subject.recompute(tokens)[0, 0].double() for tokens in (one, other))
+    if bool(a.isfinite().all()) and bool((a - b).abs().max() > 4 * torch.finfo(adapter.dtype).eps * a.abs().max()):
+        raise InputError(
+            f"model {adapter.facts.name} ({adapter.facts.architecture}) is not causal, its tokens see the ones after them: "
+            "only a causal decoder can decode from a cache; give one."
+        )
 
 
 def _folder_of(file: Path) -> Path:

@@ -1,0 +1,162 @@
+"""The audit's door: what is given is checked, what runs is planned, and what was found is kept together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvinterp.auditing.evidence import Auditor
+from kvinterp.auditing.ladder import Plan, Rung, prefix_plan
+from kvinterp.auditing.subject import prompts_for
+from kvinterp.auditing.verdict import Verdict, judge
+from kvinterp.data import Prompt
+from kvinterp.errors import InputError, located
+from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.provenance import provenance
+
+__all__ = ["LENGTHS", "RUNGS", "Audit", "audit"]
+
+RUNGS = ("bfloat16", "float16", "float32", "float64")
+LENGTHS = (5, 63, 64, 65, 96, 97, 128)
+"""Prompt lengths on and beside the usual tile, window and chunk sizes."""
+
+LONGEST_EDGE, SMALL = 512, 5_000_000
+"""The longest window or chunk that default lengths reach over, and the parameters of a model too small for threads."""
+
+
+@dataclasses.dataclass
+class Audit:
+    """Everything an audit measured; ``verdict`` is its conclusion.
+
+    Attributes:
+        verdict: The conclusion.
+        rungs: What each precision showed.
+        plan: What was run.
+        about: Provenance.
+    """
+
+    verdict: Verdict
+    rungs: list[Rung]
+    plan: Plan
+    about: dict[str, Any]
+
+    def rung(self, name: str) -> Rung | None:
+        """One rung by name, or None."""
+        return next((r for r in self.rungs if r.name == name), None)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Writes verdict.json, audit.html and the tables as CSV; returns the folder."""
+        from kvinterp.auditing.report import write
+
+        return write(self, Path(folder))
+
+
+def audit(
+    model: Any,
+    prompts: Sequence[Any] | None = None,
+    *,
+    rungs: Sequence[str] = RUNGS,
+    lengths: Sequence[int] | None = None,
+    steps: int = 3,
+    seed: int = 0,
+    sweep: str = "yes",
+    out: str | os.PathLike[str] | None = None,
+    detail: str = "verdict",
+    progress: Callable[[str], None] | None = None,
+) -> Any:
+    """Says whether a model's cached decoding is right, and if not what is wrong and where.
+
+    Args:
+        model: A model of any kind or an adapter. A transformers model runs with its own cache.
+        prompts: Texts or token ids, each at least as long as the longest length and its steps; two random ones unless said.
+        rungs: The precisions to climb.
+        lengths: Prompt lengths after which tokens are fed one by one; those the context has room for are used. Unless said
+            :data:`LENGTHS` and those on both sides of the model's own window and chunk, as far as these are at most 512.
+        steps: How many tokens are fed one by one after each.
+        seed: Seeds the random prompts.
+        sweep: ``"yes"`` also decodes one long sequence from a short prompt, to find a position at which something changes.
+        out: A folder for verdict.json and the page, or None.
+        detail: ``"verdict"`` returns the :class:`Verdict`, ``"everything"`` the :class:`Audit`.
+        progress: Told what runs next.
+
+    Raises:
+        InputError: Something given does not fit.
+    """
+    adapter = wrap(model)
+    if detail not in ("verdict", "everything"):
+        raise InputError(f"detail={detail!r} was given: expected 'verdict' or 'everything'.")
+    if sweep not in ("yes", "no"):
+        raise InputError(f"sweep={sweep!r} was given: expected 'yes' or 'no'.")
+    lengths = _own_lengths(adapter) if lengths is None else lengths
+    if isinstance(lengths, str) or not lengths or not all(map(_counts, [*lengths, steps])):
+        raise InputError(
+            f"lengths={lengths!r}, steps={steps!r}: expected whole numbers of at least 1, as in lengths=(5, 63, 64), steps=3."
+        )
+    if isinstance(rungs, str) or not rungs:
+        raise InputError(f"rungs={rungs!r} was given: expected a list of at least one precision of {', '.join(RUNGS)}.")
+    dtypes = {str(dtype_named(name)).removeprefix("torch."): dtype_named(name) for name in rungs}
+    own = str(adapter.dtype).removeprefix("torch.")
+    dtypes.setdefault(own, adapter.dtype)
+    room = min(adapter.facts.context, max(lengths) + steps)
+    tokens = _tokens(adapter, prompts, room, seed)
+    plan = prefix_plan(tokens, lengths, steps, room)
+    with located(f"audit of {adapter.facts.name}"), _threads(adapter):
+        seen = Auditor(adapter, plan, dtypes, sweep, progress or (lambda _: None)).run()
+        about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
+    result = Audit(judge(seen), list(seen.rungs.values()), plan, about)
+    if out is not None:
+        result.save(out)
+    return result if detail == "everything" else result.verdict
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _own_lengths(adapter: Adapter) -> tuple[int, ...]:
+    config: Any = getattr(adapter.source, "config", None)
+    chunks = [getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size", "attention_chunk_size")]
+    edges = {edge for edge in (*adapter.facts.windows, *chunks) if isinstance(edge, int) and 2 < edge <= LONGEST_EDGE}
+    return tuple(sorted({*LENGTHS, *(edge + side for edge in edges for side in (-1, 1))}))
+
+
+@contextlib.contextmanager
+def _threads(adapter: Adapter) -> Iterator[None]:
+    """One thread for a small model on a CPU: two only wait for each other, ten times as long where others compute too."""
+    before = torch.get_num_threads()
+    small = adapter.device.type == "cpu" and sum(p.numel() for p in adapter.model.parameters()) < SMALL
+    try:
+        if small:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: int) -> list[Sequence[int]]:
+    if prompts is None:
+        return prompts_for(adapter, 2, length, seed)
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise InputError(f"prompts={str(prompts)[:40]!r} was given: expected a list of prompts, each text or token ids.")
+    found: list[Sequence[int]] = []
+    for prompt in prompts:
+        text = prompt.text if isinstance(prompt, Prompt) else prompt
+        if not isinstance(text, str | Iterable):
+            raise InputError(f"prompt {text!r} cannot be audited: expected text or a list of token ids.")
+        ids = adapter.encode(text) if isinstance(text, str) else list(text)
+        wrong = next((t for t in ids if not isinstance(t, int) or not 0 <= t < adapter.facts.vocabulary), None)
+        if wrong is not None or len(ids) < 3:
+            what = "it has fewer than 3 tokens" if wrong is None else f"it holds token {wrong!r}"
+            raise InputError(
+                f"prompt {str(prompt)[:40]!r} cannot be audited: {what}; vocabulary {adapter.facts.vocabulary}."
+            )
+        found.append(ids)
+    if not found:
+        raise InputError("the list of prompts is empty: give at least one, or leave it out for random ones.")
+    return found
