@@ -111,7 +111,7 @@ def test_without_record_it_leaves_out_what_the_model_lacks_and_says_so(tmp_path:
     assert "loading zoo:mistral-mini as native in float16 on cpu" in run.stderr
     assert "pattern is not recorded: site 'pattern' does not exist under attention 'sdpa'" in run.stderr
     assert "Traceback" not in run.stderr
-    assert "cached against recompute on zoo:mistral-mini (native, float16)" in run.stdout
+    assert "cached against recompute on zoo:mistral-mini (native, float16, matched)" in run.stdout
     assert not (tmp_path / "out" / "figures" / "attention_by_head.png").exists()
     assert (tmp_path / "out" / "figures" / "kv_by_position.png").exists()
 

@@ -73,7 +73,7 @@ def test_summary_has_the_promised_keys_and_numbers(tmp_path: Path) -> None:
 
 
 def test_every_table_carries_its_provenance(tmp_path: Path) -> None:
-    """DESIGN.md section 7: a table that has lost its folder still says what it was made with."""
+    """A table that has lost its folder still says what it was made with."""
     filled(tmp_path / "out").close()
     for name, frame in tables(tmp_path / "out").items():
         assert frame.attrs["weights"] == "0123456789abcdef", name
@@ -92,7 +92,7 @@ def test_loading_gives_back_what_was_written(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_goes_on_and_gives_the_same_tables(tmp_path: Path) -> None:
-    """DESIGN.md law 8. A run that is killed leaves its parts and runs no further code, so no close()."""
+    """docs/laws.md, law 8. A run that is killed leaves its parts and runs no further code, so no close()."""
     filled(tmp_path / "whole").close()
     killed = folder(tmp_path / "cut")
     killed.add(comparison((1,)))

@@ -319,7 +319,7 @@ def audit_command(
             out=out,
             progress=tell,
         )
-    typer.echo(f"{found.verdict}: {found.reading}")
+    typer.echo(found.reading)
     typer.echo("")
     typer.echo(f"page     {out / 'audit.html'}")
     typer.echo(f"verdict  {out / 'verdict.json'}")
@@ -351,10 +351,14 @@ def _subject(
 
 @contextlib.contextmanager
 def _status(what: str) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what runs now, where there is a terminal to show it."""
+    """Says on stderr what runs now: in one line that changes, or line by line where there is no terminal."""
     from rich.console import Console
 
-    with Console(stderr=True).status(_escaped(what)) as shown:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda now: typer.echo(f"{what}: {now}", err=True)
+        return
+    with console.status(_escaped(what)) as shown:
         yield lambda now: shown.update(_escaped(f"{what}: {now}"))
 
 
@@ -408,7 +412,7 @@ def _same_bits(row: dict[str, Any]) -> str:
 
 
 @app.command("root-cause")
-@_told(NOTHING)
+@_told(RESUMES)
 def root_cause_command(
     models: Annotated[list[str], typer.Argument(help="zoo:NAME, checkpoint folders or hub ids.")],
     out: Out,
@@ -424,16 +428,28 @@ def root_cause_command(
     from kvinterp.data import load_prompts
     from kvinterp.experiments.root_cause import root_cause
     from kvinterp.models import load_model
-    from kvinterp.results import write_tables
+    from kvinterp.results import Parts, write_tables
     from kvinterp.views import save_root_cause_figures
+    from kvinterp.views.words import said_of_root_cause
 
     existing = _free(out, overwrite)
     given = load_prompts(prompts)
     adapters = [load_model(model, kind=kind, dtype="float16", device=device, attention=attention) for model in models]
+    settings = {
+        "models": {adapter.facts.name: adapter.fingerprint() for adapter in adapters},
+        "prompts": [prompt.text for prompt in given],
+        "kind": kind,
+        "attention": attention,
+        "flips": [flip_kernels, flip_strategy],
+    }
+    parts = Parts(out, settings, existing)
     with _status("root cause") as tell:
-        tables, about = root_cause(adapters, given, flip_kernels, flip_strategy, progress=tell)
+        tables, about = root_cause(adapters, given, flip_kernels, flip_strategy, progress=tell, keep=parts.made)
+    reading = said_of_root_cause(tables)
     figures = save_root_cause_figures(tables, about, out / "figures")
-    _say((), [*write_tables(out, tables, {"provenance": about}, existing), *figures])
+    files = write_tables(out, tables, {"reading": reading, "provenance": about}, existing)
+    parts.clear()
+    _say([*reading, ""], [*files, *figures])
 
 
 # demo ------------------------------------------------------------------------------------------------------------------
@@ -599,7 +615,8 @@ def _table(title: str, *columns: str) -> Table:
 
     table = Table(title=title, title_justify="left", caption_justify="left")
     for column in columns:
-        table.add_column(column)
+        # A name that is cut off cannot be typed.
+        table.add_column(column, no_wrap=column == "name", overflow="fold")
     return table
 
 

@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from kvinterp.errors import InputError, unknown
 __all__ = [
     "EXISTING",
     "TABLES",
+    "Parts",
     "Result",
     "ResultFolder",
     "check_free",
@@ -260,6 +261,46 @@ def write_tables(
         write_whole(path / f"{name}.parquet", buffer.getvalue())
     write_whole(path / "summary.json", strict_json(summary) + "\n")
     return [*(path / f"{name}.parquet" for name in tables), path / "summary.json"]
+
+
+class Parts:
+    """Tables that are kept as they are made, so that an interrupted run of many goes on where it stopped.
+
+    Args:
+        path: The folder of the result; the parts lie under ``.parts`` in it.
+        settings: What decides the numbers; parts made under other settings are not taken up.
+        existing: ``"error"`` or ``"overwrite"``.
+
+    Raises:
+        InputError: There are parts of another run, which may not be overwritten.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], existing: str = "error") -> None:
+        self.folder = path / ".parts"
+        wanted = json.loads(strict_json(settings))
+        held = _read_json(self.folder / "settings.json")
+        if held is not None and held != wanted and existing == "error":
+            raise InputError(
+                f"folder {str(path)!r} holds an unfinished result made with other settings ({_differences(held, wanted)}): "
+                f"{_ADVICE}"
+            )
+        if held != wanted:
+            self.clear()
+            write_whole(self.folder / "settings.json", strict_json(wanted))
+
+    def made(self, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+        """The table of this name: read if it is there, else made and kept."""
+        file = self.folder / f"{name}.parquet"
+        if file.is_file():
+            return pd.read_parquet(file)
+        table, buffer = make(), io.BytesIO()
+        table.to_parquet(buffer, index=False)
+        write_whole(file, buffer.getvalue())
+        return table
+
+    def clear(self) -> None:
+        """Removes them: the result is whole."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def strict_json(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Law 9 of DESIGN.md: prompts are batched only where that was checked to give the same bits, else one by one."""
+"""Law 9 of docs/laws.md: prompts are batched only where that was checked to give the same bits, else one by one."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Law 7 of DESIGN.md: no hook survives, whatever raises, nested or not; and the user's own hooks do."""
+"""Law 7 of docs/laws.md: no hook survives, whatever raises, nested or not; and the user's own hooks do."""
 
 import contextlib
 import dataclasses

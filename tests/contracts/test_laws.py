@@ -1,4 +1,4 @@
-"""Laws 1 to 5 of DESIGN.md, over every kind, the zoo, and tiny random models with what the zoo lacks."""
+"""Laws 1 to 5 of docs/laws.md, over every kind, the zoo, and tiny random models with what the zoo lacks."""
 
 import dataclasses
 

@@ -58,7 +58,7 @@ def cut_after(count: int, error: type[BaseException], monkeypatch: pytest.Monkey
 def test_interrupted_and_gone_on_with_gives_the_uninterrupted_tables(
     tmp_path: Path, whole: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DESIGN.md law 8, with sampling: the random numbers belong to the example and not to the place in the rest."""
+    """docs/laws.md, law 8, with sampling: the random numbers belong to the example and not to the place in the rest."""
     with monkeypatch.context() as patch:
         cut_after(count, KeyboardInterrupt, patch)
         with pytest.raises(KeyboardInterrupt):

@@ -64,7 +64,7 @@ class Origin:
         return None if model is None else wrap(model, self.tokenizer, self.name)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Comparison:
     """How far apart two paths are. Every table is tidy: a row a number, named columns; divergences are in nats.
 
@@ -125,6 +125,12 @@ class Comparison:
     def where(self) -> str:
         """A few sentences: whether the paths differ, when, and in which layer, head and cache position most."""
         return "\n".join(_where(self))
+
+    def __repr__(self) -> str:
+        """What it is of, in one line; the tables are attributes."""
+        about = self.about
+        paths = f"{about['paths']['a']} against {about['paths']['b']}"
+        return f"<Comparison of {about['model']}: {paths}, {len(self.steps)} steps of {len(self.examples)} prompts>"
 
     @classmethod
     def joined(cls, parts: Sequence[Comparison]) -> Comparison:
@@ -470,7 +476,8 @@ def _mean(values: pd.Series) -> float | None:
 
 def _where(comparison: Comparison) -> list[str]:
     steps, about = comparison.steps, comparison.about
-    head = f"{about['paths']['a']} against {about['paths']['b']} on {about['model']} ({about['kind']}, {about['dtype']})"
+    setting = ", ".join(about[name] for name in ("kind", "dtype", "protocol"))
+    head = f"{about['paths']['a']} against {about['paths']['b']} on {about['model']} ({setting})"
     if steps.empty:
         return [f"{head}: no example could be compared; see failures."]
     differing = steps[steps["max_abs_logit"] > 0]

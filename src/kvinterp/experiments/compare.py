@@ -94,7 +94,7 @@ class Compare(Experiment):
         if folder.finished:
             return [load_result(out)]
         for site, reason in left_out.items():
-            log.info("%s is not recorded: %s", site, reason)
+            log.info("%s is not recorded: %s", site, reason.split(": ")[0])
         done = folder.done()
         waiting = [number for number in range(len(prompts)) if number not in done]
         if done:

@@ -66,6 +66,7 @@ def root_cause(
     ladder_prompts: int = 6,
     ladder_steps: int = 16,
     progress: Callable[[str], None] | None = None,
+    keep: Callable[[str, Callable[[], pd.DataFrame]], pd.DataFrame] | None = None,
 ) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
     """Runs every experiment on every model.
 
@@ -79,19 +80,23 @@ def root_cause(
         ladder_prompts: How many of the prompts go up the ladder, whose slow rungs cost the most.
         ladder_steps: Most steps of each there.
         progress: Told what runs next.
+        keep: Given the name of a table and what makes it, returns the table; :meth:`kvinterp.results.Parts.made` reads one
+            that an interrupted run had finished.
 
     Returns:
         The tables accumulation, propagation, kv_write, flips, correlations, ladder and gqa (each with a column ``model``
         where it has one), and the provenance of each model.
     """
-    tell = progress or (lambda _: None)
+    tell, keep = progress or (lambda _: None), keep or (lambda _, make: make())
     adapters = [wrap(model) for model in models]
     if not adapters:
         raise InputError("the list of models is empty: give at least one.")
     widths = sorted({a.facts.head_dim for a in adapters} | {64, 128, 256})
     tell("sums of growing length")
-    parts: dict[str, list[pd.DataFrame]] = {"accumulation": [accumulation_error(head_dims=widths)]}
-    for adapter in adapters:
+    parts: dict[str, list[pd.DataFrame]] = {
+        "accumulation": [keep("accumulation", partial(accumulation_error, head_dims=widths))]
+    }
+    for number, adapter in enumerate(adapters):
         name, ids = adapter.facts.name, [encode(adapter, prompt, 1) for prompt in prompts[:4]]
         runs = {
             "propagation": partial(propagation, adapter, ids),
@@ -100,13 +105,13 @@ def root_cause(
         }
         for what, run in runs.items():
             tell(f"{what} of {name}")
-            parts.setdefault(what, []).append(run().assign(model=name))
-        for kernels, strategy in itertools.product(
-            *map(dict.fromkeys, (("native", flip_kernels), ("greedy", flip_strategy)))
-        ):
+            parts.setdefault(what, []).append(keep(f"{what}-{number}", run).assign(model=name))
+        settings = itertools.product(*map(dict.fromkeys, (("native", flip_kernels), ("greedy", flip_strategy))))
+        for turn, (kernels, strategy) in enumerate(settings):
             tell(f"flips of {name}, {kernels} kernels, {strategy}")
-            found = flips_against_kl(adapter, prompts, kernels, strategy, flip_steps)
-            for what, table in zip(("flips", "correlations"), found, strict=True):
+            look = partial(_flips, adapter, prompts, kernels, strategy, flip_steps)
+            examples = keep(f"flips-{number}-{turn}", look)
+            for what, table in (("flips", examples), ("correlations", _correlations(examples))):
                 parts.setdefault(what, []).append(table.assign(model=name, kernels=kernels, strategy=strategy))
     tell("grouped-query attention")
     alike = [a for a in adapters if a.facts.width == adapters[0].facts.width and not any(a.facts.windows)]
@@ -346,6 +351,13 @@ def flips_against_kl(
         the correlations of the flip index: against, examples, pearson, pearson_p, spearman, spearman_p, and the paper's
         split into the earliest and the latest third: early_mean, late_mean, welch_p.
     """
+    examples = _flips(model, prompts, kernels, strategy, max_new_tokens, dtype)
+    return examples, _correlations(examples)
+
+
+def _flips(
+    model: Any, prompts: Any, kernels: str, strategy: str, max_new_tokens: int, dtype: str | None = None
+) -> pd.DataFrame:
     tail = f"[kernels={kernels}]" + (f"@{dtype}" if dtype else "")
     settings: dict[str, Any] = {"strategy": strategy, "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
     free = compare(model, prompts, f"cached{tail}", f"recompute{tail}", protocol="free", **settings).examples
@@ -360,21 +372,24 @@ def flips_against_kl(
         "smallest_margin",
         "steps",
     ]
-    examples = free[columns].merge(
+    return free[columns].merge(
         matched[["example", "mean_kl", "smallest_margin"]].rename(
             columns={"mean_kl": "matched_mean_kl", "smallest_margin": "matched_smallest_margin"}
         ),
         on="example",
     )
+
+
+def _correlations(examples: pd.DataFrame) -> pd.DataFrame:
     flipped = examples.dropna(subset=["flip_index"])
     rows = []
     for against in ("mean_kl", "mean_kl_before_flip", "matched_mean_kl", "matched_smallest_margin"):
         pair = flipped[["flip_index", against]].dropna()
-        rows.append({"against": against, "examples": len(pair), **_correlations(pair["flip_index"], pair[against])})
-    return examples, pd.DataFrame(rows)
+        rows.append({"against": against, "examples": len(pair), **_correlated(pair["flip_index"], pair[against])})
+    return pd.DataFrame(rows)
 
 
-def _correlations(x: pd.Series, y: pd.Series) -> dict[str, float]:
+def _correlated(x: pd.Series, y: pd.Series) -> dict[str, float]:
     names = ("pearson", "pearson_p", "spearman", "spearman_p", "early_mean", "late_mean", "welch_p")
     if len(x) < 6 or x.nunique() < 2 or y.nunique() < 2:
         return dict.fromkeys(names, np.nan)

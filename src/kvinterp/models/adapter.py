@@ -308,7 +308,10 @@ class Adapter(abc.ABC):
             InputError: There is no tokenizer, or the text gives no token.
         """
         if self.tokenizer is None:
-            raise InputError(f"model {self.facts.name} has no tokenizer: give token ids instead of text.")
+            raise InputError(
+                f"model {self.facts.name} has no tokenizer: give token ids instead of text, or wrap it with one, "
+                "kv.wrap(model, tokenizer=...)."
+            )
         tokens = self.tokenizer(text)["input_ids"]
         if not tokens:
             raise InputError(f"prompt {text[:40]!r} gives no token: give a prompt with text in it.")

@@ -169,7 +169,8 @@ class NativeAdapter(Adapter):
             if self.facts.attention != "eager":
                 raise UnsupportedError(
                     f"site {site!r} does not exist under attention {self.facts.attention!r}, where scores and patterns "
-                    "never leave the kernel: load the model with attention='eager', or use kind='hooked' or 'bridge'."
+                    "never leave the kernel: load the model with attention='eager' (attn_implementation='eager' in "
+                    "transformers), or use kind='hooked' or 'bridge'."
                 )
             return Tap(attention, "softmax")
         if site == "attn_out":

@@ -49,7 +49,7 @@ Done = TypeVar("Done")
 
 CHECKED_SITES = ("q", "k", "v", "z", "attn_out", "mlp_out", "resid_post")
 CHECKED_NUMBERS = 2**17
-"""What is compared, and how many numbers of it, before prompts are run in a batch (DESIGN.md, law 9).
+"""What is compared, and how many numbers of it, before prompts are run in a batch (docs/laws.md, law 9).
 
 Measured on a CPU in float16: models of width 128 show the difference in every step; of the tiny random models of width 24
 to 32 the least sensitive shows it once in 20,000 numbers.
@@ -414,7 +414,7 @@ def _uncached(
     return PassThrough(adapter.facts, path.policy, tokens.shape[0], adapter.dtype, adapter.device, listeners)
 
 
-# Batches (DESIGN.md, law 9) --------------------------------------------------------------------------------------------
+# Batches (docs/laws.md, law 9) --------------------------------------------------------------------------------------------
 
 
 def in_batches(

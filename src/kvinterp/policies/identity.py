@@ -11,4 +11,4 @@ __all__ = ["Identity"]
 
 @dataclasses.dataclass(frozen=True)
 class Identity(Policy):
-    """Keeps and returns what it is given (DESIGN.md, law 5)."""
+    """Keeps and returns what it is given (docs/laws.md, law 5)."""

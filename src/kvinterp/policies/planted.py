@@ -14,7 +14,7 @@ __all__ = ["Planted", "nudged"]
 
 @dataclasses.dataclass(frozen=True)
 class Planted(Policy):
-    """Moves K and V of one layer by a few units in the last place as they are written (DESIGN.md, law 6).
+    """Moves K and V of one layer by a few units in the last place as they are written (docs/laws.md, law 6).
 
     Attributes:
         layer: The layer whose cache writes are changed.

@@ -78,6 +78,11 @@ class Recorder:
         self._on = False
         self.watch = Watch(adapter, self.kept, self._keep)
 
+    def __repr__(self) -> str:
+        """What it keeps, in one line."""
+        name, kept = self.adapter.facts.name, max(map(len, self.kept.values()), default=0)
+        return f"<Recorder of {', '.join(self.sites)} in {len(self.layers)} layers of {name}: {kept} forwards kept>"
+
     @property
     def places(self) -> list[Site]:
         """The hooks it needs."""

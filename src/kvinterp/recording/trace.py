@@ -19,7 +19,7 @@ from kvinterp.models.adapter import Site
 __all__ = ["Trace"]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Trace:
     """One prompt along one path.
 
@@ -46,6 +46,12 @@ class Trace:
     ended: str = "length"
     failure: str = ""
     provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """What it is of, in one line."""
+        sites = sorted({site for site, _ in self.records})
+        held = f"{', '.join(sites)} of {len({layer for _, layer in self.records})} layers" if sites else "no records"
+        return f"<Trace of path {self.path}: {len(self.prompt)} prompt tokens, {len(self.tokens)} steps, {held}>"
 
     def __getitem__(self, place: Site) -> Tensor:
         """One site at one layer, stacked over the recorded steps; ragged key lengths are padded with NaN at the end."""

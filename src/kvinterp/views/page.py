@@ -19,8 +19,8 @@ _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.6 system-ui, -apple-system, "Segoe UI",
   Roboto, "DejaVu Sans", sans-serif; overflow-wrap: break-word; }
-main { max-width: 70rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
-p, ul, ol, dl { max-width: 44rem; }
+main { max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
+p, ul, ol, dl { max-width: 52rem; }
 h1 { font-size: 1.7rem; line-height: 1.25; margin: 0.5rem 0; }
 h2 { font-size: 1.25rem; line-height: 1.3; margin: 2.6rem 0 0.5rem; padding-top: 0.8rem;
   border-top: 1px solid var(--line); }
@@ -37,7 +37,7 @@ figure img { display: block; width: 100%; height: auto; }
 figcaption { color: #444a52; font-size: 0.85rem; padding: 0.3rem 0.3rem 0.1rem; }
 .wide { overflow-x: auto; margin: 1rem 0; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; width: 100%; font-size: 0.85rem; }
-th, td { padding: 0.4rem 0.6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+th, td { padding: 0.4rem 0.5rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 tr:last-child td { border-bottom: 0; }
 th { background: var(--card); font-weight: 600; vertical-align: bottom; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }

@@ -333,8 +333,8 @@ def _kv_title(means: pd.Series, prompt: int) -> str:
     if not (means > 0).any():
         return "K and V are exactly equal everywhere"
     if not (inside > 0).any():
-        return f"the prompt's K and V are exactly equal, decoded ones differ by {_short(decoded.mean())}"
-    return f"K and V differ by {_short(inside.mean())} in the prompt, {_short(decoded.mean())} where decoded"
+        return f"this prompt's K and V are exactly equal, decoded ones differ by {_short(decoded.mean())}"
+    return f"K and V differ by {_short(inside.mean())} in this prompt, {_short(decoded.mean())} where decoded"
 
 
 # The ladder of precisions ----------------------------------------------------------------------------------------------

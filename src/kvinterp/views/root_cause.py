@@ -69,9 +69,11 @@ def accumulation_figure(table: pd.DataFrame) -> Figure:
             for index, (name, group) in enumerate(lines):
                 axis.plot(group["length"], height(group[column]), **_look(index), label=f"sums kept in {name}")
             axis.set_xscale("log", base=2)
+            lengths = sorted(set(table["length"]))[::2]
+            axis.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
             axis.set_xlabel("sequence length (positions)")
             grown = (lines[column].last() / lines[column].first()).median()
-            place_title(axis, f"{product}, to {to}: changes {grown:.2g}-fold", 6.6)
+            place_title(axis, f"{product}, to {to}: {grown:.2g}-fold", 6.6)
         _legend(figure, axes[0][0])
     return figure
 

@@ -269,6 +269,8 @@ def attention_section(main: Sequence[Result], gallery: Gallery) -> Section | Non
         seen.append(f"{model}, {kind}: {said}.")
     if len(seen) == 1:
         return None
+    if not made:
+        return Section("Attention by layer and head", ["No attention pattern was recorded."], seen[1:], made)
     done = [
         "The attention pattern of the newest position was recorded on both paths; the number is the mean over prompts and "
         "steps from 1 on of the KL divergence between the two patterns of a head."

@@ -30,6 +30,7 @@ __all__ = [
     "place_of",
     "right_answers",
     "said_of_decomposition",
+    "said_of_root_cause",
     "said_of_sweep",
     "unit_roundoff",
     "with_protocol",
@@ -66,13 +67,18 @@ def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
         return [*lines, "There is no difference to recover."]
     place = f"layer {best['layer']:g}" + (f", head {best['head']:g}" if best["head"] >= 0 else "")
     place = f"positions {best['positions']}" if summary["sweep"] == "blocks" else place
-    lines.append(
-        f"Most is recovered by {best['site']} ({best['sweep']}) at {place}: mean {best['mean']:.1%}, median "
-        f"{best['median']:.1%} over {best['defined']} prompts."
-    )
+    what = f"{best['site']} ({best['sweep']}, {summary['direction']})"
+    median, over = f"median recovery of the {_DISTANCES[summary['distance']]}", f"over {best['defined']} prompts"
+    if best["median"] < 0.05:
+        lines.append(f"No place recovers it: the largest {median} by {what} is {best['median']:.1%}, at {place}, {over}.")
+    else:
+        lines.append(f"Most is recovered by {what} at {place}: {median} {best['median']:.1%} {over}.")
     if summary["floor"] is not None:
         lines.append(f"With every block's output patched {number(summary['floor'])} is left: the unembedding's own share.")
     return lines
+
+
+_DISTANCES = {"kl": "KL", "l2": "L2 distance of the logits", "margin": "margin"}
 
 
 def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
@@ -82,12 +88,74 @@ def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
     split = {name: summary[f"{name}_l2"] for name in ("state", "fresh")}
     more = max(split, key=lambda name: split[name])
     what = {"state": "the K and V written earlier", "fresh": "this step's own one-row computation"}[more]
+    null = summary["null_l2"]
     return [
-        f"Mean KL {number(summary['total'])} nats over {summary['steps']} steps: {number(summary['state'])} by state, "
-        f"{number(summary['fresh'])} made fresh; by L2 of the logits {number(split['state'])} against "
-        f"{number(split['fresh'])}, more by {what}.",
-        f"Null control (a longer suffix, no cache): {number(summary['null'])} nats, L2 {number(summary['null_l2'])}.",
+        f"L2 distance of the logits, mean of {summary['steps']} steps: {number(summary['total_l2'])} in all, "
+        f"{number(split['state'])} carried by state, {number(split['fresh'])} made fresh: more by {what}.",
+        f"Null control (a longer suffix, no cache at all): {number(null)}"
+        + (
+            f", as large as the {' and the '.join(n for n in split if split[n] <= null)} part: "
+            "a difference of that size needs no cache."
+            if null >= min(split.values()) and null > 0
+            else "."
+        ),
+        f"Mean KL in nats: {number(summary['total'])} in all, {number(summary['state'])} state, {number(summary['fresh'])} fresh "
+        "(KL is no sum of its parts: two differences can undo each other).",
     ]
+
+
+def said_of_root_cause(tables: Mapping[str, pd.DataFrame]) -> list[str]:
+    """What the root-cause experiments found, a sentence each; ``tables`` are those of ``experiments.root_cause``."""
+    sums = tables["accumulation"]
+    sums = sums[(sums["product"] == "values") & (sums["accumulate"] == "float16")].sort_values("length")
+    first, last = sums.iloc[0], sums.iloc[-1]
+    behind = tables["propagation"]
+    deepest = behind[behind["layer"] == behind["layer"].max()]
+    deepest = deepest[deepest["source"] == 0]["amplification"].median()
+    written = tables["kv_write"].groupby("kernels", sort=False)["relative_error"].mean()
+    ladder = tables["ladder"][tables["ladder"]["protocol"] == "matched"]
+    rungs = ladder.groupby(["dtype", "kernels"], sort=False)["rms_logit"].agg(["min", "max"])
+    lines = [
+        f"1. A float16 sum, one term after another, is off by {number(first['mean_relative'])} of what was added at "
+        f"{first['length']} terms and {number(last['mean_relative'])} at {last['length']}; of the result by "
+        f"{number(first['relative_to_result'])} and {number(last['relative_to_result'])}.",
+        f"2. Layer 0's output rounded once to float16 reaches the last layer {number(deepest)} times as large (median).",
+        "3. K and V written alone differ from those written jointly by "
+        + ", ".join(f"{number(error)} ({kernels})" for kernels, error in written.items())
+        + ", mean relative error.",
+        *_said_of_flips(tables["flips"], tables["correlations"]),
+        "5. RMS logit difference, smallest and largest of the models: "
+        + "; ".join(f"{dtype} {kernels} {between(list(found))}" for (dtype, kernels), found in rungs.iterrows())  # type: ignore[misc]
+        + ".",
+    ]
+    if "gqa" in tables:
+        spread = tables["gqa"].groupby("query_heads_per_kv_head")[["heads_touched", "attn_out"]].median()
+        shown = (f"{int(n)} a KV head: {row['heads_touched']:g}, {number(row['attn_out'])}" for n, row in spread.iterrows())
+        lines.append(
+            "6. Query heads touched by one KV head's error, and the attention output's L2: " + "; ".join(shown) + "."
+        )
+    return lines
+
+
+def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]:
+    lines = []
+    for (strategy, kernels), group in flips.groupby(["strategy", "kernels"], sort=False):
+        flipped = group.dropna(subset=["flip_index"])
+        said = f"4. {strategy}, {kernels} kernels: {len(flipped)} of {len(group)} decodes flip a token"
+        if len(flipped):
+            said += (
+                f"; mean KL {number(flipped['mean_kl'].mean())} nats over all free steps, "
+                f"{number(flipped['mean_kl_before_flip'].mean())} before the flip, "
+                f"{number(flipped['matched_mean_kl'].mean())} matched"
+            )
+        known = correlations[(correlations["strategy"] == strategy) & (correlations["kernels"] == kernels)]
+        known = known.dropna(subset=["pearson"]).set_index(["against", "model"])["pearson"]
+        for against, name in (("mean_kl", "free"), ("matched_mean_kl", "matched")):
+            found = known.loc[against] if against in known.index.get_level_values(0) else []
+            if len(found):
+                said += f"; Pearson of flip step and {name} KL {between(list(found))}"
+        lines.append(said + ".")
+    return lines
 
 
 def model_of(result: Result) -> str:
