@@ -7,7 +7,6 @@ values are compared position by position. Casts to a narrower dtype are noted wi
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -95,7 +94,6 @@ class _Watch:
         # Inside fused experts rows are sorted by expert, so that the last one is not the newest token's.
         fused = [m for m in self.block.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
         self._sorted = {inner for outer in fused for inner in outer.modules() if inner is not outer}
-        self._calls: collections.Counter[nn.Module] = collections.Counter()
 
     def attach(self) -> list[Any]:
         handles = [
@@ -121,18 +119,12 @@ class _Watch:
     def _out(self, module: nn.Module, _: Any, output: Any) -> None:
         if self._stack and self._stack[-1] is module:
             self._stack.pop()
-        self._calls[module] += 1
         made = output[0] if isinstance(output, tuple) and output else output
         if isinstance(made, Tensor) and made.is_floating_point() and module not in self._sorted:
             row = _newest(made, self.rows)
             if row is not None:
                 name = self.subject.name_of(module)
                 self.events.append(Event(name, name, row.detach().clone()))
-
-    @property
-    def repeated(self) -> set[str]:
-        """The modules called more than once in one forward, as what experts share is: which call is which is not known."""
-        return {self.subject.name_of(module) for module, calls in self._calls.items() if calls > 1}
 
     @property
     def inner(self) -> str:
@@ -293,10 +285,7 @@ def _differing(first: _Watch, second: _Watch, position: int, layer: int, thresho
     for event in second.events:
         seen.setdefault((event.name, event.module), []).append(event)
     casts = _both(first, second)
-    repeated = first.repeated | second.repeated
     for event in first.events:
-        if event.name in repeated:
-            continue
         queue = seen.get((event.name, event.module))
         other = queue.pop(0) if queue else None
         if event.name == "attention output":
