@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
-    from kvinterp.patching import Patch, Plant, Sweep, decompose, localise, patched, sweep
+    from kvinterp.patching import Patch, Plant, Sweep, decompose, donor_trace, localise, patched, sweep
     from kvinterp.paths import Cached, ExecutionPath, Greedy, Recompute, TopK, TopP, path_named, run
     from kvinterp.policies import Policy, policy_named
     from kvinterp.recording import Recorder, Trace, record
@@ -30,7 +30,7 @@ _HOMES = {
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
-    "patching": ("Patch", "Plant", "Sweep", "decompose", "localise", "patched", "sweep"),
+    "patching": ("Patch", "Plant", "Sweep", "decompose", "donor_trace", "localise", "patched", "sweep"),
     "paths": ("Cached", "ExecutionPath", "Greedy", "Recompute", "TopK", "TopP", "path_named", "run"),
     "policies": ("Policy", "policy_named"),
     "recording": ("Recorder", "Trace", "record"),
@@ -69,6 +69,7 @@ __all__ = [
     "compare",
     "compare_traces",
     "decompose",
+    "donor_trace",
     "kernels_table",
     "load_model",
     "load_prompts",

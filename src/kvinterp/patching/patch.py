@@ -65,6 +65,11 @@ class Patch:
     def __post_init__(self) -> None:
         if self.site not in PATCH_SITES:
             raise unknown("patch site", self.site, PATCH_SITES)
+        if self.donor is not None and not isinstance(self.donor, Trace):
+            raise InputError(
+                f"donor is a {type(self.donor).__name__}: expected a trace, of kv.run(...) or of kv.donor_trace(recorder, "
+                "prompt)."
+            )
         for name in ("layers", "heads"):
             given = getattr(self, name)
             if given is not None and not (given and all(isinstance(number, int) for number in given)):
@@ -370,7 +375,8 @@ def donor_trace(recorder: Recorder, prompt: Sequence[int], fed: Sequence[int] = 
 def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatcher]:
     """Patches the user's own forwards on anyone's model; each call of the model is one step, from 0.
 
-    Cache patches change what attention reads from the cache the user passes; the user's cache itself is left as it is.
+    Cache patches change what attention reads from the cache the user passes; the user's cache itself is left as it is, so
+    that a recorder of cache sites shows it unpatched.
 
     Args:
         model: A HookedTransformer, TransformerBridge, transformers model or adapter.

@@ -127,6 +127,15 @@ class Cause:
     share: float
     table: pd.DataFrame
 
+    def __str__(self) -> str:
+        """One sentence."""
+        if self.place == "none":
+            return "At the first decode step the paths are bitwise equal."
+        if self.place == "spread":
+            return "At the first decode step no single place makes half of the difference."
+        place = PLACES[self.place].replace("a layer", f"layer {self.layer}")
+        return f"At the first decode step {self.share:.0%} of the difference is made by {place}."
+
 
 def localise(
     model: Any,
