@@ -38,6 +38,8 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/recording.py
+	$(BIN)/python benchmarks/sweeps.py
+	$(BIN)/python benchmarks/panel.py
 
 figures: $(STAMP)
 	$(BIN)/kvinterp demo --out demo --overwrite --picture figures/demo.png

@@ -39,6 +39,17 @@ def test_patch_writes_recovery_summary_and_figures(tmp_path: Path) -> None:
     assert str(tmp_path / "out" / "recovery.parquet") in made.stdout
 
 
+def test_the_papers_preset_from_the_command_line(tmp_path: Path) -> None:
+    made = kvinterp("patch", MODEL, "--preset", "paper", "--out", tmp_path / "out", "--controls", "none", *QUICK)
+    assert made.exit_code == 0, made.output
+    table = pd.read_parquet(tmp_path / "out" / "recovery.parquet")
+    assert set(table["sweep"]) == {"single", "cumulative"}
+    assert set(table["site"]) == {"resid_post"}
+    assert set(table["step_set"]) == {"first"}
+    assert set(table["protocol"]) == {"free"}
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["provenance"]["max_new_tokens"] == 32
+
+
 def test_decompose_writes_its_split(tmp_path: Path) -> None:
     made = kvinterp("decompose", MODEL, "--out", tmp_path / "out", *QUICK)
     assert made.exit_code == 0, made.output
@@ -59,6 +70,7 @@ def test_decompose_writes_its_split(tmp_path: Path) -> None:
         (("patch", MODEL, "--sweep", "singel"), "did you mean 'single'"),
         (("patch", MODEL, "--direction", "into"), "direction='into' was given"),
         (("patch", MODEL, "--steps", "last"), "'last'"),
+        (("patch", MODEL, "--preset", "papr"), "unknown preset 'papr': did you mean 'paper'"),
         (("patch", MODEL, "--distance", "js"), "distance='js' was given"),
         (("patch", MODEL, "--site", "pattern"), "pattern"),
         (("decompose", "zoo:nothing"), "unknown zoo model 'nothing'"),

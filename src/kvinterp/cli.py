@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvinterp._version import __version__
-from kvinterp.errors import InputError, KvinterpError
+from kvinterp.errors import InputError, KvinterpError, unknown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -191,6 +191,10 @@ def patch_command(
     steps: Annotated[str, typer.Option(help="every or first.")] = "every",
     protocol: Annotated[str, typer.Option(help="matched or free.")] = "matched",
     distance: Annotated[str, typer.Option(help="kl, l2 or margin.")] = "kl",
+    examples: Annotated[int | None, typer.Option(help="Patch only so many prompts, those of the highest KL.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="paper or matched: sets site, sweep, direction, steps, protocol and examples.")
+    ] = None,
     prompts: Prompts = "arithmetic:6",
     kind: Kind = "native",
     dtype: Dtype = "float16",
@@ -203,21 +207,24 @@ def patch_command(
     """Move tensors of one path into the other, one place at a time, and write how much of the difference each recovers."""
     from kvinterp.data import load_prompts
     from kvinterp.models import load_model
+    from kvinterp.patching import PRESETS
     from kvinterp.patching import sweep as run_sweep
 
     existing = _free(out, overwrite)
-    made = run_sweep(
-        load_model(model, kind=kind, dtype=dtype, device=device, attention=attention),
-        load_prompts(prompts),
-        site,
-        sweep,
-        direction=direction,
-        steps=steps,
-        protocol=protocol,
-        distance=distance,
-        max_new_tokens=max_new_tokens,
-        controls=controls,
-    )
+    if preset is not None and preset not in PRESETS:
+        raise unknown("preset", preset, PRESETS)
+    chosen = {
+        "site": site,
+        "over": sweep,
+        "direction": direction,
+        "steps": steps,
+        "protocol": protocol,
+        "max_new_tokens": max_new_tokens,
+        "examples": examples,
+        **(PRESETS[preset] if preset else {}),
+    }
+    adapter = load_model(model, kind=kind, dtype=dtype, device=device, attention=attention)
+    made = run_sweep(adapter, load_prompts(prompts), **chosen, distance=distance, controls=controls)
     from kvinterp.results import write_tables
     from kvinterp.views import save_sweep_figures
     from kvinterp.views.words import said_of_sweep

@@ -74,17 +74,6 @@ def test_what_does_not_depend_on_the_patch_is_run_once(model: Any) -> None:
 
 
 @pytest.mark.hooked
-@pytest.mark.parametrize("case", [Case("zoo:mistral-mini", "bridge"), Case("zoo:gemma2-mini", "hooked")], ids=str)
-@pytest.mark.parametrize(("site", "direction"), [("resid_post", "into-recompute"), ("kv", "into-cached")])
-def test_it_answers_within_a_second(load: Any, case: Case, site: str, direction: str) -> None:
-    """With nothing remembered, over the panel's own number of steps; the best of three, for the machine is not ours."""
-    model = load(case, "float16")
-    prompt = kv.load_prompts("arithmetic:2")[1]
-    seconds = [PatchBench(model).ask(prompt, site, 1, direction=direction).seconds for _ in range(3)]
-    assert min(seconds) < 1, seconds
-
-
-@pytest.mark.hooked
 def test_the_last_residual_gives_the_donors_logits(model: Any) -> None:
     """At the last layer nothing follows but the unembedding, which is what the control calls the floor."""
     answer = PatchBench(model, STEPS).ask(PROMPT, "resid_post", model.facts.layers - 1)

@@ -74,7 +74,7 @@ def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
     else:
         lines.append(f"Most is recovered by {what} at {place}: {median} {best['median']:.1%} {over}.")
     if summary["floor"] is not None:
-        lines.append(f"With every block's output patched {number(summary['floor'])} is left: the unembedding's own share.")
+        lines.append(f"Floor: with the last residual patched {number(summary['floor'])} is left, the unembedding's own share.")
     return lines
 
 
