@@ -85,7 +85,7 @@ def root_cause(
 
     Returns:
         The tables accumulation, propagation, kv_write, flips, correlations, ladder and gqa (each with a column ``model``
-        where it has one), and the provenance of each model.
+        where it has one; correlations have ``all`` beside each model), and the provenance of each model.
     """
     tell, keep = progress or (lambda _: None), keep or (lambda _, make: make())
     adapters = [wrap(model) for model in models]
@@ -113,6 +113,11 @@ def root_cause(
             examples = keep(f"flips-{number}-{turn}", look)
             for what, table in (("flips", examples), ("correlations", _correlations(examples))):
                 parts.setdefault(what, []).append(table.assign(model=name, kernels=kernels, strategy=strategy))
+    if len(adapters) > 1:
+        pooled = pd.concat(parts["flips"], ignore_index=True)
+        for (kernels, strategy), group in pooled.groupby(["kernels", "strategy"], sort=False):
+            table = _correlations(group).assign(model="all", kernels=kernels, strategy=strategy)
+            parts["correlations"].append(table)
     tell("grouped-query attention")
     alike = [a for a in adapters if a.facts.width == adapters[0].facts.width and not any(a.facts.windows)]
     parts["gqa"] = [gqa_spread(alike, [encode(alike[0], prompt, 1) for prompt in prompts[:4]])] if alike else []

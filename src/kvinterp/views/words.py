@@ -74,7 +74,9 @@ def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
     else:
         lines.append(f"Most is recovered by {what} at {place}: {median} {best['median']:.1%} {over}.")
     if summary["floor"] is not None:
-        lines.append(f"Floor: with the last residual patched {number(summary['floor'])} is left, the unembedding's own share.")
+        lines.append(
+            f"Floor: with the last residual patched {number(summary['floor'])} is left, the unembedding's own share."
+        )
     return lines
 
 
@@ -137,6 +139,9 @@ def said_of_root_cause(tables: Mapping[str, pd.DataFrame]) -> list[str]:
     return lines
 
 
+_AGAINST = {"mean_kl": "free", "mean_kl_before_flip": "earlier", "matched_mean_kl": "matched"}
+
+
 def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]:
     lines = []
     for (strategy, kernels), group in flips.groupby(["strategy", "kernels"], sort=False):
@@ -149,11 +154,12 @@ def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]
                 f"{number(flipped['matched_mean_kl'].mean())} matched"
             )
         known = correlations[(correlations["strategy"] == strategy) & (correlations["kernels"] == kernels)]
-        known = known.dropna(subset=["pearson"]).set_index(["against", "model"])["pearson"]
-        for against, name in (("mean_kl", "free"), ("matched_mean_kl", "matched")):
-            found = known.loc[against] if against in known.index.get_level_values(0) else []
-            if len(found):
-                said += f"; Pearson of flip step and {name} KL {between(list(found))}"
+        known = known.dropna(subset=["pearson"])
+        whole = known[known["model"] == "all"]
+        for row in (whole if len(whole) else known).to_dict("records"):
+            if row["against"] in _AGAINST:
+                name = _AGAINST[row["against"]]
+                said += f"; Pearson of flip step and {name} KL {row['pearson']:.2f} (p {row['pearson_p']:.1g})"
         lines.append(said + ".")
     return lines
 
