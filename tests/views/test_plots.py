@@ -110,7 +110,9 @@ def test_titles_say_where_the_difference_is() -> None:
     medians = usual.layers[usual.layers["step"] > 0].groupby("layer")["relative_l2"].median()
     expected = f"At the median the difference begins at layer 1; at the last it is {short(medians.iloc[-1])}"
     assert _title(figure_of(draw_drift, {"": usual}, (5.6, 3.7))) == expected
-    assert _title(figure_of(draw_kv, {"": usual}, (5.6, 3.9))).startswith("This prompt's K and V are exactly equal, decoded")
+    assert _title(figure_of(draw_kv, {"": usual}, (5.6, 3.9))).startswith(
+        "This prompt's K and V are exactly equal, decoded"
+    )
 
 
 def test_the_first_flip_is_marked_where_it_happens() -> None:
