@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.made
 TL4 := .venv-tl4
+WORKERS ?= 2
 
 .PHONY: demo test test-tl4 check bench figures zoo clean env
 
@@ -20,11 +21,11 @@ demo: $(STAMP)
 	$(BIN)/kvinterp demo --out demo --overwrite
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 # The same package with TransformerLens 4, which has no HookedTransformer.
 test-tl4: $(TL4)/.made
-	PYTHONPATH=$(TL4) $(BIN)/python -m pytest -m "not hooked" tests/contracts/test_laws.py tests/test_spine.py
+	PYTHONPATH=$(TL4) $(BIN)/python -m pytest -n $(WORKERS) -m "not hooked" tests/contracts/test_laws.py tests/test_spine.py
 
 $(TL4)/.made: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TL4) transformer-lens==4.3.0
