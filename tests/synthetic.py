@@ -133,4 +133,5 @@ def _example(
     grid = grid[grid["position"] < prompt + grid["step"]]
     error = noise[grid["step"]] * grid["layer"].to_numpy() * (grid["position"] >= prompt).to_numpy()
     kv = grid.assign(example=example, relative_error=error, ulp_mean=error * 1e3, ulp_max=error * 1e4)
-    return frame, pd.DataFrame([row]), residual, pattern, kv
+    inside = [table.assign(after_flip=after[table["step"]]) for table in (residual, pattern, kv)]
+    return frame, pd.DataFrame([row]), *inside

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,8 @@ import pytest
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
-from kvinterp.results import TABLES, ResultFolder, load_result
+from kvinterp.files import Lock, Record, write_whole
+from kvinterp.results import TABLES, Parts, ResultFolder, check_free, load_result, write_tables
 from synthetic import comparison, failed, prompts
 
 SETTINGS = {"model": "zoo:mistral-mini", "dtype": "float16", "made_with": {"threads": 1}}
@@ -44,7 +49,7 @@ def test_finished_result_is_the_joined_parts_and_leaves_nothing_else(tmp_path: P
     whole = comparison((0, 1, 2, 3))
     same({name: getattr(whole, name) for name in TABLES}, tables(tmp_path / "out"))
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
-        ["summary.json", "prompts.jsonl", *(f"{name}.parquet" for name in TABLES)]
+        [".kvinterp.json", "summary.json", "prompts.jsonl", *(f"{name}.parquet" for name in TABLES)]
     )
 
 
@@ -258,3 +263,165 @@ def test_only_failures_still_make_a_result(tmp_path: Path) -> None:
     assert isinstance(load_result(tmp_path).comparison, Comparison)
     assert done.summary["mean_kl"] is None
     assert done.summary["counts"]["failed"] == 1
+
+
+# Whose files they are ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("existing", ["error", "overwrite", "use"])
+@pytest.mark.parametrize("name", ["prompts.jsonl", "report.html", "steps.parquet", "figures/kl_by_step.png", ".parts/mine"])
+def test_a_file_kvinterp_did_not_write_is_refused_before_anything_happens(tmp_path: Path, name: str, existing: str) -> None:
+    """A user's DIR/prompts.jsonl given with --out DIR was rewritten, and deleted where the run was cut off early."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=r"which kvinterp did not write.*choose another folder with --out"):
+        folder(tmp_path, existing=existing)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_overwriting_removes_what_was_written_and_nothing_else(tmp_path: Path) -> None:
+    """--overwrite removed the whole figures folder, the user's own figures in it too."""
+    filled(tmp_path).close()
+    write_whole(tmp_path / "figures" / "kl_by_step.png", b"drawn")
+    write_whole(tmp_path / "report.html", "told")
+    for name in ("figures/mine.png", "notes.txt", "heads.parquet.mine"):
+        (tmp_path / name).write_text("mine")
+    assert folder(tmp_path, existing="overwrite").done() == frozenset()
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left - {".kvinterp.json", ".kvinterp.lock", ".parts/settings.json", "prompts.jsonl"} == {
+        "figures/mine.png", "notes.txt", "heads.parquet.mine",
+    }  # fmt: skip
+
+
+def test_a_file_changed_by_the_user_is_theirs(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "edited"}')
+    with pytest.raises(InputError, match=r"'prompts.jsonl', which kvinterp did not write or which was changed since"):
+        folder(tmp_path, existing="overwrite")
+    assert (tmp_path / "summary.json").exists()
+
+
+def test_prompts_outlive_an_overwriting_run_that_finished_nothing(tmp_path: Path) -> None:
+    """The folder's prompts.jsonl may be the only copy of the prompts that the run itself was given."""
+    filled(tmp_path).close()
+    assert folder(tmp_path, existing="overwrite").close("interrupted") is None
+    assert (tmp_path / "prompts.jsonl").exists()
+
+
+def test_a_figure_that_says_kvinterp_drew_it_may_be_replaced(tmp_path: Path) -> None:
+    """Figures saved beside a result are in no record; they carry the mark in their text fields."""
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "recovery.png").write_bytes(b"\x89PNG....tEXtSoftware\0kvinterp....")
+    check_free(tmp_path)
+    (tmp_path / "figures" / "recovery.png").write_bytes(b"\x89PNG....tEXtSoftware\0Matplotlib....")
+    with pytest.raises(InputError, match=r"figures/recovery.png"):
+        check_free(tmp_path)
+
+
+def test_tables_replace_their_own_and_no_others(tmp_path: Path) -> None:
+    tables = {"recovery": pd.DataFrame({"x": [1]})}
+    write_tables(tmp_path / "own", tables, {})
+    write_tables(tmp_path / "own", tables, {}, "overwrite")
+    (tmp_path / "recovery.parquet").write_text("mine")
+    with pytest.raises(InputError, match=r"recovery\.parquet"):
+        write_tables(tmp_path, tables, {}, "overwrite")
+    assert [path.name for path in tmp_path.iterdir()].count("summary.json") == 0
+
+
+def test_the_record_knows_a_file_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between the record and the file: the file that was there stays kvinterp's, and so would the new one."""
+    record = Record(tmp_path)
+    record.open()
+    write_whole(tmp_path / "a.txt", "old")
+    with monkeypatch.context() as patch:
+        replace = os.replace
+        patch.setattr(os, "replace", lambda a, b: replace(a, b) if b.name != "a.txt" else pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception):
+            write_whole(tmp_path / "a.txt", "new")
+    assert (tmp_path / "a.txt").read_text() == "old"
+    assert record.foreign(["a.txt"]) == []
+    (tmp_path / "a.txt").write_text("new")
+    assert record.foreign(["a.txt"]) == []
+
+
+@pytest.mark.parametrize("name", ["a\0b", "y" * 400])
+def test_a_name_no_folder_can_have_is_one_sentence(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="cannot be written"):
+        folder(tmp_path / name)
+    with pytest.raises(InputError, match="cannot be written"):
+        check_free(tmp_path / name)
+
+
+# Two at once -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    """Two processes in one folder wrote each other's parts; the second one failed with a raw error."""
+    code = "import sys, pathlib, kvinterp.files as f; f.Lock(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdout.readline()
+    with pytest.raises(InputError, match=rf"being written by another process \({other.pid} "):
+        folder(tmp_path)
+    assert not (tmp_path / "prompts.jsonl").exists()
+    other.kill()
+    other.wait()
+    made = folder(tmp_path)
+    made.close("interrupted")
+    assert not (tmp_path / ".kvinterp.lock").exists()
+
+
+def test_an_interrupted_lock_without_a_name_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / ".kvinterp.lock").write_text("")
+    with pytest.raises(InputError, match=r"remove .*kvinterp.lock' where that process is gone"):
+        Lock(tmp_path)
+
+
+# Parts that something happened to --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["null", "{}", "[]", "{{{"])
+def test_a_part_without_its_about_is_made_again(tmp_path: Path, content: str) -> None:
+    made = filled(tmp_path, (0, 1))
+    (tmp_path / ".parts" / "part-00000001-1" / "about.json").write_text(content)
+    assert made.done() == {0}
+
+
+@pytest.mark.parametrize("table", ["steps", "examples", "layers", "failures"])
+def test_a_part_without_its_columns_is_made_again(tmp_path: Path, table: str) -> None:
+    made = filled(tmp_path, (0, 1))
+    pd.DataFrame({"x": [1]}).to_parquet(tmp_path / ".parts" / "part-00000001-1" / f"{table}.parquet")
+    assert made.done() == {0}
+
+
+def test_parts_that_overlap_never_duplicate_a_row(tmp_path: Path) -> None:
+    filled(tmp_path / "whole").close()
+    made = filled(tmp_path / "cut", (0, 1))
+    shutil.copytree(tmp_path / "cut/.parts/part-00000000-1", tmp_path / "cut/.parts/part-00000000-2")
+    (tmp_path / "cut/.parts/part-x").touch()
+    again = folder(tmp_path / "cut")
+    assert again.done() == {0, 1}
+    made.add(comparison((2, 3)))
+    again.close()
+    same(tables(tmp_path / "whole"), tables(tmp_path / "cut"))
+
+
+def test_unreadable_settings_are_one_sentence(tmp_path: Path) -> None:
+    filled(tmp_path, (0,))
+    (tmp_path / ".parts" / "settings.json").write_text("{{{")
+    with pytest.raises(InputError, match=r"an unfinished run whose settings cannot be read: choose .*--overwrite") as error:
+        folder(tmp_path)
+    assert "\n" not in str(error.value)
+    assert folder(tmp_path, existing="overwrite").done() == frozenset()
+
+
+def test_a_kept_table_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, {"a": 1})
+    parts.made("one", lambda: pd.DataFrame({"x": [1]}))
+    (tmp_path / ".parts" / "one.parquet").write_bytes(b"")
+    assert Parts(tmp_path, {"a": 1}).made("one", lambda: pd.DataFrame({"x": [2]}))["x"].tolist() == [2]
+    parts.clear()
+    assert list(tmp_path.iterdir()) == []

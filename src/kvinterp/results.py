@@ -3,7 +3,7 @@
 Each finished batch is a part: a folder of tables that appears under ``DIR/.parts`` by one rename, so that it is there
 whole or not at all. At the end the parts are merged into the tables and ``summary.json``, each written beside its place
 and then renamed into it. A run that was killed is taken up again from its parts by the same command, and gives the table
-that one uninterrupted run would have given.
+that one uninterrupted run would have given. What kvinterp did not write is neither replaced nor removed (``files.py``).
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import math
-import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from kvinterp.comparison import PARTS, TABLES, Comparison
+from kvinterp.comparison import COLUMNS, PARTS, TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError, unknown
+from kvinterp.files import Lock, Record, read_json, refuse_foreign, replaced, told, whole, write_whole
 
 __all__ = [
     "EXISTING",
@@ -33,7 +33,9 @@ __all__ = [
     "Parts",
     "Result",
     "ResultFolder",
+    "awaits_report",
     "check_free",
+    "check_names",
     "load_result",
     "strict_json",
     "write_tables",
@@ -45,6 +47,12 @@ EXISTING = {
     "overwrite": "what kvinterp wrote there before is removed first",
     "use": "a finished result with the same settings is read instead of computed again",
 }
+NAMES = ("summary.json", "report.html", "prompts.jsonl", *(f"{table}.parquet" for table in TABLES))
+"""What a finished comparison consists of, beside its figures."""
+FIGURES = re.compile(
+    r"(kl_by_step|drift_by_layer|attention_by_head|kv_by_position|precision_ladder|recovery|decomposition|root_cause).*\.png"
+)
+"""The names of every figure that goes into a result's folder, under ``figures``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,24 +73,68 @@ class Result:
 
 
 _ADVICE = "choose another folder with --out, or pass --overwrite."
+_MOVE = "choose another folder with --out, or move it away."
 
 
-def check_free(path: str | Path, existing: str = "error", last: str = "summary.json") -> None:
-    """Raises where a finished result is in the way: asked before anything slow, such as loading a model, begins.
+def check_free(
+    path: str | Path, existing: str = "error", last: str = "summary.json", names: Iterable[str] = ("summary.json",)
+) -> None:
+    """Raises where something is in the way: asked before anything slow, such as loading a model, begins.
 
     Args:
         path: The folder to be written.
         existing: What to do about what is already there, see :data:`EXISTING`.
         last: The file that a finished result has.
+        names: The files that will be written, beside figures.
 
     Raises:
-        InputError: It holds a finished result, and ``existing`` is ``"error"``.
+        InputError: It holds a finished result, and ``existing`` is ``"error"``; or a file that kvinterp did not write.
     """
     if existing not in EXISTING:
         raise unknown("way to treat an existing result", existing, EXISTING)
     folder = Path(path)
-    if existing == "error" and (folder / last).exists() and not any(folder.glob(".parts/part-*")):
-        raise InputError(f"folder {str(folder)!r} already holds a result: {_ADVICE}")
+    with told(folder):
+        with contextlib.suppress(FileNotFoundError):
+            folder.lstat()
+        finished = (folder / last).exists() and not _part_folders(folder / ".parts")
+        if existing == "error" and finished:
+            raise InputError(f"folder {str(folder)!r} already holds a result: {_ADVICE}")
+        if last == "summary.json" and not (existing == "use" and finished):
+            check_names(folder, names)
+
+
+def check_names(folder: Path, names: Iterable[str]) -> None:
+    """Raises where a file that kvinterp did not write has one of these names, or that of a figure.
+
+    Args:
+        folder: The folder to be written.
+        names: The files that will be written, beside figures.
+
+    Raises:
+        InputError: There is such a file.
+    """
+    drawn = sorted(f"figures/{path.name}" for path in folder.glob("figures/*.png") if FIGURES.fullmatch(path.name))
+    refuse_foreign(Record(folder), [*names, *drawn])
+    parts = folder / ".parts"
+    if parts.is_symlink() or (parts.exists() and not _is_ours(parts)):
+        raise InputError(f"folder {str(folder)!r} holds '.parts', which kvinterp did not write: {_MOVE}")
+
+
+def awaits_report(path: str | Path, settings: Mapping[str, Any]) -> bool:
+    """Whether a folder holds a finished result of these settings without its report: it was cut off between the two.
+
+    Args:
+        path: The folder.
+        settings: Some of the result's settings.
+    """
+    with told(Path(path)):
+        if (Path(path) / "report.html").exists():
+            return False
+        summary = read_json(Path(path) / "summary.json") or {}
+    held = summary.get("settings")
+    if summary.get("interrupted") is not False or not isinstance(held, dict):
+        return False
+    return all(held.get(name) == value for name, value in json.loads(strict_json(settings)).items())
 
 
 class ResultFolder:
@@ -102,25 +154,50 @@ class ResultFolder:
     def __init__(
         self, path: str | Path, settings: Mapping[str, Any], prompts: Sequence[Prompt], existing: str = "error"
     ) -> None:
-        check_free(path, existing)
+        check_free(path, existing, names=NAMES)
         self.path, self.prompts = Path(path), list(prompts)
-        lines = _prompt_lines(self.prompts)
-        digest = hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
-        whole = {**settings, "prompts": {"count": len(self.prompts), "blake2": digest}}
-        self.settings: dict[str, Any] = json.loads(json.dumps(whole))
-        self._parts = self.path / ".parts"
-        with _told(self.path):
-            self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-            self.path.mkdir(parents=True, exist_ok=True)
-            if existing == "overwrite":
-                self._clear()
-            self.finished = self._adopt()
+        self._lines = _prompt_lines(self.prompts)
+        digest = hashlib.blake2b(self._lines.encode(), digest_size=8).hexdigest()
+        chosen = {**settings, "prompts": {"count": len(self.prompts), "blake2": digest}}
+        self.settings: dict[str, Any] = json.loads(json.dumps(chosen))
+        self._parts, self._record = self.path / ".parts", Record(self.path)
+        self._lock: Lock | None = None
+        with told(self.path):
+            self.finished = existing != "overwrite" and self._adopt()
             if not self.finished:
-                self._parts.mkdir(exist_ok=True)
-                for left in self._parts.glob(".*.partial"):
-                    shutil.rmtree(left, ignore_errors=True)
-                write_whole(self._parts / "settings.json", json.dumps(self.settings, indent=1))
-                write_whole(self.path / "prompts.jsonl", lines)
+                self._begin(existing)
+
+    def _begin(self, existing: str) -> None:
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(self.path)
+        try:
+            # Asked again: until now another process may have been at work here.
+            check_free(self.path, existing, names=NAMES)
+            if existing == "overwrite":
+                # The prompts stay until others take their place: they may be the only copy.
+                self._record.remove(keep=("prompts.jsonl",))
+                _remove_parts(self._parts)
+            elif self._adopt():
+                self.finished = True
+                self.release()
+                return
+            self._before = self._record.names()
+            self._record.open()
+            self._parts.mkdir(exist_ok=True)
+            for left in [*self._parts.glob(".*.partial"), self.path / ".parts-merged"]:
+                shutil.rmtree(left, ignore_errors=True)
+            with replaced(self._parts / "settings.json") as partial:
+                partial.write_text(json.dumps(self.settings, indent=1), encoding="utf-8")
+            write_whole(self.path / "prompts.jsonl", self._lines)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Lets other processes write here; what is finished stays."""
+        if self._lock is not None:
+            self._lock.release()
 
     def done(self) -> frozenset[int]:
         """The numbers of the examples that need not be run again, failed ones too."""
@@ -134,7 +211,7 @@ class ResultFolder:
             InputError: It cannot be written, for instance because the disk is full.
         """
         numbers = sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]})
-        with _told(self.path):
+        with told(self.path):
             partial = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=self._parts))
             for name in PARTS:
                 getattr(part, name).to_parquet(partial / f"{name}.parquet", index=False)
@@ -161,11 +238,11 @@ class ResultFolder:
         merged = Comparison.joined(parts)
         ordered = {n: getattr(merged, n).sort_values("example", kind="stable", ignore_index=True) for n in PARTS}
         comparison = dataclasses.replace(merged, **ordered)
-        with _told(self.path):
+        with told(self.path):
             for name in TABLES:
                 frame: pd.DataFrame = getattr(comparison, name)
                 frame.attrs = comparison.about
-                with _whole(self.path / f"{name}.parquet") as partial:
+                with whole(self.path / f"{name}.parquet") as partial:
                     frame.to_parquet(partial, index=False)
             summary = _summary(comparison, self.settings, ending)
             write_whole(self.path / "summary.json", json.dumps(summary, indent=1, allow_nan=False))
@@ -173,52 +250,89 @@ class ResultFolder:
                 # Renamed first: a removal that is cut off must not leave some of the parts looking like a run's.
                 self._parts.rename(self.path / ".parts-merged")
                 shutil.rmtree(self.path / ".parts-merged")
+        self.release()
         return Result(self.path, comparison, self.prompts, summary)
 
     def _adopt(self) -> bool:
         """Whether the folder holds this very result, finished; raises where it holds another."""
-        shutil.rmtree(self.path / ".parts-merged", ignore_errors=True)
-        if self._part_folders():
-            self._check(_read_json(self._parts / "settings.json"), "an unfinished run")
+        if _part_folders(self._parts):
+            self._check(read_json(self._parts / "settings.json"), "an unfinished run")
             return False
-        summary = _read_json(self.path / "summary.json")
+        summary = read_json(self.path / "summary.json")
         if summary is None:
             return False
         self._check(summary.get("settings"), "a result")
         return not summary.get("interrupted")
 
-    def _check(self, held: dict[str, Any] | None, what: str) -> None:
-        unlike = _differences(held or {}, self.settings)
+    def _check(self, held: Any, what: str) -> None:
+        if not isinstance(held, dict):
+            raise InputError(f"folder {str(self.path)!r} holds {what} whose settings cannot be read: {_ADVICE}")
+        unlike = _differences(held, self.settings)
         if unlike:
             raise InputError(f"folder {str(self.path)!r} holds {what} made with other settings ({unlike}): {_ADVICE}")
 
-    def _part_folders(self) -> list[Path]:
-        return sorted(self._parts.glob("part-*"))
-
     def _read_parts(self) -> list[Comparison]:
-        parts = []
-        for folder in self._part_folders():
-            try:
-                tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in PARTS}
-                parts.append(Comparison(**tables, about=json.loads((folder / "about.json").read_text(encoding="utf-8"))))
-            except (OSError, ValueError):
-                # A power cut can lose what a rename already promised; what cannot be read is computed again.
+        parts: list[Comparison] = []
+        seen: set[int] = set()
+        for folder in _part_folders(self._parts):
+            part = _read_part(folder)
+            numbers = set() if part is None else _numbers(part)
+            if part is None or not numbers or numbers & seen or not numbers <= set(range(len(self.prompts))):
+                # A power cut can lose what a rename already promised; what cannot be used is computed again.
                 shutil.rmtree(folder, ignore_errors=True)
+                continue
+            seen |= numbers
+            parts.append(part)
         return parts
-
-    def _clear(self) -> None:
-        for name in (".parts", ".parts-merged", "figures"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
-        for name in ("summary.json", "report.html", "prompts.jsonl", *(f"{table}.parquet" for table in TABLES)):
-            (self.path / name).unlink(missing_ok=True)
 
     def _withdraw(self) -> None:
         shutil.rmtree(self._parts, ignore_errors=True)
         if not (self.path / "summary.json").exists():
-            (self.path / "prompts.jsonl").unlink(missing_ok=True)
+            with told(self.path):
+                self._record.remove(keep=self._before)
+        self.release()
         for folder in self._made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+_PART = re.compile(r"part-\d{8,}-\d+")
+
+
+def _part_folders(parts: Path) -> list[Path]:
+    return sorted(path for path in parts.glob("part-*") if _PART.fullmatch(path.name) and path.is_dir())
+
+
+def _is_ours(parts: Path) -> bool:
+    if not parts.is_dir():
+        return False
+    return (parts / "settings.json").exists() or all(path.name.endswith(".partial") for path in parts.iterdir())
+
+
+def _remove_parts(parts: Path) -> None:
+    for folder in (parts, parts.with_name(".parts-merged")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _numbers(part: Comparison) -> set[int]:
+    return {int(n) for frame in (part.examples, part.failures) for n in frame["example"]}
+
+
+def _read_part(folder: Path) -> Comparison | None:
+    """What one part holds, None where it is not a whole one."""
+    about = read_json(folder / "about.json")
+    if about is None or not {"paths", "protocol", "strategy"} <= set(about):
+        return None
+    try:
+        tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in PARTS}
+        if any(not set(COLUMNS[name]) <= set(frame.columns) for name, frame in tables.items()):
+            return None
+        part = Comparison(**tables, about=about)
+        numbers = [int(n) for name in ("examples", "failures") for n in tables[name]["example"]]
+        theirs = {int(n) for frame in tables.values() for n in frame["example"].unique()}
+        return part if len(numbers) == len(set(numbers)) and theirs <= set(numbers) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def load_result(folder: str | Path) -> Result:
@@ -228,7 +342,8 @@ def load_result(folder: str | Path) -> Result:
         InputError: The folder holds none that can be read.
     """
     path = Path(folder)
-    summary = _read_json(path / "summary.json")
+    with told(path):
+        summary = read_json(path / "summary.json")
     if summary is None:
         raise InputError(f"folder {str(path)!r} holds no readable summary.json: give a folder that kvinterp wrote.")
     try:
@@ -236,7 +351,7 @@ def load_result(folder: str | Path) -> Result:
         failures = pd.DataFrame(summary["failures"], columns=["example", "id", "message"])
         comparison = Comparison(**tables, failures=failures, about=summary["provenance"])
         return Result(path, comparison, load_prompts(path / "prompts.jsonl"), summary)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"folder {str(path)!r} holds no readable result ({error}): make it again.") from error
 
 
@@ -254,11 +369,12 @@ def write_tables(
     Raises:
         InputError: The folder holds a result and may not be overwritten, or cannot be written.
     """
-    check_free(path, existing)
-    for name, table in tables.items():
-        buffer = io.BytesIO()
-        table.to_parquet(buffer, index=False)
-        write_whole(path / f"{name}.parquet", buffer.getvalue())
+    check_free(path, existing, names=[*(f"{name}.parquet" for name in tables), "summary.json"])
+    Record(path).open()
+    with told(path):
+        for name, table in tables.items():
+            with whole(path / f"{name}.parquet") as partial:
+                table.to_parquet(partial, index=False)
     write_whole(path / "summary.json", strict_json(summary) + "\n")
     return [*(path / f"{name}.parquet" for name in tables), path / "summary.json"]
 
@@ -278,29 +394,38 @@ class Parts:
     def __init__(self, path: Path, settings: Mapping[str, Any], existing: str = "error") -> None:
         self.folder = path / ".parts"
         wanted = json.loads(strict_json(settings))
-        held = _read_json(self.folder / "settings.json")
-        if held is not None and held != wanted and existing == "error":
-            raise InputError(
-                f"folder {str(path)!r} holds an unfinished result made with other settings ({_differences(held, wanted)}): "
-                f"{_ADVICE}"
-            )
-        if held != wanted:
-            self.clear()
-            write_whole(self.folder / "settings.json", strict_json(wanted))
+        with told(path):
+            check_names(path, ())
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = Lock(path)
+            held = read_json(self.folder / "settings.json")
+            if held is not None and held != wanted and existing == "error":
+                self._lock.release()
+                raise InputError(
+                    f"folder {str(path)!r} holds an unfinished result made with other settings "
+                    f"({_differences(held, wanted)}): {_ADVICE}"
+                )
+            if held != wanted:
+                _remove_parts(self.folder)
+                with replaced(self.folder / "settings.json") as partial:
+                    partial.write_text(strict_json(wanted), encoding="utf-8")
 
     def made(self, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
         """The table of this name: read if it is there, else made and kept."""
         file = self.folder / f"{name}.parquet"
         if file.is_file():
-            return pd.read_parquet(file)
-        table, buffer = make(), io.BytesIO()
-        table.to_parquet(buffer, index=False)
-        write_whole(file, buffer.getvalue())
+            # One that cannot be read is made again.
+            with contextlib.suppress(OSError, ValueError):
+                return pd.read_parquet(file)
+        table = make()
+        with told(self.folder), replaced(file) as partial:
+            table.to_parquet(partial, index=False)
         return table
 
     def clear(self) -> None:
         """Removes them: the result is whole."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove_parts(self.folder)
+        self._lock.release()
 
 
 def strict_json(value: Any) -> str:
@@ -316,37 +441,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file so that it is there whole or not at all; its folder is made.
-
-    Raises:
-        InputError: It cannot be written.
-    """
-    with _told(path.parent), _whole(path) as partial:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-
-
-@contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(f"folder {str(path)!r} cannot be written ({reason}): choose another with --out.") from error
 
 
 def _summary(comparison: Comparison, settings: dict[str, Any], ending: str) -> dict[str, Any]:
@@ -373,14 +467,6 @@ def _prompt_lines(prompts: Sequence[Prompt]) -> str:
         text = fields.pop("text")
         rows.append({"id": fields.pop("id"), "prompt": text, **{k: v for k, v in fields.items() if v}})
     return "".join(json.dumps(row, default=dict) + "\n" for row in rows)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return read if isinstance(read, dict) else None
 
 
 def _differences(held: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:

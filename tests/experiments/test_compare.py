@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +122,33 @@ def test_a_finished_result_is_read_where_that_is_asked(whole: Path) -> None:
     assert result.summary == load_result(whole).summary
 
 
-def test_a_finished_result_is_refused_before_the_model_is_loaded(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_result_is_refused_before_the_model_is_loaded(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvinterp.experiments.compare.load_model", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(InputError, match="already holds a result"):
-        SMALL.run(whole)
+        dataclasses.replace(SMALL, seed=6).run(whole)
+    shutil.copytree(whole, tmp_path / "told")
+    (tmp_path / "told" / "report.html").write_text("the report")
+    with pytest.raises(InputError, match="already holds a result"):
+        SMALL.run(tmp_path / "told")
+
+
+def test_cut_off_before_its_report_it_is_read_and_not_made_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off between tables and report, the same command said "already holds a result", and there was never a report."""
+    monkeypatch.setattr("kvinterp.experiments.compare.compare", lambda *_, **__: pytest.fail("it was made again"))
+    (result,) = SMALL.run(whole, progress="none")
+    assert result.summary == load_result(whole).summary
+
+
+def test_a_prompt_file_in_the_folder_itself_is_left_alone(tmp_path: Path) -> None:
+    """It was rewritten, and deleted where the run was cut off or refused before its first prompt was done."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id": "q1", "prompt": "2+2?", "source": "mine"}\n')
+    with pytest.raises(InputError, match=r"holds 'prompts.jsonl', which kvinterp did not write"):
+        dataclasses.replace(SMALL, prompts=str(file), max_new_tokens=0).run(tmp_path, progress="none")
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+    assert "mine" in file.read_text()
 
 
 def test_unasked_it_records_what_the_model_can_give(whole: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

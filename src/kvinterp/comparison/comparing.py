@@ -30,7 +30,7 @@ from kvinterp.recording import Trace, Watch, chosen_layers
 
 log = logging.getLogger("kvinterp")
 
-__all__ = ["PARTS", "PROTOCOLS", "TABLES", "Comparison", "Origin", "compare", "compare_traces"]
+__all__ = ["COLUMNS", "PARTS", "PROTOCOLS", "TABLES", "Comparison", "Origin", "compare", "compare_traces"]
 
 PROTOCOLS = {
     "matched": "both paths are fed the same tokens at every step: the difference is numerical only",
@@ -39,6 +39,12 @@ PROTOCOLS = {
 TABLES = ("steps", "examples", "layers", "heads", "kv")
 PARTS = (*TABLES, "failures")
 """The tables of a comparison, and with them the list of what could not be compared."""
+COLUMNS: dict[str, tuple[str, ...]] = {
+    **Differences.columns(),
+    "examples": ("example", "id", "prompt_tokens", "steps", "flip_index", "token_divergence", "mean_kl"),
+    "failures": ("example", "id", "message"),
+}
+"""The columns without which a table is not one of a comparison."""
 COMPARED = (*RESIDUAL_SITES, "pattern", *CACHE_SITES)
 
 
@@ -72,10 +78,10 @@ class Comparison:
         steps: One row an example and step: token_a, token_b, kl, js, max_abs_logit, rms_logit, top1_agree, margin_a,
             margin_b (logits), top_probability_difference, flipped, after_flip.
         examples: One row an example: flip_index, token_divergence, mean_kl, mean_kl_before_flip, mean_kl_after_flip.
-        layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance.
-        heads: One row an example, step, layer and query head: kl of the attention pattern.
+        layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance, after_flip.
+        heads: One row an example, step, layer and query head: kl of the attention pattern, after_flip.
         kv: One row an example, step, tensor (K or V), layer, KV head and absolute position: relative_error, ulp_mean,
-            ulp_max.
+            ulp_max, after_flip.
         failures: Examples left out because NaN or Inf appeared: example, id, message.
         about: Paths, protocol, strategy and provenance.
         origin: Model and prompts, where it was made in this process; None where it was read from disk.
@@ -350,6 +356,7 @@ class _Pair:
         )
         a, b = (np.asarray(chosen[side][row][:count]) for side in (0, 1))
         steps = _with_tokens(steps, a, b)
+        layers, heads, kv = (_with_flip(frame, steps) for frame in (layers, heads, kv))
         texts = {f"text_{side}": self.adapter.decode(tokens.tolist()) for side, tokens in (("a", a), ("b", b))}
         examples = pd.DataFrame([_example_row(example, name, len(prompt), steps, texts)])
         return Comparison(steps, examples, layers, heads, kv, _no_failures(), self.about)
@@ -392,8 +399,9 @@ def compare_traces(a: Trace, b: Trace) -> Comparison:
         "strategy": a.provenance.get("strategy", "unknown"),
         "provenance_b": b.provenance,
     }
-    tables = (differences.layers.frame(), differences.patterns.frame(), differences.kv.frame())
-    return Comparison(steps, examples, *tables, _no_failures(), about)
+    found = (differences.layers, differences.patterns, differences.kv)
+    layer_table, head_table, kv_table = (_with_flip(table.frame(), steps) for table in found)
+    return Comparison(steps, examples, layer_table, head_table, kv_table, _no_failures(), about)
 
 
 def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
@@ -438,6 +446,11 @@ def _with_tokens(steps: pd.DataFrame, a: np.ndarray, b: np.ndarray) -> pd.DataFr
     return steps[front + [c for c in steps.columns if c not in front]]
 
 
+def _with_flip(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """The table of one example with whether each row is of a step after its flip."""
+    return frame.assign(after_flip=frame["step"].isin(steps.loc[steps["after_flip"], "step"]))
+
+
 def _example_row(example: int, name: str, prompt_tokens: int, steps: pd.DataFrame, texts: dict[str, str]) -> dict[str, Any]:
     flips = steps.index[steps["flipped"]]
     return {
@@ -467,7 +480,8 @@ def _failed(example: int, name: str, message: str, frames: list[pd.DataFrame], a
     # Empty but typed: joined to others, its columns must not turn theirs into objects.
     examples = pd.DataFrame([_example_row(0, "", 0, steps, {"text_a": "", "text_b": ""})]).iloc[:0]
     failure = pd.DataFrame([{"example": example, "id": name, "message": message}])
-    return Comparison(steps, examples, empty[1], empty[2], empty[3], failure, about)
+    layers, heads, kv = (_with_flip(frame, steps) for frame in empty[1:])
+    return Comparison(steps, examples, layers, heads, kv, failure, about)
 
 
 def _mean(values: pd.Series) -> float | None:
@@ -486,7 +500,7 @@ def _where(comparison: Comparison) -> list[str]:
     flips = comparison.examples["flip_index"].notna()
     lines = [
         f"{head}: logits differ at {len(differing)} of {len(steps)} steps, first at step {differing['step'].min()}; "
-        f"mean KL {steps['kl'].mean():.2e} nats, largest logit difference {steps['max_abs_logit'].max():.3g}; "
+        f"mean KL {_kl_said(comparison)}, largest logit difference {steps['max_abs_logit'].max():.3g}; "
         f"{int(flips.sum())} of {len(flips)} examples flip a token."
     ]
     for frame, value, what, keys in (
@@ -494,9 +508,27 @@ def _where(comparison: Comparison) -> list[str]:
         (comparison.heads, "kl", "attention pattern differs most (KL {:.2e} nats)", ("layer", "head")),
         (comparison.kv, "relative_error", "cache differs most (relative error {:.2e})", ("tensor", "layer", "kv_head")),
     ):
+        if about["protocol"] == "free":
+            frame = _before_flip(frame, comparison.examples)
         if not frame.empty and frame[value].max() > 0:
             mean = frame.groupby(list(keys))[value].mean()
             place = mean.idxmax()
             named = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in zip(keys, place, strict=True))  # type: ignore[call-overload]
             lines.append(f"The {what.format(mean.max())} on average at {named}.")
     return lines
+
+
+def _kl_said(comparison: Comparison) -> str:
+    """The mean KL; in the free protocol apart for the steps whose contexts differ, which measure no rounding."""
+    steps = comparison.steps
+    after = steps.loc[steps["after_flip"], "kl"]
+    if comparison.about["protocol"] != "free" or after.empty:
+        return f"{steps['kl'].mean():.2e} nats"
+    before = steps.loc[~steps["after_flip"], "kl"].mean()
+    return f"{before:.2e} nats up to the flip and {after.mean():.2e} nats after it, where the two texts differ"
+
+
+def _before_flip(frame: pd.DataFrame, examples: pd.DataFrame) -> pd.DataFrame:
+    flips = examples.set_index("example")["flip_index"]
+    # Never (NaN) is later than every step.
+    return frame[~(frame["step"] > frame["example"].map(flips))]

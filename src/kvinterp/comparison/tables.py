@@ -71,6 +71,13 @@ class Differences:
             ("step", "tensor", "layer", "example", "kv_head", "position"), ("relative_error", "ulp_mean", "ulp_max")
         )
 
+    @classmethod
+    def columns(cls) -> dict[str, tuple[str, ...]]:
+        """The columns of each table, by the names they have in a comparison."""
+        empty = cls((), (), ())
+        named = {"steps": empty.steps, "layers": empty.layers, "heads": empty.patterns, "kv": empty.kv}
+        return {name: (*table.dimensions, *table.values, "after_flip") for name, table in named.items()}
+
     def add(
         self,
         step: int,

@@ -15,7 +15,7 @@ from kvinterp.models import Adapter, expand_sites, load_model
 from kvinterp.paths import path_named, strategy_named
 from kvinterp.provenance import provenance
 from kvinterp.recording import chosen_layers
-from kvinterp.results import Result, ResultFolder, check_free, load_result
+from kvinterp.results import NAMES, Result, ResultFolder, awaits_report, check_free, load_result
 
 __all__ = ["Compare"]
 
@@ -67,7 +67,8 @@ class Compare(Experiment):
 
         Args:
             out: The folder.
-            existing: What to do about what is already there.
+            existing: What to do about what is already there. A finished result of the same choices that has no
+                ``report.html`` yet was cut off before its report was written: it is read, not made again.
             progress: ``"bar"`` or ``"none"``.
 
         Raises:
@@ -76,7 +77,9 @@ class Compare(Experiment):
             KeyboardInterrupt: It was interrupted; what was finished is in the folder.
         """
         # The cheap questions first: a typing error should not cost the loading of a model.
-        check_free(out, existing)
+        if existing == "error" and awaits_report(out, self._chosen()):
+            existing = "use"
+        check_free(out, existing, names=NAMES)
         prompts = load_prompts(self.prompts)
         paths, strategy = (path_named(self.a), path_named(self.b)), strategy_named(self.strategy)
         expand_sites(self.record or "")
@@ -110,6 +113,7 @@ class Compare(Experiment):
         except BaseException:
             if not folder.done():
                 folder.close()
+            folder.release()
             raise
         result = folder.close()
         assert result is not None, "every prompt gives a part"
@@ -148,3 +152,7 @@ class Compare(Experiment):
         """The choices that decide the numbers: not how many prompts share a batch, which keeps the bits."""
         chosen = dataclasses.asdict(self)
         return {name: chosen[name] for name in chosen if name not in ("prompts", "batch_size")}
+
+    def _chosen(self) -> dict[str, Any]:
+        """Those of these choices that stand in a result as they are given, known before any model is loaded."""
+        return {name: value for name, value in self._identity().items() if name not in ("record", "layers")}

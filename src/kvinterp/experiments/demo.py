@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.compare import Compare
-from kvinterp.results import Result
+from kvinterp.files import Record, told
+from kvinterp.results import Result, check_names
 
 __all__ = ["SMOKE", "Demo"]
 
@@ -75,10 +75,12 @@ class Demo(Experiment):
             raise InputError(
                 f"folder {str(out)!r} already holds a report: choose another folder with --out, or pass --overwrite."
             )
-        if existing == "overwrite":
-            # Where that cannot be done, the folder of the first comparison says why in one sentence.
-            with contextlib.suppress(OSError):
-                report.unlink()
+        record = Record(Path(out))
+        with told(Path(out)):
+            check_names(Path(out), ["report.html"])
+            if existing == "overwrite":
+                record.remove()
+            record.open()
         plan = self.plan()
         results: list[Result] = []
         for number, (name, run) in enumerate(plan.items(), start=1):
