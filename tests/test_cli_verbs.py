@@ -100,7 +100,7 @@ def test_audit_of_a_clean_model_leaves_with_0(tmp_path: Path) -> None:
     fields = {"verdict", "first_layer", "first_position", "tensor", "module", "evidence", "confidence"}
     assert fields <= set(verdict)
     assert verdict["verdict"] in ("equal", "rounding")
-    assert made.stdout.startswith(f"{verdict['verdict']}: ")
+    assert made.stdout.startswith(f"{MODEL}: {verdict['verdict']}. ")
     page = (tmp_path / "out" / "audit.html").read_text()
     assert "<svg" in page
     assert "http://" not in page.replace("http://www.w3.org", "")

@@ -298,8 +298,13 @@ def audit_command(
     dtype: Dtype = "float16",
     rungs: Annotated[str, typer.Option(help="Precisions to climb.")] = "bfloat16,float16,float32,float64",
     lengths: Annotated[
-        str, typer.Option(help="Prompt lengths after which tokens are fed singly.")
-    ] = "5,63,64,65,96,97,128",
+        str | None,
+        typer.Option(
+            help="Prompt lengths after which tokens are fed singly; unless given 5,63,64,65,96,97,128 and those beside the "
+            "model's own window.",
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Tokens fed singly after each.")] = 3,
     seed: Annotated[int, typer.Option(help="Seeds random prompts and random weights.")] = 0,
     device: Device = None,
@@ -320,7 +325,7 @@ def audit_command(
             adapter,
             given,
             rungs=tuple(part.strip() for part in rungs.split(",")),
-            lengths=_numbers("--lengths", lengths, "5,63,64") or (),
+            lengths=_numbers("--lengths", lengths, "5,63,64"),
             steps=steps,
             seed=seed,
             out=out,

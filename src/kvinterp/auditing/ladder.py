@@ -98,6 +98,8 @@ class Rung:
         nonfinite: Where NaN or Inf first appeared: path, module; empty if nowhere.
         grid: The 16-bit dtype whose grid every logit lies on though the rung is wider, or "".
         largest_logit: The largest magnitude of a recomputed logit.
+        prompt_rows: The largest error of a block in the prompt's rows, given equal inputs: the prefill computes them among
+            other numbers of rows than the recomputation does, and the cache keeps what it computed.
         seconds: Time it took.
     """
 
@@ -112,6 +114,7 @@ class Rung:
     nonfinite: dict[str, Any]
     grid: str
     largest_logit: float
+    prompt_rows: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -152,6 +155,8 @@ class Rung:
             "within_null_band": self.within_null_band,
             "block_error": None if worst is None else float(worst["error"]),
             "block_error_in_unit_roundoffs": None if worst is None else float(worst["error"]) / self.unit,
+            "prompt_rows_error": self.prompt_rows,
+            "prompt_rows_error_in_unit_roundoffs": self.prompt_rows / self.unit,
             "block_error_layer": None if worst is None else int(worst["layer"]),
             "nonfinite": self.nonfinite,
             "largest_logit": self.largest_logit,
@@ -182,7 +187,7 @@ def climb(adapter: Adapter, plan: Plan, kernels: Kernels | None = None, sweep: s
     name = dtype if isinstance(kernels, Native) else f"{dtype}, {kernels}"
     taps = BlockTaps(subject)
     steps, local, swept = [], [], []
-    layers, top, grid, largest = pd.DataFrame(), pd.DataFrame(), "", 0.0
+    layers, top, grid, largest, prompt_rows = pd.DataFrame(), pd.DataFrame(), "", 0.0, 0.0
     nonfinite: dict[str, Any] = {}
     with taps.attached():
         for number, prompt in enumerate(plan.prompts):
@@ -202,6 +207,7 @@ def climb(adapter: Adapter, plan: Plan, kernels: Kernels | None = None, sweep: s
                 steps += [about | row for row in rows]
                 layers, top = detail
                 local += [about | row for row in forced(taps, reference, prefill, prefill + plan.steps)]
+                prompt_rows = max(prompt_rows, _prompt_rows(taps, reference, prefill))
             if sweep == "yes" and plan.sweep is not None and not nonfinite:
                 about = {"prompt": number, "prefill": plan.sweep}
                 swept += [about | row for row in forced(taps, reference, plan.sweep, plan.length)]
@@ -210,7 +216,7 @@ def climb(adapter: Adapter, plan: Plan, kernels: Kernels | None = None, sweep: s
         pd.DataFrame(local, columns=["prompt", "prefill", "position", "layer", "error"]),
         pd.DataFrame(swept, columns=["prompt", "prefill", "position", "layer", "error"]),
     )
-    return Rung(name, adapter.dtype, kernels, *frames, layers, top, nonfinite, grid, largest)
+    return Rung(name, adapter.dtype, kernels, *frames, layers, top, nonfinite, grid, largest, prompt_rows)
 
 
 _STEP_COLUMNS = ("max_abs", "mean_abs", "relative", "kl", "null_max_abs")
@@ -230,6 +236,12 @@ def forced(taps: BlockTaps, reference: Reference, prefill: int, stop: int) -> It
             reference.again[key] = _rows(taps, taps.recompute(reference, position + 1))
         for layer, again in reference.again[key].items():
             yield {"position": position, "layer": layer, "error": difference(cached[layer], again)}
+
+
+def _prompt_rows(taps: BlockTaps, reference: Reference, prefill: int) -> float:
+    """The largest error of a block in the rows of a prefill, given equal inputs, against the same rows of the whole."""
+    taps.feed(reference, 0, prefill, None)
+    return max(difference(taps.outputs[layer][0], kept[0, :prefill]) for layer, kept in enumerate(reference.outputs))
 
 
 def _rows(taps: BlockTaps, logits: Tensor) -> dict[int, Tensor]:

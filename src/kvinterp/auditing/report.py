@@ -76,7 +76,7 @@ def page(audit: Audit) -> str:
         "first position": verdict.first_position,
         "tensor": verdict.tensor,
         "module": verdict.module,
-        "confidence": f"{verdict.confidence:.2f} of the checks made point to this verdict",
+        "confidence": f"{verdict.confidence:.2f}, the share of the checks that point to this verdict",
     }
     mark = "bad" if verdict.exit_code else "good"
     reading = verdict.reading.split(f": {verdict.verdict}. ", 1)[-1]
@@ -90,8 +90,9 @@ def page(audit: Audit) -> str:
         "<p class='note'>Its own relative error, and what rounding alone explains, both in unit roundoffs of the rung.</p>",
         _table(_first_rows(verdict)),
         "<h2>Block by block, given equal inputs</h2>",
-        "<p class='note'>Every block was handed the rows that the recomputation handed it; its error is then its own. In unit "
-        "roundoffs of each precision; what rounds stays within a few tens.</p>",
+        "<p class='note'>Every block was handed the rows that the recomputation handed it; the error of the newest row, fed "
+        "alone against the cache, is then the block's own. In unit roundoffs of each precision; what rounds stays within a few "
+        "tens. The prompt's rows, which a prefill computes among other numbers of rows, are in the ladder's table.</p>",
         _table(_layer_rows(layer_table(audit)), verdict.first_layer if verdict.exit_code else None),
     ]
     if rung is not None and len(rung.layers):
@@ -162,6 +163,7 @@ def _rung_rows(rungs: Sequence[Rung]) -> pd.DataFrame:
                 "null control": found["null_max_abs_logit"],
                 "largest KL (nats)": found["max_kl"],
                 "worst block, unit roundoffs": found["block_error_in_unit_roundoffs"],
+                "its prompt's rows": found["prompt_rows_error_in_unit_roundoffs"],
                 "NaN or Inf": found["nonfinite"].get("module", ""),
             }
         )

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.load import ATTENTION, device_named
+from kvinterp.models.native import plain_experts
+from kvinterp.models.transformers_cache import CACHES
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 
 __all__ = ["BlockTaps", "Reference", "Subject", "check_causal", "prompts_for", "random_model"]
 
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
-CACHES = ("past_key_values", "cache_params", "state")
-"""What transformers models call the cache they return and take."""
 
 
 class Subject:
@@ -45,10 +45,7 @@ class Subject:
         self.blocks = list(adapter.blocks)
         # A bridge hangs transformers' modules under names of its own, which say nothing to a reader.
         self.names = {m: name.replace("._original_component", "") for name, m in adapter.source.named_modules()}
-        if adapter.dtype == torch.float64 and hasattr(adapter.model, "set_experts_implementation"):
-            # torch's grouped product has no float64; the plain loop over experts is the same sum.
-            with contextlib.suppress(ValueError, AttributeError):
-                adapter.model.set_experts_implementation("eager")  # type: ignore[operator]
+        plain_experts(adapter.model, adapter.dtype)
 
     @property
     def dtype(self) -> torch.dtype:

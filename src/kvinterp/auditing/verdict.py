@@ -215,14 +215,17 @@ class _Judge:
             )
         first = self.seen.findings.get(self.seen.own) or self.seen.findings.get(differing[0].name)
         worst = {r.name: r.local["error"].max() / r.unit for r in finite}
+        rows = {r.name: r.prompt_rows / r.unit for r in finite}
         # Two checks a rung: each block's own error, and the logits against the null control.
         checks = [c for r in finite for c in (r.local["error"].max() <= self.seen.band(r.name), r.within_null_band)]
         invariant = self.seen.rungs.get(f"{self.seen.own}, batch_invariant")
         same = invariant is not None and (invariant.steps["max_abs"] == 0).all()
         reading = (
-            "Each block's own error given equal inputs is "
-            + ", ".join(f"{value:.2g} unit roundoffs in {name}" for name, value in worst.items())
-            + ": it scales with the precision."
+            "Given equal inputs, a block is off by at most "
+            + ", ".join(
+                f"{value:.2g} unit roundoffs in {name} (prompt's rows {rows[name]:.2g})" for name, value in worst.items()
+            )
+            + ": what rounding explains in each precision."
             + self._choices()
             + self._beside_the_null()
             + (" With shape-invariant kernels both paths are bitwise equal." if same else "")
