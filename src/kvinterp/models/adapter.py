@@ -30,6 +30,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.models.taps import Tap, remove_own_hooks, tap_hooks
+from kvinterp.models.weights import WeightsMark, weights_mark
 
 __all__ = [
     "CACHE_SITES",
@@ -40,6 +42,7 @@ __all__ = [
     "Facts",
     "KVStore",
     "Listener",
+    "ModuleState",
     "Site",
     "Tap",
     "dtype_named",
@@ -54,8 +57,8 @@ SITES: dict[str, str] = {
     "resid_post": "residual stream leaving the block",
     "attn_out": "what attention adds to the residual stream",
     "mlp_out": "what the MLP adds to the residual stream",
-    "q": "queries as projected, before RoPE",
-    "k": "keys as projected for the new positions, before RoPE",
+    "q": "queries before RoPE, after the norm on queries where there is one",
+    "k": "keys of the new positions before RoPE, after the norm on keys where there is one",
     "v": "values as projected for the new positions",
     "z": "attention's output per head, before the output projection",
     "attn_scores": "attention scores, masked, before the softmax",
@@ -172,43 +175,8 @@ class KVStore(Protocol):
         """Appends, and returns what attention is to read: all positions, or the last ``window - 1`` plus the new."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Tap:
-    """Where in the module tree a site is found, and how its tensor is brought to the common layout.
-
-    Attributes:
-        module: The module to hook.
-        side: ``"input"`` (first argument), ``"output"``, or ``"softmax"`` (scores or pattern inside eager attention).
-        heads: Number of heads to split the last dimension into, or None where the layout is the common one already.
-        span: Start and stop of the last dimension that belongs to this site in a fused projection, or None for all.
-        head_major: Whether the tensor arrives as ``[batch, head, position, head_dim]``.
-    """
-
-    module: nn.Module
-    side: str = "output"
-    heads: int | None = None
-    span: tuple[int, int] | None = None
-    head_major: bool = False
-
-    def get(self, raw: Tensor) -> Tensor:
-        """The site's tensor in the common layout, as a view."""
-        if self.span is not None:
-            raw = raw[..., self.span[0] : self.span[1]]
-        if self.heads is not None and raw.dim() == 3:
-            raw = raw.unflatten(-1, (self.heads, -1))
-        return raw.transpose(1, 2) if self.head_major else raw
-
-    def put(self, raw: Tensor, new: Tensor) -> Tensor:
-        """A copy of ``raw`` in which the site's tensor is ``new``."""
-        if self.head_major:
-            new = new.transpose(1, 2)
-        if self.heads is not None and raw.dim() == 3:
-            new = new.flatten(-2)
-        if self.span is None:
-            return new
-        replaced = raw.clone()
-        replaced[..., self.span[0] : self.span[1]] = new
-        return replaced
+ModuleState = dict["tuple[nn.Module, str]", Any]
+"""What modules keep between forwards, by module and name of the attribute."""
 
 
 class Adapter(abc.ABC):
@@ -222,8 +190,8 @@ class Adapter(abc.ABC):
         self.tokenizer = tokenizer
         self._listeners: Mapping[Site, Sequence[Listener]] = {}
         self._attachments: dict[Site, list[Any]] = {}
-        self._variants: dict[torch.dtype, Adapter] = {}
-        self._fingerprint: str | None = None
+        self._variants: dict[torch.dtype, tuple[WeightsMark, Adapter]] = {}
+        self._fingerprint: tuple[WeightsMark, str] | None = None
         self.checked_batches: dict[tuple[str, int, int, int], bool] = {}
 
     # What a kind must say ------------------------------------------------------------------------------------------
@@ -286,12 +254,30 @@ class Adapter(abc.ABC):
         return next(self.model.parameters()).device
 
     def at(self, dtype: torch.dtype | None) -> Adapter:
-        """This model computing in ``dtype``; itself where that is the dtype it has. Copies are kept."""
+        """This model computing in ``dtype``; itself where that is the dtype it has.
+
+        Copies are kept for as long as the weights stay as they are, and carry none of kvinterp's own hooks.
+        """
         if dtype is None or dtype == self.dtype:
             return self
-        if dtype not in self._variants:
-            self._variants[dtype] = self.cast(dtype)
-        return self._variants[dtype]
+        mark = weights_mark(self.model)
+        if dtype not in self._variants or self._variants[dtype][0] != mark:
+            variant = self.cast(dtype)
+            remove_own_hooks(variant.model)
+            self._variants[dtype] = mark, variant
+        return self._variants[dtype][1]
+
+    @contextlib.contextmanager
+    def own_state(self, state: ModuleState) -> Iterator[None]:
+        """Gives what runs inside the context a state of its own, where modules keep state between forwards.
+
+        Runs that take turns on one model would otherwise overwrite each other's. Most models keep nothing in their
+        modules, and for them this does nothing.
+
+        Args:
+            state: What the context before left, which this one goes on from; filled anew at its end.
+        """
+        yield
 
     def supports(self, site: str, layer: int = 0) -> bool:
         """Whether this model, as it was loaded, can give a site."""
@@ -341,14 +327,15 @@ class Adapter(abc.ABC):
         return frozenset(found)
 
     def fingerprint(self) -> str:
-        """BLAKE2 over the names, shapes, dtypes and bytes of the weights, 16 hex digits; computed once."""
-        if self._fingerprint is None:
+        """BLAKE2 over the names, shapes, dtypes and bytes of the weights, 16 hex digits; kept until they change."""
+        mark = weights_mark(self.model)
+        if self._fingerprint is None or self._fingerprint[0] != mark:
             digest = hashlib.blake2b(digest_size=8)
             for name, tensor in sorted(self.model.state_dict().items()):
                 digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
                 digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-            self._fingerprint = digest.hexdigest()
-        return self._fingerprint
+            self._fingerprint = mark, digest.hexdigest()
+        return self._fingerprint[1]
 
     # Hooks ---------------------------------------------------------------------------------------------------------
 
@@ -423,72 +410,4 @@ class Adapter(abc.ABC):
                 changed = changed if new is None else new
             return None if changed is None else tap.put(raw, changed)
 
-        if tap.side == "softmax":
-            return softmax_hooks(tap.module, place[0], emit)
-        if tap.side == "input":
-
-            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-                if args:
-                    new = emit(args[0])
-                    return None if new is None else ((new, *args[1:]), kwargs)
-                new = emit(kwargs["hidden_states"])
-                return None if new is None else (args, {**kwargs, "hidden_states": new})
-
-            return [tap.module.register_forward_pre_hook(before, with_kwargs=True)]
-
-        def after(_: nn.Module, __: Any, output: Any) -> Any:
-            new = emit(output[0] if isinstance(output, tuple) else output)
-            return None if new is None else (new, *output[1:]) if isinstance(output, tuple) else new
-
-        return [tap.module.register_forward_hook(after)]
-
-
-class _SoftmaxMode(torch.overrides.TorchFunctionMode):
-    """Shows the input or the output of the softmax that runs inside one attention module."""
-
-    def __init__(self, site: str, emit: Callable[[Tensor], Tensor | None]) -> None:
-        super().__init__()
-        self.site, self.emit = site, emit
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in (torch.softmax, torch.nn.functional.softmax, Tensor.softmax):
-            return func(*args, **kwargs)
-        scores = args[0]
-        if self.site == "attn_scores":
-            new = self.emit(scores)
-            return func(scores if new is None else new, *args[1:], **kwargs)
-        probabilities = func(*args, **kwargs)
-        new = self.emit(probabilities.to(scores.dtype))
-        return probabilities if new is None else new.to(probabilities.dtype)
-
-
-def softmax_hooks(module: nn.Module, site: str, emit: Callable[[Tensor], Tensor | None]) -> list[Any]:
-    """Hooks the softmax inside one eager attention module, the only place where scores and pattern exist."""
-    open_modes: list[_SoftmaxMode] = []
-
-    def enter(_: nn.Module, __: Any) -> None:
-        mode = _SoftmaxMode(site, emit)
-        mode.__enter__()
-        open_modes.append(mode)
-
-    def leave(_: nn.Module | None, __: Any, ___: Any) -> None:
-        if open_modes:
-            open_modes.pop().__exit__(None, None, None)
-
-    return [
-        module.register_forward_pre_hook(enter),
-        module.register_forward_hook(leave, always_call=True),
-        _Closing(leave),
-    ]
-
-
-class _Closing:
-    """Leaves what an interruption left open: torch calls hooks after errors, but not after a KeyboardInterrupt."""
-
-    def __init__(self, leave: Callable[[nn.Module | None, Any, Any], None]) -> None:
-        self._leave = leave
-
-    def remove(self) -> None:
-        """Called where the hooks themselves are removed."""
-        self._leave(None, None, None)
+        return tap_hooks(tap, place[0], emit)

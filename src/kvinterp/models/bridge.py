@@ -22,7 +22,7 @@ from kvinterp.models.native import (
     text_config,
     transformers_facts,
 )
-from kvinterp.models.transformers_cache import cached_positions, cached_tensor, dress, intercept
+from kvinterp.models.transformers_cache import cached_positions, cached_tensor, check_used, dress, intercept
 
 __all__ = ["BridgeAdapter", "build_bridge"]
 
@@ -84,13 +84,27 @@ class BridgeAdapter(Adapter):
             return self.model(tokens, return_type="logits", use_cache=False)
         if store.dressed is None:
             store.dressed = dress(text_config(self.source), store)
-        return self.model(tokens, return_type="logits", past_key_values=store.dressed, use_cache=True)
+        logits = self.model(tokens, return_type="logits", past_key_values=store.dressed, use_cache=True)
+        check_used(store.dressed, f"the bridge for {self.facts.architecture}")
+        return logits
 
     def tap(self, site: str, layer: int) -> Tap:
         """The HookPoint that carries a site."""
         if site.startswith("cache_"):
             raise UnsupportedError(f"site {site!r} has no hook in a bridge: it is read from the cache.")
         name = f"blocks.{layer}.{HOOKS[site]}"
+        block: Any = self.model.blocks[layer]  # type: ignore[index]
+        if site in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
+            raise UnsupportedError(
+                f"site {site!r} is not there: {self.facts.architecture} scales what it adds to the residual stream, and the "
+                "bridge shows that to hooks of TransformerLens' own only. Record resid_pre or resid_post instead."
+            )
+        normed = f"blocks.{layer}.attn.hook_{site}_normed"
+        if site in ("q", "k") and f"blocks.{layer}.attn.{site}_norm.hook_out" in self.hooks and normed in self.hooks:
+            # TransformerLens' hook_q and hook_k come before the norm, and so are not what RoPE turns.
+            count = self.facts.query_heads if site == "q" else self.facts.kv_heads
+            turned = getattr(block.attn, "_qk_norm_phase", "") == "post_reshape"
+            return Tap(self.hooks[normed], heads=count, head_major=turned)
         if name not in self.hooks:
             raise UnsupportedError(
                 f"site {site!r} is not there: the bridge for {self.facts.architecture} has no hook {name}. "

@@ -7,7 +7,8 @@ Its cache holds keys before RoPE and rotates the whole history at every step, so
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ CONVERTED = {
     "MistralForCausalLM": "convert_mistral_weights",
     "Gemma2ForCausalLM": "convert_gemma_weights",
 }
+CARRIED = re.compile(
+    r"model\.(embed_tokens|norm)\.weight|lm_head\.weight|model\.layers\.\d+\."
+    r"((input|post_attention|pre_feedforward|post_feedforward)_layernorm\.weight"
+    r"|self_attn\.[qkvo]_proj\.(weight|bias)|mlp\.(gate|up|down)_proj\.weight|self_attn\.rotary_emb\.inv_freq)"
+)
+"""The tensors that the conversion carries over. TransformerLens adds the bias of a gated MLP behind the product with the
+gate, where these families add it before, so that it has no place for theirs."""
+BIAS = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qkvo])_proj\.bias")
 # How TransformerLens turns each weight before it multiplies by it, at every forward.
 TURNED_INWARD = {"W_Q": (0, 2, 1), "W_K": (0, 2, 1), "W_V": (0, 2, 1), "_W_K": (0, 2, 1), "_W_V": (0, 2, 1)}
 TURNED_OUTWARD = {"W_O": (2, 0, 1)}
@@ -80,8 +89,16 @@ def convert_checkpoint(folder: Path, name: str, dtype: torch.dtype, device: torc
     config = AutoConfig.from_pretrained(folder)
     _check_convertible((config.architectures or ["unknown"])[0])
     with quiet_transformers():
-        source = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+    source, loading = loaded
+    _check_all_used(loading["unexpected_keys"])
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"])[:3])
+        raise InputError(f"checkpoint {name} lacks weights that its config needs ({missing}): give a whole checkpoint.")
     model: Any = hooked_from_transformers(source, config, name, dtype, device)
+    model.generation_config = source.generation_config
     if tokenizer is not None:
         model.set_tokenizer(_for_transformer_lens(tokenizer, folder))
     return model
@@ -100,7 +117,8 @@ def hooked_from_transformers(
         device: Where to put it.
 
     Raises:
-        UnsupportedError: The architecture is none of the three families.
+        UnsupportedError: The architecture is none of the three families, or has weights that TransformerLens has no
+            place for.
     """
     model_class = hooked_class()
     from transformer_lens.config.hooked_transformer_config import HookedTransformerConfig
@@ -108,10 +126,13 @@ def hooked_from_transformers(
 
     architecture = type(source).__name__
     _check_convertible(architecture)
+    tensors = source.state_dict()
+    _check_all_used(tensors)
     fields = _config_fields(config, architecture)
     hooked_config = HookedTransformerConfig(**fields, dtype=dtype, device=str(device), init_weights=False)
     hooked_config.model_name = name
     weights = getattr(weight_conversions, CONVERTED[architecture])(source, hooked_config)
+    weights |= _attention_biases(tensors, weights)
     with device:
         model: Any = model_class(hooked_config, tokenizer=None, move_to_device=False)
     model.load_and_process_state_dict(
@@ -166,6 +187,29 @@ def _check_convertible(architecture: str) -> None:
         )
 
 
+def _check_all_used(tensors: Iterable[str]) -> None:
+    """Refuses weights that the conversion would leave out: a model without them is another model."""
+    left_out = sorted(name for name in tensors if not CARRIED.fullmatch(name))
+    if left_out:
+        raise UnsupportedError(
+            f"kind 'hooked' has no place for {len(left_out)} of the checkpoint's tensors ({', '.join(left_out[:3])}"
+            f"{', ...' if len(left_out) > 3 else ''}), and would compute something else without them: use kind='bridge' "
+            "for the same hooks over the transformers model, or kind='native'."
+        )
+
+
+def _attention_biases(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The biases of the attention's projections, which TransformerLens' own conversion of these families leaves at 0."""
+    found = {}
+    for name, bias in tensors.items():
+        match = BIAS.fullmatch(name)
+        if match is not None:
+            layer, letter = match.group(1), match.group(2).upper()
+            key = next(k for mark in ("", "_") if (k := f"blocks.{layer}.attn.{mark}b_{letter}") in weights)
+            found[key] = bias.reshape(weights[key].shape)
+    return found
+
+
 def _for_transformer_lens(tokenizer: Any, folder: Path) -> Any:
     # TransformerLens builds a second tokenizer from this one's saved arguments, and looks its source up there.
     mine = copy.deepcopy(tokenizer)
@@ -174,11 +218,19 @@ def _for_transformer_lens(tokenizer: Any, folder: Path) -> Any:
 
 
 def _config_fields(config: Any, architecture: str) -> dict[str, Any]:
+    from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
+
     rope = getattr(config, "rope_parameters", None) or {}
     rope_type = rope.get("rope_type", "default")
     if rope_type not in ("default", "llama3"):
         raise UnsupportedError(
             f"kind 'hooked' has no {rope_type!r} RoPE scaling: use kind='bridge' or kind='native' for this checkpoint."
+        )
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation not in SUPPORTED_ACTIVATIONS:
+        raise UnsupportedError(
+            f"kind 'hooked' has no activation {activation!r} (it has {', '.join(SUPPORTED_ACTIVATIONS)}): use kind='bridge' "
+            "or kind='native' for this checkpoint."
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
@@ -194,7 +246,7 @@ def _config_fields(config: Any, architecture: str) -> dict[str, Any]:
         "n_ctx": config.max_position_embeddings,
         "eps": config.rms_norm_eps,
         "d_vocab": config.vocab_size,
-        "act_fn": getattr(config, "hidden_activation", None) or config.hidden_act,
+        "act_fn": activation,
         "normalization_type": "RMS",
         "positional_embedding_type": "rotary",
         "rotary_adjacent_pairs": False,
@@ -353,6 +405,12 @@ class HookedAdapter(Adapter):
             return Tap(block.attn.hook_rot_k, head_major=True)
         if site in ("cache_k_pre", "cache_k", "cache_v"):
             raise UnsupportedError(f"site {site!r} has no hook in a HookedTransformer: it is read from the cache.")
+        config: Any = self.model.cfg
+        if site in ("resid_mid", "mlp_out") and config.attn_only:
+            raise UnsupportedError(
+                f"site {site!r} is not there in {self.facts.name}, which has attention and no MLP: record resid_pre, "
+                "attn_out or resid_post instead."
+            )
         if site == "resid_mid" and not hasattr(block, "hook_resid_mid"):
             raise UnsupportedError(
                 f"{self.facts.name} runs attention and MLP in parallel, so there is no residual stream between them: "

@@ -104,10 +104,12 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
     if "TransformerBridge" in known:
         from kvinterp.models.bridge import BridgeAdapter
 
+        _check_decoder(model.original_model)
         return BridgeAdapter(model, name, tokenizer)
     if "PreTrainedModel" in known:
         from kvinterp.models.native import NativeAdapter
 
+        _check_decoder(model)
         return NativeAdapter(model, name, tokenizer)
     raise InputError(
         f"cannot wrap a {type(model).__name__}: expected a HookedTransformer, a TransformerBridge or a transformers "
@@ -129,7 +131,40 @@ def device_named(device: str | torch.device | None) -> torch.device:
         raise InputError(f"unknown device {str(device)!r}: expected cpu, cuda or cuda:N.") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device {str(device)!r} was asked for, but torch sees no CUDA device here: use device='cpu'.")
+    if place.type not in ("cpu", "cuda"):
+        try:
+            torch.empty(1, device=place)
+        # Each backend has an error of its own for not being there.
+        except Exception as error:
+            raise InputError(
+                f"device {str(device)!r} was asked for, but torch cannot use it here: use device='cpu'."
+            ) from error
     return place
+
+
+def _check_decoder(model: Any) -> None:
+    """Refuses a transformers model that does not decode, or not as it is.
+
+    Raises:
+        InputError: It has no language-model head, or is in training mode.
+        UnsupportedError: Its tokens see the ones after them, or it has an encoder of its own.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    what, config = type(model).__name__, model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{what} is an encoder with a decoder, and kvinterp runs decoders alone: give a causal model."
+        )
+    masked = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(getattr(config, "model_type", ""))
+    if masked is not None and not getattr(config, "is_decoder", False):
+        raise UnsupportedError(
+            f"{what} is no decoder, its tokens see the ones after them (config.is_decoder is false): give a causal model."
+        )
+    if model.get_output_embeddings() is None:
+        raise InputError(f"{what} has no language-model head and so no logits: give the model with one, ...ForCausalLM.")
+    if model.training:
+        raise InputError(f"{what} is in training mode, in which dropout changes what it computes: call model.eval() first.")
 
 
 def _folder(name: str) -> Path | None:
@@ -171,6 +206,8 @@ def _transformers(
 ) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    from kvinterp.models.native import plain_experts
+
     try:
         with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(
@@ -186,6 +223,8 @@ def _transformers(
                 f"attention {attention!r} cannot be used for {name}: {_first_line(error)}; leave attention out."
             ) from error
         raise _not_found(name, error) from error
+    _check_decoder(model)
+    plain_experts(model, dtype)
     placed: nn.Module = model.to(device)  # type: ignore[arg-type]  # transformers decorates it untyped
     return placed.eval().requires_grad_(False)
 

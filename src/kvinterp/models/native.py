@@ -6,8 +6,12 @@ asking for them is an error that says so.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +19,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
+from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, ModuleState, Tap
+from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
+from kvinterp.models.taps import hooks_suspended
 from kvinterp.models.transformers_cache import (
+    CACHES,
     cached_positions,
     cached_tensor,
+    check_used,
     dress,
     intercept,
     is_attention_only,
@@ -30,20 +38,12 @@ __all__ = [
     "cast_transformers",
     "decoder_layers",
     "keeps_only_keys_and_values",
+    "plain_experts",
     "text_config",
     "transformers_facts",
 ]
 
-ATTENTION = ("self_attn", "attn", "attention", "self_attention")
-MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
-QUERY, KEY, VALUE = ("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")
-OUTPUT = ("o_proj", "out_proj", "dense", "c_proj")
-# The norm whose input is the residual stream between attention and MLP, in the order they are looked for.
-BEFORE_MLP = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm")
-
-
-def _child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
-    return next((getattr(module, name) for name in names if isinstance(getattr(module, name, None), nn.Module)), None)
+_STATE = re.compile("state|cache")
 
 
 def text_config(model: nn.Module) -> Any:
@@ -59,7 +59,11 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         UnsupportedError: No list of as many blocks as the config says was found.
     """
     count = text_config(model).num_hidden_layers
-    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    # A multimodal model has an encoder besides, which may have as many blocks.
+    transformers_model: Any = model
+    decoder = transformers_model.get_decoder() if hasattr(model, "get_decoder") else None
+    places = (decoder, model) if isinstance(decoder, nn.Module) else (model,)
+    found = [m for part in places for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not found:
         raise UnsupportedError(
             f"{type(model).__name__} has no list of {count} blocks, as its config says: "
@@ -77,7 +81,7 @@ def transformers_facts(model: nn.Module, name: str | None, attention: str | None
         architecture=type(model).__name__,
         layers=config.num_hidden_layers,
         query_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=_kv_heads(config, heads),
         head_dim=getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0),
         width=config.hidden_size,
         vocabulary=config.vocab_size,
@@ -86,6 +90,16 @@ def transformers_facts(model: nn.Module, name: str | None, attention: str | None
         cached_keys_rotated=True,
         attention=attention or getattr(config, "_attn_implementation", None) or "eager",
     )
+
+
+def _kv_heads(config: Any, heads: int) -> int:
+    # Falcon's newer architecture reads neither field, and repeats its keys and values for every query head before it
+    # caches them.
+    if getattr(config, "new_decoder_architecture", False):
+        return heads
+    if getattr(config, "multi_query", False) is True:
+        return 1
+    return getattr(config, "num_key_value_heads", None) or heads
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
@@ -113,14 +127,34 @@ def cast_transformers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for config in {id(c): c for m in twin.modules() if (c := getattr(m, "config", None)) is not None}.values():
         if hasattr(config, "dtype"):
             config.dtype = dtype
+    plain_experts(twin, dtype)
     return twin
+
+
+def plain_experts(model: Any, dtype: torch.dtype) -> None:
+    """Runs experts one by one in float64, which torch's grouped product does not take: the same sums."""
+    source = getattr(model, "original_model", model)
+    if dtype == torch.float64 and hasattr(source, "set_experts_implementation"):
+        # Models without experts have the method too.
+        with contextlib.suppress(ValueError, AttributeError):
+            source.set_experts_implementation("eager")
 
 
 def keeps_only_keys_and_values(model: nn.Module) -> bool:
     """Whether the cache transformers makes for this model has plain attention layers only, one a block."""
     config = text_config(model)
+    if getattr(config, "kv_lora_rank", None):
+        return False  # Multi-head latent attention caches what keys and values are made from.
     cache = unwrapped_cache(config)
     return is_attention_only(cache) and len(cache.layers) in (0, config.num_hidden_layers)
+
+
+def _cache_argument(model: nn.Module) -> str | None:
+    parameters = inspect.signature(model.forward).parameters
+    named = next((name for name in CACHES if name in parameters), None)
+    # Code that came with a checkpoint may pass everything on.
+    passes_on = not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
+    return "past_key_values" if named is None and passes_on else named
 
 
 class NativeAdapter(Adapter):
@@ -131,7 +165,18 @@ class NativeAdapter(Adapter):
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         super().__init__(model, transformers_facts(model, name), tokenizer)
         self._blocks = decoder_layers(model)
-        self._attention_only = keeps_only_keys_and_values(model)
+        self._cache_argument = _cache_argument(model)
+        self._attention_only = self._cache_argument == "past_key_values" and keeps_only_keys_and_values(model)
+        parallel = bool(getattr(text_config(model), "use_parallel_residual", False))
+        self._sites = NativeSites(self._blocks, self.facts, parallel)
+        self._checked: Checked | None = None
+        self._continues: bool | None = None
+        self._stateful = [
+            (module, name)
+            for module in model.modules()
+            for name, held in vars(module).items()
+            if _STATE.search(name) and not name.startswith("_") and (held is None or isinstance(held, Tensor))
+        ]
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -145,86 +190,98 @@ class NativeAdapter(Adapter):
 
     def forward(self, tokens: Tensor, store: KVStore | None = None) -> Tensor:
         """Logits of every new token, through the model's own forward."""
-        return self.model(input_ids=tokens, past_key_values=self._cache(store), use_cache=store is not None).logits
-
-    def _cache(self, store: KVStore | None) -> Any:
         if store is None:
-            return None
+            return self.model(input_ids=tokens, use_cache=False).logits
+        if store.dressed is not None and tokens.shape[1] > 1 and not self._attention_only:
+            self._check_continues()
+        if self._cache_argument != "past_key_values":
+            return self._with_own_cache(tokens, store)
         if store.dressed is None:
             # One cache for the store's whole life: layers that are not attention keep their state in it.
             store.dressed = dress(text_config(self.model), store)
-        return store.dressed
+        logits = self.model(input_ids=tokens, past_key_values=store.dressed, use_cache=True).logits
+        check_used(store.dressed, self.facts.architecture)
+        return logits
+
+    @torch.no_grad()
+    def _check_continues(self) -> None:
+        """Refuses to feed several tokens on a state where the model would begin anew, as transformers' Mamba does."""
+        if self._continues is None:
+            tokens = torch.arange(3, 11, device=self.device)[None] % self.facts.vocabulary
+            first, rest = tokens[:, :4], tokens[:, 4:]
+            with self.own_state({}), hooks_suspended(self.model):
+                whole = self.model(input_ids=tokens, use_cache=False).logits[:, 4:].double()
+                together = self._fed(first, [rest])
+                singly = self._fed(first, rest.split(1, 1))
+            # One by one is how every model decodes, so that its difference is rounding's.
+            rounding = (singly - whole).abs().max() + 4 * torch.finfo(self.dtype).eps * whole.abs().max()
+            self._continues = not bool((together - whole).abs().max() > 8 * rounding)
+        if not self._continues:
+            raise UnsupportedError(
+                f"{self.facts.architecture} begins its state anew when it is fed several tokens with a cache, so a prompt "
+                "cannot be fed in chunks: leave the chunk out of the path."
+            )
+
+    def _fed(self, first: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        """Logits of pieces fed one after the other, each with the cache that the piece before it left."""
+        output, logits = self.model(input_ids=first, use_cache=True), []
+        for piece in pieces:
+            output = self.model(input_ids=piece, use_cache=True, **self._cache_of(output))
+            logits.append(output.logits.double())
+        return torch.cat(logits, 1)
+
+    def _cache_of(self, output: Any) -> dict[str, Any]:
+        """The cache that a forward returned, under the name by which the next one takes it."""
+        name = self._cache_argument
+        held = None if name is None else getattr(output, name, None)
+        return {} if name is None or held is None else {name: held}
+
+    def _with_own_cache(self, tokens: Tensor, store: KVStore) -> Tensor:
+        """Runs a model that keeps no keys and values (Mamba, RWKV) on the cache that it makes by itself."""
+        output = self.model(input_ids=tokens, use_cache=True, **(store.dressed or {}))
+        store.dressed = self._cache_of(output)
+        if not store.dressed:
+            raise UnsupportedError(
+                f"{self.facts.architecture} takes and returns no cache by any name that is known ({', '.join(CACHES)}), so "
+                "it has no cached path: run it along recompute paths only, without a chunk."
+            )
+        return output.logits
 
     def tap(self, site: str, layer: int) -> Tap:
-        """The module that carries a site in this architecture."""
-        if site.startswith("cache_"):
-            raise UnsupportedError(f"site {site!r} has no module in a transformers model: it is read from the cache.")
-        block = self.blocks[layer]
-        if site in ("resid_pre", "resid_post"):
-            return Tap(block, "input" if site == "resid_pre" else "output")
-        attention, mlp = _child(block, ATTENTION), _child(block, MLP)
-        if attention is None:
-            raise self._lacks(site, f"layer {layer} ({type(block).__name__}) has no attention")
-        if site in ("attn_scores", "pattern"):
-            if self.facts.attention != "eager":
-                raise UnsupportedError(
-                    f"site {site!r} does not exist under attention {self.facts.attention!r}, where scores and patterns "
-                    "never leave the kernel: load the model with attention='eager' (attn_implementation='eager' in "
-                    "transformers), or use kind='hooked' or 'bridge'."
-                )
-            return Tap(attention, "softmax")
-        if site == "attn_out":
-            after = getattr(block, "post_attention_layernorm", None) if self._post_norms(block) else None
-            return Tap(after if after is not None else attention)
-        if site == "mlp_out":
-            after = getattr(block, "post_feedforward_layernorm", None) if self._post_norms(block) else None
-            if after is None and mlp is None:
-                raise self._lacks(site, f"{type(block).__name__} has no module named {' or '.join(MLP)}")
-            return Tap(after if after is not None else mlp)  # type: ignore[arg-type]
-        if site == "resid_mid":
-            return self._resid_mid(block)
-        return self._projection(site, attention)
+        """The module that carries a site in this architecture, once it was seen to carry what the site means."""
+        found = self._sites.find(site, layer)
+        if site not in INSIDE:
+            return found
+        if self._checked is None:
+            with self.own_state({}):
+                self._checked = check_sites(self, self._sites)
+        why = self._checked.refused.get((site, layer))
+        if why is not None:
+            raise self._sites.lacks(site, why, tuple(s for s, at in self._checked.refused if at == layer))
+        return dataclasses.replace(found, head_major=(site, layer) in self._checked.head_major)
 
-    @staticmethod
-    def _post_norms(block: nn.Module) -> bool:
-        return hasattr(block, "post_feedforward_layernorm")
-
-    def _resid_mid(self, block: nn.Module) -> Tap:
-        parallel = getattr(text_config(self.model), "use_parallel_residual", False) or not _child(block, BEFORE_MLP)
-        if parallel:
-            raise self._lacks("resid_mid", f"{type(block).__name__} has no residual stream between attention and MLP")
-        if self._post_norms(block) and not hasattr(block, "pre_feedforward_layernorm"):
-            raise self._lacks("resid_mid", f"{type(block).__name__} normalises after the MLP only, so no module sees it")
-        return Tap(_child(block, BEFORE_MLP), "input")  # type: ignore[arg-type]
-
-    def _projection(self, site: str, attention: nn.Module) -> Tap:
-        facts = self.facts
-        if site == "z":
-            output = _child(attention, OUTPUT)
-            if output is None:
-                raise self._lacks(site, f"{type(attention).__name__} has no module named {' or '.join(OUTPUT)}")
-            return Tap(output, "input", facts.query_heads)
-        heads = facts.query_heads if site == "q" else facts.kv_heads
-        single = _child(attention, {"q": QUERY, "k": KEY, "v": VALUE}[site])
-        if single is not None:
-            return Tap(single, heads=heads)
-        fused = _child(attention, ("qkv_proj", "c_attn"))
-        if fused is None:
-            raise self._lacks(site, f"{type(attention).__name__} has no separate projection for it")
-        query, rest = facts.query_heads * facts.head_dim, facts.kv_heads * facts.head_dim
-        start = {"q": 0, "k": query, "v": query + rest}[site]
-        return Tap(fused, heads=heads, span=(start, start + (query if site == "q" else rest)))
-
-    def _lacks(self, site: str, why: str) -> UnsupportedError:
-        have = [s for s in ("resid_pre", "resid_post", "attn_out", "mlp_out") if s != site]
-        return UnsupportedError(
-            f"site {site!r} is not there in {self.facts.architecture}: {why}. Record {', '.join(have)} instead, "
-            "or use kind='hooked' or 'bridge' if TransformerLens has this architecture."
-        )
+    @contextlib.contextmanager
+    def own_state(self, state: ModuleState) -> Iterator[None]:
+        """Swaps what modules keep between forwards (RecurrentGemma does) for this run's own, and back."""
+        if not self._stateful:
+            yield
+            return
+        before = {(module, name): module.__dict__[name] for module, name in self._stateful}
+        for (module, name), held in before.items():
+            given = state.get((module, name), held)
+            module.__dict__[name] = given.clone() if given is held and isinstance(given, Tensor) else given
+        try:
+            yield
+        finally:
+            state.update({(module, name): module.__dict__[name] for module, name in self._stateful})
+            for (module, name), held in before.items():
+                module.__dict__[name] = held
 
     def cast(self, dtype: torch.dtype) -> Adapter:
         """The same weights in another dtype."""
-        return NativeAdapter(cast_transformers(self.model, dtype), self.facts.name, self.tokenizer)
+        twin = NativeAdapter(cast_transformers(self.model, dtype), self.facts.name, self.tokenizer)
+        twin._checked = self._checked
+        return twin
 
     def cached_length(self, arguments: Mapping[str, Any]) -> int:
         """Positions in the user's transformers cache."""

@@ -14,10 +14,24 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import CacheRead, KVStore
 
-__all__ = ["StoreLayer", "cached_positions", "cached_tensor", "dress", "intercept", "is_attention_only", "unwrapped_cache"]
+__all__ = [
+    "CACHES",
+    "StoreLayer",
+    "cached_positions",
+    "cached_tensor",
+    "check_used",
+    "dress",
+    "intercept",
+    "is_attention_only",
+    "unwrapped_cache",
+]
+
+
+CACHES = ("past_key_values", "cache_params", "state")
+"""What transformers models call the cache they take and return."""
 
 
 class StoreLayer(DynamicLayer):
@@ -27,13 +41,14 @@ class StoreLayer(DynamicLayer):
         super().__init__()
         self.store, self.layer, self.sliding_window = store, layer, window
         self.is_sliding = window is not None
-        self.is_initialized = True
+        self.is_initialized, self.used = True, False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the store allocates on its first update."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends to the store and returns what attention reads."""
+        self.used = True
         return self.store.update(self.layer, key_states, value_states, self.sliding_window)
 
     def get_seq_length(self) -> int:
@@ -73,6 +88,20 @@ def dress(config: Any, store: KVStore) -> DynamicCache:
         elif type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = StoreLayer(store, index, layer.sliding_window)
     return cache
+
+
+def check_used(cache: Cache, architecture: str) -> None:
+    """Refuses a model that was given a cache and let it lie: its cached path would have no memory.
+
+    Raises:
+        UnsupportedError: No layer wrote to it.
+    """
+    layers = [layer for layer in cache.layers if isinstance(layer, StoreLayer)]
+    if layers and not any(layer.used for layer in layers):
+        raise UnsupportedError(
+            f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
+            "another kind."
+        )
 
 
 def cached_positions(cache: Cache | None) -> int:

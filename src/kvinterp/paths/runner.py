@@ -19,7 +19,7 @@ from torch import Tensor
 from kvinterp.data import TASKS, Prompt
 from kvinterp.errors import InputError, NonFiniteError, located
 from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.models.adapter import RESIDUAL_SITES, KVStore, Listener, Site
+from kvinterp.models.adapter import RESIDUAL_SITES, KVStore, Listener, ModuleState, Site
 from kvinterp.paths.cache import GrowingStore, PassThrough, ReadListener
 from kvinterp.paths.path import ExecutionPath, path_named
 from kvinterp.paths.sampling import Strategy, strategy_named, uniforms
@@ -125,6 +125,7 @@ class Runner:
         self.adapter = adapter.at(dtype_named(path.dtype))
         self.path, self.watchers = path, watchers
         self.step = -1
+        self._state: ModuleState = {}
         loop = cached_loop if path.form == "cached" else recompute_loop
         self._loop = loop(self.adapter, path, prompt.to(self.adapter.device), room, watchers, self._begin)
         self._kernels = path.kernels.mode(self.adapter)
@@ -148,7 +149,7 @@ class Runner:
         self.step += 1
         for watcher in self.watchers:
             watcher.begin_step(self.step)
-        with self.adapter.listening(self._listeners), self._kernels:
+        with self.adapter.listening(self._listeners), self.adapter.own_state(self._state), self._kernels:
             logits = next(self._loop) if tokens is None else self._loop.send(tokens)
         for listener in self._listeners.get(LOGITS, ()):
             changed = listener(logits)
@@ -530,7 +531,7 @@ def _shown(runner: Runner, recorder: Recorder, feed: Tensor | None) -> list[Tens
     """The logits and every recorded site of the next step."""
     logits = runner.advance(feed).clone()
     recorder.end_step()
-    return [logits, *(kept.pop() for kept in recorder.kept.values())]
+    return [logits, *(kept.pop() for kept in recorder.kept.values() if kept)]
 
 
 # NaN and Inf -----------------------------------------------------------------------------------------------------------

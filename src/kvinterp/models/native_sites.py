@@ -1,0 +1,369 @@
+"""Where the sites are in the module tree of a transformers model, and whether what is there is what the site means.
+
+Architectures share names more than they share meanings: one scales what attention returns before it is added, another
+returns it with the residual stream added already, a third fuses its projections in an order of its own. So the first time
+sites inside a block are asked for, a forward of a few tokens shows whether they keep the identities that define them; one
+that does not is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvinterp.errors import UnsupportedError
+from kvinterp.models.adapter import Facts, KVStore, Site
+from kvinterp.models.taps import Tap, hooks_suspended, tap_hooks
+
+__all__ = ["Checked", "NativeSites", "Runs", "check_sites"]
+
+ATTENTION = ("self_attn", "attn", "attention", "self_attention")
+MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "fc2")
+QUERY, KEY, VALUE = ("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")
+FUSED = ("qkv_proj", "c_attn")
+QUERY_NORM, KEY_NORM = ("q_norm", "q_layernorm", "query_layernorm"), ("k_norm", "k_layernorm", "key_layernorm")
+OUTPUT = ("o_proj", "out_proj", "dense", "c_proj")
+# The norm whose input is the residual stream between attention and MLP, in the order they are looked for.
+BEFORE_MLP = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm", "final_layer_norm")
+
+INSIDE = ("resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "attn_scores", "pattern")
+ROUNDING = 2.0**-6
+"""What may be lost in a sum of two or three numbers, in 16 bits or with a cast inside, relative to their sizes."""
+
+
+def _child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    return next((getattr(module, name) for name in names if isinstance(getattr(module, name, None), nn.Module)), None)
+
+
+class NativeSites:
+    """Finds sites by the names that transformers gives its modules.
+
+    Args:
+        blocks: The decoder's blocks.
+        facts: The model's facts.
+        parallel: Whether the config says that attention and MLP read the same residual stream.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, facts: Facts, parallel: bool) -> None:
+        self.blocks, self.facts, self.parallel = blocks, facts, parallel
+
+    def find(self, site: str, layer: int) -> Tap:
+        """The module that carries a site, by its name alone.
+
+        Raises:
+            UnsupportedError: No module has a name that would carry it.
+        """
+        if site.startswith("cache_"):
+            raise UnsupportedError(f"site {site!r} has no module in a transformers model: it is read from the cache.")
+        block = self.blocks[layer]
+        if site in ("resid_pre", "resid_post"):
+            return Tap(block, "input" if site == "resid_pre" else "output")
+        attention, mlp = _child(block, ATTENTION), _child(block, MLP)
+        if attention is None or not self.facts.query_heads:
+            raise self.lacks(site, f"layer {layer} ({type(block).__name__}) has no attention")
+        if site in ("attn_scores", "pattern"):
+            if self.facts.attention != "eager":
+                raise UnsupportedError(
+                    f"site {site!r} does not exist under attention {self.facts.attention!r}, where scores and patterns "
+                    "never leave the kernel: load the model with attention='eager' (attn_implementation='eager' in "
+                    "transformers), or use kind='hooked' or 'bridge'."
+                )
+            return Tap(attention, "softmax")
+        if site == "attn_out":
+            norms = ("post_self_attn_layernorm", *(("post_attention_layernorm",) if self._post_norms(block) else ()))
+            return Tap(_child(block, norms) or attention)
+        if site == "mlp_out":
+            after = _child(block, ("post_mlp_layernorm", "post_feedforward_layernorm")) or mlp
+            if after is None:
+                raise self.lacks(site, f"{type(block).__name__} has no module named {' or '.join(MLP)}")
+            return Tap(after)
+        if site == "resid_mid":
+            return self._resid_mid(block)
+        return self._projection(site, attention)
+
+    @staticmethod
+    def _post_norms(block: nn.Module) -> bool:
+        return hasattr(block, "post_feedforward_layernorm")
+
+    def _resid_mid(self, block: nn.Module) -> Tap:
+        norm = _child(block, BEFORE_MLP)
+        if self.parallel or norm is None:
+            raise self.lacks("resid_mid", f"{type(block).__name__} has no residual stream between attention and MLP")
+        if self._post_norms(block) and not hasattr(block, "pre_feedforward_layernorm"):
+            raise self.lacks("resid_mid", f"{type(block).__name__} normalises after the MLP only, so no module sees it")
+        return Tap(norm, "input")
+
+    def _projection(self, site: str, attention: nn.Module) -> Tap:
+        if site == "z":
+            output = _child(attention, OUTPUT)
+            if output is None:
+                raise self.lacks(site, f"{type(attention).__name__} has no module named {' or '.join(OUTPUT)}")
+            return Tap(output, "input", self.facts.query_heads)
+        projected = self.projected(site, attention)
+        norm = self.norm(site, attention)
+        return projected if norm is None else Tap(norm, heads=projected.heads)
+
+    def projected(self, site: str, attention: nn.Module) -> Tap:
+        """Queries, keys or values as they leave the projection."""
+        facts = self.facts
+        heads = facts.query_heads if site == "q" else facts.kv_heads
+        single = _child(attention, {"q": QUERY, "k": KEY, "v": VALUE}[site])
+        if single is not None:
+            return Tap(single, heads=heads)
+        fused = _child(attention, FUSED)
+        if fused is None:
+            raise self.lacks(site, f"{type(attention).__name__} has no separate projection for it")
+        query, rest = facts.query_heads * facts.head_dim, facts.kv_heads * facts.head_dim
+        start = {"q": 0, "k": query, "v": query + rest}[site]
+        return Tap(fused, heads=heads, span=(start, start + (query if site == "q" else rest)))
+
+    @staticmethod
+    def norm(site: str, attention: nn.Module) -> nn.Module | None:
+        """The norm on queries or on keys, where an architecture has one."""
+        return _child(attention, {"q": QUERY_NORM, "k": KEY_NORM}.get(site, ()))
+
+    def attention(self, layer: int) -> nn.Module | None:
+        """The attention of a block."""
+        return _child(self.blocks[layer], ATTENTION)
+
+    def lacks(self, site: str, why: str, not_there: tuple[str, ...] = ()) -> UnsupportedError:
+        """The error for a site that cannot be given, with what can be recorded instead."""
+        have = [s for s in ("resid_pre", "resid_post", "attn_out", "mlp_out") if s != site and s not in not_there]
+        return UnsupportedError(
+            f"site {site!r} is not there in {self.facts.architecture}: {why}. Record {', '.join(have)} instead, "
+            "or use kind='hooked' or 'bridge' if TransformerLens has this architecture."
+        )
+
+
+# Whether what was found is what the site means -------------------------------------------------------------------------
+
+
+class Runs(Protocol):
+    """What a check needs of an adapter."""
+
+    model: nn.Module
+    facts: Facts
+
+    @property
+    def attention_only(self) -> bool:
+        """Whether every layer keeps plain keys and values."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens go."""
+
+    def forward(self, tokens: Tensor, store: KVStore | None = None) -> Tensor:
+        """Logits of every token."""
+
+
+@dataclasses.dataclass
+class Checked:
+    """What one forward of a few tokens showed.
+
+    Attributes:
+        refused: For each place that is not what its site means, the reason.
+        head_major: The norms on queries and keys that see ``[batch, head, position, head_dim]``.
+    """
+
+    refused: dict[Site, str] = dataclasses.field(default_factory=dict)
+    head_major: set[Site] = dataclasses.field(default_factory=set)
+
+
+class _Seen:
+    """Keys and values as attention reads them, by layer, seen through a store that holds nothing."""
+
+    def __init__(self) -> None:
+        self.dressed: Any = None
+        self.read: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def length(self, layer: int) -> int:
+        return 0
+
+    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.read[layer]
+
+    def update(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
+        self.read[layer] = keys.detach().clone(), values.detach().clone()
+        return keys, values
+
+
+class _Shown:
+    """What every site of every layer showed in one forward, and what entered the norms on queries and keys."""
+
+    def __init__(self, adapter: Runs, sites: NativeSites) -> None:
+        self.sites, self.facts = sites, adapter.facts
+        # Another number than that of the heads, so that the dimensions can be told apart.
+        self.count = next(n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads))
+        self.taps: dict[Site, Tap] = {}
+        for layer in range(self.facts.layers):
+            for site in ("resid_pre", "resid_post", *INSIDE):
+                try:
+                    self.taps[site, layer] = sites.find(site, layer)
+                except UnsupportedError:
+                    continue
+        self.raw: dict[tuple[str, int], list[Tensor]] = {}
+        self.store = _Seen()
+        self._run(adapter)
+
+    @torch.no_grad()
+    def _run(self, adapter: Runs) -> None:
+        tokens = torch.arange(3, 3 + self.count, device=adapter.device)[None] % self.facts.vocabulary
+        with hooks_suspended(adapter.model):
+            handles = []
+            try:
+                for (site, layer), tap in self.taps.items():
+                    handles += tap_hooks(tap, site, self._keep(site, layer))
+                    attention = self.sites.attention(layer)
+                    norm = None if attention is None else self.sites.norm(site, attention)
+                    if norm is not None and attention is not None and tap.module is norm:
+                        handles += tap_hooks(Tap(norm, "input"), site, self._keep(f"{site} into its norm", layer))
+                        projected = self.sites.projected(site, attention)
+                        handles += tap_hooks(projected, site, self._keep(f"{site} projected", layer, projected))
+                adapter.forward(tokens, self.store if adapter.attention_only else None)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def _keep(self, name: str, layer: int, tap: Tap | None = None) -> Any:
+        def keep(raw: Tensor) -> None:
+            seen = raw if tap is None else tap.get(raw)
+            self.raw.setdefault((name, layer), []).append(seen.detach().clone())
+
+        return keep
+
+    def __getitem__(self, place: Site) -> Tensor | None:
+        """A site in the common layout, or None where it was not shown once."""
+        shown = self.raw.get(place, [])
+        return self.taps[place].get(shown[0]) if len(shown) == 1 else None
+
+
+def check_sites(adapter: Runs, sites: NativeSites) -> Checked:
+    """Runs a few tokens and holds every site inside the blocks to what it means.
+
+    The hooks that others put on the model do not hear it.
+
+    Args:
+        adapter: The model.
+        sites: Where its sites were found.
+    """
+    shown, checked = _Shown(adapter, sites), Checked()
+    for (site, layer), _ in shown.taps.items():
+        times = len(shown.raw.get((site, layer), []))
+        if site in INSIDE and times != 1:
+            where = "no module of this layer shows it" if times == 0 else f"its module runs {times} times in one forward"
+            checked.refused[site, layer] = where
+    for layer in range(adapter.facts.layers):
+        for found in (_residual(shown, layer), _projections(shown, layer, checked), _patterns(shown, layer)):
+            for site, why in found.items():
+                if (site, layer) in shown.taps:
+                    checked.refused.setdefault((site, layer), why)
+    return checked
+
+
+def _residual(shown: _Shown, layer: int) -> Mapping[str, str]:
+    before, after = shown["resid_pre", layer], shown["resid_post", layer]
+    attention, mid, mlp = (
+        shown[s, layer] if (s, layer) in shown.taps else None for s in ("attn_out", "resid_mid", "mlp_out")
+    )
+    other = "what its {} returns is not what is added to the residual stream"
+    reasons = {"attn_out": other.format("attention"), "mlp_out": other.format("MLP")}
+    if before is None or after is None:
+        return dict.fromkeys(("attn_out", "resid_mid", "mlp_out"), "its blocks do not run once in a forward")
+    if mid is None:
+        return {} if _adds_up(after, before, attention, mlp) else reasons
+    rows = {
+        site: "its tensor has no dimension for the batch there"
+        for site, tensor in (("resid_mid", mid), ("mlp_out", mlp))
+        if tensor is not None and tensor.dim() == 2
+    }
+    mid = mid.reshape(before.shape) if mid.numel() == before.numel() else mid
+    if _adds_up(mid, before, attention):
+        reasons.pop("attn_out")
+    if _adds_up(after, mid, mlp):
+        reasons.pop("mlp_out")
+    if len(reasons) == 2 and (mid.shape != before.shape or torch.equal(mid, before)):
+        reasons["resid_mid"] = "no module sees the residual stream between attention and MLP"
+    return reasons | rows
+
+
+def _adds_up(total: Tensor, *parts: Tensor | None) -> bool:
+    there = [part for part in parts if part is not None]
+    if len(there) < len(parts) or any(part.shape != total.shape for part in there):
+        return False
+    sizes = sum(part.abs().double() for part in (total, *there))
+    off = (total.double() - sum(part.double() for part in there)).abs()
+    # Where a model overflows nothing can be said, and NaN compares as false.
+    return not bool((off > ROUNDING * sizes).any())
+
+
+def _projections(shown: _Shown, layer: int, checked: Checked) -> Mapping[str, str]:
+    facts = shown.facts
+    reasons = {}
+    q, k, v, z = (shown[s, layer] if (s, layer) in shown.taps else None for s in ("q", "k", "v", "z"))
+    for site, tensor in (("q", q), ("k", k)):
+        if tensor is None or ("q projected" if site == "q" else "k projected", layer) not in shown.raw:
+            continue
+        (given,), (projected,) = shown.raw[f"{site} into its norm", layer], shown.raw[f"{site} projected", layer]
+        rows = projected.reshape(shown.count, -1)
+        if given.dim() == 4 and _same_rows(given.transpose(1, 2), rows):
+            checked.head_major.add((site, layer))
+        elif not _same_rows(given, rows):
+            reasons[site] = "it is changed between its projection and its norm, so that none is seen as it is before RoPE"
+    if ("k", layer) in checked.head_major and k is not None:
+        k = k.transpose(1, 2)
+    if ("q", layer) in checked.head_major and q is not None:
+        q = q.transpose(1, 2)
+    keys, values = shown.store.read.get(layer, (None, None))
+    if v is not None and values is not None and not _alike(v.transpose(1, 2), values):
+        reasons["v"] = "the values that attention reads are not those that its projection gives in this place"
+    # RoPE turns by nothing at position 0, so there a key before and after it points the same way.
+    if (
+        k is not None
+        and keys is not None
+        and not (k.transpose(1, 2).shape == keys.shape and _same_way(k[0, 0], keys[0, :, 0]))
+    ):
+        reasons["k"] = "the keys that attention reads are not those found before RoPE"
+    fused = ("q", layer) in shown.taps and shown.taps["q", layer].span is not None
+    width = facts.head_dim if k is None else k.shape[-1]
+    if q is not None and q.shape[1:] != (shown.count, facts.query_heads, width):
+        reasons["q"] = f"its projection gives {q.shape[-1]} numbers a head where keys have {width}"
+    if fused and reasons:
+        reasons |= dict.fromkeys(("q", "k", "v"), "its fused projection has an order of its own")
+    # The first position attends to itself alone, so there every head gives its value, or less of it beside a sink.
+    own = values[0, :, 0] if values is not None else None if v is None or "v" in reasons else v[0, 0]
+    if z is not None and own is not None and facts.query_heads % own.shape[0] == 0:
+        repeated = own.repeat_interleave(facts.query_heads // own.shape[0], 0)
+        if repeated.shape != z[0, 0].shape or not _same_way(z[0, 0], repeated):
+            reasons["z"] = "what enters its output projection is not what the heads read, but gated or normalised"
+    return reasons
+
+
+def _same_rows(given: Tensor, rows: Tensor) -> bool:
+    flat = given.reshape(given.shape[0] * given.shape[1], -1)
+    return flat.shape == rows.shape and _alike(flat, rows)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and not bool(((a - b).abs().double() > ROUNDING * (a.abs() + b.abs()).double()).any())
+
+
+def _same_way(a: Tensor, b: Tensor) -> bool:
+    a, b = a.double(), b.double()
+    dot = (a * b).sum(-1)
+    return not bool((dot < 0.98 * (a.norm(dim=-1) * b.norm(dim=-1))).any())
+
+
+def _patterns(shown: _Shown, layer: int) -> Mapping[str, str]:
+    wanted = (1, shown.facts.query_heads, shown.count, shown.count)
+    reasons = {}
+    for site in ("attn_scores", "pattern"):
+        tensor = shown[site, layer] if (site, layer) in shown.taps else None
+        if tensor is not None and tuple(tensor.shape) != wanted:
+            extra = tensor.dim() == 4 and tensor.shape[-1] == shown.count + 1
+            why = f"its softmax is over a tensor of shape {tuple(tensor.shape)} where {wanted} was expected"
+            reasons[site] = "its softmax has a column for an attention sink besides the keys" if extra else why
+    return reasons
