@@ -1,5 +1,6 @@
 """The spine end to end: what the issue asks to be shown of models, paths, recorder, comparison and bad input."""
 
+import inspect
 import json
 import logging
 import subprocess
@@ -155,6 +156,44 @@ def test_sampling_draws_from_its_distribution(text):
     assert str(strategy_named(str(strategy))) == str(strategy)
 
 
+@pytest.mark.parametrize(
+    "strategy", [kv.TopK(10**6), kv.TopK(5, 0.123456789), kv.TopP(1 / 3, 1e6), kv.TopP(0.95, 2.0), kv.TopK(1, 1e-7)]
+)
+def test_a_strategy_is_read_back_from_its_text(strategy):
+    """Six digits were kept of every value, and a million became 1e+06, which is no whole number."""
+    assert strategy_named(str(strategy)) == strategy
+    assert str(strategy_named("top_p(0.95,0.8)")) == "top_p(0.95,0.8)"
+
+
+@pytest.mark.parametrize("text", ["top_k(5,1e400)", "top_k(5,1e-320)", "top_p(0.9,0)", "top_k(True)"])
+def test_strategies_whose_probabilities_would_be_no_numbers(text):
+    """An infinite temperature, and one so small that logits divided by it overflow, gave NaN and with it any token."""
+    with pytest.raises(kv.InputError, match=r"expected a (whole )?number"):
+        strategy_named(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: kv.ExecutionPath("cache"), "did you mean 'cached'"),
+        (lambda: kv.ExecutionPath("recompute", cache_dtype="float16"), "keeps no cache"),
+        (lambda: kv.path_named(None), "path=None was given"),
+        (lambda: kv.path_named("cached[chunk=²]"), "expected a whole number of tokens"),
+        (lambda: strategy_named(None), "strategy=None was given"),
+    ],
+)
+def test_paths_that_are_none(make, said):
+    """ExecutionPath("cache") ran the recompute path, and nothing said so."""
+    with pytest.raises(kv.InputError, match=said):
+        make()
+
+
+def test_a_path_is_not_chunked_by_a_truth_value():
+    cached = inspect.unwrap(kv.Cached)
+    with pytest.raises(kv.InputError, match="chunk=True"):
+        cached(chunk=True)
+
+
 def test_random_numbers_do_not_depend_on_the_batch():
     assert torch.equal(uniforms(1, 5, 8)[:4], uniforms(1, 5, 4))
     assert not torch.equal(uniforms(1, 5, 8), uniforms(1, 6, 8))
@@ -207,6 +246,35 @@ def test_out_of_memory_halves_the_batch_and_says_so(model, monkeypatch, caplog):
     assert [t.tokens for t in given] == [t.tokens for t in wanted]
     assert "batch of 4" in caplog.text
     assert "halved to 2" in caplog.text
+
+
+def test_out_of_memory_on_a_cpu_halves_the_batch_too(model, monkeypatch):
+    """There it is a plain RuntimeError, and ended the run."""
+    forward = type(model).forward
+
+    def small(self, tokens, store=None):
+        if len(tokens) > 2:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
+        return forward(self, tokens, store)
+
+    monkeypatch.setattr("kvinterp.paths.runner._same_bits", lambda *_: True)
+    prompts = [list(range(10, 22))] * 4
+    wanted = kv.run(model, prompts, max_new_tokens=2)
+    monkeypatch.setattr(type(model), "forward", small)
+    assert [t.tokens for t in kv.run(model, prompts, max_new_tokens=2, batch_size=4)] == [t.tokens for t in wanted]
+    monkeypatch.setattr(type(model), "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("something else")))
+    with pytest.raises(RuntimeError, match="something else"):
+        kv.run(model, prompts, max_new_tokens=2, batch_size=4)
+
+
+def test_a_prompt_may_fill_the_context(model):
+    """The last token that is decided is not fed, so it needs no position: one too few was allowed."""
+    context = model.facts.context
+    assert len(kv.run(model, [5] * context, max_new_tokens=1, stop="length").tokens) == 1
+    assert len(kv.run(model, [[5] * (context - 1)] * 2, max_new_tokens=2, stop="length", batch_size=2)) == 2
+    for length, steps in ((context + 1, 1), (context, 2)):
+        with pytest.raises(kv.InputError, match="more than the context"):
+            kv.run(model, [5] * length, max_new_tokens=steps)
 
 
 # Comparison ----------------------------------------------------------------------------------------------------------
@@ -320,6 +388,36 @@ def test_sites_layers_heads_and_prompts_that_do_not_exist(model):
         kv.run(model, [5] * 1020, max_new_tokens=10)
     with pytest.raises(kv.InputError, match="token id 9999"):
         kv.run(model, [9999], max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        (None, {}, "prompts of type NoneType were given"),
+        (5, {}, "prompts of type int were given"),
+        ([1.5, 2.5], {}, "expected whole numbers, the ids of tokens"),
+        (torch.tensor([1.0]), {}, "expected whole numbers"),
+        ([True, False], {}, "expected whole numbers"),
+        ([[]], {}, "has no token"),
+        ([5], {"continuation": [9999]}, "continuation holds token id 9999"),
+        ([5], {"max_new_tokens": True}, "max_new_tokens=True"),
+        ("half \ud800 of one", {}, r"lone surrogate \\ud800"),
+    ],
+)
+def test_what_is_no_prompt_is_one_sentence(model, prompt, options, said):
+    # Without the checked signatures that the tests run with: a user has none.
+    run = inspect.unwrap(kv.run)
+    with pytest.raises(kv.InputError, match=said) as error:
+        run(model, prompt, **{"max_new_tokens": 1} | options)
+    assert "\n" not in str(error.value)
+
+
+def test_prompts_are_token_ids_of_any_library(model):
+    tokens = [5, 6, 7, 8]
+    wanted = kv.run(model, tokens, max_new_tokens=2, record=None, stop="length").tokens
+    for given in (tuple(tokens), np.array(tokens), list(np.array(tokens)), torch.tensor(tokens)):
+        assert kv.run(model, given, max_new_tokens=2, stop="length").tokens == wanted
+    assert [t.tokens for t in kv.run(model, torch.tensor([tokens] * 2), max_new_tokens=2, stop="length")] == [wanted] * 2
 
 
 def test_prompt_files(tmp_path):

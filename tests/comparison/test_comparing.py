@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import kvinterp as kv
 from kvinterp.comparison import Comparison
 from kvinterp.models import Adapter
 from synthetic import comparison
 
+PROMPT = (3, 17, 44, 9, 71, 26, 58, 5, 33, 90, 12, 64)
+SHORT = {"max_new_tokens": 3, "stop": "length"}
+
 
 @pytest.fixture(scope="module")
 def model() -> Adapter:
-    return kv.load_model("zoo:mistral-mini", kind="native", device="cpu")
+    return kv.load_model("zoo:mistral-mini", kind="native", device="cpu", attention="eager")
 
 
 # Before and after the flip -------------------------------------------------------------------------------------------
@@ -47,3 +56,79 @@ def test_a_failure_among_the_others_leaves_the_columns_types() -> None:
     joined = Comparison.joined(parts)
     assert all(getattr(joined, name)["after_flip"].dtype == bool for name in ("steps", "layers", "heads", "kv"))
     assert isinstance(joined.layers, pd.DataFrame)
+
+
+# Traces that were recorded apart ---------------------------------------------------------------------------------------
+
+
+def traces(model: Adapter, sites: str, **options: Any) -> list[kv.Trace]:
+    paths = ("cached", "recompute@float64")
+    return [kv.run(model, PROMPT, path, record=sites, logits="keep", **SHORT, **options) for path in paths]
+
+
+def test_heads_of_traces_keep_their_numbers(model: Adapter) -> None:
+    """Heads 2 and 3, recorded alone, were called 0 and 1 in the table."""
+    whole = kv.compare_traces(*traces(model, "pattern")).heads
+    some = kv.compare_traces(*traces(model, "pattern", heads=[3, 2])).heads
+    assert set(some["head"]) == {2, 3}
+    keys = ["step", "layer", "head"]
+    wanted = whole[whole["head"].isin([2, 3])].sort_values(keys, ignore_index=True)
+    pd.testing.assert_frame_equal(some.sort_values(keys, ignore_index=True), wanted)
+    table = kv.compare_traces(*traces(model, "cache_v", kv_heads=[1], positions="all")).kv
+    assert set(table["kv_head"]) == {1}
+
+
+def test_different_heads_are_not_compared(model: Adapter, tmp_path: Path) -> None:
+    one, _ = traces(model, "pattern", heads=[0])
+    _, other = traces(model, "pattern", heads=[1])
+    with pytest.raises(kv.InputError, match=r"different query heads \(0 and 1\)"):
+        kv.compare_traces(one, kv.Trace.load(other.save(tmp_path)))
+    _, every = traces(model, "pattern")
+    with pytest.raises(kv.InputError, match=r"different query heads \(0 and 0 to \d\)"):
+        kv.compare_traces(one, every)
+
+
+def test_traces_of_all_positions_are_compared_at_the_newest(model: Adapter) -> None:
+    """They gave tables without a row, and no word about it."""
+    newest, every = (
+        kv.compare_traces(*traces(model, "resid_post,pattern", positions=positions)) for positions in ("newest", "all")
+    )
+    assert len(newest.layers) > 0
+    pd.testing.assert_frame_equal(newest.layers, every.layers)
+    pd.testing.assert_frame_equal(newest.heads, every.heads)
+
+
+# What is given -----------------------------------------------------------------------------------------------------------
+
+
+def test_layers_may_come_from_a_generator(model: Adapter) -> None:
+    """It was used up by the check, and the tables had no row."""
+    options = {"record": "resid_post", "progress": "none", **SHORT}
+    wanted = kv.compare(model, PROMPT, layers=[0, -1], **options).layers
+    pd.testing.assert_frame_equal(kv.compare(model, PROMPT, layers=(x for x in (0, -1)), **options).layers, wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"continuation": [9999]}, "continuation holds token id 9999"),
+        ({"continuation": [1.5]}, r"continuation \[1.5\] was given: expected whole numbers"),
+        ({"examples": [-1]}, "expected whole numbers of at least 0"),
+        ({"seed": None}, "seed=None was given: expected a whole number"),
+        ({"strategy": None}, "strategy=None was given"),
+        ({"b": None}, "path=None was given"),
+        ({"layers": 1.5}, "layers=1.5 was given"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(model: Adapter, options: dict[str, Any], said: str) -> None:
+    # Without the checked signatures that the tests run with: a user has none.
+    compare = inspect.unwrap(kv.compare)
+    with pytest.raises(kv.InputError, match=said) as error:
+        compare(model, PROMPT, progress="none", **SHORT | options)
+    assert "\n" not in str(error.value)
+
+
+def test_prompts_may_be_arrays_and_tensors(model: Adapter) -> None:
+    wanted = kv.compare(model, PROMPT, record="", progress="none", **SHORT).steps
+    for given in (torch.tensor(PROMPT), np.array(PROMPT), list(np.array(PROMPT)), torch.tensor([PROMPT])):
+        pd.testing.assert_frame_equal(kv.compare(model, given, record="", progress="none", **SHORT).steps, wanted)

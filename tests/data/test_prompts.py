@@ -1,6 +1,7 @@
 """The loader: what it takes, and one clear sentence for everything it does not take."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +111,36 @@ def test_an_item_of_another_type_is_named():
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(InputError, match="is no file"):
         load_prompts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (None, "prompts of type NoneType were given"),
+        (5, "prompts of type int were given"),
+        ("arithmetic:99999999999999999999", "count is '99999999999999999999'"),
+        ("arithmetic:9999999", "at most 1,000,000"),
+        ("x" * 5000, "unknown prompt generator"),
+        (["half \ud800 of one"], r"prompt 0 holds the lone surrogate \\ud800"),
+    ],
+)
+def test_what_is_no_source_of_prompts_is_one_sentence(source: object, said: str) -> None:
+    """Each of these raised an error of Python's own."""
+    with pytest.raises(InputError, match=said) as error:
+        load_prompts(source)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ('{"prompt": "a \\ud800 b"}', "lone surrogate"),
+        ('{"prompt": "a", "meta": {"n": ' + "9" * 5000 + "}}", "number too long"),
+    ],
+)
+def test_lines_that_are_json_and_still_no_prompt(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(InputError, match=rf"line 1.*{said}"):
+        load_prompts(file)

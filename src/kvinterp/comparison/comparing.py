@@ -22,11 +22,19 @@ from kvinterp.errors import InputError, located
 from kvinterp.models import Adapter, dtype_named, expand_sites, wrap
 from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Site
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
-from kvinterp.paths.runner import check_choice, encode, end_tokens, first_nonfinite, in_batches
-from kvinterp.paths.sampling import uniforms
+from kvinterp.paths.runner import (
+    check_choice,
+    checked_continuation,
+    encode,
+    end_tokens,
+    first_nonfinite,
+    in_batches,
+    listed,
+)
+from kvinterp.paths.sampling import check_seed, uniforms
 from kvinterp.policies import Place
 from kvinterp.provenance import provenance
-from kvinterp.recording import Trace, Watch, chosen_layers
+from kvinterp.recording import Trace, Watch, chosen_layers, whole_number
 
 log = logging.getLogger("kvinterp")
 
@@ -205,13 +213,16 @@ def compare(
     check_choice("protocol", protocol, tuple(PROTOCOLS))
     check_choice("stop", stop, ("end of sequence", "length"))
     check_choice("progress", progress, ("bar", "none"))
-    single = isinstance(prompts, str | Prompt) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    items = [prompts] if single else list(prompts)
-    if not items:
-        raise InputError("the list of prompts is empty: give at least one.")
+    check_seed(seed)
+    items, _ = listed(prompts)
     if continuation is not None and (len(items) != 1 or protocol != "matched"):
         raise InputError("continuation feeds one prompt in the matched protocol: give one prompt, or leave it out.")
-    numbers = list(range(len(items))) if examples is None else list(examples)
+    forced = checked_continuation(continuation, len(items), adapter)
+    # Made into a list here: it is asked for more than once.
+    layers = None if layers is None else chosen_layers(adapter, layers)
+    numbers = list(range(len(items))) if examples is None else [-1 if n is None else n for n in map(whole_number, examples)]
+    if min(numbers, default=0) < 0:
+        raise InputError(f"examples={examples!r} was given: expected whole numbers of at least 0, one a prompt.")
     if len(numbers) != len(items) or len(set(numbers)) != len(numbers):
         raise InputError(f"{len(items)} prompts came with the example numbers {numbers}: give each prompt one of its own.")
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
@@ -220,7 +231,7 @@ def compare(
         pair = _Pair(
             adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, _compared(adapter, record, layers)
         )
-        pair.prepare(layers, continuation, stop)
+        pair.prepare(layers, forced, stop)
         with tqdm(total=len(tokens), desc="comparing", unit="prompt", disable=None if progress == "bar" else True) as bar:
 
             def finished(indices: Sequence[int], made: Sequence[Comparison]) -> None:
@@ -365,15 +376,15 @@ class _Pair:
 def compare_traces(a: Trace, b: Trace) -> Comparison:
     """Compares two traces that were recorded with ``logits="keep"``, for instance on two machines.
 
-    Residual sites and patterns are compared at the newest position; cache sites where they were recorded with
-    ``positions="all"``.
+    Residual sites and patterns are compared at the newest position, of those recorded with ``positions="all"`` too; cache
+    sites where they were recorded with ``positions="all"``.
 
     Args:
         a: The leading trace.
         b: The other.
 
     Raises:
-        InputError: They are not of the same prompt, or hold no logits.
+        InputError: They are not of the same prompt, hold no logits, or were recorded with different heads.
     """
     if a.prompt != b.prompt:
         raise InputError(
@@ -383,8 +394,9 @@ def compare_traces(a: Trace, b: Trace) -> Comparison:
         raise InputError("a trace holds no logits: run it with logits='keep'.")
     count = min(len(a.tokens), len(b.tokens))
     layers = sorted({layer for _, layer in a.records} & {layer for _, layer in b.records})
-    heads, kv_heads = _head_count(a, "pattern"), _head_count(a, "cache_k", "cache_k_pre", "cache_v")
-    differences = Differences(layers, range(heads), range(kv_heads))
+    heads = _head_labels(a.heads, b.heads, "query heads", (a, b), ("pattern",))
+    kv_heads = _head_labels(a.kv_heads, b.kv_heads, "KV heads", (a, b), CACHE_SITES)
+    differences = Differences(layers, heads, kv_heads)
     for step in range(count):
         seen = (_shown(a, step), _shown(b, step))
         logits = (a.logits[step : step + 1], b.logits[step : step + 1])
@@ -411,14 +423,31 @@ def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
     seen = {}
     for (site, layer), kept in trace.records.items():
         tensor = kept[index][None]
+        if (site in RESIDUAL_SITES and tensor.dim() == 3) or (site == "pattern" and tensor.dim() == 4):
+            tensor = tensor[..., -1, :]
         newest = {1: site in RESIDUAL_SITES, 2: site == "pattern", 3: site in CACHE_SITES}
         if newest.get(tensor.dim() - 1, False):
             seen[site, layer] = tensor
     return seen
 
 
-def _head_count(trace: Trace, *sites: str) -> int:
-    return next((kept[0].shape[0] for (site, _), kept in trace.records.items() if site in sites and kept), 0)
+def _head_labels(
+    one: Sequence[int] | None, other: Sequence[int] | None, what: str, traces: Sequence[Trace], sites: Sequence[str]
+) -> Sequence[int]:
+    """The heads that the traces' records of some sites hold, which must be the same ones."""
+    counts = [next((kept[0].shape[0] for (s, _), kept in t.records.items() if s in sites and kept), None) for t in traces]
+    if None in counts:
+        return ()
+    first, second = (range(count or 0) if held is None else held for held, count in zip((one, other), counts, strict=True))
+    if list(first) != list(second):
+        raise InputError(
+            f"the traces hold different {what} ({_shown_heads(first)} and {_shown_heads(second)}): record the same ones."
+        )
+    return first
+
+
+def _shown_heads(heads: Sequence[int]) -> str:
+    return f"0 to {heads[-1]}" if isinstance(heads, range) and heads else ", ".join(map(str, heads))
 
 
 def _compared(adapter: Adapter, record: str | Sequence[str] | None, layers: Iterable[int] | None) -> tuple[str, ...]:

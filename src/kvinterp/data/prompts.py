@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from kvinterp.data.example import Prompt
 from kvinterp.data.tasks import TASKS
 from kvinterp.errors import InputError, unknown
 
-__all__ = ["Prompt", "load_prompts"]
+__all__ = ["Prompt", "check_text", "load_prompts"]
 
 _FORMS = "expected a generator such as arithmetic:20 (or arithmetic:20:SEED) or the path of a .jsonl file"
 
 
-def load_prompts(source: str | Path | Sequence[str | Prompt]) -> list[Prompt]:
+def load_prompts(source: Any) -> list[Prompt]:
     """Loads prompts, each with an id of its own.
 
     Args:
@@ -29,6 +29,8 @@ def load_prompts(source: str | Path | Sequence[str | Prompt]) -> list[Prompt]:
     Raises:
         InputError: If there is nothing to load or something cannot be read; one sentence says what and where.
     """
+    if isinstance(source, Mapping) or not isinstance(source, str | Path | Iterable):
+        raise InputError(f"prompts of type {type(source).__name__} were given: {_FORMS}, or a list of texts.")
     if isinstance(source, Path):
         return _unique(_from_file(source), str(source))
     if isinstance(source, str):
@@ -45,7 +47,15 @@ def _looks_like_file(source: str) -> bool:
     head = source.split(":", 1)[0]
     if head in TASKS:
         return False
-    return source.endswith((".jsonl", ".json", ".txt")) or "/" in source or "\\" in source or Path(source).is_file()
+    return source.endswith((".jsonl", ".json", ".txt")) or "/" in source or "\\" in source or _is_file(Path(source))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        # Longer than a name can be, or with a character that no name can have.
+        return False
 
 
 def _generated(source: str) -> list[Prompt]:
@@ -62,9 +72,34 @@ def _generated(source: str) -> list[Prompt]:
 
 def _number(source: str, what: str, text: str, least: int) -> int:
     kind = "a positive integer" if least == 1 else "an integer of at least 0"
-    if not (text.isascii() and text.isdigit() and int(text) >= least):
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) >= least):
         raise InputError(f"prompts {source!r}: the {what} is {text!r}, expected {kind}; write for example arithmetic:20.")
+    if what == "count" and int(text) > MOST:
+        raise InputError(
+            f"prompts {source!r}: {int(text):,} problems were asked for, expected at most {MOST:,}; ask for fewer."
+        )
     return int(text)
+
+
+MOST = 1_000_000
+"""More problems than any generator has different ones."""
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises where a text holds half of a character, which no tokenizer and no file takes.
+
+    Args:
+        text: The text.
+        where: What it is, for the message.
+
+    Raises:
+        InputError: It holds a lone surrogate.
+    """
+    wrong = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+    if wrong is not None:
+        raise InputError(
+            f"{where} holds the lone surrogate {ascii(wrong)[1:-1]}, which is no character: replace it or save the text anew."
+        )
 
 
 def _from_item(index: int, item: object) -> Prompt:
@@ -76,11 +111,12 @@ def _from_item(index: int, item: object) -> Prompt:
         raise InputError(f"prompt {index} is {type(item).__name__}: expected a text or a Prompt; convert it first.")
     if not prompt.text.strip():
         raise InputError(f"prompt {index} has an empty text: expected at least one visible character; write or drop it.")
+    check_text(prompt.id + prompt.text, f"prompt {index}")
     return prompt
 
 
 def _from_file(path: Path) -> list[Prompt]:
-    if not path.is_file():
+    if not _is_file(path):
         raise InputError(f"prompt file {str(path)!r} does not exist or is no file: {_FORMS}; check the path.")
     if path.suffix != ".jsonl":
         raise InputError(f"prompt file {path.name!r} ends with {path.suffix!r}: expected .jsonl, one JSON object a line.")
@@ -105,6 +141,8 @@ def _from_line(file: str, number: int, line: str) -> Prompt:
         raise InputError(
             f"{where} is not JSON ({error.msg}, column {error.colno}): expected one object a line; mend it."
         ) from error
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"{where} is nested too deeply or holds a number too long to read: mend it.") from error
     if not isinstance(record, dict):
         raise InputError(f'{where} is JSON but no object: expected {{"prompt": "..."}}; wrap the text so.')
     text = record.get("prompt", record.get("text"))
@@ -113,6 +151,7 @@ def _from_line(file: str, number: int, line: str) -> Prompt:
         raise InputError(f'{where} has no field "prompt" (fields: {given}): expected the text there; add it.')
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{where} has an empty prompt: expected a text with at least one visible character; write one.")
+    check_text(f"{record.get('id', '')}{text}", where)
     task = str(record.get("task") or "")
     return Prompt(
         id=str(record.get("id", f"line-{number}")),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, unknown
 from kvinterp.models import dtype_named
 from kvinterp.paths.kernels import Kernels, Native, kernels_named
 from kvinterp.policies import Identity, Policy, policy_named
 
 __all__ = ["Cached", "ExecutionPath", "Recompute", "path_named"]
+
+FORMS = ("cached", "recompute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +37,19 @@ class ExecutionPath:
     kernels: Kernels = dataclasses.field(default_factory=Native)
 
     def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise unknown("form of path", self.form, FORMS)
+        if self.cache_dtype is not None and self.form == "recompute":
+            raise InputError(
+                f"cache_dtype={self.cache_dtype!r} was given for recompute, which keeps no cache: use Cached(...)."
+            )
+        if not isinstance(self.policy, Policy):
+            raise InputError(
+                f"policy={self.policy!r} was given: expected a Policy, such as kvinterp.policy_named('identity')."
+            )
         dtype_named(self.dtype)
         dtype_named(self.cache_dtype)
-        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
+        if self.chunk is not None and (not isinstance(self.chunk, int) or isinstance(self.chunk, bool) or self.chunk < 1):
             raise InputError(f"chunk={self.chunk!r} was given: expected a whole number of tokens of at least 1, or None.")
 
     def __str__(self) -> str:
@@ -85,7 +97,7 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
     return ExecutionPath("recompute", _policy(policy), _name(dtype), None, chunk, kernels_named(kernels))
 
 
-def path_named(text: str | ExecutionPath) -> ExecutionPath:
+def path_named(text: object) -> ExecutionPath:
     """Reads the text form of a path: ``form[options]+policy@dtype``, of which only the form is needed.
 
     Raises:
@@ -93,6 +105,8 @@ def path_named(text: str | ExecutionPath) -> ExecutionPath:
     """
     if isinstance(text, ExecutionPath):
         return text
+    if not isinstance(text, str):
+        raise InputError(f"path={text!r} was given: expected a text such as 'cached', or Cached(...) or Recompute(...).")
     match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
     if match is None:
         raise InputError(
@@ -110,7 +124,7 @@ def path_named(text: str | ExecutionPath) -> ExecutionPath:
     if "cache" in chosen and form == "recompute":
         raise InputError(f"path {text!r} gives a cache dtype to a path that keeps no cache: use cached[cache=...].")
     chunk = chosen.get("chunk")
-    if chunk is not None and not chunk.isdigit():
+    if chunk is not None and not (chunk.isascii() and chunk.isdecimal() and len(chunk) < 20):
         raise InputError(f"chunk={chunk!r} in path {text!r}: expected a whole number of tokens of at least 1.")
     size, kernels = None if chunk is None else int(chunk), kernels_named(chosen.get("kernels", "native"))
     return ExecutionPath(form, _policy(policy), dtype, chosen.get("cache"), size, kernels)

@@ -12,20 +12,21 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvinterp.data import TASKS, Prompt
+from kvinterp.data import TASKS, Prompt, check_text
 from kvinterp.errors import InputError, NonFiniteError, located
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.adapter import RESIDUAL_SITES, KVStore, Listener, ModuleState, Site
 from kvinterp.paths.cache import GrowingStore, PassThrough, ReadListener
 from kvinterp.paths.path import ExecutionPath, path_named
-from kvinterp.paths.sampling import Strategy, strategy_named, uniforms
+from kvinterp.paths.sampling import Strategy, check_seed, strategy_named, uniforms
 from kvinterp.policies import Place
 from kvinterp.provenance import provenance
-from kvinterp.recording import Recorder, Trace, Watch
+from kvinterp.recording import Recorder, Trace, Watch, chosen_heads, chosen_layers, chosen_steps, whole_number
 
 __all__ = [
     "LOGITS",
@@ -34,11 +35,13 @@ __all__ = [
     "Watcher",
     "batched",
     "check_choice",
+    "checked_continuation",
     "encode",
     "end_tokens",
     "first_nonfinite",
     "growing_store",
     "in_batches",
+    "listed",
     "run",
 ]
 
@@ -170,10 +173,10 @@ def run(
     strategy: str | Strategy = "greedy",
     seed: int = 0,
     continuation: Sequence[int] | None = None,
-    record: str | Sequence[str] = (),
+    record: str | Sequence[str] | None = None,
     layers: Iterable[int] | None = None,
-    heads: Sequence[int] | None = None,
-    kv_heads: Sequence[int] | None = None,
+    heads: Iterable[int] | None = None,
+    kv_heads: Iterable[int] | None = None,
     steps: Iterable[int] | None = None,
     positions: str = "newest",
     logits: str = "discard",
@@ -184,13 +187,14 @@ def run(
 
     Args:
         model: A model of any kind, or an adapter.
-        prompt: A text, a :class:`Prompt`, or token ids; or a list of these, run in batches where that keeps the bits.
+        prompt: A text, a :class:`Prompt`, or token ids (a list, an array or a tensor); or a list of these, run in batches
+            where that keeps the bits. A tensor or array of two dimensions is a list, a prompt a row.
         path: How to run it, such as ``"cached"``, ``"recompute"`` or ``Cached(...)``.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
         strategy: ``"greedy"``, ``"top_k(50,0.8)"``, ``"top_p(0.95,0.8)"`` or a :class:`Strategy`.
         seed: Seeds the random number of each example and step.
         continuation: Token ids to feed instead of the path's own choices (one prompt only).
-        record: Sites to keep; see :class:`Recorder`, also for layers, heads, kv_heads, steps and positions.
+        record: Sites to keep, none unless said; see :class:`Recorder`, also for layers, heads, kv_heads, steps and positions.
         layers: Layers to keep.
         heads: Query heads to keep.
         kv_heads: KV heads to keep.
@@ -210,12 +214,16 @@ def run(
     adapter, path, strategy = wrap(model), path_named(path), strategy_named(strategy)
     check_choice("logits", logits, ("keep", "discard"))
     check_choice("stop", stop, ("end of sequence", "length"))
-    single = isinstance(prompt, str | Prompt) or (len(prompt) > 0 and isinstance(prompt[0], int))
-    prompts = [encode(adapter, item, max_new_tokens) for item in ([prompt] if single else prompt)]
-    if not prompts:
-        raise InputError("the list of prompts is empty: give at least one.")
-    if continuation is not None:
-        _check_continuation(continuation, len(prompts), max_new_tokens, adapter)
+    check_seed(seed)
+    items, single = listed(prompt)
+    prompts = [encode(adapter, item, max_new_tokens) for item in items]
+    forced = checked_continuation(continuation, len(prompts), adapter)
+    # Made into lists here: each batch asks for them again.
+    layers = None if layers is None else chosen_layers(adapter, layers)
+    heads = chosen_heads(heads, adapter.facts.query_heads, "query head")
+    kv_heads = chosen_heads(kv_heads, adapter.facts.kv_heads, "KV head")
+    steps = None if steps is None else chosen_steps(steps)
+    record = () if record is None else record
     with located(f"model {adapter.facts.name}, path {path}"):
         target = adapter.at(dtype_named(path.dtype))
 
@@ -229,7 +237,7 @@ def run(
                 max_new_tokens,
                 strategy,
                 seed,
-                continuation,
+                forced,
                 recorder,
                 logits == "keep",
                 stop == "end of sequence",
@@ -308,6 +316,8 @@ def _run_batch(
                 ended="end of sequence" if followed[count - 1] in stops else "length",
                 failure=failure,
                 provenance=about,
+                heads=recorder.heads,
+                kv_heads=recorder.kv_heads,
             )
         )
     return traces
@@ -326,18 +336,50 @@ class RecorderWatcher:
 # What goes in --------------------------------------------------------------------------------------------------------
 
 
-def encode(adapter: Adapter, prompt: str | Prompt | Sequence[int], max_new_tokens: int) -> list[int]:
+def listed(prompts: Any) -> tuple[list[Any], bool]:
+    """Prompts as a list, and whether they were a single one.
+
+    Args:
+        prompts: A text, a :class:`Prompt` or token ids; or a list of these; or a tensor or array of token ids, of one
+            dimension for one prompt or of two for several.
+
+    Raises:
+        InputError: They are none of these.
+    """
+    if isinstance(prompts, str | Prompt):
+        return [prompts], True
+    if isinstance(prompts, Tensor | np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise InputError(
+            f"prompts of type {type(prompts).__name__} were given: expected a text, token ids, or a list of them."
+        )
+    items = list(prompts)
+    if not items:
+        raise InputError("the list of prompts is empty: give at least one.")
+    single = not any(isinstance(item, str | Prompt | Iterable) for item in items)
+    return ([items], True) if single else (items, False)
+
+
+def encode(adapter: Adapter, prompt: Any, max_new_tokens: int) -> list[int]:
     """Token ids of a prompt, checked against the vocabulary and the context.
+
+    Args:
+        adapter: The model.
+        prompt: A text, a :class:`Prompt`, or token ids.
+        max_new_tokens: Tokens that will be decided; the last of them is not fed, so it needs no position.
 
     Raises:
         InputError: There is nothing to run, or it does not fit.
     """
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens={max_new_tokens!r} was given: expected a whole number of at least 1.")
     if isinstance(prompt, str) and _GENERATOR.fullmatch(prompt):
         raise InputError(f"prompt {prompt!r} names a generator: give kv.load_prompts({prompt!r}), which makes the prompts.")
     text = prompt.text if isinstance(prompt, Prompt) else prompt
-    tokens = adapter.encode(text) if isinstance(text, str) else [int(t) for t in text]
+    if isinstance(text, str):
+        check_text(text, f"prompt {text[:40]!r}")
+    tokens = adapter.encode(text) if isinstance(text, str) else _token_ids(text, "prompt")
     shown = text[:40] if isinstance(text, str) else tokens[:8]
     if not tokens:
         raise InputError(f"prompt {shown!r} has no token: give at least one.")
@@ -347,12 +389,20 @@ def encode(adapter: Adapter, prompt: str | Prompt | Sequence[int], max_new_token
         raise InputError(
             f"token id {wrong} in prompt {shown!r} does not exist: {facts.name} has 0 to {facts.vocabulary - 1}."
         )
-    if len(tokens) + max_new_tokens > facts.context:
+    if len(tokens) + max_new_tokens - 1 > facts.context:
         raise InputError(
             f"prompt {shown!r} has {len(tokens)} tokens, and with max_new_tokens={max_new_tokens} that is more than the "
             f"context of {facts.name}, {facts.context} positions: shorten the prompt or decode fewer tokens."
         )
     return tokens
+
+
+def _token_ids(given: Any, what: str) -> list[int]:
+    items = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+    tokens = [whole_number(item) for item in items] if isinstance(items, Iterable) else [None]
+    if None in tokens:
+        raise InputError(f"{what} {str(given)[:40]} was given: expected whole numbers, the ids of tokens.")
+    return [token for token in tokens if token is not None]
 
 
 def end_tokens(adapter: Adapter, device: torch.device) -> Tensor:
@@ -366,14 +416,28 @@ def check_choice(name: str, given: str, known: Sequence[str]) -> None:
         raise InputError(f"{name}={given!r} was given: expected {' or '.join(map(repr, known))}.")
 
 
-def _check_continuation(continuation: Sequence[int], prompts: int, steps: int, adapter: Adapter) -> None:
+def checked_continuation(continuation: Any, prompts: int, adapter: Adapter) -> list[int] | None:
+    """The token ids to be fed, checked; None where none were given.
+
+    Args:
+        continuation: A list, an array or a tensor of token ids.
+        prompts: How many prompts it came with.
+        adapter: The model.
+
+    Raises:
+        InputError: There is more than one prompt, or something is no token of this model.
+    """
+    if continuation is None:
+        return None
     if prompts != 1:
         raise InputError(f"continuation was given with {prompts} prompts: give one prompt at a time with it.")
-    wrong = next((t for t in continuation if not 0 <= t < adapter.facts.vocabulary), None)
+    tokens = _token_ids(continuation, "continuation")
+    wrong = next((t for t in tokens if not 0 <= t < adapter.facts.vocabulary), None)
     if wrong is not None:
         raise InputError(
             f"continuation holds token id {wrong}: {adapter.facts.name} has 0 to {adapter.facts.vocabulary - 1}."
         )
+    return tokens
 
 
 # What the loops stand on -----------------------------------------------------------------------------------------------
@@ -440,7 +504,7 @@ def in_batches(
         work: Takes the indices of a batch and returns one result for each.
         done: Told of every batch as it finishes.
     """
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise InputError(f"batch_size={batch_size!r} was given: expected a whole number of at least 1.")
     results: dict[int, Done] = {}
     waiting = list(batched(prompts, batch_size))
@@ -451,7 +515,9 @@ def in_batches(
                 waiting[:0] = [[index] for index in batch]
                 continue
             made = work(batch)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise
             if len(batch) == 1:
                 raise InputError(
                     f"out of memory with one prompt of {len(prompts[batch[0]])} tokens: shorten it, decode fewer tokens, "
@@ -467,6 +533,12 @@ def in_batches(
         if done is not None:
             done(batch, made)
     return [results[index] for index in range(len(prompts))]
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    # On a CPU torch raises a plain RuntimeError.
+    said = ("not enough memory", "DefaultCPUAllocator", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in said)
 
 
 def batched(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
@@ -511,6 +583,7 @@ def _numbers_alike(adapter: Adapter, path: ExecutionPath, tokens: Tensor, steps:
     batches = (tokens, *tokens.split(1))
     recorders = [Recorder(target, sites) for _ in batches]
     numbers = 0
+    steps = min(steps, adapter.facts.context - tokens.shape[1] + 1)
     with contextlib.ExitStack() as stack:
         runners = [
             stack.enter_context(Runner(adapter, path, rows, steps, [RecorderWatcher(recorder)]))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, unknown
 
-__all__ = ["STRATEGIES", "Greedy", "Strategy", "TopK", "TopP", "strategy_named", "uniforms"]
+__all__ = ["STRATEGIES", "Greedy", "Strategy", "TopK", "TopP", "check_seed", "strategy_named", "uniforms"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Strategy:
 
     def __str__(self) -> str:
         """The text form."""
-        values = ",".join(f"{getattr(self, field.name):g}" for field in dataclasses.fields(self))
+        values = ",".join(_exact(getattr(self, field.name)) for field in dataclasses.fields(self))
         name = next(name for name, rule in STRATEGIES.items() if rule is type(self))
         return f"{name}({values})" if values else name
 
@@ -62,7 +62,7 @@ class TopK(Strategy):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or self.k < 1:
+        if not isinstance(self.k, int) or isinstance(self.k, bool) or self.k < 1:
             raise InputError(f"top_k's k={self.k!r}: expected a whole number of at least 1.")
         _check_temperature(self.temperature)
 
@@ -81,7 +81,7 @@ class TopP(Strategy):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.p <= 1:
+        if not _is_number(self.p) or not 0 < self.p <= 1:
             raise InputError(f"top_p's p={self.p!r}: expected a number above 0 and at most 1.")
         _check_temperature(self.temperature)
 
@@ -97,7 +97,7 @@ class TopP(Strategy):
 STRATEGIES: dict[str, type[Strategy]] = {"greedy": Greedy, "top_k": TopK, "top_p": TopP}
 
 
-def strategy_named(text: str | Strategy) -> Strategy:
+def strategy_named(text: object) -> Strategy:
     """Reads a strategy's text form: ``greedy``, ``top_k(50,0.8)``, ``top_p(0.95,0.8)``.
 
     Raises:
@@ -105,13 +105,19 @@ def strategy_named(text: str | Strategy) -> Strategy:
     """
     if isinstance(text, Strategy):
         return text
+    if not isinstance(text, str):
+        raise InputError(
+            f"strategy={text!r} was given: expected a text such as 'greedy' or 'top_p(0.95,0.8)', or a Strategy."
+        )
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
     name = match.group(1).replace("-", "_") if match else text
     if match is None or name not in STRATEGIES:
         raise unknown("strategy", text, STRATEGIES, "Values go in brackets, as in top_k(50,0.8).")
     try:
         values = ast.literal_eval(f"({match.group(2)},)") if match.group(2) else ()
-        return STRATEGIES[name](*values)
+        kinds = [field.type for field in dataclasses.fields(STRATEGIES[name])]
+        whole = [type(value) is int and kind == "float" for value, kind in zip(values, kinds, strict=False)]
+        return STRATEGIES[name](*(float(v) if w else v for v, w in zip(values, whole, strict=True)))
     except (SyntaxError, ValueError, TypeError) as error:
         if isinstance(error, InputError):
             raise
@@ -121,10 +127,34 @@ def strategy_named(text: str | Strategy) -> Strategy:
 
 def uniforms(seed: int, example: int, steps: int) -> Float[Tensor, " steps"]:
     """The random numbers of one example, one a step, whatever batch it runs in (Philox, keyed by seed and example)."""
+    check_seed(seed)
     generator = np.random.Generator(np.random.Philox(key=[seed % 2**64, example]))
     return torch.from_numpy(generator.random(steps))
 
 
+def check_seed(seed: object) -> None:
+    """Raises InputError where the seed is no whole number."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise InputError(f"seed={seed!r} was given: expected a whole number.")
+
+
+COLDEST, HOTTEST = 1e-30, 1e30
+"""Beyond these, logits divided by the temperature overflow, or all become the same."""
+
+
 def _check_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise InputError(f"temperature={temperature!r}: expected a number above 0 (for 0 use the strategy greedy).")
+    if not _is_number(temperature) or not COLDEST <= temperature <= HOTTEST:
+        raise InputError(
+            f"temperature={temperature!r}: expected a number from {COLDEST:g} to {HOTTEST:g} (for 0 use the strategy greedy)."
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _exact(value: int | float) -> str:
+    """The shortest text that is read back as the very same number."""
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:g}" if float(f"{value:g}") == value else repr(float(value))

@@ -2,6 +2,15 @@
 
 from kvinterp.recording.recorder import Recorder, record
 from kvinterp.recording.trace import Trace
-from kvinterp.recording.watch import Watch, chosen_layers
+from kvinterp.recording.watch import Watch, chosen_heads, chosen_layers, chosen_steps, whole_number
 
-__all__ = ["Recorder", "Trace", "Watch", "chosen_layers", "record"]
+__all__ = [
+    "Recorder",
+    "Trace",
+    "Watch",
+    "chosen_heads",
+    "chosen_layers",
+    "chosen_steps",
+    "record",
+    "whole_number",
+]

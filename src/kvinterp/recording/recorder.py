@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvinterp.errors import InputError
 from kvinterp.models import Adapter, expand_sites, wrap
 from kvinterp.models.adapter import CACHE_SITES, Site
 from kvinterp.policies import Place
-from kvinterp.recording.watch import Watch, chosen_layers
+from kvinterp.recording.watch import Watch, chosen_heads, chosen_layers, chosen_steps
 
 __all__ = ["Recorder", "record"]
 
@@ -47,6 +48,10 @@ class Recorder:
         steps: Decode steps to keep; all unless said. Step 0 is the prefill.
         positions: ``"newest"`` (the last query position; for cache sites the last key) or ``"all"``.
 
+    Attributes:
+        heads: The query heads that are kept, None for all.
+        kv_heads: The KV heads that are kept, None for all.
+
     Raises:
         InputError: A site, layer, head or choice of positions does not exist.
         UnsupportedError: This kind of model cannot give a site.
@@ -57,8 +62,8 @@ class Recorder:
         adapter: Adapter,
         sites: str | Sequence[str],
         layers: Iterable[int] | None = None,
-        heads: Sequence[int] | None = None,
-        kv_heads: Sequence[int] | None = None,
+        heads: Iterable[int] | None = None,
+        kv_heads: Iterable[int] | None = None,
         steps: Iterable[int] | None = None,
         positions: str = "newest",
     ) -> None:
@@ -67,15 +72,17 @@ class Recorder:
         self.adapter, self.positions = adapter, positions
         self.sites = expand_sites(sites)
         self.layers = chosen_layers(adapter, layers)
-        self.steps = None if steps is None else frozenset(steps)
+        self.steps = None if steps is None else frozenset(chosen_steps(steps))
+        self.heads = chosen_heads(heads, adapter.facts.query_heads, "query head")
+        self.kv_heads = chosen_heads(kv_heads, adapter.facts.kv_heads, "KV head")
         self._heads = {
-            "query": _checked_heads(heads, adapter.facts.query_heads, "query head"),
-            "kv": _checked_heads(kv_heads, adapter.facts.kv_heads, "KV head"),
+            kind: None if chosen is None else torch.tensor(chosen)
+            for kind, chosen in (("query", self.heads), ("kv", self.kv_heads))
         }
         self.kept: dict[Site, list[Tensor]] = {(s, layer): [] for s in self.sites for layer in self.layers}
         self.recorded_steps: list[int] = []
         self._pieces: dict[Site, list[Tensor]] = {}
-        self._on = False
+        self._on = self._begun = False
         self.watch = Watch(adapter, self.kept, self._keep)
 
     def __repr__(self) -> str:
@@ -96,6 +103,7 @@ class Recorder:
     def begin_step(self, step: int) -> None:
         """What follows belongs to this step."""
         self.end_step()
+        self._begun = True
         self._on = self.steps is None or step in self.steps
         if self._on:
             self.recorded_steps.append(step)
@@ -105,7 +113,16 @@ class Recorder:
         for place, pieces in self._pieces.items():
             self.kept[place].append(pieces[0] if len(pieces) == 1 else self._joined(place[0], pieces))
         self._pieces = {}
-        self._on = False
+        self._on = self._begun = False
+
+    def abandon_step(self) -> bool:
+        """Forgets a step that was begun and never ended, because its forward was cut off; whether there was one."""
+        begun = self._begun
+        if self._on:
+            self.recorded_steps.pop()
+        self._pieces = {}
+        self._on = self._begun = False
+        return begun
 
     def begin_pass(self) -> None:
         """A forward from position 0 follows."""
@@ -132,9 +149,11 @@ class Recorder:
             return pieces[-1]
         if site not in ("attn_scores", "pattern"):
             return torch.cat(pieces, 1)
-        keys = max(piece.shape[-1] for piece in pieces)
+        # A piece's newest key is its newest query's; a sliding window lets go of the oldest ones.
+        ends = list(itertools.accumulate(piece.shape[2] for piece in pieces))
         fill = 0.0 if site == "pattern" else -torch.inf
-        return torch.cat([nn.functional.pad(p, (0, keys - p.shape[-1]), value=fill) for p in pieces], 2)
+        around = [(end - piece.shape[3], ends[-1] - end) for piece, end in zip(pieces, ends, strict=True)]
+        return torch.cat([nn.functional.pad(p, room, value=fill) for p, room in zip(pieces, around, strict=True)], 2)
 
     def __getitem__(self, place: Site) -> list[Tensor]:
         """What was kept of a site at a layer, a tensor a step."""
@@ -144,25 +163,18 @@ class Recorder:
         return self.kept[place]
 
 
-def _checked_heads(heads: Sequence[int] | None, count: int, what: str) -> Tensor | None:
-    if heads is None:
-        return None
-    for head in heads:
-        if not isinstance(head, int) or not 0 <= head < count:
-            raise InputError(f"{what} {head!r} does not exist: this model has {what}s 0 to {count - 1}.")
-    return torch.tensor(list(heads))
-
-
 @contextlib.contextmanager
 def record(
     model: Any,
     sites: str | Sequence[str],
     layers: Iterable[int] | None = None,
-    heads: Sequence[int] | None = None,
-    kv_heads: Sequence[int] | None = None,
+    heads: Iterable[int] | None = None,
+    kv_heads: Iterable[int] | None = None,
     positions: str = "newest",
 ) -> Iterator[Recorder]:
     """Records the user's own forwards on anyone's model; each call of the model is one step.
+
+    A forward that an error or an interruption cuts off is no step, and leaves nothing in what is kept.
 
     Cache sites are read from the cache that the user's forward used or returned.
 
@@ -186,7 +198,13 @@ def record(
     recorder = Recorder(adapter, sites, layers, heads, kv_heads, None, positions)
     from_cache = [p for p in recorder.kept if p[0] in CACHE_SITES and p not in recorder.watch.listeners]
 
+    hooks = contextlib.ExitStack()
+
     def before(*_: Any) -> None:
+        if recorder.abandon_step():
+            # After a KeyboardInterrupt torch calls no hook that would undo what the cut off forward began.
+            hooks.close()
+            hooks.enter_context(adapter.attached(recorder.places))
         recorder.begin_step(len(recorder.recorded_steps))
         recorder.begin_pass()
 
@@ -206,7 +224,9 @@ def record(
         recorder.end_step()
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(adapter.attached(recorder.places))
+        stack.callback(recorder.abandon_step)
+        stack.enter_context(hooks)
+        hooks.enter_context(adapter.attached(recorder.places))
         stack.callback(adapter.model.register_forward_pre_hook(before).remove)
         stack.callback(adapter.model.register_forward_hook(after, with_kwargs=True).remove)
         stack.enter_context(adapter.listening({place: [heard] for place, heard in recorder.watch.listeners.items()}))

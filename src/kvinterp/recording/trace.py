@@ -34,6 +34,8 @@ class Trace:
         ended: ``"length"`` or ``"end of sequence"``.
         failure: Where NaN or Inf first appeared, or empty.
         provenance: What it was made with.
+        heads: The query heads that the records hold, in their order; None for all of them.
+        kv_heads: The same for KV heads.
     """
 
     path: str
@@ -46,6 +48,8 @@ class Trace:
     ended: str = "length"
     failure: str = ""
     provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
+    heads: tuple[int, ...] | None = None
+    kv_heads: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         """What it is of, in one line."""
@@ -58,6 +62,10 @@ class Trace:
         if place not in self.records:
             have = sorted({site for site, _ in self.records}) or ["nothing"]
             raise InputError(f"this trace holds no {place!r}: it recorded {', '.join(have)}; record the site and layer.")
+        if not self.records[place]:
+            raise InputError(
+                f"this trace recorded none of its {len(self.tokens)} steps at {place!r}: record one with steps=..., or all."
+            )
         return _stacked(self.records[place])
 
     @property
@@ -77,6 +85,7 @@ class Trace:
             else:
                 tensors |= {f"{site}.{layer}.{step}": t.contiguous().cpu() for step, t in enumerate(kept)}
         about = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("records", "logits")}
+        about["places"] = [list(place) for place in self.records]
         partial = target / ".trace.safetensors.partial"
         save_file(tensors, partial)
         partial.replace(target / "trace.safetensors")
@@ -100,8 +109,9 @@ class Trace:
             about = json.loads((source / "trace.json").read_text(encoding="utf-8"))
             tensors = load_file(source / "trace.safetensors")
             about |= {name: tuple(about[name]) for name in ("prompt", "tokens", "fed", "steps")}
+            about |= {name: tuple(about[name]) for name in ("heads", "kv_heads") if about.get(name) is not None}
             logits = tensors.pop("logits", None)
-            records: dict[Site, dict[int, Tensor]] = {}
+            records: dict[Site, dict[int, Tensor]] = {(site, layer): {} for site, layer in about.pop("places", ())}
             for name, tensor in tensors.items():
                 site, layer, *step = name.split(".")
                 pieces = {int(step[0]): tensor} if step else dict(enumerate(tensor.unbind(0)))

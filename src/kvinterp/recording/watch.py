@@ -7,6 +7,7 @@ position so far (transformers, whose cache holds them rotated).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 
 import torch
@@ -17,7 +18,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.adapter import CACHE_SITES, Listener, Site
 from kvinterp.policies import Place
 
-__all__ = ["Sink", "Watch", "chosen_layers"]
+__all__ = ["Sink", "Watch", "chosen_heads", "chosen_layers", "chosen_steps", "whole_number"]
 
 Sink = Callable[[str, int, int, Tensor], "Tensor | None"]
 """Called with site, layer, the absolute position of the first key (0 for other sites) and the tensor."""
@@ -109,8 +110,67 @@ def chosen_layers(adapter: Adapter, layers: Iterable[int] | None) -> tuple[int, 
     count = adapter.facts.layers
     if layers is None:
         return tuple(range(count))
-    wanted = [layers] if isinstance(layers, int) else list(layers)
+    wanted = [layers] if isinstance(layers, int) else _listed(layers, "layers")
+    numbers = []
     for layer in wanted:
-        if not isinstance(layer, int) or not -count <= layer < count:
+        number = whole_number(layer)
+        if number is None or not -count <= number < count:
             raise InputError(f"layer {layer!r} does not exist: {adapter.facts.name} has layers 0 to {count - 1}.")
-    return tuple(dict.fromkeys(layer % count for layer in wanted))
+        numbers.append(number % count)
+    return tuple(dict.fromkeys(numbers))
+
+
+def chosen_heads(heads: Iterable[int] | None, count: int, what: str) -> tuple[int, ...] | None:
+    """The heads asked for, checked; None for all of them.
+
+    Args:
+        heads: Their numbers.
+        count: How many there are.
+        what: The kind of head.
+
+    Raises:
+        InputError: A head does not exist, or there is none.
+    """
+    if heads is None:
+        return None
+    numbers = []
+    for head in _listed(heads, f"{what}s"):
+        number = whole_number(head)
+        if number is None or not 0 <= number < count:
+            raise InputError(f"{what} {head!r} does not exist: this model has {what}s 0 to {count - 1}.")
+        numbers.append(number)
+    if not numbers:
+        raise InputError(f"an empty list of {what}s was given: name at least one, or leave it out to keep all of them.")
+    return tuple(numbers)
+
+
+def chosen_steps(steps: Iterable[int]) -> tuple[int, ...]:
+    """The decode steps asked for, checked.
+
+    Raises:
+        InputError: One is no number of a step.
+    """
+    numbers = []
+    for step in _listed(steps, "steps"):
+        number = whole_number(step)
+        if number is None or number < 0:
+            raise InputError(f"step {step!r} does not exist: steps are numbered 0, 1, 2, ...")
+        numbers.append(number)
+    return tuple(numbers)
+
+
+def whole_number(value: object) -> int | None:
+    """The value as an int where it is a whole number of any library's type, else None; truth values are none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _listed(values: Iterable[int], what: str) -> list[int]:
+    try:
+        return list(values)
+    except TypeError as error:
+        raise InputError(f"{what}={values!r} was given: expected a list of whole numbers.") from error

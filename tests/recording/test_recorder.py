@@ -1,0 +1,129 @@
+"""What is kept of forwards: of chunks, of forwards that were cut off, and of what a user asks for by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp.models import Adapter
+from support import PROMPT, TINY_WINDOW, Case
+
+WINDOW = Case("mistral-window", "native", "eager")
+SHORT = {"max_new_tokens": 3, "stop": "length"}
+
+
+@pytest.fixture(scope="module")
+def model(load: Callable[..., Adapter]) -> Adapter:
+    return load(WINDOW)
+
+
+# Chunks ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("site", ["pattern", "attn_scores"])
+@pytest.mark.parametrize("path", ["cached[chunk=5]", "cached[chunk=3]", "recompute[chunk=5]"])
+def test_chunks_of_a_sliding_window_stand_at_their_own_keys(model: Adapter, path: str, site: str) -> None:
+    """A chunk's rows were put at the left edge: the last query seemed to read keys that its window had let go of."""
+    options = {"record": site, "positions": "all", "continuation": PROMPT[:2], **SHORT}
+    chunked = kv.run(model, PROMPT, path, **options)
+    whole = kv.run(model, PROMPT, path.partition("[")[0], **options)
+    for layer in range(model.facts.layers):
+        found, wanted = chunked.records[site, layer][0], whole.records[site, layer][0]
+        assert found.shape == wanted.shape
+        reads = (found if site == "pattern" else found.softmax(-1)) > 0
+        for query in range(len(PROMPT)):
+            first = max(query - TINY_WINDOW + 1, 0)
+            assert reads[0, query].nonzero().flatten().tolist() == list(range(first, query + 1)), (layer, query)
+        seen = wanted > -1e30
+        assert torch.allclose(found[seen], wanted[seen], atol=1e-5)
+
+
+# Forwards that were cut off ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("positions", ["newest", "all"])
+def test_a_forward_that_was_cut_off_leaves_nothing(model: Adapter, error: type[BaseException], positions: str) -> None:
+    """Sites before the fault had an entry more than those after it, and every entry after that was of another forward.
+
+    After a KeyboardInterrupt the mode that sees softmax stayed open too, so that other layers' and the user's own softmax
+    were kept as a layer's pattern.
+    """
+    sites, tokens, armed = "resid_pre,resid_post,pattern", torch.tensor([PROMPT]), [True]
+
+    def fault(*_: Any) -> None:
+        if armed[0]:
+            raise error
+
+    handle = model.blocks[0].self_attn.o_proj.register_forward_hook(fault)
+    try:
+        with torch.no_grad(), kv.record(model, sites, positions=positions) as seen:
+            with pytest.raises(error):
+                model.model(tokens)
+            torch.softmax(torch.zeros(1, model.facts.query_heads, 3, 4), -1)
+            armed[0] = False
+            model.model(tokens)
+            model.model(tokens[:, :5])
+            armed[0] = True
+            with pytest.raises(error):
+                model.model(tokens)
+    finally:
+        handle.remove()
+    assert torch.overrides._get_current_function_mode_stack() == []
+    with torch.no_grad(), kv.record(model, sites, positions=positions) as clean:
+        model.model(tokens)
+        model.model(tokens[:, :5])
+    assert seen.recorded_steps == [0, 1]
+    for place, kept in clean.kept.items():
+        assert len(seen[place]) == 2, place
+        assert all(torch.equal(a, b) for a, b in zip(seen[place], kept, strict=True)), place
+
+
+# What is asked for by number -----------------------------------------------------------------------------------------
+
+
+def test_numbers_may_come_from_generators(model: Adapter) -> None:
+    """Layers and steps from a generator were used up by the first check: nothing was recorded, and nothing said so."""
+    wanted = kv.run(model, PROMPT, record="pattern", layers=[1], heads=[2, 0], steps=[0, 2], **SHORT)
+    given = kv.run(
+        model, [PROMPT, PROMPT], record="pattern", layers=iter([1]), heads=iter([2, 0]), steps=iter([0, 2]), **SHORT
+    )
+    for trace in given:
+        assert trace.steps == (0, 2)
+        assert trace.heads == (2, 0)
+        assert all(
+            torch.equal(a, b) for a, b in zip(trace.records["pattern", 1], wanted.records["pattern", 1], strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"heads": []}, "an empty list of query heads was given"),
+        ({"kv_heads": []}, "an empty list of KV heads was given"),
+        ({"heads": [True]}, "query head True does not exist"),
+        ({"steps": [-1]}, "step -1 does not exist"),
+        ({"layers": [0.5]}, "layer 0.5 does not exist"),
+    ],
+)
+def test_numbers_that_do_not_exist(model: Adapter, options: dict[str, Any], said: str) -> None:
+    recorder = kv.recording.Recorder.__init__
+    with pytest.raises(kv.InputError, match=said):
+        getattr(recorder, "__wrapped__", recorder)(object.__new__(kv.recording.Recorder), model, "pattern", **options)
+
+
+# Traces ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_of_no_recorded_step_says_so_and_keeps_its_places(model: Adapter, tmp_path: Any) -> None:
+    """Looking at it raised an IndexError, and saving it lost what had been asked for."""
+    trace = kv.run(model, PROMPT, record="resid_post", heads=[1], steps=[99], **SHORT)
+    again = kv.Trace.load(trace.save(tmp_path))
+    assert again.records == trace.records == {("resid_post", layer): [] for layer in range(model.facts.layers)}
+    assert again.heads == (1,)
+    with pytest.raises(kv.InputError, match="recorded none of its 3 steps"):
+        again["resid_post", 0]
