@@ -17,15 +17,15 @@ def test_models_that_are_no_decoders_with_a_head(tiny):
     with pytest.raises(InputError, match="no language-model head"):
         kv.wrap(transformers.LlamaModel(tiny("Llama").config).eval())
     t5 = transformers.T5Config(vocab_size=61, d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4)
-    with pytest.raises(UnsupportedError, match="an encoder with a decoder"):
+    with pytest.raises(InputError, match="an encoder with a decoder"):
         kv.wrap(transformers.T5ForConditionalGeneration(t5).eval())
-    with pytest.raises(UnsupportedError, match="no decoder"):
+    with pytest.raises(InputError, match="no decoder"):
         kv.wrap(transformers.BertForMaskedLM(transformers.BertConfig(**BERT)).eval())
 
 
 def test_an_encoders_checkpoint_is_not_loaded_as_a_decoder(tmp_path):
     transformers.BertForMaskedLM(transformers.BertConfig(**BERT)).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match="no decoder"):
+    with pytest.raises(InputError, match="no decoder"):
         kv.load_model(tmp_path, kind="native")
 
 

@@ -84,9 +84,9 @@ class BridgeAdapter(Adapter):
             return self.model(tokens, return_type="logits", use_cache=False)
         if store.dressed is None:
             store.dressed = dress(text_config(self.source), store)
-        logits = self.model(tokens, return_type="logits", past_key_values=store.dressed, use_cache=True)
-        check_used(store.dressed, f"the bridge for {self.facts.architecture}")
-        return logits
+        else:
+            check_used(store.dressed, f"the bridge for {self.facts.architecture}")
+        return self.model(tokens, return_type="logits", past_key_values=store.dressed, use_cache=True)
 
     def tap(self, site: str, layer: int) -> Tap:
         """The HookPoint that carries a site."""

@@ -104,12 +104,12 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
     if "TransformerBridge" in known:
         from kvinterp.models.bridge import BridgeAdapter
 
-        _check_decoder(model.original_model)
+        _check_decoder(model.original_model, name)
         return BridgeAdapter(model, name, tokenizer)
     if "PreTrainedModel" in known:
         from kvinterp.models.native import NativeAdapter
 
-        _check_decoder(model)
+        _check_decoder(model, name)
         return NativeAdapter(model, name, tokenizer)
     raise InputError(
         f"cannot wrap a {type(model).__name__}: expected a HookedTransformer, a TransformerBridge or a transformers "
@@ -142,23 +142,22 @@ def device_named(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def _check_decoder(model: Any) -> None:
+def _check_decoder(model: Any, name: str | None) -> None:
     """Refuses a transformers model that does not decode, or not as it is.
 
     Raises:
-        InputError: It has no language-model head, or is in training mode.
-        UnsupportedError: Its tokens see the ones after them, or it has an encoder of its own.
+        InputError: It has an encoder of its own, its tokens see the ones after them, it has no language-model head, or it
+            is in training mode.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    what, config = type(model).__name__, model.config
+    config = model.config
+    what = type(model).__name__ if name is None else f"model {name} ({type(model).__name__})"
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"{what} is an encoder with a decoder, and kvinterp runs decoders alone: give a causal model."
-        )
-    masked = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(getattr(config, "model_type", ""))
-    if masked is not None and not getattr(config, "is_decoder", False):
-        raise UnsupportedError(
+        raise InputError(f"{what} is an encoder with a decoder, and kvinterp runs decoders alone: give a causal model.")
+    masked = getattr(config, "model_type", "") in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if masked and not getattr(config, "is_decoder", False):
+        raise InputError(
             f"{what} is no decoder, its tokens see the ones after them (config.is_decoder is false): give a causal model."
         )
     if model.get_output_embeddings() is None:
@@ -223,7 +222,7 @@ def _transformers(
                 f"attention {attention!r} cannot be used for {name}: {_first_line(error)}; leave attention out."
             ) from error
         raise _not_found(name, error) from error
-    _check_decoder(model)
+    _check_decoder(model, name)
     plain_experts(model, dtype)
     placed: nn.Module = model.to(device)  # type: ignore[arg-type]  # transformers decorates it untyped
     return placed.eval().requires_grad_(False)

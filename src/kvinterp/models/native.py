@@ -199,9 +199,9 @@ class NativeAdapter(Adapter):
         if store.dressed is None:
             # One cache for the store's whole life: layers that are not attention keep their state in it.
             store.dressed = dress(text_config(self.model), store)
-        logits = self.model(input_ids=tokens, past_key_values=store.dressed, use_cache=True).logits
-        check_used(store.dressed, self.facts.architecture)
-        return logits
+        else:
+            check_used(store.dressed, self.facts.architecture)
+        return self.model(input_ids=tokens, past_key_values=store.dressed, use_cache=True).logits
 
     @torch.no_grad()
     def _check_continues(self) -> None:

@@ -91,10 +91,10 @@ def dress(config: Any, store: KVStore) -> DynamicCache:
 
 
 def check_used(cache: Cache, architecture: str) -> None:
-    """Refuses a model that was given a cache and let it lie: its cached path would have no memory.
+    """Refuses a cache that is about to be used again and that no layer wrote to: the path would have no memory.
 
     Raises:
-        UnsupportedError: No layer wrote to it.
+        UnsupportedError: The model lets the cache it is given lie.
     """
     layers = [layer for layer in cache.layers if isinstance(layer, StoreLayer)]
     if layers and not any(layer.used for layer in layers):
