@@ -57,6 +57,17 @@ def test_a_finished_demo_is_not_touched(smoke: Path) -> None:
         Demo().run(smoke / "out")
 
 
+@pytest.mark.parametrize("existing", ["overwrite", "use"])
+@pytest.mark.parametrize("name", ["report.html", "figures/kl_by_step.png"])
+def test_a_page_or_figure_of_somebody_elses_is_left_alone(tmp_path: Path, name: str, existing: str) -> None:
+    """--overwrite removed a report.html that kvinterp had not written."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match="which kvinterp did not write"):
+        SMOKE.run(tmp_path, existing, "none")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [tmp_path / name]
+
+
 def test_an_unfinished_demo_makes_only_what_is_missing(
     smoke: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
