@@ -52,6 +52,7 @@ def test_experts_run_in_float64(tiny):
     model = tiny("Mixtral", head_dim=10, num_local_experts=4, num_experts_per_tok=2)
     compared = kv.compare(model, PROMPT, b="recompute@float64", max_new_tokens=3, stop="length", progress="none")
     assert compared.steps.max_abs_logit.max() < 1e-3
+    assert len(kv.run(model.double(), PROMPT, record="mlp_out", max_new_tokens=2, stop="length").tokens) == 2
 
 
 @pytest.mark.parametrize(("query", "heads"), [("multi_query", 1), ("new_decoder_architecture", 4), ("neither", 4)])

@@ -169,6 +169,7 @@ class NativeAdapter(Adapter):
         self._attention_only = self._cache_argument == "past_key_values" and keeps_only_keys_and_values(model)
         parallel = bool(getattr(text_config(model), "use_parallel_residual", False))
         self._sites = NativeSites(self._blocks, self.facts, parallel)
+        plain_experts(model, self.dtype)
         self._checked: Checked | None = None
         self._continues: bool | None = None
         self._stateful = [
