@@ -231,8 +231,8 @@ def patch_command(
 
     summary = made.summary()
     tables = {"recovery": made.recovery, "steps": made.steps, "controls": made.controls}
-    figures = save_sweep_figures(made, out / "figures")
-    _say([*said_of_sweep(summary), ""], [*write_tables(out, tables, summary, existing), *figures])
+    files = write_tables(out, tables, summary, existing)
+    _say([*said_of_sweep(summary), ""], [*files, *save_sweep_figures(made, out / "figures")])
 
 
 @app.command("decompose")
@@ -262,8 +262,8 @@ def decompose_command(
 
     summary = made.summary()
     tables = {"decomposition": made.steps, "layers": made.layers}
-    figures = save_decomposition_figure(made, out / "figures")
-    _say([*said_of_decomposition(summary), ""], [*write_tables(out, tables, summary, existing), *figures])
+    files = write_tables(out, tables, summary, existing)
+    _say([*said_of_decomposition(summary), ""], [*files, *save_decomposition_figure(made, out / "figures")])
 
 
 def _free(out: Path, overwrite: bool, last: str = "summary.json") -> str:
@@ -272,7 +272,7 @@ def _free(out: Path, overwrite: bool, last: str = "summary.json") -> str:
 
     _speak()
     existing = "overwrite" if overwrite else "error"
-    check_free(out, existing, last)
+    check_free(out, existing, last, names=(last,))
     return existing
 
 
@@ -458,8 +458,8 @@ def root_cause_command(
     with _status("root cause") as tell:
         tables, about = root_cause(adapters, given, flip_kernels, flip_strategy, progress=tell, keep=parts.made)
     reading = said_of_root_cause(tables)
-    figures = save_root_cause_figures(tables, about, out / "figures")
     files = write_tables(out, tables, {"reading": reading, "provenance": about}, existing)
+    figures = save_root_cause_figures(tables, about, out / "figures")
     parts.clear()
     _say([*reading, ""], [*files, *figures])
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+
+from kvinterp.files import Record, refuse_foreign, write_whole
 
 if TYPE_CHECKING:
     from kvinterp.auditing.entry import Audit
@@ -44,21 +45,24 @@ svg text { fill: var(--ink); } .axis { stroke: var(--line); }
 
 
 def write(audit: Audit, folder: Path) -> Path:
-    """Writes the folder; each file is complete or not there at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _put(folder / "verdict.json", audit.verdict.to_json())
-    _put(folder / "audit.html", page(audit))
+    """Writes the folder; each file is complete or not there at all.
+
+    Raises:
+        InputError: It cannot be written, or a file that kvinterp did not write has one of the names.
+    """
+    texts = {"audit.html": page(audit)}
     for name in ("steps", "local", "sweep"):
         frames = [getattr(rung, name).assign(rung=rung.name) for rung in audit.rungs if len(getattr(rung, name))]
         if frames:
-            _put(folder / f"{name}.csv", pd.concat(frames, ignore_index=True).to_csv(index=False))
+            texts[f"{name}.csv"] = pd.concat(frames, ignore_index=True).to_csv(index=False)
+    # The verdict last: where it is, everything is.
+    texts["verdict.json"] = audit.verdict.to_json()
+    record = Record(folder)
+    refuse_foreign(record, texts)
+    record.open()
+    for name, text in texts.items():
+        write_whole(folder / name, text)
     return folder
-
-
-def _put(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def layer_table(audit: Audit) -> pd.DataFrame:

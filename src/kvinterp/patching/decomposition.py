@@ -22,7 +22,6 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvinterp import metrics
-from kvinterp.data import Prompt
 from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.adapter import KVStore, Listener, Site
@@ -32,7 +31,7 @@ from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import check_finite
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.cache import PassThrough
-from kvinterp.paths.runner import LOGITS, check_choice, encode, growing_store
+from kvinterp.paths.runner import LOGITS, check_choice, encode, growing_store, listed
 from kvinterp.policies import Identity
 from kvinterp.provenance import provenance
 
@@ -106,8 +105,7 @@ def decompose(
     paths = two_paths(cached, recompute, "a decomposition")
     if plant is not None:
         plant.check(adapter)
-    single = isinstance(prompts, str | Prompt) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    items = [prompts] if single else list(prompts)
+    items, _ = listed(prompts)
     if not items:
         raise InputError("the list of prompts is empty: give at least one.")
     tokens = [encode(adapter, item, max_new_tokens + suffix) for item in items]

@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 from tqdm.auto import tqdm
 
-from kvinterp.data import Prompt
 from kvinterp.errors import InputError, located, unknown
 from kvinterp.models import Adapter, wrap
 from kvinterp.patching.lanes import two_paths
@@ -26,7 +25,7 @@ from kvinterp.patching.side_by_side import (
 )
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.runner import check_choice, encode
+from kvinterp.paths.runner import check_choice, encode, listed
 from kvinterp.provenance import provenance
 from kvinterp.recording import chosen_layers
 from kvinterp.recording.recorder import HEADS
@@ -232,8 +231,7 @@ def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: i
 
 
 def _encoded(adapter: Adapter, prompts: Any, max_new_tokens: int) -> list[list[int]]:
-    single = isinstance(prompts, str | Prompt) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    items = [prompts] if single else list(prompts)
+    items, _ = listed(prompts)
     if not items:
         raise InputError("the list of prompts is empty: give at least one.")
     return [encode(adapter, item, max_new_tokens) for item in items]

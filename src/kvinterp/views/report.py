@@ -123,10 +123,12 @@ def _question(about: Mapping[str, Any]) -> str:
 def _answer(main: Sequence[Result], rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
     matched = with_protocol(main, "matched")
     measured = matched or list(main)
-    steps = pd.concat([r.comparison.steps for r in measured])
+    # After a flip the two paths hold different texts: only what is before it says something of the arithmetic.
+    before = [r.comparison.steps[~r.comparison.steps["after_flip"].astype(bool)] for r in measured]
+    steps = pd.concat(before)
     differing = steps[steps["max_abs_logit"] > 0]
     dtype = main[0].comparison.about["dtype"]
-    fed = "fed the same tokens" if matched else "each fed its own tokens"
+    fed = "fed the same tokens" if matched else "each fed its own tokens, before any flip"
     rest = [*_flip_sentence(main), *_fall_sentence(rungs)]
     if differing.empty:
         return [
@@ -134,7 +136,7 @@ def _answer(main: Sequence[Result], rungs: Mapping[str, Sequence[Comparison]]) -
             "steps.",
             *rest,
         ]
-    means = [float(r.comparison.steps["kl"].mean()) for r in measured]
+    means = [float(table["kl"].mean()) for table in before if len(table)]
     return [
         f"Not bit for bit: in {dtype} the two paths, {fed}, gave different logits at {len(differing)} of {len(steps)} "
         f"steps ({len(differing) / len(steps):.0%}), the earliest at step {int(differing['step'].min())}.",

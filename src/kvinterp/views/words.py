@@ -228,8 +228,11 @@ def unit_roundoff(dtype: str) -> float:
 
 
 def drift_medians(comparison: Comparison) -> pd.Series:
-    """Median relative L2 by layer over examples and steps from 1 on, of resid_post or else the first site recorded."""
-    frame = comparison.layers[comparison.layers["step"] > 0]
+    """Median relative L2 by layer over examples and steps from 1 on, of resid_post or else the first site recorded.
+
+    Steps after a flip are left out: there the streams are those of two texts.
+    """
+    frame = comparison.layers[(comparison.layers["step"] > 0) & ~comparison.layers["after_flip"].astype(bool)]
     sites = list(frame["site"].unique())
     site = "resid_post" if "resid_post" in sites or not sites else sites[0]
     return frame[frame["site"] == site].groupby("layer")["relative_l2"].median()
