@@ -47,7 +47,7 @@ def started(code: str) -> subprocess.Popen[str]:
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """One comparison with everything recorded."""
     out = tmp_path_factory.mktemp("cli") / "out"
-    options = ("--prompts", "arithmetic:2", "--attention", "eager", "--record", "resid_post,pattern,kv", "--layers", "0,-1")
+    options = ("--prompts", "arithmetic:2", "--kind", "native", "--record", "resid_post,pattern,kv", "--layers", "0,-1")
     return out, kvinterp("compare", MODEL, "--out", out, *options, *QUICK)
 
 
@@ -210,7 +210,7 @@ def test_list_models_shows_what_is_known_of_each(monkeypatch: pytest.MonkeyPatch
         ((MODEL, "--max-new-tokens", "0"), "max_new_tokens=0 was given"),
         ((MODEL, "--max-new-tokens", "2000"), "more than the context of zoo:mistral-mini, 1024 positions"),
         ((MODEL, "--record", "q"), "site 'q' cannot be compared"),
-        ((MODEL, "--record", "pattern"), "'pattern' does not exist under attention 'sdpa'"),
+        ((MODEL, "--record", "pattern", "--attention", "sdpa"), "'pattern' does not exist under attention 'sdpa'"),
         (("./no-such-folder",), "model folder './no-such-folder' does not exist"),
     ],
 )

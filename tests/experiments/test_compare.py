@@ -163,7 +163,7 @@ def test_unasked_it_records_what_the_model_can_give(whole: Path, caplog: pytest.
 
 def test_a_site_asked_for_by_name_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"'pattern' does not exist under attention 'sdpa'.*attention='eager'"):
-        dataclasses.replace(SMALL, record="resid_post,pattern").run(tmp_path / "out", progress="none")
+        dataclasses.replace(SMALL, record="resid_post,pattern", attention="sdpa").run(tmp_path / "out", progress="none")
     assert not (tmp_path / "out").exists()
 
 
@@ -202,3 +202,9 @@ def test_the_registry_finds_every_experiment() -> None:
         assert dataclasses.is_dataclass(found), name
         assert found.__doc__
         found()  # every choice has a default
+
+
+def test_a_pattern_that_was_asked_for_brings_eager_attention(tmp_path: Path) -> None:
+    (result,) = dataclasses.replace(SMALL, record="pattern").run(tmp_path / "out", progress="none")
+    assert result.summary["provenance"]["attention"] == "eager"
+    assert len(result.comparison.heads)

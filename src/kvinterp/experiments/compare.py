@@ -82,8 +82,11 @@ class Compare(Experiment):
         check_free(out, existing, names=NAMES)
         prompts = load_prompts(self.prompts)
         paths, strategy = (path_named(self.a), path_named(self.b)), strategy_named(self.strategy)
-        expand_sites(self.record or "")
-        adapter = load_model(self.model, self.kind, self.dtype, self.device, self.attention)
+        asked, attention = expand_sites(self.record or ""), self.attention
+        if self.kind == "native" and attention is None and not {"pattern", "attn_scores"}.isdisjoint(asked):
+            attention = "eager"
+            log.info("the attention pattern was asked for: eager attention, which alone shows it, takes the place of SDPA")
+        adapter = load_model(self.model, self.kind, self.dtype, self.device, attention)
         layers = chosen_layers(adapter, self.layers)
         sites, left_out = recordable(adapter, self.record, layers)
         settings = {
