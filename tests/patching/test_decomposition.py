@@ -86,6 +86,16 @@ def test_keys_and_values_planted_are_state(load, case):
 
 
 @cases(KINDS)
+def test_a_narrower_cache_is_state_as_the_same_rounding_by_a_policy_is(load, case):
+    model = load(case)
+    exact = from_step(split(model).steps, 1)
+    rounded = from_step(split(model, cached="cached[cache=bfloat16]").steps, 1)
+    assert (rounded["total_l2"] > 100 * exact["total_l2"].max()).all()
+    assert (rounded["fresh_l2"] < 0.01 * rounded["total_l2"]).all()
+    assert (rounded["state_l2"] / rounded["total_l2"]).min() > 0.99
+
+
+@cases(KINDS)
 def test_a_planted_row_is_fresh_at_the_first_step_and_state_too_from_then_on(load, case):
     found = split(load(case), **DOUBLE, plant=Plant("row", 0))
     steps = from_step(found.steps, 1)

@@ -83,7 +83,8 @@ def decompose(
         prompts: One prompt or a list.
         max_new_tokens: Most steps; the tokens are those the cached path chooses greedily.
         suffix: Tokens put behind the prefix for the null control.
-        cached: The cached path. Its policy on K and V belongs to the state: the one row is computed without it.
+        cached: The cached path. Its policy on K and V and its cache's dtype belong to the state: the one row is computed
+            without them.
         recompute: The recompute path.
         plant: A difference to plant in the cached path first, to check that it is told apart.
         progress: ``"bar"`` or ``"none"``.
@@ -143,7 +144,8 @@ class _Example:
     ) -> None:
         self.adapter, self.prompt, self.room = adapter, prompt, room
         cached, self.recompute = paths
-        self.one_row = dataclasses.replace(cached, policy=Identity())
+        # What is done to K and V, by a policy or a narrower cache, belongs to the state.
+        self.one_row = dataclasses.replace(cached, policy=Identity(), cache_dtype=None)
         self.cached = cached if plant is None else plant.written(cached, len(prompt))
         self.plant = None if plant is None else plant.watcher()
         self.filler = (prompt * (suffix // len(prompt) + 1))[:suffix]
