@@ -233,6 +233,18 @@ def test_patched_changes_what_a_users_own_cached_forward_reads(load, case):
     assert_bitwise(users_decode(model)[1], plain[1], "the user's own loop afterwards")
 
 
+@cases([WINDOW])
+def test_patched_leaves_positions_that_a_sliding_donor_has_forgotten(load, case):
+    model = load(case)
+    donor = traced(model, "cached", OTHER, record="kv", positions="all")
+    plain = users_decode(model)[1]
+    forgotten, held = (kv.Patch("kv", None, None, at, "first", donor=donor) for at in ((0, 3), (8, 11)))
+    with kv.patched(model.model, forgotten):
+        assert_bitwise(users_decode(model)[1], plain, "logits with forgotten positions patched")
+    with kv.patched(model.model, held):
+        assert not torch.equal(users_decode(model)[1], plain)
+
+
 def users_cache(model):
     if model.kind == "hooked":
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache

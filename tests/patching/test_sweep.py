@@ -344,6 +344,20 @@ def test_blocks_that_a_prompt_never_reaches_have_no_row(load, case):
     assert reached == [["0:6", "6:12", "12:16"], ["0:6", "6:12"]]
 
 
+@cases([Case("mistral-window", "native", "eager"), Case("gemma2", "native", "eager")])
+@pytest.mark.parametrize("settings", [{"over": "blocks", "block": 2}, {"positions": (0, 2)}])
+def test_positions_that_a_sliding_cache_has_forgotten_are_left_as_they_are(load, case, settings):
+    """The donor's cache no longer holds them; this was once a crash of torch's."""
+    model = load(case)
+    found = swept(model, site="kv", cached="cached[cache=bfloat16]", **settings).recovery
+    assert np.isfinite(found["d_after"]).all()
+    slides = [window is not None for window in model.facts.windows]
+    forgotten = found[found["positions"] == "0:2"]
+    assert len(forgotten) == (1 if "over" in settings else model.facts.layers)
+    for row in forgotten.itertuples():
+        assert (row.recovery == 0) == (all(slides) if row.layer < 0 else slides[row.layer])
+
+
 @cases(KINDS)
 @pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
 def test_every_site_sweeps_in_both_directions_at_all_positions(load, case, direction):

@@ -216,6 +216,8 @@ class PatchWatcher:
         if site in CACHE_SITES and self.adapter.facts.windows[layer] is not None:
             # A cache that slides has forgotten the first positions, and the newest query does not read them.
             low = max(low, donor_start)
+            if low >= high:
+                return tensor
         donor_stop = donor_start + donor.shape[rows]
         if low < donor_start or high > donor_stop:
             raise InputError(
