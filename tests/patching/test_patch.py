@@ -1,5 +1,7 @@
 """Patches as data: laws 5 and 7, what they move, what they refuse, and TransformerLens' own patching."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -237,12 +239,77 @@ def test_patched_changes_what_a_users_own_cached_forward_reads(load, case):
 def test_patched_leaves_positions_that_a_sliding_donor_has_forgotten(load, case):
     model = load(case)
     donor = traced(model, "cached", OTHER, record="kv", positions="all")
-    plain = users_decode(model)[1]
     forgotten, held = (kv.Patch("kv", None, None, at, "first", donor=donor) for at in ((0, 3), (8, 11)))
+
+    def second_call():
+        """Each forward feeds the whole prefix and so reads all of it, though the cache it fills then slides."""
+        for tokens in (PROMPT, (*PROMPT, FED[0])):
+            with torch.no_grad():
+                out = model.model(torch.tensor([tokens]), past_key_values=users_cache(model), use_cache=True)
+        return out.logits[0, -1]
+
+    plain = second_call()
     with kv.patched(model.model, forgotten):
-        assert_bitwise(users_decode(model)[1], plain, "logits with forgotten positions patched")
+        assert_bitwise(second_call(), plain, "logits with forgotten positions patched")
     with kv.patched(model.model, held):
-        assert not torch.equal(users_decode(model)[1], plain)
+        assert not torch.equal(second_call(), plain)
+
+
+STATIC = [*(Case(name, "native", "eager") for name in ("llama-gqa", "mistral-window", "gemma2")), Case("gemma2", "bridge")]
+
+
+def static_cache(model):
+    from transformers import StaticCache
+
+    return StaticCache(config=model.source.config, max_cache_len=40)
+
+
+@cases(STATIC)
+def test_patches_and_records_of_a_static_cache_are_those_of_a_growing_one(load, case):
+    """It hands over and holds all its room: once a patch went into the empty slots, and the newest slot was recorded."""
+    model = load(case)
+    donor = traced(model, "recompute", OTHER, record="kv", positions="all")
+    patch = kv.Patch("kv", (0, 1), None, (8, 11), (0, 1), donor=donor)
+    with kv.patched(model.model, patch):
+        growing = users_decode(model)
+    with kv.patched(model.model, patch):
+        fixed = users_decode(model, static_cache(model))
+    assert not torch.equal(growing[1], users_decode(model)[1])
+    for one, other in zip(growing, fixed, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    newest = []
+    for cache in (users_cache(model), static_cache(model)):
+        with kv.record(model.model, "cache_k,cache_v") as seen:
+            users_decode(model, cache)
+        newest.append([tensor for place in seen.kept for tensor in seen[place]])
+    for one, other in zip(*newest, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@cases([NATIVE])
+def test_a_quantised_cache_is_patched_and_not_recorded_and_an_encoder_decoders_is_refused(load, case):
+    from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache
+
+    model = load(case)
+    donor = traced(model, "recompute", OTHER, record="kv", positions="all")
+    patch = kv.Patch("kv", None, None, "all", "first", donor=donor)
+
+    def quantised():
+        return QuantizedCache("fp8", model.model.config)
+
+    with kv.patched(model.model, patch):
+        expected = users_decode(model)[1]
+    with kv.patched(model.model, patch):
+        found = users_decode(model, quantised())[1]
+    # All keys and values are the donor's, so that none are left that were quantised.
+    assert_bitwise(found, expected, "logits on the donor's keys and values")
+    assert not torch.equal(users_decode(model, quantised())[1], expected)
+    with kv.record(model.model, "cache_v"), pytest.raises(kv.UnsupportedError, match="quantised: give a DynamicCache"):
+        users_decode(model, quantised())
+    pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    at_once = dataclasses.replace(patch, steps=(0,))
+    with kv.patched(model.model, at_once), pytest.raises(kv.UnsupportedError, match="an EncoderDecoderCache was given"):
+        users_decode(model, pair)
 
 
 def users_cache(model):

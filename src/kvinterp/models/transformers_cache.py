@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    BaseQuantizedLayer,
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import CacheRead, KVStore
@@ -109,10 +116,27 @@ def cached_positions(cache: Cache | None) -> int:
     return 0 if cache is None else int(cache.get_seq_length())
 
 
+def _check_readable(cache: Cache) -> None:
+    """Raises UnsupportedError for a cache that does not belong to a decoder alone."""
+    if isinstance(cache, EncoderDecoderCache):
+        raise UnsupportedError(
+            "an EncoderDecoderCache was given, whose keys and values are not of one text alone: give a DynamicCache or a "
+            "StaticCache."
+        )
+
+
 def intercept(cache: Cache | None, on_read: CacheRead) -> list[Callable[[], None]]:
-    """Lets ``on_read`` replace what a transformers cache of the user's hands to attention; returns how to undo that."""
+    """Lets ``on_read`` replace what a transformers cache of the user's hands to attention; returns how to undo that.
+
+    A static cache hands over all its room, of which ``on_read`` sees the slots that are filled.
+
+    Raises:
+        InputError: There is no cache.
+        UnsupportedError: It is an encoder-decoder's.
+    """
     if cache is None:
         raise InputError("a patch of the cache needs a forward with a cache: call the model with past_key_values=...")
+    _check_readable(cache)
     update = cache.update
 
     def wrapped(
@@ -120,17 +144,35 @@ def intercept(cache: Cache | None, on_read: CacheRead) -> list[Callable[[], None
     ) -> tuple[Tensor, Tensor]:
         keys, values = update(key_states, value_states, layer_idx, *args, **kwargs)
         stop = int(cache.get_seq_length(layer_idx))
-        new = on_read(layer_idx, stop - keys.shape[2], keys, values)
-        return (keys, values) if new is None else new
+        filled = min(stop, keys.shape[2])
+        new = on_read(layer_idx, stop - filled, keys[:, :, :filled], values[:, :, :filled])
+        if new is None:
+            return keys, values
+        return torch.cat([new[0], keys[:, :, filled:]], 2), torch.cat([new[1], values[:, :, filled:]], 2)
 
     cache.update = wrapped  # type: ignore[method-assign]
     return [lambda: cache.__dict__.pop("update", None)]
 
 
 def cached_tensor(cache: Cache | None, site: str, layer: int) -> Tensor | None:
-    """What a transformers cache of the user's holds for a layer, or None where it holds no keys and values."""
-    if cache is None or layer >= len(cache.layers):
+    """What a transformers cache of the user's holds for a layer, or None where it holds no keys and values.
+
+    Raises:
+        UnsupportedError: It holds them in a form that is not read here.
+    """
+    if cache is None:
+        return None
+    _check_readable(cache)
+    if layer >= len(cache.layers):
         return None
     held = cache.layers[layer]
+    if isinstance(held, BaseQuantizedLayer):
+        raise UnsupportedError(
+            f"site {site!r} cannot be read from a {type(cache).__name__}, which holds most of its keys and values "
+            "quantised: give a DynamicCache or a StaticCache."
+        )
     tensor = getattr(held, "keys" if site == "cache_k" else "values", None)
-    return tensor if isinstance(tensor, torch.Tensor) and tensor.numel() else None
+    if not isinstance(tensor, torch.Tensor) or not tensor.numel():
+        return None
+    # Of a static cache the slots that are filled.
+    return tensor[:, :, : int(cache.get_seq_length(layer))]
