@@ -185,6 +185,10 @@ def test_aggregates_are_over_examples():
     ]
     table = Sweep(pd.DataFrame(rows), pd.DataFrame(), pd.DataFrame(), {"provenance": {}}).aggregate()
     assert table["defined"].tolist() == [0, 5]
+    assert table.iloc[0][["mean", "median", "low_quartile", "high_quartile", "interval_low", "interval_high"]].isna().all()
+    nothing = Sweep(pd.DataFrame(rows[:5]), pd.DataFrame(), pd.DataFrame(), {"provenance": {}})
+    assert list(nothing.aggregate()) == list(table)
+    assert nothing.summary()["best"] is None
     row = table.iloc[1]
     assert row["mean"] == pytest.approx(np.mean(values))
     assert row["median"] == 0.2
@@ -208,6 +212,19 @@ def test_the_best_place_is_not_decided_by_one_example():
 
 
 # Controls --------------------------------------------------------------------------------------------------------------
+
+
+@cases([NATIVE])
+def test_a_prompt_that_ended_before_any_counted_step_has_no_floor(load, case, monkeypatch):
+    model = load(case)
+    settings = {"controls": "quick", "stop": "end of sequence", "layers": [0]}
+    first = kv.run(model, PROMPT, max_new_tokens=1).tokens[0]
+    monkeypatch.setattr(type(model), "end_tokens", frozenset({first}))
+    alone, both = (swept(model, prompts, **settings) for prompts in ([OTHER], [OTHER, PROMPT]))
+    floors = both.controls[both.controls["control"] == "floor"]
+    assert floors["steps"].tolist()[1] == 0 < floors["steps"].tolist()[0]
+    assert both.summary()["floor"] == alone.summary()["floor"] > 0
+    assert swept(model, [PROMPT], **settings).summary()["floor"] is None
 
 
 def unembedding(model):
@@ -358,6 +375,17 @@ def test_positions_that_a_sliding_cache_has_forgotten_are_left_as_they_are(load,
         assert (row.recovery == 0) == (all(slides) if row.layer < 0 else slides[row.layer])
 
 
+@cases([HOOKED, NATIVE])
+def test_blocks_of_the_stream_that_a_decode_step_does_not_compute_have_no_row(load, case):
+    """The cached path computes its newest position only, so nothing of an earlier block was ever patched."""
+    model = load(case)
+    blocks = swept(model, over="blocks", block=4, direction="into-cached").recovery
+    assert blocks["positions"].tolist() == ["12:16"]
+    assert blocks["d_after"].tolist() != blocks["d_before"].tolist()
+    prefill = swept(model, over="blocks", block=4, direction="into-cached", steps=(0, 2)).recovery
+    assert prefill["positions"].tolist() == ["0:4", "4:8", "8:12", "12:16"]
+
+
 @cases(KINDS)
 @pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
 def test_every_site_sweeps_in_both_directions_at_all_positions(load, case, direction):
@@ -452,6 +480,10 @@ def test_controls_change_nothing_beside_them(load, case):
         ({"distance": "js"}, "expected 'kl' or 'l2' or 'margin'"),
         ({"controls": "some"}, "controls='some'"),
         ({"layers": [0, 3]}, "layer 3 does not exist"),
+        ({"layers": []}, "layers=[] names no layer"),
+        ({"prompts": 7}, "prompts of type int were given"),
+        ({"positions": (3, 9), "direction": "into-cached"}, "positions=(3, 9) of 'resid_post' patches nothing"),
+        ({"positions": "earlier", "direction": "into-cached", "site": "q"}, "patches nothing: a decode step"),
         ({"positions": (2, 99)}, "position 98 does not exist"),
         ({"positions": (40, 50)}, "position 40 does not exist: the shortest prompt has 12 tokens"),
         ({"positions": "last"}, "positions='last'"),
@@ -462,6 +494,8 @@ def test_controls_change_nothing_beside_them(load, case):
         ({"recompute": "recompute[chunk=4]"}, "needs a cached and an unchunked recompute path"),
         ({"cached": "recompute"}, "needs a cached and an unchunked recompute path"),
         ({"over": "blocks", "block": 0}, "block=0 was given"),
+        ({"over": "blocks", "block": True}, "block=True was given"),
+        ({"examples": True}, "True examples were asked for"),
         ({"examples": 0}, "0 examples were asked for"),
         ({"prompts": []}, "the list of prompts is empty"),
         ({"prompts": [[1, 2], [200]]}, "token id 200"),

@@ -34,6 +34,7 @@ from kvinterp.paths.cache import PassThrough
 from kvinterp.paths.runner import LOGITS, check_choice, encode, growing_store, listed
 from kvinterp.policies import Identity
 from kvinterp.provenance import provenance
+from kvinterp.recording import whole_number
 
 __all__ = ["Decomposition", "decompose"]
 
@@ -100,7 +101,7 @@ def decompose(
             f"{adapter.facts.architecture} keeps other state than keys and values, which cannot be split this way: "
             "use audit()."
         )
-    if not isinstance(suffix, int) or suffix < 1:
+    if (whole_number(suffix) or 0) < 1:
         raise InputError(f"suffix={suffix!r} was given: expected a whole number of tokens of at least 1.")
     check_choice("progress", progress, ("bar", "none"))
     paths = two_paths(cached, recompute, "a decomposition")

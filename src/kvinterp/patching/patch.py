@@ -99,6 +99,15 @@ class Patch:
         """The first absolute position named; 0 where positions are not named by number."""
         return self.positions[0] if isinstance(self.positions, tuple) else 0
 
+    def moves(self, step: int, prompt_length: int, form: str) -> bool:
+        """Whether it moves anything at a step of a path of this form, ``"cached"`` or ``"recompute"``."""
+        end = prompt_length + step
+        low, high = self.span(end)
+        if form == "cached" and step and self.site not in PATCHED_CACHE:
+            # A decode step computes the newest position only; what the cache holds is moved whole.
+            low = max(low, end - 1)
+        return self.active(step) and low < high
+
     def span(self, end: int) -> tuple[int, int]:
         """The absolute positions it moves when the context holds ``end`` positions."""
         if isinstance(self.positions, tuple):

@@ -83,6 +83,11 @@ class Setting:
         """The path they are moved into."""
         return self.recompute if self.direction == "into-recompute" else self.cached
 
+    def reaches(self, lane: PlannedLane, prompt_length: int) -> bool:
+        """Whether a lane moves anything at any step of a prompt."""
+        steps = range(self.max_new_tokens)
+        return any(patch.moves(step, prompt_length, self.base.form) for patch in lane.patches for step in steps)
+
 
 @dataclasses.dataclass(frozen=True)
 class Advanced:

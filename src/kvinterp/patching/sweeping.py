@@ -27,7 +27,7 @@ from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.runner import check_choice, encode, listed
 from kvinterp.provenance import provenance
-from kvinterp.recording import chosen_layers
+from kvinterp.recording import chosen_layers, whole_number
 from kvinterp.recording.recorder import HEADS
 
 __all__ = ["DIRECTIONS", "DISTANCES", "PRESETS", "SWEEPS", "Sweep", "highest_kl", "sweep"]
@@ -151,8 +151,8 @@ def sweep(
     spot = positions if positions is not None else "all" if site in PATCHED_CACHE else "newest"
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
     lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
-    _check_reach(lanes[0].patches[0], paths[0], max_new_tokens, shortest)
     setting = Setting(adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop)
+    _check_reach(setting, lanes[0], shortest)
     chosen = list(range(len(tokens)))
     if examples is not None:
         chosen = _chosen_examples(setting, tokens, examples, progress)
@@ -216,7 +216,7 @@ def highest_kl(
 
 
 def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: int, progress: str) -> list[int]:
-    if not isinstance(count, int) or count < 1:
+    if (whole_number(count) or 0) < 1:
         raise InputError(f"{count!r} examples were asked for: expected a whole number of at least 1.")
     if count >= len(tokens):
         return list(range(len(tokens)))
@@ -237,8 +237,10 @@ def _encoded(adapter: Adapter, prompts: Any, max_new_tokens: int) -> list[list[i
     return [encode(adapter, item, max_new_tokens) for item in items]
 
 
-def _check_reach(patch: Patch, cached: ExecutionPath, max_new_tokens: int, shortest: int) -> None:
+def _check_reach(setting: Setting, lane: PlannedLane, shortest: int) -> None:
     """Raises InputError for a sweep that would patch nothing in some prompt."""
+    patch, cached, max_new_tokens = lane.patches[0], setting.cached, setting.max_new_tokens
+    prompt_length = shortest - max_new_tokens + 1
     if not any(patch.active(step) for step in range(max_new_tokens)):
         raise InputError(
             f"steps={patch.steps!r} patches nothing within max_new_tokens={max_new_tokens}, where the last step is "
@@ -248,8 +250,13 @@ def _check_reach(patch: Patch, cached: ExecutionPath, max_new_tokens: int, short
         raise InputError(f"step 0 was named, which path {cached} computes in pieces: use a path without chunk.")
     if patch.starts_at >= shortest:
         raise InputError(
-            f"position {patch.starts_at} does not exist: the shortest prompt has {shortest - max_new_tokens + 1} tokens "
+            f"position {patch.starts_at} does not exist: the shortest prompt has {prompt_length} tokens "
             f"and with max_new_tokens={max_new_tokens} never holds more than {shortest} positions."
+        )
+    if lane.labels["sweep"] != "blocks" and not setting.reaches(lane, prompt_length):
+        raise InputError(
+            f"positions={patch.positions!r} of {patch.site!r} patches nothing: a decode step of the cached path computes the "
+            "newest position only; sweep into the recompute path, kv, or the newest position."
         )
 
 
@@ -267,6 +274,8 @@ def _planned(
     if site not in PATCH_SITES:
         raise unknown("patch site", site, PATCH_SITES)
     facts, chosen = adapter.facts, chosen_layers(adapter, layers)
+    if not chosen:
+        raise InputError(f"layers={layers!r} names no layer: expected numbers such as (0, 2), or None for all.")
     shadowed = direction == "into-recompute" and site in STREAM and positions in ("newest", "all")
 
     def lane(where: Sequence[int], layer: int, head: int = -1, spot: Positions = positions) -> PlannedLane:
@@ -287,7 +296,7 @@ def _planned(
         elif name == "cumulative-from":
             made += [lane(range(layer, facts.layers), layer) for layer in chosen]
         elif name == "blocks":
-            if not isinstance(block, int) or block < 1:
+            if (whole_number(block) or 0) < 1:
                 raise InputError(f"block={block!r} was given: expected a whole number of positions of at least 1.")
             spans = [(start, min(start + block, length)) for start in range(0, length, block)]
             made += [lane(chosen, -1, -1, span) for span in spans]

@@ -18,6 +18,8 @@ __all__ = ["Sweep", "Tables"]
 
 LABELS = ["sweep", "site", "layer", "head", "positions"]
 """The columns that say which patch a row is about."""
+OVER_EXAMPLES = ("mean", "median", "low_quartile", "high_quartile", "interval_low", "interval_high")
+"""The columns of an aggregate; NaN where no example defines a recovery."""
 
 
 @dataclasses.dataclass
@@ -44,12 +46,15 @@ class Sweep:
     logits: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
     def aggregate(self) -> pd.DataFrame:
-        """Over examples, for each patch: mean, median, quartiles and a bootstrap interval of the mean recovery."""
+        """Over examples, for each patch: mean, median, quartiles and a bootstrap interval of the mean recovery.
+
+        They are NaN where no example defines a recovery.
+        """
         rows = []
         for labels, group in self.recovery.groupby(LABELS, sort=False):
             values = group.loc[group["defined"], "recovery"].to_numpy()
             row: dict[str, Any] = dict(zip(LABELS, labels, strict=True))
-            row |= {"examples": len(group), "defined": len(values)}
+            row |= {"examples": len(group), "defined": len(values), **dict.fromkeys(OVER_EXAMPLES, float("nan"))}
             if len(values):
                 interval = metrics.bootstrap_interval(values)
                 quartiles = np.quantile(values, (0.25, 0.5, 0.75))
@@ -61,11 +66,13 @@ class Sweep:
     def summary(self) -> dict[str, Any]:
         """The numbers of ``summary.json``."""
         aggregate = self.aggregate()
-        known = aggregate.dropna(subset=["median"]) if "median" in aggregate else aggregate.iloc[:0]
+        known = aggregate.dropna(subset=["median"])
         # By the median, as in the figures: one example whose paths hardly differ decides a mean of ratios.
         best = known.loc[known["median"].idxmax()].to_dict() if len(known) else None
         controls = self.controls.groupby("control")["recovery"].mean() if len(self.controls) else pd.Series(dtype=float)
         floor = self.controls[self.controls["control"] == "floor"] if len(self.controls) else self.controls
+        # A prompt that ended before any step that counts has no distance to average.
+        floor = floor[floor["steps"] > 0] if len(floor) else floor
         return {
             **{k: v for k, v in self.about.items() if k != "provenance"},
             "examples": int(self.recovery["example"].nunique()),
@@ -91,9 +98,13 @@ class Tables:
     def add(self, example: int, prompt_length: int, lanes: Sequence[PlannedLane], advanced: Advanced) -> None:
         """Adds one example."""
         self.work = {"forwards": self.work["forwards"] + advanced.forwards, "blocks": self.work["blocks"] + advanced.blocks}
-        # The newest position of the last step that ran; a block beyond it was never there.
+        # The newest position of the last step that ran; a block beyond it, or that no step computes, was never there.
         held = prompt_length + len(advanced.distances) - 1
-        there = [column for column, lane in enumerate(lanes) if lane.starts_at < held]
+        there = [
+            column
+            for column, lane in enumerate(lanes)
+            if lane.starts_at < held and self.setting.reaches(lane, prompt_length)
+        ]
         if advanced.logits is not None:
             kept = [column for column in there if not lanes[column].control]
             self.logits[example] = advanced.logits[:, [0, 1, *(2 + column for column in kept)]]

@@ -23,7 +23,7 @@ from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, locate
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.paths.runner import check_choice, encode
-from kvinterp.recording import Trace, chosen_layers
+from kvinterp.recording import Trace, chosen_layers, whole_number
 from kvinterp.results import write_whole
 from kvinterp.views.attention_page import AttentionPage, ShownHead
 
@@ -75,7 +75,7 @@ def attention_comparison(
     *,
     step: int,
     layers: int | Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
     a: str | ExecutionPath = "cached",
     b: str | ExecutionPath = "recompute",
     model: Any = None,
@@ -120,9 +120,13 @@ def attention_comparison(
     """
     check_choice("fit", fit, ("crop", "pool"))
     for name, given, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
-        if given is not None and (not isinstance(given, int) or given < least):
+        number = whole_number(given)
+        if given is not None and (number is None or number < least):
             raise InputError(f"{name}={given!r} was given: expected a whole number of at least {least}.")
-    layers = [layers] if isinstance(layers, int) else layers
+    layers, heads = ([given] if isinstance(given, int) else given for given in (layers, heads))
+    for name, chosen in (("layers", layers), ("heads", heads)):
+        if chosen is not None and not len(chosen):
+            raise InputError(f"{name}={chosen!r} was given: expected at least one number, or None for all.")
     if isinstance(source, Trace):
         pair, adapter = _given(source, other), None if model is None else wrap(model)
     elif isinstance(source, Comparison):
