@@ -1,6 +1,7 @@
 """Patches as data: laws 5 and 7, what they move, what they refuse, and TransformerLens' own patching."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -210,13 +211,46 @@ def test_patches_combine_and_later_ones_win(load, case):
 
 
 @cases([HOOKED, NATIVE])
-def test_a_donor_is_put_into_every_row_of_a_batch(load, case):
+@pytest.mark.parametrize("heads", [None, (1,)])
+def test_several_prompts_at_once_are_refused(load, case, heads):
+    """A donor trace is of one prompt; it once went into every row, silently."""
     model = load(case)
-    donor = traced(model, "recompute", OTHER, record="resid_post", positions="all")
+    donor = traced(model, "recompute", OTHER, record="k", positions="all")
     batch = torch.tensor([PROMPT, PROMPT[::-1]])
-    with kv.patched(model.model, kv.Patch("resid_post", (1,), positions="all", steps=(0,), donor=donor)):
-        patched = plain_forward(model.model, batch)
-    assert_bitwise(patched[0], patched[1], "logits of two prompts with one last residual stream")
+    plain = plain_forward(model.model, batch)
+    with (
+        kv.patched(model.model, kv.Patch("k", (1,), heads, "all", (0,), donor=donor)),
+        pytest.raises(kv.InputError, match="2 prompts are run at once and the donor holds 1") as error,
+    ):
+        plain_forward(model.model, batch)
+    one_sentence(error)
+    assert_bitwise(plain_forward(model.model, batch), plain, "logits afterwards")
+
+
+@cases([HOOKED, NATIVE])
+def test_a_cache_given_by_position_is_patched_too(load, case):
+    model = load(case)
+    keys_site = "cache_k" if model.facts.cached_keys_rotated else "cache_k_pre"
+    donor = traced(model, "recompute", OTHER, record=[keys_site, "cache_v"], positions="all")
+    parameters = list(inspect.signature(model.model.forward).parameters.values())
+    place = [p.name for p in parameters].index("past_kv_cache" if model.kind == "hooked" else "past_key_values")
+
+    def second():
+        cache = users_cache(model)
+        for tokens in (PROMPT, FED[:1]):
+            given = torch.tensor([tokens])
+            own = {"attention_mask": torch.ones_like(given)} if model.kind == "hooked" else {}
+            with torch.no_grad():
+                out = model.model(given, *(own.get(p.name, p.default) for p in parameters[1:place]), cache)
+        return getattr(out, "logits", out)[0, -1]
+
+    plain = second()
+    patch = kv.Patch("kv", (0,), positions="earlier", steps="first", donor=donor)
+    with kv.patched(model.model, patch):
+        expected = users_decode(model)[1]
+    with kv.patched(model.model, patch):
+        assert_bitwise(second(), expected, "a cache by position, patched")
+    assert not torch.equal(expected, plain)
 
 
 @cases([HOOKED, Case("llama-gqa", "bridge"), NATIVE])
@@ -284,6 +318,21 @@ def test_patches_and_records_of_a_static_cache_are_those_of_a_growing_one(load, 
         newest.append([tensor for place in seen.kept for tensor in seen[place]])
     for one, other in zip(*newest, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@cases([Case("llama-gqa", "native", "eager")])
+def test_a_pattern_over_empty_slots_is_refused_on_either_side(load, case):
+    model = load(case)
+    donor = traced(model, "recompute", OTHER, record="pattern", positions="all")
+    patch = kv.Patch("pattern", (0,), steps="first", donor=donor)
+    with kv.patched(model.model, patch), pytest.raises(kv.UnsupportedError, match="use a cache that grows"):
+        users_decode(model, static_cache(model))
+    with kv.record(model.model, "pattern", positions="all") as seen:
+        users_decode(model, static_cache(model))
+    fixed = donor_trace(seen, PROMPT, FED[:1])
+    patch = dataclasses.replace(patch, donor=fixed)
+    with kv.patched(model.model, patch), pytest.raises(kv.UnsupportedError, match="record it with a cache that grows"):
+        users_decode(model)
 
 
 @cases([NATIVE])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -245,6 +246,11 @@ class PatchWatcher:
     def _fitted(self, site: str, layer: int, taken: Tensor, into: Tensor) -> Tensor:
         """The donor's rows in the shape, dtype and place of those they replace."""
         taken = taken.to(into)
+        if site == "pattern" and into.shape[-1] > self.end > 0:
+            raise UnsupportedError(
+                f"the pattern at layer {layer} has {into.shape[-1]} keys in a context of {self.end} positions, as with a "
+                "static cache, so keys cannot be matched: use a cache that grows."
+            )
         if site == "pattern" and taken.shape[-1] != into.shape[-1]:
             # One of the two keeps a sliding window of keys: the newest keys are the last of both.
             fitted = taken.new_zeros(*taken.shape[:-1], into.shape[-1])
@@ -256,7 +262,12 @@ class PatchWatcher:
                 f"the donor's {site} at layer {layer} has shape {tuple(taken.shape[1:])} and cannot be put where "
                 f"{tuple(into.shape[1:])} is: give a donor of the same model, recorded with all its heads."
             )
-        return taken.expand_as(into)
+        if taken.shape[0] != into.shape[0]:
+            raise InputError(
+                f"{into.shape[0]} prompts are run at once and the donor holds {taken.shape[0]}: patch one prompt at a time, "
+                "each with a donor of its own."
+            )
+        return taken
 
     @staticmethod
     def _remedy(patch: Patch) -> str:
@@ -338,6 +349,12 @@ def _from_trace(donor: Trace, site: str, layer: int, step: int, rows: int) -> tu
         # Recorded at the newest position: one row, without the dimension.
         return len(donor.prompt) + step - 1, kept[index].unsqueeze(rows - 1)[None]
     here = kept[index]
+    held = len(donor.prompt) + step
+    if site == "pattern" and here.shape[-1] > held:
+        raise UnsupportedError(
+            f"the donor's pattern at layer {layer} has {here.shape[-1]} keys in a context of {held} positions, as with a "
+            "static cache, so keys cannot be matched: record it with a cache that grows."
+        )
     gathers = site not in CACHE_SITES and site != "pattern" and donor.path.startswith("cached")
     if gathers and list(donor.steps[: index + 1]) == list(range(step + 1)):
         here = torch.cat(kept[: index + 1], rows - 1)
@@ -394,7 +411,7 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatch
         patches: Patches that each carry a donor trace. ``steps`` counts the calls; name step 0 to patch the first.
 
     Raises:
-        InputError: A patch does not fit the model or its donor.
+        InputError: A patch does not fit the model or its donor, or several prompts are run at once.
 
     Example:
         >>> clean = kv.run(model, prompt, "cached", record="resid_post", positions="all")  # doctest: +SKIP
@@ -414,9 +431,13 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatch
         place = Place(layer, start, start + keys.shape[2], adapter.facts.cached_keys_rotated)
         return watcher.on_read(place, keys, values)
 
+    signature = inspect.signature(adapter.model.forward)
+
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given_here = dict(signature.bind_partial(*args, **kwargs).arguments)
+        given_here |= given_here.pop("kwargs", {})
         tokens = next((a for a in (*args, kwargs.get("input_ids"), kwargs.get("input")) if isinstance(a, Tensor)), None)
-        watcher.at(next(calls), 0 if tokens is None else adapter.cached_length(kwargs) + tokens.shape[-1])
+        watcher.at(next(calls), 0 if tokens is None else adapter.cached_length(given_here) + tokens.shape[-1])
         for patch in given:
             if tokens is not None and patch.active(watcher.step) and patch.starts_at >= watcher.end:
                 raise InputError(
@@ -424,7 +445,7 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatch
                     f"{watcher.step}."
                 )
         if watcher.reads_cache(watcher.step):
-            undo.extend(adapter.intercept_cache(kwargs, reads))
+            undo.extend(adapter.intercept_cache(given_here, reads))
 
     def after(*_: Any) -> None:
         while undo:
