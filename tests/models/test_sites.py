@@ -172,6 +172,15 @@ def test_bridge_shows_keys_after_their_norm_and_refuses_what_never_fires(tiny):
         kv.run(build_bridge(tiny("Granite", residual_multiplier=0.3), "granite"), PROMPT, record="attn_out")
 
 
+def test_bridge_refuses_what_opt_shows_without_a_batch(tiny):
+    """Rows of the flattened batch were read as a batch of positions: of resid_mid and mlp_out one row was recorded."""
+    from kvinterp.models.bridge import build_bridge
+
+    _, shown, refused = recorded(build_bridge(tiny("OPT", **ARCHITECTURES["OPT"]), "opt"))
+    assert {"resid_mid", "mlp_out"} <= refused
+    assert {shown["attn_out", layer].shape for layer in range(2)} == {(len(PROMPT), 24)}
+
+
 @pytest.mark.hooked
 def test_attention_only_models_have_no_mlp_site():
     """hook_mlp_out is there and never fires: records were empty, and a batch failed with "pop from empty list"."""

@@ -508,6 +508,24 @@ def test_a_sweep_that_cannot_be_is_refused_in_one_sentence(load, fields, said):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["native", "bridge"])
+def test_the_default_sweep_and_its_command_work_on_every_kind(tmp_path, kind):
+    """resid_post was refused on both for a while, so that only a HookedTransformer had the default sweep."""
+    from command_line import kvinterp
+
+    made = kvinterp(
+        "patch", "zoo:mistral-mini", "--kind", kind, "--site", "resid_post", "--prompts", "arithmetic:1", "--device", "cpu",
+        "--max-new-tokens", "3", "--controls", "none", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert made.exit_code == 0, made.output
+    table = pd.read_parquet(tmp_path / "out" / "recovery.parquet")
+    assert table["site"].tolist() == ["resid_post"] * 4
+    model = kv.load_model("zoo:mistral-mini", kind=kind)
+    found = swept(model, max_new_tokens=3).recovery
+    assert len(found) == model.facts.layers
+    assert np.isfinite(found["d_after"]).all()
+
+
 def test_a_site_that_the_kind_lacks_is_refused(load):
     with pytest.raises(kv.UnsupportedError, match="never leave the kernel"):
         swept(load(NATIVE), site="pattern", over="heads")

@@ -99,6 +99,11 @@ class BridgeAdapter(Adapter):
                 f"site {site!r} is not there: {self.facts.architecture} scales what it adds to the residual stream, and the "
                 "bridge shows that to hooks of TransformerLens' own only. Record resid_pre or resid_post instead."
             )
+        if site in ("resid_mid", "mlp_out") and getattr(text_config(self.source), "model_type", "") == "opt":
+            raise UnsupportedError(
+                f"site {site!r} is not there: {self.facts.architecture} runs its MLP on one row a token, without a batch, and "
+                "the bridge shows those rows. Record resid_pre, attn_out or resid_post instead."
+            )
         normed = f"blocks.{layer}.attn.hook_{site}_normed"
         if site in ("q", "k") and f"blocks.{layer}.attn.{site}_norm.hook_out" in self.hooks and normed in self.hooks:
             # TransformerLens' hook_q and hook_k come before the norm, and so are not what RoPE turns.
