@@ -13,10 +13,10 @@ import torch
 
 from kvinterp.auditing.evidence import Auditor
 from kvinterp.auditing.ladder import Plan, Rung, prefix_plan
-from kvinterp.auditing.subject import prompts_for
+from kvinterp.auditing.subject import check_causal, prompts_for
 from kvinterp.auditing.verdict import Verdict, judge
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, located
+from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.provenance import provenance
 
@@ -104,15 +104,29 @@ def audit(
     own = str(adapter.dtype).removeprefix("torch.")
     dtypes.setdefault(own, adapter.dtype)
     room = min(adapter.facts.context, max(lengths) + steps)
+    with located(f"audit of {adapter.facts.name}"), _threads(adapter), _torchs_own_words():
+        check_causal(adapter)
     tokens = _tokens(adapter, prompts, room, seed)
     plan = prefix_plan(tokens, lengths, steps, room)
-    with located(f"audit of {adapter.facts.name}"), _threads(adapter):
+    with located(f"audit of {adapter.facts.name}"), _threads(adapter), _torchs_own_words():
         seen = Auditor(adapter, plan, dtypes, sweep, progress or (lambda _: None)).run()
         about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
     result = Audit(judge(seen), list(seen.rungs.values()), plan, about)
     if out is not None:
         result.save(out)
     return result if detail == "everything" else result.verdict
+
+
+@contextlib.contextmanager
+def _torchs_own_words() -> Iterator[None]:
+    """What torch says of a forward that it cannot run, in one sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        raise UnsupportedError(
+            f"torch cannot run this model as the audit does, cached and not, each block given the same rows ({said})."
+        ) from error
 
 
 def _counts(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from kvinterp.auditing.inside import Finding, find
+from kvinterp.auditing.inside import Feed, Finding, WithoutCasts, find
 from kvinterp.auditing.ladder import Plan, Rung, band, climb, forced, on_grid, unit_roundoff
 from kvinterp.auditing.subject import BlockTaps, Subject
 from kvinterp.errors import UnsupportedError
@@ -18,6 +18,12 @@ from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Native
 
 __all__ = ["Auditor", "Evidence"]
+
+EXCUSED = 8 * unit_roundoff(torch.bfloat16)
+"""The largest relative error that another order of additions can be the reason of, as coarse as kernels are."""
+ONE_BY_ONE = "tokens fed one by one"
+LOOKED_AT = 3
+"""How many single tokens before a wrong one are looked into as well: a state goes wrong before what it feeds."""
 
 
 @dataclasses.dataclass
@@ -35,6 +41,9 @@ class Evidence:
         numbered: Whether it is within rounding once the model is told its tokens' positions.
         grid_module: The module from which on everything lies on a 16-bit grid, if the logits do.
         onset: The rung, layer and position at which a kernel changes its order, or None.
+        fed: How the tokens were fed where a rung's finding was made: one by one, or several at once and how.
+        refused: The rungs that torch cannot run this model in, and why.
+        exercised: The lengths and positions that were run, in a sentence.
     """
 
     model: str
@@ -47,6 +56,9 @@ class Evidence:
     numbered: dict[str, bool] = dataclasses.field(default_factory=dict)
     grid_module: str = ""
     onset: tuple[str, int, int] | None = None
+    fed: dict[str, str] = dataclasses.field(default_factory=dict)
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    exercised: str = ""
 
     @property
     def native(self) -> list[str]:
@@ -58,8 +70,13 @@ class Evidence:
         return band(self.rungs[name].dtype, self.terms)
 
     def explained(self, rung: str, found: Finding) -> str:
-        """The narrower dtype that a cast to it explains this error with, or an empty text."""
+        """The narrower dtype that a cast to it explains this error with, or an empty text.
+
+        A cast explains an error of its size that is within the wider dtype's rounding once the cast is left out.
+        """
         wide = self.rungs[rung].dtype
+        if found.without_casts is not None and found.without_casts > self.band(rung):
+            return ""
         home = found.module.rsplit(".", 1)[0] if found.tensor == found.module else found.module
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
@@ -95,8 +112,9 @@ class Auditor:
             self.progress(name)
             started = time.perf_counter()
             twin = self._in(dtype)
-            want_sweep = "yes" if self.sweep == "yes" and name in (self.seen.own, "float32") else "no"
-            rung = climb(twin, self.plan, sweep=want_sweep)
+            rung = self._climb(twin, name)
+            if rung is None:
+                continue
             self.seen.rungs[name] = rung
             self._look_inside(twin, name, rung)
             if name == "float32" or (name == self.seen.own and rung.unit < unit_roundoff(torch.float16)):
@@ -104,7 +122,33 @@ class Auditor:
             rung.seconds = time.perf_counter() - started
             del twin  # Two copies at once would be one too many.
         self._invariant_rung()
+        self.seen.exercised = self._exercised()
         return self.seen
+
+    def _exercised(self) -> str:
+        plan, rungs = self.plan, self.seen.rungs.values()
+        said = (
+            f"Exercised: prompts of {', '.join(map(str, plan.prefills))} tokens, each with the next {plan.steps} one by one"
+        )
+        if any(len(rung.sweep) for rung in rungs):
+            said += f"; positions {plan.sweep} to {plan.length - 1} one by one"
+        if any((rung.chunks["start"] > 0).any() for rung in rungs):
+            said += f"; positions {plan.chunk} to {plan.length - 1} at once on a cache of {plan.chunk}"
+        else:
+            said += "; never several tokens at once on a cache that is not empty"
+        return f"{said}. Nothing is said of what lies beyond."
+
+    def _climb(self, twin: Adapter, name: str) -> Rung | None:
+        """One rung, or None where torch cannot run the model in its dtype."""
+        finest = name == min(self.dtypes, key=lambda n: unit_roundoff(self.dtypes[n]))
+        sweep = "yes" if name in (self.seen.own, "float32") else "first" if finest else "no"
+        try:
+            return climb(twin, self.plan, sweep=sweep if self.sweep == "yes" else "no")
+        except RuntimeError as error:
+            if name == self.seen.own or isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.seen.refused[name] = str(error).strip().splitlines()[0][:120] if str(error).strip() else "RuntimeError"
+            return None
 
     def _in(self, dtype: torch.dtype) -> Adapter:
         """The model in a dtype; a copy that is dropped with its rung, never kept on the adapter."""
@@ -117,29 +161,54 @@ class Auditor:
         that differs at all.
         """
         limit = band(rung.dtype, self.seen.terms)
-        local = rung.local if not len(rung.sweep) else pd.concat([rung.local, rung.sweep], ignore_index=True)
-        beyond = local[local["error"] > limit]
-        chosen = beyond if len(beyond) else local[local["error"] > 0]
-        if chosen.empty:
+        every = rung.every_error
+        beyond = every[every["error"] > limit]
+        if beyond.empty:
+            # Tokens fed one by one are what a user of a cache waits for: their first difference is the one to name.
+            differing = every[(every["error"] > 0) & (every["stop"] == every["start"] + 1)]
+            if len(differing):
+                row = differing.sort_values(["layer", "position", "prefill"]).iloc[0]
+                found = self._find(Subject(twin), row, [int(row["layer"])], 0.0)
+                if found:
+                    self.seen.findings[name] = next(iter(found.values()))[0]
             return
-        threshold = limit if len(beyond) else 0.0
-        layers = sorted({int(layer) for layer in chosen["layer"]}) if len(beyond) else [int(chosen["layer"].min())]
-        # The earliest case at the first of these layers: its prompt, its prefill.
-        row = chosen[chosen["layer"] == layers[0]].sort_values(["position", "prefill"]).iloc[0]
-        found = self._find(Subject(twin), row, layers, threshold)
-        if not found and threshold:
+        cases: list[tuple[Any, list[Finding]]] = []
+        for row, layers in _cases(beyond):
+            for layer, tensors in sorted(self._beyond(twin, row, layers, limit).items()):
+                cases.append((row.copy(), tensors))
+                assert tensors[0].layer == layer
+        if not cases:
+            return
+        cases.sort(key=lambda case: case[1][0].layer)
+        wrong = [(row, f) for row, tensors in cases if (f := self._unexplained(name, tensors, limit)) is not None]
+        # One token at a time before several at once: what is wrong in both is first seen there.
+        wrong.sort(key=lambda case: (case[1].layer, case[0]["stop"] - case[0]["start"] > 1, case[1].position))
+        row, found_first = wrong[0] if wrong else (cases[0][0], cases[0][1][0])
+        self.seen.findings[name] = found_first
+        self.seen.beyond.add(name)
+        self.seen.fed[name] = _how(row)
+        self.seen.gone[name] = self._gone(twin, row, found_first, limit)
+        self.seen.numbered[name] = self._numbered(twin, row, found_first, limit)
+
+    def _beyond(self, twin: Adapter, row: Any, layers: Sequence[int], limit: float) -> dict[int, list[Finding]]:
+        """The tensors beyond the band in each of these blocks, each with its error once casts are left out."""
+        found = self._find(Subject(twin), row, layers, limit)
+        if not found:
             # No single tensor inside is beyond the band: the first that differs, with what the block as a whole is off by.
             found = self._find(Subject(twin), row, layers[:1], 0.0)
-            found = {n: [dataclasses.replace(f[0], error=float(row["error"]))] for n, f in found.items()}
-        ordered = [found[layer] for layer in sorted(found)]
-        if not ordered:
-            return
-        wrong = next((f for tensors in ordered if (f := self._unexplained(name, tensors, limit)) is not None), None)
-        self.seen.findings[name] = ordered[0][0] if wrong is None else wrong
-        if threshold:
-            self.seen.beyond.add(name)
-            self.seen.gone[name] = self._gone(twin, row, self.seen.findings[name], limit)
-            self.seen.numbered[name] = self._numbered(twin, row, self.seen.findings[name], limit)
+            return {n: [dataclasses.replace(f[0], error=float(row["error"]))] for n, f in found.items()}
+        if not any(f.casts for tensors in found.values() for f in tensors):
+            return found
+        try:
+            again = self._find(Subject(twin, WithoutCasts()), row, sorted(found), 0.0)
+        # What computes in two dtypes on purpose does not run in one.
+        except (RuntimeError, UnsupportedError):
+            return found
+        left = {(n, f.tensor, f.module): f.error for n, tensors in reversed(again.items()) for f in reversed(tensors)}
+        return {
+            n: [dataclasses.replace(f, without_casts=left.get((n, f.tensor, f.module), 0.0)) for f in tensors]
+            for n, tensors in found.items()
+        }
 
     def _unexplained(self, name: str, tensors: Sequence[Finding], limit: float) -> Finding | None:
         """The first of one block's tensors that is beyond the band and not the work of a cast, its own or one before it."""
@@ -147,18 +216,29 @@ class Auditor:
         if not lower:
             return tensors[0] if tensors[0].error > limit else None
         reach = 4 * band(getattr(torch, lower), self.seen.terms)
-        return next((f for f in tensors[1:] if f.error > reach and not self.seen.explained(name, f)), None)
+        for found in tensors[1:]:
+            if self.seen.explained(name, found):
+                continue
+            left = found.without_casts
+            if found.error > reach if left is None else left > limit:
+                return found
+        return None
 
     def _find(self, subject: Subject, row: Any, layers: Sequence[int], threshold: float) -> dict[int, list[Finding]]:
         taps = BlockTaps(subject)
         prompt = self.plan.prompts[int(row["prompt"])][: self.plan.length]
-        prefill = int(row["prefill"])
+        feeds = _feeds(*(int(row[name]) for name in ("prefill", "start", "stop", "position")))
         with taps.attached():
             reference = taps.reference(torch.tensor([list(prompt)], device=subject.adapter.device))
-            return find(taps, reference, prefill, range(prefill, int(row["position"]) + 1), layers, threshold)
+            return find(taps, reference, feeds, layers, threshold)
 
     def _gone(self, twin: Adapter, row: Any, wrong: Finding, limit: float) -> bool:
-        """Whether the error is within rounding once every kernel has a fixed order: then it was a kernel's."""
+        """Whether the error is within rounding once every kernel has a fixed order: then it was a kernel's.
+
+        Rounding in another order is no error of any size: one beyond what the coarsest precision rounds is something else.
+        """
+        if wrong.error > max(EXCUSED, 2 * limit):
+            return False
         try:
             return not self._find(Subject(twin, BatchInvariant()), row, [wrong.layer], limit)
         except UnsupportedError:
@@ -238,6 +318,42 @@ class Auditor:
             tokens = torch.tensor([list(self.plan.prompts[0][: self.plan.length])], device=twin.device)
             reference = taps.reference(tokens)
             return max(row["error"] for row in forced(taps, reference, start, min(start + 2, self.plan.length)))
+
+
+def _feeds(prefill: int, start: int, stop: int, position: int) -> list[Feed]:
+    """What is fed to see one row of the tables again: at most the last few of many single tokens are looked at."""
+    if stop - start > 1:
+        return [*([Feed(0, start)] if start else []), Feed(start, stop, position)]
+    feeds = Feed.one_by_one(prefill, stop)
+    return [dataclasses.replace(f, row=None) if f.start < start - LOOKED_AT else f for f in feeds]
+
+
+def _cases(beyond: pd.DataFrame) -> list[tuple[Any, list[int]]]:
+    """The cases to look into, each with the layers to look at: where a layer is first off, and where most.
+
+    An error that a cast explains may stand before one that nothing does.
+    """
+    chosen: dict[tuple[int, ...], tuple[Any, list[int]]] = {}
+    for layer, rows in beyond.groupby("layer"):
+        alone = rows[rows["stop"] == rows["start"] + 1]
+        together = rows[rows["stop"] > rows["start"] + 1]
+        picked = []
+        for kind in (alone, together[together["start"] == 0], together[together["start"] > 0]):
+            if len(kind):
+                first = kind.sort_values(["position", "prefill"]).iloc[0]
+                worst = kind.sort_values(["error", "position"], ascending=[False, True]).iloc[0]
+                picked += [first] + ([worst] if worst["error"] > 8 * first["error"] else [])
+        for row in picked:
+            key = tuple(int(row[name]) for name in ("prompt", "prefill", "start", "stop", "position"))
+            chosen.setdefault(key, (row, []))[1].append(int(layer))  # type: ignore[call-overload]
+    return list(chosen.values())
+
+
+def _how(row: Any) -> str:
+    if row["stop"] - row["start"] == 1:
+        return ONE_BY_ONE
+    fed = f"{int(row['stop'] - row['start'])} tokens fed at once"
+    return f"{fed} on a cache of {int(row['start'])}" if row["start"] else f"a prompt's {fed} that fill the cache"
 
 
 def _jump(errors: pd.Series) -> int | None:

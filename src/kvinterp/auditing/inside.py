@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvinterp.auditing.ladder import EMBEDDING, difference, on_grid
 from kvinterp.auditing.subject import BlockTaps, Reference, Subject
+from kvinterp.models import Adapter
+from kvinterp.paths.kernels import KernelMode, Kernels
 
-__all__ = ["CHOICE", "Event", "Finding", "find"]
+__all__ = ["CHOICE", "Event", "Feed", "Finding", "WithoutCasts", "find"]
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 _PRODUCTS = {
@@ -38,8 +40,28 @@ NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
+class Feed:
+    """Tokens given to the model at once.
+
+    Attributes:
+        start: The first of them.
+        stop: Where they end.
+        row: The position that is looked at, or None if these are only fed.
+    """
+
+    start: int
+    stop: int
+    row: int | None = None
+
+    @staticmethod
+    def one_by_one(prefill: int, stop: int) -> list[Feed]:
+        """A prefill and then a token at a time, each looked at."""
+        return [Feed(0, prefill), *(Feed(p, p + 1, p) for p in range(prefill, stop))]
+
+
+@dataclasses.dataclass(frozen=True)
 class Event:
-    """One tensor seen inside a block, its newest row or, for keys and values, every position.
+    """One tensor seen inside a block, one row of it or, for keys and values, every position.
 
     Attributes:
         name: ``K``, ``V``, ``Q``, ``attention mask``, ``attention scores``, ``attention output``, or a module's path.
@@ -67,6 +89,9 @@ class Finding:
         error: Its relative error there.
         grid: The narrowest dtype whose grid the cached values lie on, where the recomputed ones do not; "" if none.
         casts: The narrower dtypes the block was seen to cast to, each with the modules that did, in order.
+        both_cast: Those that both paths cast to.
+        without_casts: The error once those casts are left out (see :class:`WithoutCasts`); None where that was not tried
+            or does not run.
     """
 
     layer: int
@@ -77,13 +102,49 @@ class Finding:
     error: float
     grid: str
     casts: dict[str, tuple[str, ...]]
+    both_cast: tuple[str, ...] = ()
+    without_casts: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutCasts(Kernels):
+    """The machine's own kernels, and no cast to fewer bits than the model's own: its wider values go through instead."""
+
+    def mode(self, adapter: Adapter) -> KernelMode:
+        """Intercepts casts."""
+        return _WithoutCastsMode(adapter.dtype)
+
+
+class _WithoutCastsMode(KernelMode):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def interceptors(self) -> list[Any]:
+        return [_Widened(self.dtype)]
+
+
+class _Widened(TorchDispatchMode):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bits = torch.finfo(dtype).bits
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        to = kwargs.get("dtype")
+        if func is torch.ops.aten._to_copy.default and to is not None and to.is_floating_point:
+            given = args[0].dtype
+            if given.is_floating_point and torch.finfo(to).bits < min(torch.finfo(given).bits, self.bits):
+                kwargs = {**kwargs, "dtype": given}
+        return func(*args, **kwargs)
 
 
 class _Watch:
     """Watches one block during one forward."""
 
-    def __init__(self, subject: Subject, layer: int, rows: int = 1) -> None:
+    def __init__(self, subject: Subject, layer: int, rows: int = 1, back: int = -1) -> None:
         self.subject, self.block = subject, subject.blocks[layer]
+        self.back = back
         self.events: list[Event] = []
         self.casts: dict[str, tuple[str, ...]] = {}
         self.rows = rows
@@ -107,12 +168,16 @@ class _Watch:
         return handles
 
     def _enter(self, *_: Any) -> None:
-        self._modes = [_Calls(self), _Casts(self)]
         self._stack = [self.block]
-        for mode in self._modes:
+        for mode in (_Calls(self), _Casts(self)):
             mode.__enter__()
+            self._modes.append(mode)
 
     def _leave(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops listening to torch; nothing where it does not."""
         while self._modes:
             self._modes.pop().__exit__(None, None, None)
 
@@ -121,7 +186,7 @@ class _Watch:
             self._stack.pop()
         made = output[0] if isinstance(output, tuple) and output else output
         if isinstance(made, Tensor) and made.is_floating_point() and module not in self._sorted:
-            row = _newest(made, self.rows)
+            row = _one_row(made, self.rows, self.back)
             if row is not None:
                 name = self.subject.name_of(module)
                 self.events.append(Event(name, name, row.detach().clone()))
@@ -134,7 +199,7 @@ class _Watch:
         self.events.append(Event(name, self.inner, tensor.detach().clone()))
 
     def choice(self, scores: Tensor, indices: Tensor) -> None:
-        rows = _newest(scores, self.rows), _newest(indices, self.rows)
+        rows = [_one_row(t, self.rows, self.back) for t in (scores, indices)]
         if rows[0] is not None and rows[1] is not None:
             chosen = frozenset(rows[1].flatten().tolist())
             self.events.append(Event(CHOICE, self.inner, rows[0].detach().clone(), chosen))
@@ -143,12 +208,15 @@ class _Watch:
         if func is _SDPA:
             query, key, value, *rest = args
             mask = kwargs.get("attn_mask", rest[0] if rest else None)
-            self.add("Q", query[..., -1, :])
+            self.add("Q", query[..., self.back, :])
             self.add("K", key)
             self.add("V", value)
+            if mask is None and self.back < -1 and kwargs.get("is_causal", False):
+                mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()[None, None]
             if mask is not None:
-                self.add("attention mask", mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])[..., -1, :])
-            self.add("attention output", result[..., -1, :])
+                mask = mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])
+                self.add("attention mask", mask[..., self.back, :])
+            self.add("attention output", result[..., self.back, :])
         elif func in (torch.topk, Tensor.topk):
             self.choice(args[0], result[1])
         elif func in _PRODUCTS:
@@ -158,7 +226,7 @@ class _Watch:
                 return
             if self._weights is not None and a.shape[-1] == self._weights:
                 self.add("V", b)
-                self.add("attention output", result[..., -1, :])
+                self.add("attention output", result[..., self.back, :])
                 self._weights = self._product = None
             else:
                 self._product = (a, b, result)
@@ -168,9 +236,9 @@ class _Watch:
                 args[0].shape[:-1] == scores.shape[:-1]
                 or args[0].numel() // args[0].shape[-1] == scores.numel() // scores.shape[-1]
             ):
-                self.add("Q", a[..., -1, :])
+                self.add("Q", a[..., self.back, :])
                 self.add("K", b.transpose(-1, -2))
-                self.add("attention scores", args[0][..., -1, :])
+                self.add("attention scores", args[0][..., self.back, :])
                 self._weights = scores.shape[-1]
 
 
@@ -215,51 +283,56 @@ def _both(first: _Watch, second: _Watch) -> dict[str, tuple[str, ...]]:
     return {n: tuple(dict.fromkeys(first.casts.get(n, ()) + second.casts.get(n, ()))) for n in names}
 
 
-def _newest(tensor: Tensor, rows: int) -> Tensor | None:
+def _one_row(tensor: Tensor, rows: int, back: int) -> Tensor | None:
     if tensor.dim() >= 3 and tensor.shape[0] == 1 and tensor.shape[1] == rows:
-        return tensor[0, -1]
-    return tensor[-1] if tensor.dim() >= 2 and tensor.shape[0] == rows else None
+        return tensor[0, back]
+    return tensor[back] if tensor.dim() >= 2 and tensor.shape[0] == rows else None
 
 
 def find(
-    taps: BlockTaps, reference: Reference, prefill: int, positions: range, layers: Sequence[int], threshold: float
+    taps: BlockTaps, reference: Reference, feeds: Sequence[Feed], layers: Sequence[int], threshold: float
 ) -> dict[int, list[Finding]]:
-    """Feeds tokens one by one given equal inputs and returns, for each block, the tensors that differ by more.
+    """Feeds tokens given equal inputs and returns, for each block, the tensors that differ by more.
 
     Args:
         taps: The model's taps, attached.
         reference: The rows every block is given.
-        prefill: Tokens computed at once first.
-        positions: Positions fed one by one after it.
+        feeds: What is fed, one after the other.
         layers: The blocks to look into; -1 for the embedding, the number of blocks for the head.
         threshold: Relative error that is still nothing.
 
     Returns:
-        For each block the findings of the first step that has any, in the order in which they were computed.
+        For each block the findings of the first feed that has any, in the order in which they were computed.
     """
     subject = taps.subject
     count = len(subject.blocks)
     found: dict[int, list[Finding]] = {}
-    _, cache = taps.feed(reference, 0, prefill, None)
-    for position in positions:
+    cache = None
+    for feed in feeds:
+        if feed.row is None:
+            _, cache = taps.feed(reference, feed.start, feed.stop, cache)
+            continue
+        position, back = feed.row, feed.row - feed.stop
         inner = [layer for layer in layers if 0 <= layer < count and layer not in found]
-        mine = {layer: _Watch(subject, layer) for layer in inner}
-        theirs = {layer: _Watch(subject, layer, position + 1) for layer in inner}
+        mine = {layer: _Watch(subject, layer, feed.stop - feed.start, back) for layer in inner}
+        theirs = {layer: _Watch(subject, layer, feed.stop, back) for layer in inner}
         with _watching(mine.values()):
-            logits, cache = taps.feed(reference, position, position + 1, cache)
-        ends = {EMBEDDING: taps.inputs[0][0, -1].clone(), count: logits[0, -1]}
+            logits, cache = taps.feed(reference, feed.start, feed.stop, cache)
+        ends = {EMBEDDING: taps.inputs[0][..., back, :].clone(), count: logits[..., back, :]}
         with _watching(theirs.values()):
-            again = taps.recompute(reference, position + 1)
+            again = taps.recompute(reference, feed.stop)
         kept = {layer: states for layer in inner if (states := subject.states(cache, layer))}
-        fresh = taps.feed(reference, 0, position + 1, None)[1] if kept else None
+        last = {EMBEDDING: taps.inputs[0][..., back, :].clone(), count: again[..., back, :]}
+        fresh = taps.feed(reference, 0, feed.stop, None)[1] if kept else None
         for layer in inner:
-            inside = _differing(mine[layer], theirs[layer], position, layer, threshold)
+            inside = _differing(mine[layer], theirs[layer], feed, layer, threshold)
             if layer in kept:
                 wrong = _states(subject, kept[layer], fresh, position, layer, threshold, mine[layer], theirs[layer])
                 inside = _in_order(inside, wrong)
             if inside:
-                found[layer] = inside
-        for layer, theirs_there in ((EMBEDDING, taps.inputs[0][0, -1]), (count, again[0, -1])):
+                both = tuple(name for name in mine[layer].casts if name in theirs[layer].casts)
+                found[layer] = [dataclasses.replace(f, both_cast=both) for f in inside]
+        for layer, theirs_there in last.items():
             if layer in layers and layer not in found and difference(ends[layer], theirs_there) > threshold:
                 error, grid = difference(ends[layer], theirs_there), _grid(ends[layer], theirs_there)
                 name = "embedding" if layer == EMBEDDING else "logits"
@@ -277,10 +350,14 @@ def _watching(watches: Iterable[_Watch]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        # torch calls no hook where a KeyboardInterrupt passes through, so a watch may still be listening.
+        for watch in watches:
+            watch.close()
 
 
-def _differing(first: _Watch, second: _Watch, position: int, layer: int, threshold: float) -> list[Finding]:
+def _differing(first: _Watch, second: _Watch, feed: Feed, layer: int, threshold: float) -> list[Finding]:
     found: list[Finding] = []
+    position, newest = feed.stop - 1 if feed.row is None else feed.row, feed.stop - 1
     seen: dict[tuple[str, str], list[Event]] = {}
     for event in second.events:
         seen.setdefault((event.name, event.module), []).append(event)
@@ -289,15 +366,15 @@ def _differing(first: _Watch, second: _Watch, position: int, layer: int, thresho
         queue = seen.get((event.name, event.module))
         other = queue.pop(0) if queue else None
         if event.name == "attention output":
-            hidden = _seen_differently(first, second, event.module, position)
+            hidden = _seen_differently(first, second, event.module, newest)
             if hidden is not None:
                 found.append(Finding(layer, "attention mask", event.module, hidden, position, float("inf"), "", casts))
         if other is None:
             continue
-        lost = _lost(event, other, second, position) if event.name == "K" else None
+        lost = _lost(event, other, second, newest) if event.name == "K" else None
         if lost is not None:
             found.append(Finding(layer, "K", event.module, lost, position, float("inf"), "", casts))
-        where, error, mine, theirs = _compare(event, other, position)
+        where, error, mine, theirs = _compare(event, other, position, newest)
         if event.chosen != other.chosen:
             # Scores that rounding alone brings past each other choose other experts, and what follows is another function.
             found.append(Finding(layer, CHOICE, event.module, where, position, error, "", casts))
@@ -310,8 +387,15 @@ def _differing(first: _Watch, second: _Watch, position: int, layer: int, thresho
     return found
 
 
-def _compare(mine: Event, other: Event, position: int) -> tuple[int, float, Tensor, Tensor]:
-    """Absolute position of the first difference, its relative error, and both tensors there."""
+def _compare(mine: Event, other: Event, position: int, newest: int) -> tuple[int, float, Tensor, Tensor]:
+    """Absolute position of the first difference, its relative error, and both tensors there.
+
+    Args:
+        mine: What the cached run computed.
+        other: What the recomputation did.
+        position: The row that is looked at.
+        newest: The position of the last key.
+    """
     a, b = mine.tensor, other.tensor
     if mine.name in ("K", "V"):
         keys = min(a.shape[-2], b.shape[-2])
@@ -329,27 +413,27 @@ def _compare(mine: Event, other: Event, position: int) -> tuple[int, float, Tens
             return position, 0.0, a, b
         # The first position that is as wrong as any, to within a factor of ten: not one that differs by rounding only.
         index = int((errors >= errors.max() / 10).int().argmax())
-        return position + 1 - keys + index, float(errors.max()), a[:, index], b[:, index]
+        return newest + 1 - keys + index, float(errors.max()), a[:, index], b[:, index]
     if mine.name in ("attention mask", "attention scores"):
-        return _compare_visible(a, b, position, mine.name)
+        return _compare_visible(a, b, position, newest)
     if a.shape != b.shape:
         return position, 0.0, a, b
     return position, difference(a, b), a, b
 
 
-def _compare_visible(a: Tensor, b: Tensor, position: int, name: str) -> tuple[int, float, Tensor, Tensor]:
+def _compare_visible(a: Tensor, b: Tensor, position: int, newest: int) -> tuple[int, float, Tensor, Tensor]:
     keys = min(a.shape[-1], b.shape[-1])
     extra = a[..., : a.shape[-1] - keys], b[..., : b.shape[-1] - keys]
     for longer in extra:
         if longer.numel() and bool(_visible(longer).any()):
-            return max(position + 1 - max(a.shape[-1], b.shape[-1]), 0), float("inf"), a, b
+            return max(newest + 1 - max(a.shape[-1], b.shape[-1]), 0), float("inf"), a, b
     a, b = a[..., a.shape[-1] - keys :].flatten(0, -2), b[..., b.shape[-1] - keys :].flatten(0, -2)
     if a.shape[0] != b.shape[0] and 1 not in (a.shape[0], b.shape[0]):
         return position, 0.0, a, b
     seen_a, seen_b = (_visible(t).any(0) for t in (a, b))
     if not torch.equal(seen_a, seen_b):
-        return position + 1 - keys + int((seen_a != seen_b).int().argmax()), float("inf"), a, b
-    if a.dtype == torch.bool or a.shape != b.shape:
+        return newest + 1 - keys + int((seen_a != seen_b).int().argmax()), float("inf"), a, b
+    if torch.bool in (a.dtype, b.dtype) or a.shape != b.shape:
         return position, 0.0, a, b
     both = seen_a & seen_b
     return position, difference(a[:, both], b[:, both]) if bool(both.any()) else 0.0, a, b
@@ -359,7 +443,7 @@ def _visible(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
 
 
-def _seen_differently(first: _Watch, second: _Watch, module: str, position: int) -> int | None:
+def _seen_differently(first: _Watch, second: _Watch, module: str, newest: int) -> int | None:
     """The first key that only one side lets the newest query see, where one side is given no mask: its position."""
     seen = []
     for watch in (first, second):
@@ -374,10 +458,10 @@ def _seen_differently(first: _Watch, second: _Watch, module: str, position: int)
     keys = max(len(s) for _, s in seen)
     # Aligned at the newest key; a key that is not there is not seen.
     mine, theirs = (torch.nn.functional.pad(s, (keys - len(s), 0)) for _, s in seen)
-    return None if torch.equal(mine, theirs) else position + 1 - keys + int((mine != theirs).int().argmax())
+    return None if torch.equal(mine, theirs) else newest + 1 - keys + int((mine != theirs).int().argmax())
 
 
-def _lost(mine: Event, other: Event, second: _Watch, position: int) -> int | None:
+def _lost(mine: Event, other: Event, second: _Watch, newest: int) -> int | None:
     """The first position whose key a cached step no longer has though the recomputation looks at it."""
     missing = other.tensor.shape[-2] - mine.tensor.shape[-2]
     if missing <= 0:
@@ -385,10 +469,23 @@ def _lost(mine: Event, other: Event, second: _Watch, position: int) -> int | Non
     masks = [
         e.tensor for e in second.events if e.module == mine.module and e.name in ("attention mask", "attention scores")
     ]
+    oldest = newest + 1 - other.tensor.shape[-2]
+    dropped = _dropped(mine.tensor, other.tensor, missing)
     if not masks:
-        return position + 1 - other.tensor.shape[-2]
+        return oldest + dropped
     seen = _visible(masks[0]).flatten(0, -2).any(0)[:missing]
-    return position + 1 - other.tensor.shape[-2] + int(seen.int().argmax()) if bool(seen.any()) else None
+    return oldest + max(dropped, int(seen.int().argmax())) if bool(seen.any()) else None
+
+
+def _dropped(mine: Tensor, other: Tensor, missing: int) -> int:
+    """The first index whose key is not there: up to it keys are what the recomputation has at the same place."""
+    a, b = (t.flatten(0, -3).double() for t in (mine, other))
+    if a.shape[0] != b.shape[0] or a.shape[-1] != b.shape[-1]:
+        return 0
+    count = a.shape[-2]
+    kept, moved = ((a - part).abs().amax((0, 2)) for part in (b[:, :count], b[:, missing : missing + count]))
+    off = kept > moved
+    return int(off.int().argmax()) if bool(off.any()) else 0
 
 
 def _states(
@@ -435,7 +532,7 @@ def _mixer(watch: _Watch, subject: Subject, layer: int) -> str:
 
 def _grid(mine: Tensor, theirs: Tensor) -> str:
     """The narrowest dtype whose grid one side lies on and the other does not."""
-    if not mine.is_floating_point():
+    if not (mine.is_floating_point() and theirs.is_floating_point()):
         return ""
     for dtype in NARROWER:
         if on_grid(mine, dtype) != on_grid(theirs, dtype):

@@ -27,6 +27,9 @@ __all__ = ["Plan", "Rung", "band", "climb", "difference", "unit_roundoff"]
 EMBEDDING, SLACK = -1, 32.0
 """The layer number that stands for what enters the first block, and the room left for rounding (see band)."""
 
+LOCAL = ("prompt", "prefill", "start", "stop", "position", "layer", "error")
+"""The columns of what is measured given equal inputs."""
+
 
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Half the distance from 1 to the next number: the largest relative error of rounding once."""
@@ -69,12 +72,14 @@ class Plan:
         prefills: Prompt lengths after which tokens are fed one by one.
         steps: How many tokens are fed one by one after each prefill.
         sweep: Prefill of the one long decode that looks for a position at which something changes, or None.
+        chunk: Prefill after which all the rest is fed at once, or None.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     prefills: tuple[int, ...]
     steps: int
     sweep: int | None
+    chunk: int | None = None
 
     @property
     def length(self) -> int:
@@ -91,15 +96,16 @@ class Rung:
         dtype: The dtype.
         kernels: The kernel mode.
         steps: Free-running, a row a step: prompt, prefill, position, max_abs, mean_abs, relative, kl (nats), null_max_abs.
-        local: Given equal inputs, a row a step and layer: prompt, prefill, position, layer, error.
+        local: Given equal inputs, a row a step and layer: prompt, prefill, start, stop, position, layer, error. The tokens
+            from start to stop were fed at once, after a prefill of so many.
         sweep: The same as ``local`` for one long decode.
+        chunks: The same for several tokens fed at once, at the first position that is as wrong as any: each prompt itself
+            (start 0), and the rest of the longest on the cache of the shortest.
         layers: Free-running, last token of the longest case, a row a layer: max_abs, mean_abs, relative.
         top: The five logits that differ most at that token: index, recompute, cached, difference.
         nonfinite: Where NaN or Inf first appeared: path, module; empty if nowhere.
         grid: The 16-bit dtype whose grid every logit lies on though the rung is wider, or "".
         largest_logit: The largest magnitude of a recomputed logit.
-        prompt_rows: The largest error of a block in the prompt's rows, given equal inputs: the prefill computes them among
-            other numbers of rows than the recomputation does, and the cache keeps what it computed.
         seconds: Time it took.
     """
 
@@ -114,13 +120,24 @@ class Rung:
     nonfinite: dict[str, Any]
     grid: str
     largest_logit: float
-    prompt_rows: float = 0.0
+    chunks: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=list(LOCAL)))
     seconds: float = 0.0
 
     @property
     def unit(self) -> float:
         """The dtype's unit roundoff."""
         return unit_roundoff(self.dtype)
+
+    @property
+    def prompt_rows(self) -> float:
+        """The largest error of a block in the rows of a prompt, given equal inputs."""
+        return _largest(self.chunks[self.chunks["start"] == 0], "error") or 0.0
+
+    @property
+    def every_error(self) -> pd.DataFrame:
+        """All that was measured given equal inputs: ``local``, ``sweep`` and ``chunks`` in one table."""
+        frames = [frame for frame in (self.local, self.sweep, self.chunks) if len(frame)]
+        return pd.concat(frames, ignore_index=True) if frames else self.local
 
     @property
     def null_band(self) -> float:
@@ -179,7 +196,8 @@ def climb(adapter: Adapter, plan: Plan, kernels: Kernels | None = None, sweep: s
         adapter: The model in the rung's dtype.
         plan: What to run.
         kernels: The kernel mode; the machine's own unless said.
-        sweep: ``"yes"`` also decodes one long sequence from the plan's short prefill.
+        sweep: ``"yes"`` also decodes each prompt as one long sequence from the plan's short prefill, ``"first"`` only the
+            first prompt.
     """
     kernels = kernels or Native()
     subject = Subject(adapter, kernels)
@@ -187,7 +205,8 @@ def climb(adapter: Adapter, plan: Plan, kernels: Kernels | None = None, sweep: s
     name = dtype if isinstance(kernels, Native) else f"{dtype}, {kernels}"
     taps = BlockTaps(subject)
     steps, local, swept = [], [], []
-    layers, top, grid, largest, prompt_rows = pd.DataFrame(), pd.DataFrame(), "", 0.0, 0.0
+    chunks: list[dict[str, Any]] = []
+    layers, top, grid, largest = pd.DataFrame(), pd.DataFrame(), "", 0.0
     nonfinite: dict[str, Any] = {}
     with taps.attached():
         for number, prompt in enumerate(plan.prompts):
@@ -207,16 +226,20 @@ def climb(adapter: Adapter, plan: Plan, kernels: Kernels | None = None, sweep: s
                 steps += [about | row for row in rows]
                 layers, top = detail
                 local += [about | row for row in forced(taps, reference, prefill, prefill + plan.steps)]
-                prompt_rows = max(prompt_rows, _prompt_rows(taps, reference, prefill))
-            if sweep == "yes" and plan.sweep is not None and not nonfinite:
+                chunks += [about | row for row in at_once(taps, reference, 0, prefill)]
+            if plan.chunk is not None and not nonfinite and _takes_chunks(taps, reference, plan.chunk):
+                about = {"prompt": number, "prefill": plan.chunk}
+                chunks += [about | row for row in at_once(taps, reference, plan.chunk, plan.length)]
+            if (sweep == "yes" or (sweep == "first" and number == 0)) and plan.sweep is not None and not nonfinite:
                 about = {"prompt": number, "prefill": plan.sweep}
                 swept += [about | row for row in forced(taps, reference, plan.sweep, plan.length)]
     frames = (
         pd.DataFrame(steps, columns=["prompt", "prefill", "position", *_STEP_COLUMNS]),
-        pd.DataFrame(local, columns=["prompt", "prefill", "position", "layer", "error"]),
-        pd.DataFrame(swept, columns=["prompt", "prefill", "position", "layer", "error"]),
+        pd.DataFrame(local, columns=list(LOCAL)),
+        pd.DataFrame(swept, columns=list(LOCAL)),
     )
-    return Rung(name, adapter.dtype, kernels, *frames, layers, top, nonfinite, grid, largest, prompt_rows)
+    chunked = pd.DataFrame(chunks, columns=list(LOCAL))
+    return Rung(name, adapter.dtype, kernels, *frames, layers, top, nonfinite, grid, largest, chunked)
 
 
 _STEP_COLUMNS = ("max_abs", "mean_abs", "relative", "kl", "null_max_abs")
@@ -235,19 +258,55 @@ def forced(taps: BlockTaps, reference: Reference, prefill: int, stop: int) -> It
         if key not in reference.again:
             reference.again[key] = _rows(taps, taps.recompute(reference, position + 1))
         for layer, again in reference.again[key].items():
-            yield {"position": position, "layer": layer, "error": difference(cached[layer], again)}
+            where = {"start": position, "stop": position + 1, "position": position}
+            yield {**where, "layer": layer, "error": difference(cached[layer], again)}
 
 
-def _prompt_rows(taps: BlockTaps, reference: Reference, prefill: int) -> float:
-    """The largest error of a block in the rows of a prefill, given equal inputs, against the same rows of the whole."""
-    taps.feed(reference, 0, prefill, None)
-    return max(difference(taps.outputs[layer][0], kept[0, :prefill]) for layer, kept in enumerate(reference.outputs))
+def at_once(taps: BlockTaps, reference: Reference, start: int, stop: int) -> Iterator[dict[str, Any]]:
+    """Every block's error given equal inputs in the rows of tokens that are fed at once: a prompt, or more on its cache.
+
+    The recomputation has as many rows as the cache then holds, so that a prompt is compared among the same number of rows.
+    """
+    cache = taps.feed(reference, 0, start, None)[1] if start else None
+    mine = _rows(taps, taps.feed(reference, start, stop, cache)[0], stop - start)
+    for layer, again in _rows(taps, taps.recompute(reference, stop), stop - start).items():
+        errors = _row_errors(mine[layer], again)
+        first = int((errors >= errors.max() / 10).int().argmax()) if bool(errors.max() > 0) else len(errors) - 1
+        where = {"start": start, "stop": stop, "position": stop - len(errors) + first}
+        yield {**where, "layer": layer, "error": float(errors.max())}
 
 
-def _rows(taps: BlockTaps, logits: Tensor) -> dict[int, Tensor]:
-    """The newest row of the first block's input, of every block's output and of the logits, in that order."""
-    outputs = {layer: taps.outputs[layer][0, -1].clone() for layer in range(len(taps.subject.blocks))}
-    return {EMBEDDING: taps.inputs[0][0, -1].clone(), **outputs, len(outputs): logits[0, -1].clone()}
+def _row_errors(mine: Tensor, again: Tensor) -> Tensor:
+    """As :func:`difference`, row by row, over the rows both have."""
+    count = min(len(mine), len(again))
+    a, b = (t[len(t) - count :].double().flatten(1) for t in (mine, again))
+    worst = (a - b).abs().amax(-1).masked_fill((a == b).all(-1), 0.0)
+    return (worst / b.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(math.inf, posinf=math.inf)
+
+
+def _takes_chunks(taps: BlockTaps, reference: Reference, start: int) -> bool:
+    """Whether the model takes several tokens on a cache that is not empty; recurrent ones as a rule do not."""
+    _, cache = taps.feed(reference, 0, start, None)
+    if any(taps.subject.states(cache, layer) for layer in range(len(taps.subject.blocks))):
+        return False
+    try:
+        taps.feed(reference, start, start + 2, cache)
+    # A model that refuses says so with whatever error its arithmetic meets first.
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return False
+    return True
+
+
+def _rows(taps: BlockTaps, logits: Tensor, count: int | None = None) -> dict[int, Tensor]:
+    """The newest row of the first block's input, of every block's output and of the logits, in that order.
+
+    Given a count, so many newest rows, ``[row, width]``.
+    """
+    given = {EMBEDDING: taps.inputs[0], **{n: taps.outputs[n] for n in range(len(taps.subject.blocks))}}
+    given[len(given) - 1] = logits
+    if count is None:
+        return {layer: tensor[..., -1, :].flatten().clone() for layer, tensor in given.items()}
+    return {layer: tensor[..., -count:, :].movedim(-2, 0).flatten(1).clone() for layer, tensor in given.items()}
 
 
 def _free(
@@ -316,7 +375,12 @@ def on_grid(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _grid(logits: Tensor) -> str:
-    """The 16-bit dtype that holds every logit exactly, though they claim more bits; bfloat16 first, whose grid is coarser."""
+    """The 16-bit dtype that holds every logit exactly, though they claim more bits; bfloat16 first, whose grid is coarser.
+
+    Logits that are all zero lie on every grid and say nothing.
+    """
+    if not bool(logits.any()):
+        return ""
     found = [d for d in (torch.bfloat16, torch.float16) if on_grid(logits, d)]
     return str(found[0]).removeprefix("torch.") if found else ""
 
@@ -359,4 +423,6 @@ def prefix_plan(prompts: Sequence[Sequence[int]], lengths: Sequence[int], steps:
     """A plan over the given lengths, as far as a context of ``room`` positions reaches."""
     shortest = min([room, *(len(prompt) for prompt in prompts)])
     fitting = tuple(sorted({n for n in lengths if n >= 1 and n + steps <= shortest})) or (max(shortest - steps, 1),)
-    return Plan(tuple(map(tuple, prompts)), fitting, steps, min(fitting[0], 4))
+    steps = min(steps, shortest - fitting[0])
+    plan = Plan(tuple(map(tuple, prompts)), fitting, steps, min(fitting[0], 4))
+    return dataclasses.replace(plan, chunk=fitting[0] if plan.length >= fitting[0] + 2 else None)

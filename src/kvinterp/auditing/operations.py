@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from kvinterp.auditing.calls import BACKENDS, Operation, Variant, collect
-from kvinterp.auditing.inside import Finding, find
+from kvinterp.auditing.inside import Feed, Finding, find
 from kvinterp.auditing.ladder import prefix_plan
 from kvinterp.auditing.subject import BlockTaps, Subject, prompts_for
 from kvinterp.errors import InputError
@@ -148,7 +148,7 @@ def _first(adapter: Adapter, kernels: Kernels, prompt: Sequence[int], length: in
         reference = taps.reference(torch.tensor([list(prompt)], device=adapter.device))
         layers = range(-1, len(subject.blocks) + 1)
         prefill = plan.prefills[0]
-        found = find(taps, reference, prefill, range(prefill, prefill + plan.steps), layers, 0.0)
+        found = find(taps, reference, Feed.one_by_one(prefill, prefill + plan.steps), layers, 0.0)
     return found[min(found)][0] if found else None
 
 

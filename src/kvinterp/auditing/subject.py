@@ -37,11 +37,16 @@ class Subject:
         kernels: The kernel mode every forward runs under.
         positions: ``"own"``: the model numbers its tokens by itself, as when it is called; ``"given"``: it is told their
             positions, as ``generate()`` tells it.
+
+    Attributes:
+        padding: The logits that stand for no token, minus infinity in every row: there that counts as 0. None where it is
+            not known yet.
     """
 
     def __init__(self, adapter: Adapter, kernels: Kernels | None = None, positions: str = "own") -> None:
         self.adapter, self.positions = adapter, positions
         self.kernels: KernelMode = (kernels or Native()).mode(adapter)
+        self.padding: Tensor | None = None
         self.blocks = list(adapter.blocks)
         # A bridge hangs transformers' modules under names of its own, which say nothing to a reader.
         self.names = {m: name.replace("._original_component", "") for name, m in adapter.source.named_modules()}
@@ -63,8 +68,16 @@ class Subject:
         """Logits of every token, without a cache."""
         with self._running():
             if self.adapter.kind == "native":
-                return self.adapter.model(input_ids=tokens, use_cache=False, **self._places(tokens, 0)).logits
-            return self.adapter.forward(tokens)
+                made = self.adapter.model(input_ids=tokens, use_cache=False, **self._places(tokens, 0)).logits
+            else:
+                made = self.adapter.forward(tokens)
+        return self.unpadded(made)
+
+    def unpadded(self, logits: Tensor) -> Tensor:
+        """The logits with 0 where those that stand for no token are minus infinity."""
+        if self.padding is None or not bool(self.padding.any()):
+            return logits
+        return logits.masked_fill(self.padding & (logits == -torch.inf), 0.0)
 
     @torch.no_grad()
     def feed(self, tokens: Tensor, cache: Any = None, start: int = 0) -> tuple[Tensor, Any]:
@@ -78,6 +91,10 @@ class Subject:
         Raises:
             UnsupportedError: The model returns no cache that is known here.
         """
+        logits, cache = self._fed(tokens, cache, start)
+        return self.unpadded(logits), cache
+
+    def _fed(self, tokens: Tensor, cache: Any, start: int) -> tuple[Tensor, Any]:
         with self._running():
             if self.adapter.kind == "hooked":
                 return self._feed_hooked(tokens, cache)
@@ -198,7 +215,7 @@ class BlockTaps:
             if self.force is None:
                 return None
             reference, start = self.force
-            forced = reference.inputs[layer][:, start : start + given.shape[1]]
+            forced = reference.inputs[layer][..., start : start + given.shape[-2], :]
             return ((forced, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": forced})
 
         return hook
@@ -210,15 +227,18 @@ class BlockTaps:
             if self.force is None or layer + 1 < len(self.subject.blocks):
                 return None
             reference, start = self.force
-            forced = reference.outputs[layer][:, start : start + made.shape[1]]
+            forced = reference.outputs[layer][..., start : start + made.shape[-2], :]
             return (forced, *output[1:]) if isinstance(output, tuple) else forced
 
         return hook
 
     def reference(self, tokens: Tensor) -> Reference:
         """Runs these tokens without a cache and keeps every row."""
-        self.force = None
+        self.force, self.subject.padding = None, None
         logits = self.subject.recompute(tokens)[0]
+        nowhere = (logits == -torch.inf).all(0)
+        self.subject.padding = nowhere if not bool(nowhere.all()) else torch.zeros_like(nowhere)
+        logits = self.subject.unpadded(logits)
         count = len(self.subject.blocks)
         return Reference(
             tokens, logits, [self.inputs[n].clone() for n in range(count)], [self.outputs[n].clone() for n in range(count)]
@@ -294,10 +314,18 @@ def check_causal(adapter: Adapter) -> None:
     Raises:
         InputError: Another last token changes the logits of the first one.
     """
-    one, other = (torch.tensor([[1, 2, 3, last]], device=adapter.device) for last in (4, 5))
+    count = adapter.facts.vocabulary
+    if count < 2 or adapter.facts.context < 4:
+        return
+    ids = [[t % count for t in (1, 2, 3, last)] for last in (4, 5)]
+    one, other = (torch.tensor([tokens], device=adapter.device) for tokens in ids)
     subject = Subject(adapter)
-    a, b = (subject.recompute(tokens)[0, 0].double() for tokens in (one, other))
-    if bool(a.isfinite().all()) and bool((a - b).abs().max() > 4 * torch.finfo(adapter.dtype).eps * a.abs().max()):
+    a, b, again = (subject.recompute(tokens)[0, 0].double() for tokens in (one, other, one))
+    if not torch.equal(a, again):
+        return  # It computes something else each time, which says nothing about what its tokens see.
+    kept = a.isfinite() & b.isfinite()
+    apart, size = (t[kept].abs().max() if bool(kept.any()) else torch.tensor(0.0) for t in (a - b, a))
+    if bool(apart > 4 * torch.finfo(adapter.dtype).eps * size):
         raise InputError(
             f"model {adapter.facts.name} ({adapter.facts.architecture}) is not causal, its tokens see the ones after them: "
             "only a causal decoder can decode from a cache; give one."
@@ -320,5 +348,6 @@ def prompts_for(adapter: Adapter, count: int, length: int, seed: int = 0) -> lis
     """Random prompts: every token id equally likely, none of those that end a sequence."""
     generator = torch.Generator().manual_seed(seed)
     ends = adapter.end_tokens
-    allowed = torch.tensor([t for t in range(min(adapter.facts.vocabulary, 50_000)) if t not in ends])
+    known = range(min(adapter.facts.vocabulary, 50_000))
+    allowed = torch.tensor([t for t in known if t not in ends] or list(known))
     return [allowed[torch.randint(len(allowed), (length,), generator=generator)].tolist() for _ in range(count)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.evidence import Evidence
+from kvinterp.auditing.evidence import ONE_BY_ONE, Evidence
 from kvinterp.auditing.inside import CHOICE, Finding
 from kvinterp.auditing.ladder import Rung, unit_roundoff
 
@@ -111,10 +111,12 @@ class _Judge:
         bugs = {n: f for n, f in wrong.items() if not self.seen.explained(n, f) and not self.seen.gone.get(n, False)}
         if bugs:
             return self._bug(bugs, evidence)
-        kernels = {n: f for n, f in wrong.items() if self.seen.gone.get(n, False)}
+        # A fixed order removes what follows from a cast too, where both paths make it: the cast is the reason then. One that
+        # only a cached step makes and that a fixed order removes is inside a kernel.
+        casts = {n: f for n, f in wrong.items() if (to := self.seen.explained(n, f)) and self._models_own(n, f, to)}
+        kernels = {n: f for n, f in wrong.items() if self.seen.gone.get(n, False) and n not in casts}
         if kernels:
             return self._kernel(kernels, evidence)
-        casts = {n: f for n, f in wrong.items() if self.seen.explained(n, f) and not self.seen.gone.get(n, False)}
         if casts:
             return self._cast(casts, evidence)
         if self.seen.onset is not None:
@@ -129,6 +131,9 @@ class _Judge:
             )
             return self._verdict("kernel", layer, position, tensor, module, evidence, 1.0, reading)
         return self._benign(evidence)
+
+    def _models_own(self, name: str, found: Finding, lower: str) -> bool:
+        return lower in found.both_cast or not self.seen.gone.get(name, False)
 
     def _verdict(self, word: str, *fields: Any) -> Verdict:
         return Verdict(word, *fields[:-1], f"{self.seen.model}: {word}. {fields[-1]}")  # type: ignore[call-arg]
@@ -156,9 +161,11 @@ class _Judge:
         able = [n for n in self.seen.native if n in bugs or self._can_see(n, found.error)]
         share = len(bugs) / len(able)
         sizes = ", ".join(f"{n} {f.error:.1e}" for n, f in bugs.items())
+        fed = self.seen.fed.get(name, ONE_BY_ONE)
+        seen = f"at step {found.step}" if fed == ONE_BY_ONE else f"in {fed}, in the row of position {found.step}"
         reading = (
             f"Given equal inputs, {found.tensor} of layer {found.layer} ({found.module}) is wrong from position "
-            f"{found.position} on (seen at step {found.step}); its relative error does not fall with the precision: {sizes}; "
+            f"{found.position} on (seen {seen}); its relative error does not fall with the precision: {sizes}; "
             f"rounding explains {self.seen.band(name):.1e} in {name}."
         )
         if self.seen.numbered.get(name):
@@ -201,6 +208,8 @@ class _Judge:
         finite = [self.seen.rungs[n] for n in self.seen.native if not self.seen.rungs[n].nonfinite]
         overflowed = [n for n in self.seen.native if self.seen.rungs[n].nonfinite]
         note = f" In {', '.join(overflowed)} it overflows." if overflowed else ""
+        note += "".join(f" In {name} torch cannot run it ({why})." for name, why in self.seen.refused.items())
+        note += f" {self.seen.exercised}"
         differing = [r for r in finite if (r.steps["max_abs"] > 0).any() or (r.local["error"] > 0).any()]
         if not differing:
             return self._verdict(

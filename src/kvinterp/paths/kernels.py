@@ -277,6 +277,11 @@ def _sdpa_arguments(
     return query, key, value, attn_mask, is_causal, scale
 
 
+def _drops_out(*args: Any, dropout_p: float = 0.0, **_: Any) -> bool:
+    """Whether a call of SDPA leaves out some of the keys at random, which no order of additions can stand for."""
+    return (args[4] if len(args) > 4 else dropout_p) > 0
+
+
 # batch_invariant -------------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +295,8 @@ class _BatchInvariantMode(KernelMode):
 
     def _function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _SDPA:
+            if _drops_out(*args, **kwargs):
+                return NotImplemented
             return self._own(fixed_order.attention, *_sdpa_arguments(*args, **kwargs))
         # torch does these as one product of many rows or as a batch of products, depending on shapes and strides; the two
         # would be added up in different orders here, so it is always the first.
@@ -489,7 +496,7 @@ class _SplitKMode(KernelMode):
         return self.layer in self.kernels.layers
 
     def _function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is not _SDPA:
+        if func is not _SDPA or _drops_out(*args, **kwargs):
             return NotImplemented
         query, key, value, mask, _, scale = _sdpa_arguments(*args, **kwargs)
         if query.shape[-2] != 1 or not (self._chosen("scores") or self._chosen("values")):

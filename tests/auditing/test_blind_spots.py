@@ -1,0 +1,305 @@
+"""Where the audit once looked away: prompts, tokens fed at once, dropout, casts beside a bug, and models at the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import build
+from test_planted import on_update
+
+import kvinterp as kv
+from kvinterp.auditing import audit, random_model
+from kvinterp.models import wrap
+
+
+def quick(model: Any, prompts: Any = None, **more: Any) -> Any:
+    prompt = torch.randint(3, 131, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+    choices = {"lengths": (9, 33), "steps": 2, "sweep": "no", "rungs": ("float32", "float64"), **more}
+    return audit(model, [prompt] if prompts is None else prompts, **choices)
+
+
+def small(kind: str, attention: str | None = None, **more: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=131, **more)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return model.eval().requires_grad_(False)
+
+
+def in_attention(patch: pytest.MonkeyPatch, change: Callable[[int, int, dict[str, Any]], None], layer: int) -> None:
+    """Changes what one Llama layer's attention is called with; ``change`` gets the new tokens, those cached, the arguments."""
+    from transformers.models.llama.modeling_llama import LlamaAttention as Attention
+
+    original = Attention.forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if cache is not None and self.layer_idx == layer:
+            change(hidden_states.shape[1], cache.get_seq_length(layer), kwargs)
+        return original(self, hidden_states, *args, **kwargs)
+
+    patch.setattr(Attention, "forward", forward)
+
+
+def where(verdict: Any) -> tuple[Any, ...]:
+    return verdict.verdict, verdict.first_layer, verdict.tensor, verdict.first_position
+
+
+# Several tokens at once ------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_sees_the_future_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the cached prefill is wrong, and in the last layer, so that no key and no later token is."""
+
+    def change(new: int, past: int, kwargs: dict[str, Any]) -> None:
+        if new > 1 and not past:
+            kwargs["attention_mask"] = torch.ones(new, new, dtype=torch.bool).tril(1)[None, None]
+
+    in_attention(monkeypatch, change, 2)
+    verdict = quick(build("llama"))
+    assert where(verdict) == ("bug", 2, "attention mask", 1), verdict.reading
+    assert "a prompt's 9 tokens" in verdict.reading
+
+
+def test_a_last_row_of_the_prompt_that_misses_a_key_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(new: int, past: int, kwargs: dict[str, Any]) -> None:
+        if new > 1 and not past:
+            mask = torch.ones(new, new, dtype=torch.bool).tril()
+            mask[-1, 3] = False
+            kwargs["attention_mask"] = mask[None, None]
+
+    in_attention(monkeypatch, change, 0)
+    verdict = quick(build("llama"))
+    assert where(verdict) == ("bug", 0, "attention mask", 3), verdict.reading
+
+
+def test_tokens_fed_at_once_on_a_cache_are_exercised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(new: int, past: int, kwargs: dict[str, Any]) -> None:
+        if new > 1 and past:
+            kwargs["attention_mask"] = torch.ones(1, 1, new, past + new, dtype=torch.bool)
+
+    in_attention(monkeypatch, change, 1)
+    verdict = quick(build("llama"))
+    assert where(verdict)[:3] == ("bug", 1, "attention mask"), verdict.reading
+    assert "on a cache of 9" in verdict.reading
+
+
+def test_the_reading_says_what_was_exercised() -> None:
+    assert (
+        "prompts of 9, 33 tokens, each with the next 2 one by one; positions 9 to 34 at once"
+        in quick(build("llama")).reading
+    )
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_cast_in_the_prompt_is_no_wrong_prompt(attention: str) -> None:
+    """Softmax in float32 inside a float64 model: the same cast in the prompt's rows of both paths."""
+    found = quick(
+        small("Llama", attention, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4)
+    )
+    assert found.verdict in ("rounding", "hidden-cast"), found.reading
+    assert found.evidence["float64"]["prompt_rows_error_in_unit_roundoffs"] < 32
+
+
+# Kernels and casts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 99])
+def test_dropout_left_on_is_a_bug(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def dropping(query: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(query, *args, **{**kwargs, "dropout_p": 0.1 if query.shape[-2] <= rows else 0.0})
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", dropping)
+    verdict = quick(build("llama"))
+    assert where(verdict)[:3] == ("bug", 0, "attention output"), verdict.reading
+
+
+def test_a_fixed_order_keeps_a_models_dropout() -> None:
+    from kvinterp.paths.kernels import BatchInvariant
+
+    q = torch.randn(1, 2, 5, 8)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        alone = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        torch.manual_seed(0)
+        with BatchInvariant().mode(wrap(build("llama"))):
+            intercepted = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert torch.allclose(alone, intercepted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "more"),
+    [
+        ("GPTJ", "h.0.attn", {"n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}),
+        ("CodeGen", "h.0.attn", {"n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}),
+        (
+            "GPTNeo",
+            "h.0.attn.attention",
+            {
+                "hidden_size": 40,
+                "num_layers": 2,
+                "num_heads": 4,
+                "attention_types": [[["global", "local"], 1]],
+                "window_size": 6,
+                "max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
+def test_a_cast_that_both_paths_make_is_no_kernel(kind: str, module: str, more: dict[str, Any]) -> None:
+    verdict = quick(small(kind, initializer_range=0.15, **more))
+    assert verdict.verdict == "hidden-cast", verdict.reading
+    assert verdict.module.endswith(module)
+    assert "casts to float32" in verdict.reading
+
+
+def eight_bits_with_half_scales(store: Any, k: Any, v: Any, cache: Any, decoding: bool) -> Any:
+    scale = (k.abs().amax(-1, keepdim=True) / 127).half().to(k.dtype)
+    return store((k / scale).round().clamp(-127, 127) * scale if decoding else k, v)
+
+
+def a_little_more(store: Any, k: Any, v: Any, cache: Any, decoding: bool) -> Any:
+    return store(k * (1 + 1e-5) if decoding else k, v)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change"), [("llama", eight_bits_with_half_scales), ("qwen3", a_little_more)], ids=["int8", "1e-5"]
+)
+def test_a_cast_nearby_does_not_excuse_a_wrong_key(
+    architecture: str, change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight bits with scales in float16, and an error of 1e-5 beside norms that compute in float32."""
+    on_update(change, 1)(monkeypatch)
+    assert where(quick(build(architecture))) == ("bug", 1, "K", 9)
+
+
+def test_the_finest_rung_is_swept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key off by 1e-5 at one position between the lengths: below what float32 rounds, and nowhere but in the long decode."""
+
+    def once(store: Any, k: Any, v: Any, cache: Any, decoding: bool) -> Any:
+        return store(k * (1 + 1e-5) if decoding and cache.get_seq_length(1) == 20 else k, v)
+
+    on_update(once, 1)(monkeypatch)
+    assert where(quick(build("llama"), sweep="yes")) == ("bug", 1, "K", 20)
+
+
+def test_a_key_dropped_in_the_middle_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_the_fourth(store: Any, k: Any, v: Any, cache: Any, decoding: bool) -> Any:
+        keys, values = store(k, v)
+        if not decoding:
+            return keys, values
+        left = [i for i in range(keys.shape[2]) if i != 3]
+        return keys[:, :, left], values[:, :, left]
+
+    on_update(without_the_fourth, 1)(monkeypatch)
+    assert where(quick(build("llama"))) == ("bug", 1, "K", 3)
+
+
+# Models at the edge ----------------------------------------------------------------------------------------------------
+
+
+def test_logits_that_are_all_zero_are_no_wrong_dtype() -> None:
+    model = build("llama")
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight), requires_grad=False)
+    assert quick(model).verdict == "rounding"
+
+
+def test_a_padded_vocabulary_is_no_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of tokens that do not exist, at minus infinity on both paths; on one path only it is an error."""
+    model, original, both = build("llama"), torch.nn.Linear.forward, [True]
+
+    def padded(self: Any, x: torch.Tensor) -> torch.Tensor:
+        made = original(self, x)
+        if made.shape[-1] == 131 and (both[0] or x.shape[1] > 1):
+            made[..., 125:] = -torch.inf
+        return made
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", padded)
+    verdict = quick(model)
+    assert verdict.verdict == "rounding", verdict.reading
+    both[0] = False
+    assert where(quick(model))[:3] == ("bug", 3, "logits")
+
+
+def test_a_vocabulary_of_three_is_enough(tmp_path: Path) -> None:
+    config = build("llama").config
+    config.vocab_size = 3
+    config.save_pretrained(tmp_path)
+    assert audit(random_model(tmp_path), lengths=(5, 9), steps=2, rungs=("float32",)).verdict == "rounding"
+
+
+def test_a_prompt_of_three_tokens_is_enough() -> None:
+    verdict = audit(build("llama"), [[5, 6, 7]], rungs=("float32",))
+    assert verdict.verdict in ("equal", "rounding")
+    assert "prompts of 1 tokens, each with the next 2" in verdict.reading
+
+
+def test_a_model_in_memory_that_is_not_causal_is_refused() -> None:
+    model = small(
+        "Gemma3Text", hidden_size=40, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=10, sliding_window=16, use_bidirectional_attention=True, initializer_range=0.15,
+    )  # fmt: skip
+    with pytest.raises(kv.InputError, match="not causal") as caught:
+        quick(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stack_of_hidden_states_is_followed() -> None:
+    """Gemma 3n's blocks pass on several hidden states at once, before the batch."""
+    model = small(
+        "Gemma3nText", hidden_size=40, intermediate_size=56, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=10, sliding_window=16, num_kv_shared_layers=2, vocab_size_per_layer_input=131, hidden_size_per_layer_input=8,
+        laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4, initializer_range=0.15,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    assert quick(model).verdict == "rounding"
+
+
+def test_a_rung_that_torch_cannot_run_is_left_out_and_said() -> None:
+    model = small("XGLM", d_model=40, ffn_dim=56, num_layers=2, attention_heads=4, max_position_embeddings=200)
+    verdict = quick(model, rungs=("float32", "bfloat16"))
+    assert verdict.verdict == "rounding"
+    assert "In bfloat16 torch cannot run it (mixed dtype" in verdict.reading
+
+
+def test_what_torch_cannot_run_at_all_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("expected m1 and m2 to have the same dtype\nand more")
+
+    monkeypatch.setattr(LlamaMLP, "forward", refuse)
+    with pytest.raises(kv.UnsupportedError, match="same dtype") as caught:
+        quick(build("llama"))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interrupt_leaves_nothing_open() -> None:
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    model, calls, stop = build("llama"), [0], [-1]
+
+    def counting(*_: Any) -> None:
+        calls[0] += 1
+        if calls[0] == stop[0]:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[0].mlp.register_forward_hook(counting)
+    choices: dict[str, Any] = {"lengths": (9,), "steps": 1, "rungs": ("float32",)}
+    quick(model, **choices)
+    for at in range(1, calls[0] + 1):
+        calls[0], stop[0] = 0, at
+        with pytest.raises(KeyboardInterrupt):
+            quick(model, **choices)
+        assert not _get_current_function_mode_stack()
+        assert not _get_current_dispatch_mode_stack()
+    handle.remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
