@@ -127,11 +127,10 @@ def test_a_fixed_order_keeps_a_models_dropout() -> None:
     q = torch.randn(1, 2, 5, 8)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        alone = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-        torch.manual_seed(0)
         with BatchInvariant().mode(wrap(build("llama"))):
             intercepted = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-    assert torch.allclose(alone, intercepted, atol=1e-5)
+        plain = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert (intercepted - plain).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -158,6 +157,17 @@ def test_a_cast_that_both_paths_make_is_no_kernel(kind: str, module: str, more: 
     assert verdict.verdict == "hidden-cast", verdict.reading
     assert verdict.module.endswith(module)
     assert "casts to float32" in verdict.reading
+
+
+def test_constants_made_in_float32_are_no_bug() -> None:
+    """MiniMax's decays are computed in float32 before the model runs: leaving out its casts does not bring them back."""
+    model = small(
+        "MiniMax", hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=10, num_local_experts=2, num_experts_per_tok=1, block_size=16, max_position_embeddings=200,
+        initializer_range=0.15,
+    )  # fmt: skip
+    verdict = quick(model)
+    assert verdict.verdict == "hidden-cast", verdict.reading
 
 
 def eight_bits_with_half_scales(store: Any, k: Any, v: Any, cache: Any, decoding: bool) -> Any:
@@ -269,11 +279,12 @@ def test_a_rung_that_torch_cannot_run_is_left_out_and_said() -> None:
     assert "In bfloat16 torch cannot run it (mixed dtype" in verdict.reading
 
 
-def test_what_torch_cannot_run_at_all_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_what_torch_cannot_run_at_all_is_one_sentence(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     def refuse(*_: Any) -> Any:
-        raise RuntimeError("expected m1 and m2 to have the same dtype\nand more")
+        raise kind("expected m1 and m2 to have the same dtype\nand more")
 
     monkeypatch.setattr(LlamaMLP, "forward", refuse)
     with pytest.raises(kv.UnsupportedError, match="same dtype") as caught:

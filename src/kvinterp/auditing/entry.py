@@ -16,7 +16,7 @@ from kvinterp.auditing.ladder import Plan, Rung, prefix_plan
 from kvinterp.auditing.subject import check_causal, prompts_for
 from kvinterp.auditing.verdict import Verdict, judge
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, UnsupportedError, located
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.provenance import provenance
 
@@ -122,10 +122,14 @@ def _torchs_own_words() -> Iterator[None]:
     """What torch says of a forward that it cannot run, in one sentence."""
     try:
         yield
-    except RuntimeError as error:
+    # transformers' own checks of shapes raise ValueError, as do kvinterp's errors, which are sentences already.
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, KvinterpError):
+            raise
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         raise UnsupportedError(
-            f"torch cannot run this model as the audit does, cached and not, each block given the same rows ({said})."
+            "this model cannot be run as the audit runs it, tokens one by one on its own cache and each block given the "
+            f"recomputation's rows: {said}"
         ) from error
 
 

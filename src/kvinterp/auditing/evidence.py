@@ -21,6 +21,8 @@ __all__ = ["Auditor", "Evidence"]
 
 EXCUSED = 8 * unit_roundoff(torch.bfloat16)
 """The largest relative error that another order of additions can be the reason of, as coarse as kernels are."""
+CONSTANTS = 4
+"""The unit roundoffs of a narrower dtype that its constants can be off by, once nothing is cast to it any more."""
 ONE_BY_ONE = "tokens fed one by one"
 LOOKED_AT = 3
 """How many single tokens before a wrong one are looked into as well: a state goes wrong before what it feeds."""
@@ -72,17 +74,17 @@ class Evidence:
     def explained(self, rung: str, found: Finding) -> str:
         """The narrower dtype that a cast to it explains this error with, or an empty text.
 
-        A cast explains an error of its size that is within the wider dtype's rounding once the cast is left out.
+        A cast explains an error of its size that is within the wider dtype's rounding once the cast is left out, or within
+        the narrower one's, where constants were computed in it before the model ran.
         """
-        wide = self.rungs[rung].dtype
-        if found.without_casts is not None and found.without_casts > self.band(rung):
-            return ""
+        wide, left = self.rungs[rung].dtype, found.without_casts or 0.0
         home = found.module.rsplit(".", 1)[0] if found.tensor == found.module else found.module
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
             narrower = torch.finfo(dtype).bits < torch.finfo(wide).bits
             seen = any(module.startswith(home) for module in found.casts.get(name, ()))
-            if narrower and (found.grid == name or seen) and found.error <= band(dtype, self.terms):
+            fits = found.error <= band(dtype, self.terms) and left <= max(self.band(rung), CONSTANTS * unit_roundoff(dtype))
+            if narrower and (found.grid == name or seen) and fits:
                 return name
         return ""
 
@@ -215,12 +217,13 @@ class Auditor:
         lower = self.seen.explained(name, tensors[0])
         if not lower:
             return tensors[0] if tensors[0].error > limit else None
-        reach = 4 * band(getattr(torch, lower), self.seen.terms)
+        narrow: torch.dtype = getattr(torch, lower)
+        reach, rest = 4 * band(narrow, self.seen.terms), max(limit, CONSTANTS * unit_roundoff(narrow))
         for found in tensors[1:]:
             if self.seen.explained(name, found):
                 continue
             left = found.without_casts
-            if found.error > reach if left is None else left > limit:
+            if found.error > reach if left is None else left > rest:
                 return found
         return None
 

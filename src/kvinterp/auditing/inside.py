@@ -127,15 +127,14 @@ class _WithoutCastsMode(KernelMode):
 class _Widened(TorchDispatchMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.bits = torch.finfo(dtype).bits
+        self.dtype, self.bits = dtype, torch.finfo(dtype).bits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         to = kwargs.get("dtype")
-        if func is torch.ops.aten._to_copy.default and to is not None and to.is_floating_point:
-            given = args[0].dtype
-            if given.is_floating_point and torch.finfo(to).bits < min(torch.finfo(given).bits, self.bits):
-                kwargs = {**kwargs, "dtype": given}
+        # Not casts alone: what is made in fewer bits, or summed in fewer, would bring them back.
+        if to is not None and to.is_floating_point and torch.finfo(to).bits < self.bits:
+            kwargs = {**kwargs, "dtype": self.dtype}
         return func(*args, **kwargs)
 
 
