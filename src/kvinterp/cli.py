@@ -553,13 +553,11 @@ def list_command(
 def _models() -> Table:
     from kvinterp.models import zoo
 
-    table = _table(
-        "models", "name", "architecture", "parameters", "layers", "heads", "KV heads", "right on held-out problems"
-    )
+    table = _table("models", "name", "family", "parameters", "layers", "heads/KV", "right of held-out")
     for record in zoo.describe():
         right = ", ".join(f"{task} {share:.0%}" for task, share in record["accuracy"].items())
-        numbers = (f"{record['parameters']:,}", record["layers"], record["heads"], record["kv_heads"])
-        table.add_row(f"zoo:{record['name']}", record["architecture"], *map(str, numbers), right)
+        family, heads = record["architecture"].removesuffix("ForCausalLM"), f"{record['heads']}/{record['kv_heads']}"
+        table.add_row(f"zoo:{record['name']}", family, f"{record['parameters']:,}", str(record["layers"]), heads, right)
     table.caption = "and any transformers checkpoint folder or hub id"
     return table
 
