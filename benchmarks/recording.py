@@ -9,13 +9,12 @@ within a round and their median is reported. Nothing here is a test: the script 
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from kept import keep
 from rich.console import Console
 from rich.table import Table
 
@@ -182,11 +181,7 @@ def main():
     for way, numbers in appends.items():
         console.print(way, {k: round(v, 1) for k, v in numbers.items()})
     about = provenance(adapter, steps=STEPS, sites=SITES, rounds=options.rounds)
-    label = re.sub(r"\W+", "-", about["device"]).strip("-").lower()
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / f"recording-{label}.json"
-    target.write_text(json.dumps({"cost": results, "append": appends, "provenance": about}, indent=1) + "\n")
-    console.print(f"written to {target}")
+    keep(options.out, "recording", {"cost": results, "append": appends, "provenance": about})
 
 
 if __name__ == "__main__":

@@ -16,13 +16,12 @@ test: the script prints whether the bound is met.
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from kept import keep
 from rich.console import Console
 from rich.table import Table
 
@@ -235,11 +234,7 @@ def main():
     by_count = counted(32, STEPS)
     console.print("by count, both sweeps of a model of 32 layers over 32 steps:", by_count)
     about = provenance(adapter, steps=STEPS, rounds=options.rounds)
-    label = re.sub(r"\W+", "-", about["device"]).strip("-").lower()
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / f"sweeps-{label}.json"
-    target.write_text(json.dumps({"cost": results, "by_count": by_count, "provenance": about}, indent=1) + "\n")
-    console.print(f"written to {target}")
+    keep(options.out, "sweeps", {"cost": results, "by_count": by_count, "provenance": about})
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ from kvinterp._version import __version__
 from kvinterp.errors import InputError, KvinterpError, unknown
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kvinterp.models import Adapter
 
 
@@ -366,12 +364,14 @@ def _status(what: str) -> Iterator[Callable[[str], None]]:
     """Says on stderr what runs now: in one line that changes, or line by line where there is no terminal."""
     from rich.console import Console
 
+    from kvinterp.listing import escaped
+
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda now: typer.echo(f"{what}: {now}", err=True)
         return
-    with console.status(_escaped(what)) as shown:
-        yield lambda now: shown.update(_escaped(f"{what}: {now}"))
+    with console.status(escaped(what)) as shown:
+        yield lambda now: shown.update(escaped(f"{what}: {now}"))
 
 
 @app.command("kernels")
@@ -393,6 +393,7 @@ def kernels_command(
     from rich.console import Console
 
     from kvinterp.auditing import kernels_table
+    from kvinterp.listing import escaped, table_of
     from kvinterp.results import write_tables
 
     _speak()
@@ -401,11 +402,13 @@ def kernels_command(
     with _status(f"measuring the operations of {adapter.facts.name}"):
         made = kernels_table(adapter, sizes=_numbers("--sizes", sizes, "1,2,17,64") or (), kernels=kernels, seed=seed)
     varied = ("rows", "keys", "batch")
-    table = _table(f"{adapter.facts.name} ({kind}, {dtype}, {kernels} kernels)", "operation", "shape", *varied, "fixed by")
+    table = table_of(
+        f"{adapter.facts.name} ({kind}, {dtype}, {kernels} kernels)", "operation", "shape", *varied, "fixed by"
+    )
     for (operation, shape), rows in made.summary().groupby(["operation", "shape"], sort=False):
         cells = {row["varied"]: _same_bits(row) for row in rows.to_dict("records")}
         fixes = ", ".join(sorted({text for text in rows["flags_that_fix"] if text}))
-        table.add_row(*map(_escaped, (operation, shape, *(cells.get(name, "") for name in varied), fixes)))
+        table.add_row(*map(escaped, (operation, shape, *(cells.get(name, "") for name in varied), fixes)))
     table.caption = (
         "=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest"
     )
@@ -537,97 +540,11 @@ def list_command(
     """Show the models, kinds, sites, strategies, policies and protocols there are."""
     from rich.console import Console
 
+    from kvinterp.listing import listed
+
     console = Console()
-    makers = {
-        What.models: _models,
-        What.kinds: _kinds,
-        What.sites: _sites,
-        What.strategies: _strategies,
-        What.policies: _policies,
-        What.protocols: _protocols,
-    }
     for item in What if what is None else (what,):
-        console.print(makers[item]())
-
-
-def _models() -> Table:
-    from kvinterp.models import zoo
-
-    table = _table("models", "name", "family", "parameters", "layers", "heads/KV", "right of held-out")
-    for record in zoo.describe():
-        right = ", ".join(f"{task} {share:.0%}" for task, share in record["accuracy"].items())
-        family, heads = record["architecture"].removesuffix("ForCausalLM"), f"{record['heads']}/{record['kv_heads']}"
-        table.add_row(f"zoo:{record['name']}", family, f"{record['parameters']:,}", str(record["layers"]), heads, right)
-    table.caption = "and any transformers checkpoint folder or hub id"
-    return table
-
-
-def _kinds() -> Table:
-    from kvinterp.models import KINDS
-
-    return _pairs("kinds", "kind", KINDS)
-
-
-def _sites() -> Table:
-    from kvinterp.models import SITES
-    from kvinterp.models.adapter import GROUPS
-
-    return _pairs("sites", "site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()})
-
-
-def _strategies() -> Table:
-    from kvinterp.paths import STRATEGIES
-
-    return _fields("strategies", STRATEGIES)
-
-
-def _policies() -> Table:
-    from kvinterp.policies import POLICIES
-
-    return _fields("policies", POLICIES)
-
-
-def _protocols() -> Table:
-    from kvinterp.comparison import PROTOCOLS
-
-    return _pairs("protocols", "protocol", PROTOCOLS)
-
-
-def _fields(title: str, classes: dict[str, type]) -> Table:
-    import dataclasses
-
-    table = _table(title, "name", "values", "what it does")
-    for name, found in classes.items():
-        values = ", ".join(
-            field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default}"
-            for field in dataclasses.fields(found)
-        )
-        table.add_row(name, values, (found.__doc__ or "").strip().splitlines()[0])
-    return table
-
-
-def _pairs(title: str, name: str, entries: dict[str, str]) -> Table:
-    table = _table(title, name, "what it is")
-    for key, value in entries.items():
-        table.add_row(key, value)
-    return table
-
-
-def _escaped(text: object) -> str:
-    """Text that rich shows as it is; a name in brackets is no markup."""
-    from rich.markup import escape
-
-    return escape(str(text))
-
-
-def _table(title: str, *columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for column in columns:
-        # A name that is cut off cannot be typed.
-        table.add_column(column, no_wrap=column == "name", overflow="fold")
-    return table
+        console.print(listed(item.value))
 
 
 if __name__ == "__main__":

@@ -97,11 +97,14 @@ def test_bamba_called_without_position_ids_is_a_bug() -> None:
     tokens = torch.tensor(one_prompt())
     with torch.no_grad():
         whole = model(tokens[:, :13], use_cache=False).logits[0, -1]
-        cache = model(tokens[:, :12], use_cache=True).past_key_values
-        given = model(tokens[:, 12:13], past_key_values=cache, position_ids=torch.tensor([[12]])).logits[0, -1]
+        told, left = (model(tokens[:, :12], use_cache=True).past_key_values for _ in range(2))
+        given = model(tokens[:, 12:13], past_key_values=told, position_ids=torch.tensor([[12]])).logits[0, -1]
+        alone = model(tokens[:, 12:13], past_key_values=left).logits[0, -1]
     assert (whole - given).abs().max() < 1e-5
-    if verdict.verdict == "hidden-cast":
-        pytest.skip("this transformers numbers Bamba's cached tokens by itself")
+    if (whole - alone).abs().max() < 1e-5:
+        # A transformers that numbers Bamba's cached tokens by itself.
+        assert verdict.verdict == "hidden-cast"
+        return
     assert (verdict.verdict, verdict.first_layer, verdict.tensor, verdict.first_position) == ("bug", 1, "Q", 9)
     assert "without position_ids" in verdict.reading
     assert verdict.evidence["float64"]["first_tensor"]["gone_when_told_positions"]

@@ -79,7 +79,7 @@ def test_after_an_interrupt(load, case):
     adapter = load(case)
     for site in ("mlp_out", "z", "pattern") if "pattern" in case.sites else ("mlp_out", "z"):
         with nothing_survives(adapter):
-            broken_run(adapter, case, "cached", site, 0, KeyboardInterrupt)
+            assert broken_run(adapter, case, "cached", site, 0, KeyboardInterrupt).step == 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,180 @@
+"""What a comparison holds: tidy tables, what they were made with, and what they say in a few sentences."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from torch import nn
+
+from kvinterp import metrics
+from kvinterp.comparison.tables import Differences
+from kvinterp.errors import InputError
+from kvinterp.models import Adapter, wrap
+
+__all__ = ["COLUMNS", "PARTS", "TABLES", "Comparison", "Origin"]
+
+TABLES = ("steps", "examples", "layers", "heads", "kv")
+PARTS = (*TABLES, "failures")
+"""The tables of a comparison, and with them the list of what could not be compared."""
+COLUMNS: dict[str, tuple[str, ...]] = {
+    **Differences.columns(),
+    "examples": ("example", "id", "prompt_tokens", "steps", "flip_index", "token_divergence", "mean_kl"),
+    "failures": ("example", "id", "message"),
+}
+"""The columns without which a table is not one of a comparison."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a comparison was made on, for those who want to run an example again; it keeps no model alive.
+
+    Attributes:
+        model: The model, or nothing once the user let go of it.
+        name: Its name.
+        tokenizer: Its tokenizer.
+        prompts: Token ids by example number.
+    """
+
+    model: weakref.ref[nn.Module]
+    name: str
+    tokenizer: Any
+    prompts: Mapping[int, Sequence[int]]
+
+    def adapter(self) -> Adapter | None:
+        """The model behind kvinterp's face, or None where it is gone."""
+        model = self.model()
+        return None if model is None else wrap(model, self.tokenizer, self.name)
+
+
+@dataclasses.dataclass(repr=False)
+class Comparison:
+    """How far apart two paths are. Every table is tidy: a row a number, named columns; divergences are in nats.
+
+    Attributes:
+        steps: One row an example and step: token_a, token_b, kl, js, max_abs_logit, rms_logit, top1_agree, margin_a,
+            margin_b (logits), top_probability_difference, flipped, after_flip.
+        examples: One row an example: flip_index, token_divergence, mean_kl, mean_kl_before_flip, mean_kl_after_flip.
+        layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance, after_flip.
+        heads: One row an example, step, layer and query head: kl of the attention pattern, after_flip.
+        kv: One row an example, step, tensor (K or V), layer, KV head and absolute position: relative_error, ulp_mean,
+            ulp_max, after_flip.
+        failures: Examples left out because NaN or Inf appeared: example, id, message.
+        about: Paths, protocol, strategy and provenance.
+        origin: Model and prompts, where it was made in this process; None where it was read from disk.
+    """
+
+    steps: pd.DataFrame
+    examples: pd.DataFrame
+    layers: pd.DataFrame
+    heads: pd.DataFrame
+    kv: pd.DataFrame
+    failures: pd.DataFrame
+    about: dict[str, Any]
+    origin: Origin | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model, which is not the comparison's to keep."""
+        return {**self.__dict__, "origin": None}
+
+    @property
+    def statistics(self) -> dict[str, float]:
+        """What ``llama-perplexity --kl-divergence`` prints, over every step of every example."""
+        steps = self.steps
+        return metrics.kl_statistics(
+            steps["kl"].to_numpy(), steps["top1_agree"].to_numpy(), steps["top_probability_difference"].to_numpy()
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of ``summary.json``, as plain values."""
+        steps, examples = self.steps, self.examples
+        before, after = steps.loc[~steps["after_flip"], "kl"], steps.loc[steps["after_flip"], "kl"]
+        return {
+            **{key: self.about[key] for key in ("paths", "protocol", "strategy")},
+            "examples": len(examples),
+            "steps": len(steps),
+            "failed": len(self.failures),
+            "divergence_rate": _mean(examples["flip_index"].notna()),
+            "bitwise_equal_steps": int((steps["max_abs_logit"] == 0).sum()),
+            "mean_kl": _mean(steps["kl"]),
+            "mean_kl_before_flip": _mean(before),
+            "mean_kl_after_flip": _mean(after),
+            "max_abs_logit": None if steps.empty else float(steps["max_abs_logit"].max()),
+            "statistics": None if steps.empty else self.statistics,
+            "failures": self.failures.to_dict("records"),
+            "provenance": {k: v for k, v in self.about.items() if k not in ("paths", "protocol", "strategy")},
+        }
+
+    def where(self) -> str:
+        """A few sentences: whether the paths differ, when, and in which layer, head and cache position most."""
+        return "\n".join(_where(self))
+
+    def __repr__(self) -> str:
+        """What it is of, in one line; the tables are attributes."""
+        about = self.about
+        paths = f"{about['paths']['a']} against {about['paths']['b']}"
+        return f"<Comparison of {about['model']}: {paths}, {len(self.steps)} steps of {len(self.examples)} prompts>"
+
+    @classmethod
+    def joined(cls, parts: Sequence[Comparison]) -> Comparison:
+        """Several comparisons of one model along the same paths as one.
+
+        Raises:
+            InputError: They were made differently: averaging them together would mix unlike things.
+        """
+        if not parts:
+            raise InputError("there is no comparison to join: give at least one.")
+        first = parts[0].about
+        for part in parts[1:]:
+            unlike = sorted(key for key in first if part.about.get(key) != first[key])
+            if unlike:
+                raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
+        tables = {n: pd.concat([getattr(p, n) for p in parts], ignore_index=True) for n in PARTS}
+        return cls(**tables, about=first)
+
+
+def _mean(values: pd.Series) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _where(comparison: Comparison) -> list[str]:
+    steps, about = comparison.steps, comparison.about
+    setting = ", ".join(about[name] for name in ("kind", "dtype", "protocol"))
+    head = f"{about['paths']['a']} against {about['paths']['b']} on {about['model']} ({setting})"
+    if steps.empty:
+        return [f"{head}: no example could be compared; see failures."]
+    differing = steps[steps["max_abs_logit"] > 0]
+    if differing.empty:
+        return [f"{head}: bitwise equal at all {len(steps)} steps."]
+    flips = comparison.examples["flip_index"].notna()
+    lines = [
+        f"{head}: logits differ at {len(differing)} of {len(steps)} steps, first at step {differing['step'].min()}; "
+        f"mean KL {_kl_said(comparison)}, largest logit difference {steps['max_abs_logit'].max():.3g}; "
+        f"{int(flips.sum())} of {len(flips)} examples flip a token."
+    ]
+    for frame, value, what, keys in (
+        (comparison.layers, "relative_l2", "residual stream differs most (relative L2 {:.2e})", ("site", "layer")),
+        (comparison.heads, "kl", "attention pattern differs most (KL {:.2e} nats)", ("layer", "head")),
+        (comparison.kv, "relative_error", "cache differs most (relative error {:.2e})", ("tensor", "layer", "kv_head")),
+    ):
+        if about["protocol"] == "free":
+            frame = frame[~frame["after_flip"].astype(bool)]
+        if not frame.empty and frame[value].max() > 0:
+            mean = frame.groupby(list(keys))[value].mean()
+            place = mean.idxmax()
+            named = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in zip(keys, place, strict=True))  # type: ignore[call-overload]
+            lines.append(f"The {what.format(mean.max())} on average at {named}.")
+    return lines
+
+
+def _kl_said(comparison: Comparison) -> str:
+    """The mean KL; in the free protocol apart for the steps whose contexts differ, which measure no rounding."""
+    steps = comparison.steps
+    after = steps.loc[steps["after_flip"], "kl"]
+    if comparison.about["protocol"] != "free" or after.empty:
+        return f"{steps['kl'].mean():.2e} nats"
+    before = steps.loc[~steps["after_flip"], "kl"].mean()
+    return f"{before:.2e} nats up to the flip and {after.mean():.2e} nats after it, where the two texts differ"
