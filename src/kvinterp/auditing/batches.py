@@ -1,0 +1,245 @@
+"""Exercises of several rows at once: prompts side by side, left padding, rows reordered, repeated and selected."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvinterp.auditing.bench import BEYOND, PROMPT, UNCLEAR, Bench, Check, apart, not_run, one_line
+from kvinterp.models.native import text_config
+
+__all__ = ["Padded", "beams", "left_padding", "padded", "repeated_rows", "side_by_side"]
+
+PADS = 4
+
+
+def by_position(mine: Tensor, theirs: Tensor, first: int) -> dict[int, float]:
+    """Relative error of each position, over all rows."""
+    size = theirs.double()[theirs.isfinite()].abs().max().item() if theirs.numel() else 0.0
+    return {first + n: apart(mine[:, n], theirs[:, n], size) for n in range(mine.shape[1])}
+
+
+def side_by_side(bench: Bench) -> Check:
+    """Two prompts of the same length in one batch, against each alone."""
+    name, runner = "batch", bench.runner
+    prompt, length = _lengths(bench)
+    tokens = runner.tokens(bench.row(0, length), bench.row(1, length))
+    together = bench.reference(tokens)
+    alone = torch.cat([runner.recompute(tokens[n : n + 1]) for n in range(2)])
+    null = max(together.null, apart(together.logits, alone))
+    if null > BEYOND * together.null and null > bench.reach / BEYOND:
+        said = f"without a cache a batch is off by {null:.1e} from each prompt alone, so nothing can be said of the cache"
+        return Check(name, UNCLEAR, f"{said}.", None, null)
+    made, _ = runner.decode(tokens, prompt)
+
+    def hint() -> str:
+        other = tokens.clone()
+        other[1] = runner.tokens(bench.row(1, length)[::-1])[0]
+        again, _ = runner.decode(other, prompt)
+        return "a row reads another row's cache" if apart(again[0], made[0]) > BEYOND * null else ""
+
+    errors = by_position(made, alone[:, prompt - 1 :], prompt - 1)
+    what = f"two prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
+    return bench.settle(name, errors, null, what, hint)
+
+
+# Left padding ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """Two prompts of different lengths, the shorter one padded on the left as ``generate()`` pads it.
+
+    Attributes:
+        tokens: ``[2, length]``.
+        mask: 0 where there is a pad.
+        positions: Counted without the pads.
+        prompt: The prompt's length, pads counted.
+        pads: How many pads the second row has.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    positions: Tensor
+    prompt: int
+    pads: int
+
+
+def padded(bench: Bench, length: int, prompt: int) -> Padded:
+    """Left-padded prompts."""
+    pads = min(PADS, prompt - 1)
+    known = getattr(text_config(bench.runner.adapter.source), "pad_token_id", None)
+    pad = known if isinstance(known, int) and 0 <= known < bench.runner.adapter.facts.vocabulary else 0
+    tokens = bench.runner.tokens(bench.row(0, length), [pad] * pads + bench.row(1, length - pads))
+    mask = torch.ones_like(tokens)
+    mask[1, :pads] = 0
+    return Padded(tokens, mask, (mask.cumsum(-1) - 1).clamp(min=0), prompt, pads)
+
+
+def left_padding(bench: Bench) -> Check:
+    """A left-padded batch, against its recomputation and each prompt alone."""
+    name, runner = "left padding", bench.runner
+    if runner.kind != "native":
+        return not_run(
+            name, f"a model of kind {runner.kind} is fed without a mask here; kind='native' of the same model runs it."
+        )
+    if "attention_mask" not in runner.takes:
+        return not_run(name, f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
+    prompt, length = _lengths(bench)
+    if prompt < 2:
+        return not_run(name, f"a context of {bench.context} positions has no room for a pad.")
+    given = padded(bench, length, prompt)
+    reference = bench.reference(given.tokens, given.mask, given.positions)
+    alone = [runner.recompute(given.tokens[:1]), runner.recompute(given.tokens[1:, given.pads :])]
+    newest = slice(prompt - 1, None)
+    theirs = torch.cat([alone[0][:, newest], alone[1][:, prompt - 1 - given.pads :]])
+    null = max(reference.null, apart(reference.logits[:, newest], theirs))
+    # Ones, not None: without a mask transformers takes positions that begin anew for several texts packed into one row.
+    unmasked = apart(runner.recompute(given.tokens, torch.ones_like(given.mask), given.positions)[:, newest], theirs)
+    if null > BEYOND * reference.null and null > min(unmasked, bench.reach) / BEYOND:
+        said = f"without a cache a left-padded batch is off by {null:.1e} from each prompt alone"
+        return Check(name, UNCLEAR, f"{said}: this model, called with a mask and positions, does not do padding.", None, null)
+    feeder = Feeder(bench, given)
+    made = feeder.decode()
+    errors = by_position(made, theirs, prompt - 1)
+    for at, error in by_position(made, reference.logits[:, newest], prompt - 1).items():
+        errors[at] = max(errors[at], error)
+    what = (
+        f"two prompts of {prompt} and {prompt - given.pads} tokens in a left-padded batch, {length - prompt} decode steps, "
+        "against the padded batch and each prompt alone without a cache"
+    )
+    return bench.settle(name, errors, null, what, lambda: feeder.cause(made, null), reach=unmasked)
+
+
+class Feeder:
+    """Decodes a padded batch, and finds out what it does not look at."""
+
+    def __init__(self, bench: Bench, given: Padded) -> None:
+        self.bench, self.given, self.runner = bench, given, bench.runner
+        self.masked = _keeps_mask(bench, given)
+
+    def decode(self, mask: Tensor | None = None, positions: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        """Logits from the prompt's last row on; what is given holds for the decode steps only."""
+        given, prompt = self.given, self.given.prompt
+        tokens = given.tokens if tokens is None else tokens
+        logits, cache = self.runner.feed(tokens[:, :prompt], None, given.mask[:, :prompt], given.positions[:, :prompt])
+        made = [logits[:, -1]]
+        for at in range(prompt, tokens.shape[1]):
+            seen = (given.mask if mask is None else mask)[:, : at + 1] if self.masked else None
+            places = (given.positions if positions is None else positions)[:, at : at + 1]
+            logits, cache = self.runner.feed(tokens[:, at : at + 1], cache, seen, places, start=at)
+            made.append(logits[:, -1])
+        return torch.stack(made, 1)
+
+    def cause(self, made: Tensor, null: float) -> str:
+        """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
+        given, limit = self.given, BEYOND * null
+        other = given.tokens.clone()
+        other[0] = other[0].flip(0)
+        if apart(self.decode(tokens=other)[1], made[1]) > limit:
+            return "a row reads another row's cache"
+        if self.masked and torch.equal(self.decode(mask=torch.ones_like(given.mask)), made):
+            return "the attention mask is ignored in decode"
+        counted = torch.arange(given.tokens.shape[1], device=given.tokens.device).expand_as(given.positions)
+        mixed = given.positions.clone()
+        mixed[:, given.prompt :] = counted[:, given.prompt :]
+        # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
+        wrong = self.runner.recompute(given.tokens, given.mask, mixed)[:, given.prompt - 1 :]
+        if apart(made, wrong) <= limit or ("position_ids" in self.runner.takes and torch.equal(self.decode(positions=mixed), made)):
+            return "positions ignore the padding"
+        return ""
+
+
+def _keeps_mask(bench: Bench, given: Padded) -> bool:
+    """Whether the model wants the mask in decode; recurrent ones as a rule drop it once the prompt is read."""
+    prepare = getattr(bench.runner.model, "prepare_inputs_for_generation", None)
+    if prepare is None:
+        return True
+    try:
+        made = prepare(
+            given.tokens,
+            next_sequence_length=1,
+            attention_mask=given.mask,
+            use_cache=True,
+            is_first_iteration=False,
+            **{bench.runner.cache_name: bench.runner.new_cache()},
+        )
+    # Code of a checkpoint's own may want other arguments: then the mask is given, as the forward's signature says.
+    except Exception:
+        return True
+    return made.get("attention_mask") is not None
+
+
+# Rows of a cache moved about ---------------------------------------------------------------------------------------------
+
+
+def beams(bench: Bench) -> Check:
+    """A cache whose rows change places, as in beam search."""
+    what = "two prompts of {prompt} tokens, a step, the rows of the cache exchanged by reorder_cache, {steps} decode steps"
+    return _moved(bench, "beams reordered", what, [1, 0], lambda cache, rows: cache.reorder_cache(rows), "reorder_cache")
+
+
+def repeated_rows(bench: Bench) -> Check:
+    """A cache whose rows are repeated, and of which some are then selected, as in contrastive search and sampling."""
+
+    def change(cache: Any, rows: Tensor) -> None:
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0], device=rows.device))
+
+    what = (
+        "two prompts of {prompt} tokens, a step, the rows of the cache repeated by batch_repeat_interleave and two selected "
+        "by batch_select_indices, {steps} decode steps"
+    )
+    return _moved(bench, "rows repeated and selected", what, [1, 0], change, "batch_repeat_interleave")
+
+
+def _moved(
+    bench: Bench, name: str, what: str, order: list[int], change: Callable[[Any, Tensor], None], method: str
+) -> Check:
+    runner = bench.runner
+    if runner.kind == "hooked":
+        return not_run(name, "a HookedTransformer's cache has no rows to move; kind='native' of the same model runs it.")
+    prompt, length = _lengths(bench, extra=1)
+    start = prompt + 1
+    before = runner.tokens(bench.row(0, start), bench.row(1, start))
+    rows = torch.tensor(order, device=runner.device)
+    after = runner.tokens(*(bench.row(n, length + 3)[3 + start :] for n in (2, 3)))
+    whole = torch.cat([before[rows], after], 1)
+    reference = bench.reference(whole, rows=slice(prompt, None))
+    _, cache = runner.decode(before, prompt)
+    if not hasattr(cache, method):
+        return not_run(name, f"{type(cache).__name__}, this model's cache, has no {method}().")
+    lacking = next((layer for layer in getattr(cache, "layers", []) if not hasattr(layer, method)), None)
+    if lacking is not None:
+        return not_run(name, f"{type(lacking).__name__}, of this model's cache, has no {method}().")
+    try:
+        change(cache, rows)
+    # A cache that refuses says why.
+    except (NotImplementedError, ValueError) as error:
+        return not_run(name, f"this model's cache refuses {method}() ({one_line(error)}).")
+    made = []
+    for at in range(start, whole.shape[1]):
+        logits, cache = runner.feed(whole[:, at : at + 1], cache, start=at)
+        made.append(logits[:, -1])
+    theirs = reference.logits[:, start:]
+    mine = torch.stack(made, 1)
+
+    def hint() -> str:
+        unmoved, _ = runner.decode(torch.cat([before, after], 1), start)
+        kept = apart(mine, unmoved[:, 1:]) <= BEYOND * reference.null
+        return f"{method} leaves the rows where they were" if kept else f"{method} moves some of the cache's tensors only"
+
+    errors = by_position(mine, theirs, start)
+    steps = what.format(prompt=prompt, steps=whole.shape[1] - start)
+    swapped = apart(reference.logits[:, start:], reference.logits[[1, 0], start:])
+    return bench.settle(name, errors, reference.null, f"{steps}, against recomputation", hint, reach=min(swapped, bench.reach))
+
+
+def _lengths(bench: Bench, extra: int = 0) -> tuple[int, int]:
+    """Tokens of a short prompt, and with the steps."""
+    length = min(PROMPT + extra + bench.steps, bench.context)
+    return max(length - bench.steps - extra, 1), length

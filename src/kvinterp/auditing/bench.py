@@ -1,0 +1,366 @@
+"""What every exercise of an audit runs on: a model fed in any way, compared with itself without a cache, and judged.
+
+An error is judged against what the very same comparison shows without a cache: rows in a batch against alone, padded
+against unpadded, and a recomputation whose blocks' outputs were moved by as much as their rounding may move them. What is
+beyond that is run again with its other possible causes taken away (casts to fewer bits inside the model, one unlucky
+prompt), and is a failure only if it stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvinterp.auditing.inside import WithoutCasts
+from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.auditing.subject import Subject, prompts_for
+from kvinterp.models.native import text_config
+from kvinterp.models.transformers_cache import CACHES
+
+__all__ = ["Bench", "Check", "Reference", "Runner", "apart", "not_run", "one_line"]
+
+PASSED, FAILED, NOT_RUN, UNCLEAR = "passed", "failed", "not run", "cannot tell"
+
+EXCUSED, BEYOND = 16.0, 256.0
+"""An error is rounding's up to so many times the null, and beyond doubt from so many times on."""
+
+PROMPT = 9
+"""Tokens of a short prompt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One thing an audit tried, or did not.
+
+    Attributes:
+        name: What was tried.
+        status: ``"passed"``, ``"failed"``, ``"not run"`` or ``"cannot tell"``.
+        detail: One sentence: what was run and what it showed; or why it was not run and what would run it.
+        error: Largest logit error relative to the largest logit, cached against a recomputation of the very same thing.
+        null: The same between two recomputations without a cache, of which one may be moved by rounding.
+        step: Absolute position (pads counted) at which it first failed.
+        hint: The likely cause.
+        forwards: How many forwards of the model it took.
+    """
+
+    name: str
+    status: str
+    detail: str
+    error: float | None = None
+    null: float | None = None
+    step: int | None = None
+    hint: str = ""
+    forwards: int = 0
+
+
+def not_run(name: str, why: str) -> Check:
+    """A check that was not run, and why."""
+    return Check(name, NOT_RUN, why)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's kind and the first line of what it says, to be quoted."""
+    said = next(iter(str(error).strip().splitlines()), "")[:160].rstrip(". ")
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def apart(mine: Tensor, theirs: Tensor, size: float | None = None) -> float:
+    """Largest difference over the largest finite magnitude of ``theirs``; inf where only one of them is a number."""
+    a, b = mine.double(), theirs.double()
+    gap = (a - b).abs().masked_fill(a == b, 0.0).nan_to_num(math.inf, posinf=math.inf)
+    if not gap.numel():
+        return 0.0
+    worst = gap.max().item()
+    size = magnitude(theirs) if size is None else size
+    return worst / size if size else (0.0 if worst == 0 else math.inf)
+
+
+def magnitude(logits: Tensor) -> float:
+    """The largest finite magnitude."""
+    finite = logits.double()[logits.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+class Runner:
+    """Feeds a model of any kind, with masks, positions and caches of the caller's.
+
+    Args:
+        subject: The model.
+
+    Attributes:
+        forwards: How many forwards it ran.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.adapter = subject, subject.adapter
+        self.kind, self.device = subject.adapter.kind, subject.adapter.device
+        self.model: Any = subject.adapter.model
+        self.takes = frozenset(inspect.signature(self.model.forward).parameters)
+        self.told_positions = subject.positions == "given" and subject.can_be_told_positions
+        self.forwards = 0
+
+    @property
+    def cache_name(self) -> str:
+        """What the model calls the cache that it takes."""
+        return next((name for name in CACHES if name in self.takes), "past_key_values")
+
+    def tokens(self, *rows: Sequence[int]) -> Tensor:
+        """Rows of equal length, on the model's device."""
+        return torch.tensor([list(row) for row in rows], device=self.device)
+
+    def recompute(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
+        return self._run(tokens, None, mask, positions, 0, cached=False)[0]
+
+    def feed(
+        self,
+        tokens: Tensor,
+        cache: Any = None,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        start: int = 0,
+    ) -> tuple[Tensor, Any]:
+        """Logits of new tokens and the cache after them.
+
+        Args:
+            tokens: ``[batch, new]``.
+            cache: What the call before returned, a cache object of transformers', or None for the model's own.
+            mask: ``[batch, past + new]``, or None.
+            positions: ``[batch, new]``, or None for what the model makes by itself.
+            start: How many tokens came before.
+        """
+        return self._run(tokens, cache, mask, positions, start, cached=True)
+
+    def _run(
+        self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None, start: int, cached: bool
+    ) -> tuple[Tensor, Any]:
+        self.forwards += 1
+        if self.kind != "native":
+            return self._run_lens(tokens, cache, mask, cached)
+        given: dict[str, Any] = {"input_ids": tokens, "use_cache": cached}
+        if positions is None and self.told_positions:
+            positions = torch.arange(start, start + tokens.shape[1], device=self.device).expand(len(tokens), -1)
+        if positions is not None and "position_ids" in self.takes:
+            given["position_ids"] = positions
+        if mask is not None:
+            given["attention_mask"] = mask
+        if cache is not None:
+            given[self.cache_name] = cache
+        with self.subject._running():
+            out = self.model(**given)
+        name = next((n for n in CACHES if getattr(out, n, None) is not None), None)
+        return out.logits, None if name is None else getattr(out, name)
+
+    def _run_lens(self, tokens: Tensor, cache: Any, mask: Tensor | None, cached: bool) -> tuple[Tensor, Any]:
+        if mask is not None:
+            raise TypeError("masks are given to transformers models only")
+        if not cached:
+            return self.subject.recompute(tokens), None
+        return self.subject.feed(tokens, cache)
+
+    def decode(
+        self, tokens: Tensor, prefill: int, mask: Tensor | None = None, positions: Tensor | None = None, cache: Any = None
+    ) -> tuple[Tensor, Any]:
+        """Logits from the prompt's last row on, the rest fed one by one: ``[batch, 1 + steps, vocabulary]``, and the cache."""
+
+        def part(whole: Tensor | None, start: int, stop: int) -> Tensor | None:
+            return None if whole is None else whole[:, start:stop]
+
+        logits, cache = self.feed(tokens[:, :prefill], cache, part(mask, 0, prefill), part(positions, 0, prefill))
+        made = [logits[:, -1]]
+        for at in range(prefill, tokens.shape[1]):
+            logits, cache = self.feed(
+                tokens[:, at : at + 1], cache, part(mask, 0, at + 1), part(positions, at, at + 1), start=at
+            )
+            made.append(logits[:, -1])
+        return torch.stack(made, 1), cache
+
+    @contextlib.contextmanager
+    def rounding(self, length: int, seed: int = 0) -> Iterator[None]:
+        """Moves what every block returns by as much as its rounding may, at random."""
+        unit = unit_roundoff(self.subject.dtype)
+        # Sums are kept in float32 for 16-bit tensors, so that their length does not matter there.
+        terms = 1 if self.subject.dtype in (torch.float16, torch.bfloat16) else max(length, self.adapter.facts.width)
+        size, generator = unit * math.sqrt(terms), torch.Generator().manual_seed(seed)
+
+        def moved(_: nn.Module, __: Any, output: Any) -> Any:
+            made = output[0] if isinstance(output, tuple) else output
+            noise = torch.rand(made.shape, generator=generator, dtype=torch.float64).to(made.device) * 2 - 1
+            new = (made.double() * (1 + size * noise)).to(made.dtype)
+            return (new, *output[1:]) if isinstance(output, tuple) else new
+
+        handles = [block.register_forward_hook(moved) for block in self.subject.blocks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def new_cache(self) -> Any:
+        """The cache that transformers makes for this model."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=text_config(self.adapter.source))
+
+    def recurrent_layers(self, cache: Any) -> list[int]:
+        """Layers whose cache keeps a state instead of keys and values."""
+        return [n for n in range(len(self.subject.blocks)) if self.subject.states(cache, n)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A recomputation and how far another recomputation of the same is from it.
+
+    Attributes:
+        logits: ``[batch, position, vocabulary]``.
+        null: The largest relative difference of a recomputation moved by rounding, or of another of the caller's.
+    """
+
+    logits: Tensor
+    null: float
+
+
+@dataclasses.dataclass
+class Bench:
+    """A model made ready for exercises: prompts, how it is to be fed, and what plain decoding shows.
+
+    Attributes:
+        runner: Feeds the model.
+        pool: Tokens to make prompts of, one list a prompt.
+        steps: Tokens fed one by one.
+        thorough: Whether costly checks are run.
+        plain: The relative error of plain decoding on the model's own cache.
+        plain_null: What is rounding's there.
+        reach: How far another early token moves the logits: no check can see less than this is large.
+        left_out: What was taken away from the model, to be said in every detail.
+    """
+
+    runner: Runner
+    pool: list[list[int]]
+    steps: int
+    thorough: bool
+    plain: float = 0.0
+    plain_null: float = 0.0
+    reach: float = math.inf
+    left_out: str = ""
+
+    @classmethod
+    def of(cls, subject: Subject, prompts: Sequence[Sequence[int]], steps: int, thorough: bool) -> Bench:
+        """A bench on which plain decoding is right, if there is a way to feed the model in which it is.
+
+        The model's own positions come before given ones, and the model as it is before one without its casts.
+        """
+        pool = [list(p) for p in prompts if len(p)] or [list(p) for p in prompts_for(subject.adapter, 2, 16)]
+        if len(pool) < 2 or pool[0] == pool[1]:
+            pool.append([*pool[0][1:], *reversed(pool[0])])
+        told = ["own", "given"] if subject.can_be_told_positions else ["own"]
+        best: Bench | None = None
+        for kernels in (None, WithoutCasts()):
+            for positions in told:
+                one = Subject(subject.adapter, kernels, positions)
+                if kernels is None:
+                    one.kernels = subject.kernels
+                bench = cls(Runner(one), pool, max(steps, 2), thorough)
+                bench.left_out = "" if kernels is None else CASTS
+                try:
+                    bench._measure_plain()
+                # A model that cannot be run without its casts, or with positions, is run as it is.
+                except (RuntimeError, ValueError, TypeError, IndexError):
+                    if best is None and kernels is None and positions == "own":
+                        raise
+                    continue
+                if bench.plain_is_right:
+                    return bench
+                best = bench if best is None or bench.plain < best.plain / BEYOND else best
+        assert best is not None
+        return best
+
+    def _measure_plain(self) -> None:
+        length = min(PROMPT + self.steps, self.context)
+        tokens = self.runner.tokens(self.row(0, length))
+        prompt = max(length - self.steps, 1)
+        reference = self.reference(tokens)
+        self.plain = apart(self.runner.decode(tokens, prompt)[0], reference.logits[:, prompt - 1 :])
+        self.plain_null = reference.null
+        other = tokens.clone()
+        other[:, min(1, prompt - 1)] = self.row(1, length)[1 % length]
+        if torch.equal(other, tokens):
+            other[:, min(1, prompt - 1)] = (tokens[:, 0] + 1) % self.runner.adapter.facts.vocabulary
+        moved = self.runner.recompute(other)[:, prompt - 1 :]
+        self.reach = apart(moved, reference.logits[:, prompt - 1 :])
+
+    @property
+    def plain_is_right(self) -> bool:
+        """Whether plain decoding is within rounding."""
+        return self.plain <= EXCUSED * self.plain_null
+
+    @property
+    def context(self) -> int:
+        """How many positions the model has."""
+        return self.runner.adapter.facts.context
+
+    def row(self, which: int, length: int) -> list[int]:
+        """Tokens of one prompt; where the given one is too short, random ones follow."""
+        given = self.pool[which % len(self.pool)][:length]
+        missing = length - len(given)
+        return given + list(prompts_for(self.runner.adapter, which + 1, missing, seed=17)[which]) if missing else given
+
+    def reference(
+        self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, rows: slice | None = None
+    ) -> Reference:
+        """A recomputation, and how far rounding moves it (in the given rows and where the mask is not 0)."""
+        logits = self.runner.recompute(tokens, mask, positions)
+        with self.runner.rounding(tokens.shape[1]):
+            moved = self.runner.recompute(tokens, mask, positions)
+        kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+        if rows is not None:
+            kept[:, : rows.start or 0] = False
+        return Reference(logits, apart(moved[kept], logits[kept]) + unit_roundoff(self.runner.subject.dtype))
+
+    def settle(
+        self,
+        name: str,
+        errors: Mapping[int, float],
+        null: float,
+        what: str,
+        hint: str | Callable[[], str] = "",
+        reach: float | None = None,
+    ) -> Check:
+        """Judges one check.
+
+        Args:
+            name: Of the check.
+            errors: Relative error by absolute position.
+            null: What the same comparison shows without a cache.
+            what: What was run, in words.
+            hint: The likely cause, or what finds it; asked only where it failed.
+            reach: How far the logits move where what is checked does not work; the bench's own unless given.
+        """
+        worst = max(errors.values(), default=0.0)
+        reach = self.reach if reach is None else reach
+        figures = f"relative logit error {worst:.1e}, {null:.1e} without a cache"
+        said = f"{what}: {figures}{self.left_out}"
+        common = {"error": worst, "null": null}
+        if reach <= BEYOND * null:
+            return Check(name, UNCLEAR, f"{said}; what it looks for would move the logits by {reach:.1e} only.", **common)  # type: ignore[arg-type]
+        if worst <= EXCUSED * null:
+            return Check(name, PASSED, f"{said}.", **common)  # type: ignore[arg-type]
+        if not self.plain_is_right and worst <= BEYOND * self.plain:
+            also = f"{said}; plain decoding is off too, by {self.plain:.1e}, so this shows nothing more."
+            return Check(name, UNCLEAR, also, **common)  # type: ignore[arg-type]
+        first = next(at for at, error in sorted(errors.items()) if error > EXCUSED * null)
+        if worst <= BEYOND * null:
+            return Check(name, UNCLEAR, f"{said}; too much for rounding and too little for a bug.", step=first, **common)  # type: ignore[arg-type]
+        cause = hint() if callable(hint) else hint
+        also = f"{said}, first at position {first}" + (f"; {cause}." if cause else ".")
+        return Check(name, FAILED, also, step=first, hint=cause, **common)  # type: ignore[arg-type]
+
+
+CASTS = ", with the model's casts to fewer bits left out"

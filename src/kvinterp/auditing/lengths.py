@@ -1,0 +1,199 @@
+"""Exercises of length: a prompt fed in chunks, decoding over the edge of a window, prompts about a kernel's chunk size."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvinterp.auditing.batches import by_position
+from kvinterp.auditing.bench import EXCUSED, Bench, Check, not_run
+from kvinterp.models.native import text_config
+
+__all__ = ["CHUNK_NAMES", "chunks", "long_prompt", "window"]
+
+CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
+UNEVEN = (5, 1, 9, 2, 13, 3)
+FILL = 512
+
+POSITIONS = 4096
+"""Positions that a check runs at the most; sixteen times as many when thorough."""
+
+PRODUCTS = {"cpu": 2e10, "cuda": 5e13}
+"""Multiplications and additions of one forward at the most, a few seconds' worth; twenty times as many when thorough."""
+
+
+def _too_much(bench: Bench, length: int) -> str:
+    """Why so many positions are not run, or an empty text."""
+    facts = bench.runner.adapter.facts
+    if length > facts.context:
+        return f"{length} positions are more than the model's context of {facts.context}, so it is never full there"
+    limit = POSITIONS * (16 if bench.thorough else 1)
+    if length > limit:
+        more = "" if bench.thorough else f"; a thorough audit runs up to {POSITIONS * 16}"
+        return f"{length} positions are more than the {limit} that are run{more}"
+    parameters = sum(p.numel() for p in bench.runner.model.parameters())
+    products = length * parameters + 2 * facts.layers * facts.width * length**2
+    most = PRODUCTS.get(bench.runner.device.type, PRODUCTS["cpu"]) * (20 if bench.thorough else 1)
+    if products > most:
+        more = " (a GPU)" if bench.thorough else " (thorough, or a GPU)"
+        return f"a forward of {length} positions takes {products:.0e} products, more than the {most:.0e} that are spent{more}"
+    return ""
+
+
+# Several chunks ----------------------------------------------------------------------------------------------------------
+
+
+def chunks(bench: Bench) -> Check:
+    """A prompt fed in several chunks, each on the cache of those before."""
+    name, runner = "several chunks", bench.runner
+    cuts = {"7": [7] * 5, "16": [16] * 4, f"{', '.join(map(str, UNEVEN[:-1]))} and {UNEVEN[-1]}": list(UNEVEN)}
+    fitting = {said: sizes for said, sizes in cuts.items() if sum(sizes) <= bench.context}
+    if not fitting:
+        return not_run(name, f"a context of {bench.context} positions has no room for several chunks.")
+    tokens = runner.tokens(bench.row(0, max(sum(sizes) for sizes in fitting.values())))
+    reference = bench.reference(tokens)
+    errors: dict[int, float] = {}
+    starts: set[int] = set()
+    for sizes in fitting.values():
+        logits, cache = _fed(bench, tokens, sizes)
+        if runner.kind == "native" and runner.recurrent_layers(cache) and _begins_anew(bench, reference.logits, logits, sizes, reference.null):
+            return not_run(
+                name,
+                "this model keeps a recurrent state and begins it anew when it is fed several tokens on it: its prompts are to "
+                "be fed at once, or one token at a time.",
+            )
+        found = by_position(logits, reference.logits[:, : sum(sizes)], 0)
+        errors |= {at: max(error, errors.get(at, 0.0)) for at, error in found.items()}
+        starts |= set(itertools.accumulate(sizes[:-1]))
+    first = min((at for at, error in errors.items() if error > EXCUSED * reference.null), default=None)
+    hint = ""
+    if first is not None:
+        sizes = next((s for s in fitting.values() if _wrong_chunk(bench, tokens, reference.logits, s, reference.null)), None)
+        number = None if sizes is None else _wrong_chunk(bench, tokens, reference.logits, sizes, reference.null)
+        hint = "" if number is None else f"the mask or the positions of chunk {number} of {len(sizes or [])} are wrong"
+    what = f"prompts fed in chunks of {'; of '.join(fitting)} tokens, every row against recomputation"
+    return bench.settle(name, errors, reference.null, what, hint)
+
+
+def _fed(bench: Bench, tokens: Tensor, sizes: Sequence[int]) -> tuple[Tensor, object]:
+    start, made, cache = 0, [], None
+    for size in sizes:
+        logits, cache = bench.runner.feed(tokens[:, start : start + size], cache, start=start)
+        made.append(logits)
+        start += size
+    return torch.cat(made, 1), cache
+
+
+def _begins_anew(bench: Bench, theirs: Tensor, mine: Tensor, sizes: Sequence[int], null: float) -> bool:
+    """Whether the first chunk that follows another is wrong from its very first rows."""
+    errors = by_position(mine[:, : sizes[0] + sizes[1]], theirs[:, : sizes[0] + sizes[1]], 0)
+    first = next((at for at, error in errors.items() if error > EXCUSED * null), None)
+    return first is not None and first >= sizes[0]
+
+
+def _wrong_chunk(bench: Bench, tokens: Tensor, theirs: Tensor, sizes: Sequence[int], null: float) -> int | None:
+    """The number, from 1, of the first chunk with a wrong row."""
+    logits, _ = _fed(bench, tokens, sizes)
+    errors = by_position(logits, theirs[:, : sum(sizes)], 0)
+    first = next((at for at, error in errors.items() if error > EXCUSED * null), None)
+    ends = list(itertools.accumulate(sizes))
+    return None if first is None else next(n for n, end in enumerate(ends, 1) if first < end)
+
+
+# Windows -----------------------------------------------------------------------------------------------------------------
+
+
+def window(bench: Bench) -> list[Check]:
+    """Decoding over the edge of each of the model's windows, and on from where it is long full."""
+    facts = bench.runner.adapter.facts
+    sizes = sorted({w for w in facts.windows if w})
+    if not sizes:
+        return [not_run("window", "no layer of this model has a sliding window or attends in chunks.")]
+    single = len(sizes) == 1
+    return [_edge(bench, "window" if single else f"window of {size}", size) for size in sizes]
+
+
+def _edge(bench: Bench, name: str, size: int) -> Check:
+    runner, layers = bench.runner, [n for n, w in enumerate(bench.runner.adapter.facts.windows) if w == size]
+    whole = size + bench.steps + 2
+    why = _too_much(bench, whole)
+    if why:
+        return not_run(name, f"the window of {size} positions of {_layers(layers)} is not reached: {why}.")
+    tokens = runner.tokens(bench.row(0, whole))
+    before = max(size - 2, 1)
+    reference = bench.reference(tokens, rows=slice(before - 1, None))
+    made, cache = runner.decode(tokens, before)
+    errors = by_position(made, reference.logits[:, before - 1 :], before - 1)
+    full = size + 2
+    how = "at once"
+    if runner.kind == "native" and runner.recurrent_layers(cache):
+        made, _ = runner.decode(tokens, full)
+    else:
+        how = f"in chunks of up to {FILL}" if full > FILL else "at once"
+        made = _filled(bench, tokens, full)
+    for at, error in by_position(made, reference.logits[:, full - 1 :], full - 1).items():
+        errors[at] = max(error, errors[at])
+    what = (
+        f"the window of {size} positions of {_layers(layers)}: {before} tokens and then one by one over its edge to {whole}, and "
+        f"{full} filled {how} and then one by one, against recomputation"
+    )
+
+    def hint() -> str:
+        first = min(at for at, error in errors.items() if error > EXCUSED * reference.null)
+        return "the cache of a window is wrong once it is full" if first >= size - 1 else ""
+
+    return bench.settle(name, errors, reference.null, what, hint)
+
+
+def _filled(bench: Bench, tokens: Tensor, full: int) -> Tensor:
+    cache, start, made = None, 0, []
+    while start < full:
+        stop = min(start + FILL, full)
+        logits, cache = bench.runner.feed(tokens[:, start:stop], cache, start=start)
+        start = stop
+    made.append(logits[:, -1])
+    for at in range(full, tokens.shape[1]):
+        logits, cache = bench.runner.feed(tokens[:, at : at + 1], cache, start=at)
+        made.append(logits[:, -1])
+    return torch.stack(made, 1)
+
+
+def _layers(layers: Sequence[int]) -> str:
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    shown = ", ".join(map(str, layers[:6])) + (" and more" if len(layers) > 6 else "")
+    return f"layers {shown}"
+
+
+# Long prompts ------------------------------------------------------------------------------------------------------------
+
+
+def long_prompt(bench: Bench) -> Check:
+    """Prompts about the chunk sizes in which the model's own kernels work, each with tokens decoded after it."""
+    name, runner = "long prompt", bench.runner
+    config = text_config(runner.adapter.source) if runner.kind != "hooked" else None
+    sizes = {n: v for n in CHUNK_NAMES if isinstance(v := getattr(config, n, None), int) and v > 2}
+    if not sizes:
+        return not_run(name, f"this model's config names no chunk ({', '.join(CHUNK_NAMES)}) that a prompt could reach over.")
+    size, said = max(sizes.values()), ", ".join(f"{n}={v}" for n, v in sizes.items())
+    prompts = sorted({n for v in sizes.values() for n in (v - 1, v, v + 1, 2 * v + 1)})
+    why = _too_much(bench, max(prompts) + bench.steps)
+    if why:
+        prompts = [n for n in prompts if not _too_much(bench, n + bench.steps)]
+        if not prompts or max(prompts) < size:
+            return not_run(name, f"prompts beyond {said} are not run: {why}.")
+    tokens = runner.tokens(bench.row(0, max(prompts) + bench.steps))
+    reference = bench.reference(tokens)
+    errors: dict[int, float] = {}
+    for prompt in prompts:
+        made, _ = runner.decode(tokens[:, : prompt + bench.steps], prompt)
+        stop = prompt + bench.steps
+        for at, error in by_position(made, reference.logits[:, prompt - 1 : stop], prompt - 1).items():
+            errors[at] = max(error, errors.get(at, 0.0))
+    what = (
+        f"prompts of {', '.join(map(str, prompts))} tokens ({said}), {bench.steps} decode steps each, against one recomputation"
+    )
+    return bench.settle(name, errors, reference.null, what, "a prompt's last chunk leaves a wrong state")
