@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.bench import BEYOND, PROMPT, UNCLEAR, Bench, Check, apart, not_run, one_line
+from kvinterp.auditing.bench import BEYOND, PROMPT, UNCLEAR, Bench, Check, Runner, apart, not_run, one_line
+from kvinterp.auditing.subject import STATES
 from kvinterp.models.native import text_config
 
 __all__ = ["Padded", "beams", "left_padding", "padded", "repeated_rows", "side_by_side"]
@@ -37,14 +38,22 @@ def side_by_side(bench: Bench) -> Check:
     made, _ = runner.decode(tokens, prompt)
 
     def hint() -> str:
-        other = tokens.clone()
-        other[1] = runner.tokens(bench.row(1, length)[::-1])[0]
-        again, _ = runner.decode(other, prompt)
-        return "a row reads another row's cache" if apart(again[0], made[0]) > BEYOND * null else ""
+        mixed = _mixed(tokens, made, lambda other: runner.decode(other, prompt)[0], BEYOND * null)
+        return "a row reads another row's cache" if mixed else ""
 
     errors = by_position(made, alone[:, prompt - 1 :], prompt - 1)
     what = f"two prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
     return bench.settle(name, errors, null, what, hint)
+
+
+def _mixed(tokens: Tensor, made: Tensor, decode: Callable[[Tensor], Tensor], limit: float) -> bool:
+    """Whether other tokens in one of two rows change the logits of the other row."""
+    for row in range(2):
+        other = tokens.clone()
+        other[row] = other[row].roll(1)
+        if apart(decode(other)[1 - row], made[1 - row]) > limit:
+            return True
+    return False
 
 
 # Left padding ------------------------------------------------------------------------------------------------------------
@@ -103,7 +112,7 @@ def left_padding(bench: Bench) -> Check:
     if null > BEYOND * reference.null and null > min(unmasked, bench.reach) / BEYOND:
         said = f"without a cache a left-padded batch is off by {null:.1e} from each prompt alone"
         return Check(name, UNCLEAR, f"{said}: this model, called with a mask and positions, does not do padding.", None, null)
-    feeder = Feeder(bench, given)
+    feeder = Feeder(runner, given, _keeps_mask(bench, given))
     made = feeder.decode()
     errors = by_position(made, theirs, prompt - 1)
     for at, error in by_position(made, reference.logits[:, newest], prompt - 1).items():
@@ -115,12 +124,19 @@ def left_padding(bench: Bench) -> Check:
     return bench.settle(name, errors, null, what, lambda: feeder.cause(made, null), reach=unmasked)
 
 
+@dataclasses.dataclass(frozen=True)
 class Feeder:
-    """Decodes a padded batch, and finds out what it does not look at."""
+    """Decodes a padded batch, and finds out what it does not look at.
 
-    def __init__(self, bench: Bench, given: Padded) -> None:
-        self.bench, self.given, self.runner = bench, given, bench.runner
-        self.masked = _keeps_mask(bench, given)
+    Attributes:
+        runner: Feeds the model.
+        given: The batch.
+        masked: Whether the decode steps are given the mask.
+    """
+
+    runner: Runner
+    given: Padded
+    masked: bool
 
     def decode(self, mask: Tensor | None = None, positions: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         """Logits from the prompt's last row on; what is given holds for the decode steps only."""
@@ -138,18 +154,19 @@ class Feeder:
     def cause(self, made: Tensor, null: float) -> str:
         """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
         given, limit = self.given, BEYOND * null
-        other = given.tokens.clone()
-        other[0] = other[0].flip(0)
-        if apart(self.decode(tokens=other)[1], made[1]) > limit:
+        if _mixed(given.tokens, made, lambda other: self.decode(tokens=other), limit):
             return "a row reads another row's cache"
         if self.masked and torch.equal(self.decode(mask=torch.ones_like(given.mask)), made):
             return "the attention mask is ignored in decode"
+        if not self.masked and apart(dataclasses.replace(self, masked=True).decode(), made) > limit:
+            return "prepare_inputs_for_generation drops the attention mask in decode"
         counted = torch.arange(given.tokens.shape[1], device=given.tokens.device).expand_as(given.positions)
         mixed = given.positions.clone()
         mixed[:, given.prompt :] = counted[:, given.prompt :]
         # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
         wrong = self.runner.recompute(given.tokens, given.mask, mixed)[:, given.prompt - 1 :]
-        if apart(made, wrong) <= limit or ("position_ids" in self.runner.takes and torch.equal(self.decode(positions=mixed), made)):
+        deaf = "position_ids" in self.runner.takes and torch.equal(self.decode(positions=mixed), made)
+        if deaf or apart(made, wrong) <= limit:
             return "positions ignore the padding"
         return ""
 
@@ -188,7 +205,7 @@ def repeated_rows(bench: Bench) -> Check:
 
     def change(cache: Any, rows: Tensor) -> None:
         cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([3, 0], device=rows.device))
+        cache.batch_select_indices(torch.tensor([2, 1], device=rows.device))
 
     what = (
         "two prompts of {prompt} tokens, a step, the rows of the cache repeated by batch_repeat_interleave and two selected "
@@ -213,9 +230,14 @@ def _moved(
     _, cache = runner.decode(before, prompt)
     if not hasattr(cache, method):
         return not_run(name, f"{type(cache).__name__}, this model's cache, has no {method}().")
-    lacking = next((layer for layer in getattr(cache, "layers", []) if not hasattr(layer, method)), None)
+    layers = getattr(cache, "layers", [])
+    lacking = next((layer for layer in layers if not hasattr(layer, method)), None)
     if lacking is not None:
         return not_run(name, f"{type(lacking).__name__}, of this model's cache, has no {method}().")
+    half = next((layer for layer in layers if _inherits_half(layer, method)), None)
+    if half is not None:
+        why = f"{method}() of {type(half).__name__}, of this model's cache, moves keys and values only and leaves its states"
+        return not_run(name, f"{why} where they are: it is not to be called on this model.")
     try:
         change(cache, rows)
     # A cache that refuses says why.
@@ -231,12 +253,22 @@ def _moved(
     def hint() -> str:
         unmoved, _ = runner.decode(torch.cat([before, after], 1), start)
         kept = apart(mine, unmoved[:, 1:]) <= BEYOND * reference.null
-        return f"{method} leaves the rows where they were" if kept else f"{method} moves some of the cache's tensors only"
+        if method == "reorder_cache":
+            return f"{method} leaves the rows where they were" if kept else f"{method} moves some of the cache's tensors only"
+        return f"{method} or batch_select_indices gives other rows than those asked for"
 
     errors = by_position(mine, theirs, start)
     steps = what.format(prompt=prompt, steps=whole.shape[1] - start)
     swapped = apart(reference.logits[:, start:], reference.logits[[1, 0], start:])
     return bench.settle(name, errors, reference.null, f"{steps}, against recomputation", hint, reach=min(swapped, bench.reach))
+
+
+def _inherits_half(layer: Any, method: str) -> bool:
+    """Whether a layer that keeps states beside keys and values has the method of its keys and values alone."""
+    from transformers.cache_utils import DynamicLayer
+
+    keeps_states = any(getattr(layer, name, None) for name in STATES)
+    return keeps_states and getattr(type(layer), method) is getattr(DynamicLayer, method, None)
 
 
 def _lengths(bench: Bench, extra: int = 0) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.subject import Subject, prompts_for
 from kvinterp.models.native import text_config
 from kvinterp.models.transformers_cache import CACHES
+from kvinterp.paths.kernels import Kernels
 
 __all__ = ["Bench", "Check", "Reference", "Runner", "apart", "not_run", "one_line"]
 
@@ -93,23 +94,22 @@ class Runner:
 
     Args:
         subject: The model.
+        unit: The unit roundoff of what computes; that of the model's dtype unless given.
 
     Attributes:
         forwards: How many forwards it ran.
+        cache_name: What the model calls the cache that it takes and returns.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, unit: float | None = None) -> None:
         self.subject, self.adapter = subject, subject.adapter
+        self.unit = unit_roundoff(subject.dtype) if unit is None else unit
         self.kind, self.device = subject.adapter.kind, subject.adapter.device
         self.model: Any = subject.adapter.model
         self.takes = frozenset(inspect.signature(self.model.forward).parameters)
         self.told_positions = subject.positions == "given" and subject.can_be_told_positions
         self.forwards = 0
-
-    @property
-    def cache_name(self) -> str:
-        """What the model calls the cache that it takes."""
-        return next((name for name in CACHES if name in self.takes), "past_key_values")
+        self.cache_name = next((name for name in CACHES if name in self.takes), "past_key_values")
 
     def tokens(self, *rows: Sequence[int]) -> Tensor:
         """Rows of equal length, on the model's device."""
@@ -156,7 +156,10 @@ class Runner:
         with self.subject._running():
             out = self.model(**given)
         name = next((n for n in CACHES if getattr(out, n, None) is not None), None)
-        return out.logits, None if name is None else getattr(out, name)
+        if name is None:
+            return out.logits, None
+        self.cache_name = name  # The signature may take everything by any name.
+        return out.logits, getattr(out, name)
 
     def _run_lens(self, tokens: Tensor, cache: Any, mask: Tensor | None, cached: bool) -> tuple[Tensor, Any]:
         if mask is not None:
@@ -185,10 +188,7 @@ class Runner:
     @contextlib.contextmanager
     def rounding(self, length: int, seed: int = 0) -> Iterator[None]:
         """Moves what every block returns by as much as its rounding may, at random."""
-        unit = unit_roundoff(self.subject.dtype)
-        # Sums are kept in float32 for 16-bit tensors, so that their length does not matter there.
-        terms = 1 if self.subject.dtype in (torch.float16, torch.bfloat16) else max(length, self.adapter.facts.width)
-        size, generator = unit * math.sqrt(terms), torch.Generator().manual_seed(seed)
+        size, generator = self.roundoff(length), torch.Generator().manual_seed(seed)
 
         def moved(_: nn.Module, __: Any, output: Any) -> Any:
             made = output[0] if isinstance(output, tuple) else output
@@ -202,6 +202,12 @@ class Runner:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def roundoff(self, length: int = 1) -> float:
+        """How far rounding moves a sum as long as the model is wide, or as the text is long."""
+        # Sums are kept in float32 for 16-bit tensors, so that their length does not matter there.
+        narrow = self.subject.dtype in (torch.float16, torch.bfloat16)
+        return self.unit * (1.0 if narrow else math.sqrt(max(length, self.adapter.facts.width)))
 
     def new_cache(self) -> Any:
         """The cache that transformers makes for this model."""
@@ -240,6 +246,7 @@ class Bench:
         plain_null: What is rounding's there.
         reach: How far another early token moves the logits: no check can see less than this is large.
         left_out: What was taken away from the model, to be said in every detail.
+        own_kernels: The kernels of the subject that was given.
     """
 
     runner: Runner
@@ -250,6 +257,7 @@ class Bench:
     plain_null: float = 0.0
     reach: float = math.inf
     left_out: str = ""
+    own_kernels: Any = None
 
     @classmethod
     def of(cls, subject: Subject, prompts: Sequence[Sequence[int]], steps: int, thorough: bool) -> Bench:
@@ -267,7 +275,7 @@ class Bench:
                 one = Subject(subject.adapter, kernels, positions)
                 if kernels is None:
                     one.kernels = subject.kernels
-                bench = cls(Runner(one), pool, max(steps, 2), thorough)
+                bench = cls(Runner(one), pool, max(steps, 2), thorough, own_kernels=subject.kernels)
                 bench.left_out = "" if kernels is None else CASTS
                 try:
                     bench._measure_plain()
@@ -296,6 +304,17 @@ class Bench:
         moved = self.runner.recompute(other)[:, prompt - 1 :]
         self.reach = apart(moved, reference.logits[:, prompt - 1 :])
 
+    def otherwise(self, kernels: Kernels | None, unit: float | None = None) -> Bench:
+        """The same bench on other kernels (the subject's own for None), or where rounding is coarser than the dtype's."""
+        old = self.runner.subject
+        one = Subject(old.adapter, kernels, old.positions)
+        if kernels is None:
+            one.kernels = self.own_kernels
+        said = CASTS if kernels is not None else ""
+        new = dataclasses.replace(self, runner=Runner(one, unit), left_out=said)
+        new._measure_plain()
+        return new
+
     @property
     def plain_is_right(self) -> bool:
         """Whether plain decoding is within rounding."""
@@ -322,7 +341,8 @@ class Bench:
         kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
         if rows is not None:
             kept[:, : rows.start or 0] = False
-        return Reference(logits, apart(moved[kept], logits[kept]) + unit_roundoff(self.runner.subject.dtype))
+        # The head's own sum comes after the last block, so that moving blocks does not show its rounding.
+        return Reference(logits, apart(moved[kept], logits[kept]) + self.runner.roundoff())
 
     def settle(
         self,
@@ -358,9 +378,19 @@ class Bench:
         first = next(at for at, error in sorted(errors.items()) if error > EXCUSED * null)
         if worst <= BEYOND * null:
             return Check(name, UNCLEAR, f"{said}; too much for rounding and too little for a bug.", step=first, **common)  # type: ignore[arg-type]
-        cause = hint() if callable(hint) else hint
+        cause = _found(hint)
         also = f"{said}, first at position {first}" + (f"; {cause}." if cause else ".")
         return Check(name, FAILED, also, step=first, hint=cause, **common)  # type: ignore[arg-type]
+
+
+def _found(hint: str | Callable[[], str]) -> str:
+    if isinstance(hint, str):
+        return hint
+    try:
+        return hint()
+    # What is wrong with the model may break the search for its cause too.
+    except Exception:
+        return ""
 
 
 CASTS = ", with the model's casts to fewer bits left out"

@@ -48,9 +48,9 @@ def static(bench: Bench) -> Check:
     def hint() -> str:
         prompt = tried[0]
         tokens = runner.tokens(bench.row(0, prompt + bench.steps))
-        tight = StaticCache(config=text_config(runner.model), max_cache_len=tokens.shape[1])
-        roomy = StaticCache(config=text_config(runner.model), max_cache_len=tokens.shape[1] + ROOM)
-        a, b = (runner.decode(tokens, prompt, cache=cache)[0] for cache in (tight, roomy))
+        sizes = (tokens.shape[1] + room for room in (ROOM, 2 * ROOM))
+        twice = [StaticCache(config=text_config(runner.model), max_cache_len=size) for size in sizes]
+        a, b = (runner.decode(tokens, prompt, cache=cache)[0] for cache in twice)
         return "empty slots are read" if apart(a, b) > BEYOND * null else "slots are written or read at the wrong place"
 
     what = (

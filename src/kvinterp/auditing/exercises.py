@@ -24,17 +24,23 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from kvinterp.auditing import batches, caches, generation, lengths
-from kvinterp.auditing.bench import CASTS, FAILED, PASSED, UNCLEAR, Bench, Check, Runner, not_run, one_line
+from kvinterp.auditing.bench import FAILED, PASSED, UNCLEAR, Bench, Check, Runner, not_run, one_line
 from kvinterp.auditing.inside import WithoutCasts
+from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.subject import Subject
 
 __all__ = ["Check", "exercise"]
 
-CHECKS: dict[str, Callable[[Bench], Check | list[Check]]] = {
+Trial = Callable[[Bench], Check | list[Check]]
+
+NARROW = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
+
+CHECKS: dict[str, Trial] = {
     "batch": batches.side_by_side,
     "left padding": batches.left_padding,
     "generate()": generation.generate,
@@ -87,50 +93,93 @@ def exercise(
         return found
 
 
-def _tried(bench: Bench, name: str, check: Callable[[Bench], Check | list[Check]]) -> list[Check]:
+def _tried(bench: Bench, name: str, run: Trial) -> list[Check]:
     """One check; what is not passed is tried again with what else may be the cause taken away."""
-    before = bench.runner.forwards
-    first = _run(bench, name, check)
-    bad = [one for one in first if one.status in (FAILED, UNCLEAR) and one.error is not None]
-    if bad and not bench.left_out:
-        without = _without_casts(bench)
-        first = _better(first, _run(without, name, check))
-        bench.runner.forwards += without.runner.forwards
-    fails = any(one.status == FAILED for one in first)
-    if fails and bench.runner.subject.dtype != torch.float64:
+    runners, before = [bench.runner], bench.runner.forwards
+    found = _run(bench, name, run)
+    if bench.left_out:
+        # The model's casts are left out all along: that this way of using the cache makes none of its own is looked at too.
+        if bench.thorough:
+            found = [_cast_of_its_own(one, coarse) for one, coarse in _beside(found, _coarsely(bench, name, run, runners))]
+    elif any(_suspicious(one) for one in found):
+        without = _otherwise(bench, WithoutCasts(), None, name, run, runners)
+        coarse = _coarsely(bench, name, run, runners)
+        found = [_explained(one, *rest) for one, *rest in _beside(found, without, coarse)]
+    if any(one.status == FAILED for one in found) and bench.runner.subject.dtype != torch.float64:
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
-        again = {one.name: one for one in _run(other, name, check)}
-        first = [_confirmed(one, again.get(one.name)) for one in first]
-    spent = bench.runner.forwards - before
-    return [dataclasses.replace(one, forwards=spent if n == 0 else 0) for n, one in enumerate(first)]
+        found = [_confirmed(*pair) for pair in _beside(found, {one.name: one for one in _run(other, name, run)})]
+    spent = sum(runner.forwards for runner in runners) - before
+    return [dataclasses.replace(one, forwards=spent if n == 0 else 0) for n, one in enumerate(found)]
 
 
-def _run(bench: Bench, name: str, check: Callable[[Bench], Check | list[Check]]) -> list[Check]:
+def _suspicious(one: Check) -> bool:
+    return one.status in (FAILED, UNCLEAR) and one.error is not None
+
+
+def _beside(found: list[Check], *others: dict[str, Check]) -> list[tuple[Any, ...]]:
+    return [(one, *(other.get(one.name) for other in others)) for one in found]
+
+
+def _run(bench: Bench, name: str, run: Trial) -> list[Check]:
     try:
-        made = check(bench)
+        made = run(bench)
     # A model that cannot be used in this way says so with whatever error its code meets first.
     except Exception as error:
         return [Check(name, UNCLEAR, f"it raised {one_line(error)}.")]
     return made if isinstance(made, list) else [made]
 
 
-def _without_casts(bench: Bench) -> Bench:
-    old = bench.runner
-    runner = Runner(Subject(old.adapter, WithoutCasts(), old.subject.positions))
-    new = dataclasses.replace(bench, runner=runner, left_out=CASTS)
-    with contextlib.suppress(Exception):
-        new._measure_plain()
-    return new
+def _otherwise(
+    bench: Bench, kernels: WithoutCasts | None, unit: float | None, name: str, run: Trial, runners: list[Runner]
+) -> dict[str, Check]:
+    """The same check on other kernels, by name; without those that could not be judged."""
+    try:
+        new = bench.otherwise(kernels, unit)
+    # A model that does not run without its casts is judged as it is.
+    except Exception:
+        return {}
+    found = _run(new, name, run)
+    runners.append(new.runner)
+    return {one.name: one for one in found if one.error is not None}
 
 
-def _better(with_casts: list[Check], without: list[Check]) -> list[Check]:
-    """What passes once casts are left out is passed; what does not stays as it was."""
-    passed = {one.name: one for one in without if one.status == PASSED}
-    return [one if one.status == PASSED else passed.get(one.name, one) for one in with_casts]
+def _coarsely(bench: Bench, name: str, run: Trial, runners: list[Runner]) -> dict[str, Check]:
+    """The same check on the model as it is, with room for the rounding of casts to float32."""
+    unit = max(bench.runner.unit, unit_roundoff(torch.float32))
+    return _otherwise(bench, None, unit, name, run, runners)
+
+
+def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check:
+    """A check that did not pass, once it was also run without the model's casts, and with room for them.
+
+    A cast to float32 is the cause where the error vanishes with it and is of its size. Where the model cannot be run without
+    its casts, what they could explain is not known.
+    """
+    if not _suspicious(one):
+        return one
+    beyond = coarse is not None and coarse.status == FAILED
+    if without is None:
+        if one.status == FAILED and not beyond:
+            detail = f"{one.detail.rstrip('.')}; casts to float32 inside the model may do as much, and it does not run without."
+            return dataclasses.replace(one, status=UNCLEAR, detail=detail, hint="")
+        return one
+    if without.status != PASSED:
+        return without
+    detail = f"{without.detail.rstrip('.')} (with them {one.error:.1e})."
+    return _cast_of_its_own(dataclasses.replace(without, detail=detail), coarse)
+
+
+def _cast_of_its_own(one: Check, coarse: Check | None) -> Check:
+    if one.status != PASSED or coarse is None or coarse.status != FAILED:
+        return one
+    return dataclasses.replace(
+        coarse, detail=f"{coarse.detail.rstrip('.')}; with casts to fewer bits left out it passes.", hint=NARROW
+    )
 
 
 def _confirmed(one: Check, again: Check | None) -> Check:
+    """What fails with one set of prompts alone, where rounding can tip a choice, is not said to fail."""
     if one.status != FAILED or (again is not None and again.status == FAILED):
         return one
     detail = f"{one.detail.rstrip('.')}; other prompts of the same lengths do not show it."

@@ -1,0 +1,342 @@
+"""What an audit exercises: every clean architecture passes or says why not, every planted bug fails the check it is meant for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import NAMES, build
+from test_blind_spots import in_attention, small
+
+from kvinterp.auditing.exercises import CHECKS, Check, exercise
+from kvinterp.auditing.subject import Subject, prompts_for
+from kvinterp.models import wrap
+
+STEPS = 3
+
+
+def run(model: Any, dtype: torch.dtype = torch.float64, **more: Any) -> dict[str, Check]:
+    adapter = wrap(model)
+    if adapter.dtype != dtype:
+        adapter = adapter.cast(dtype)
+    found = exercise(Subject(adapter), prompts_for(adapter, 2, 80), **{"steps": STEPS, **more})
+    assert all(one.detail.endswith(".") for one in found)
+    return {one.name: one for one in found}
+
+
+def mistral(window: int) -> Any:
+    return small(
+        "Mistral",
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        sliding_window=window,
+        initializer_range=0.12,
+    )
+
+
+# Clean models ----------------------------------------------------------------------------------------------------------
+
+RECURRENT = ("mamba", "mamba2", "bamba", "falcon_h1", "jamba", "qwen3_5")
+WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss")
+CHUNKED = ("mamba2", "bamba", "falcon_h1")
+BEGINS_ANEW = ("mamba", "jamba")
+NO_REPEAT = (*RECURRENT, "lfm2")
+NO_STATIC = ("mamba", "falcon_h1")
+
+
+def not_to_be_run(name: str) -> set[str]:
+    """The checks that cannot be run on an architecture, each for a reason that the test knows."""
+    missing = {"quantised cache"}
+    missing |= set() if name in WINDOWED else {"window"}
+    missing |= set() if name in CHUNKED else {"long prompt"}
+    missing |= {"crop and go on"} if name in RECURRENT else set()
+    missing |= {"rows repeated and selected"} if name in NO_REPEAT else set()
+    missing |= {"several chunks"} if name in BEGINS_ANEW else set()
+    return missing | ({"StaticCache"} if name in NO_STATIC else set())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_clean_model_passes_every_check_it_can_run(name: str, dtype: torch.dtype) -> None:
+    found = run(build(name), dtype)
+    assert set(found) == set(CHECKS)
+    wrong = [one for one in found.values() if one.status not in ("passed", "not run")]
+    assert not wrong, wrong
+    assert {one.name for one in found.values() if one.status == "not run"} == not_to_be_run(name)
+    for one in found.values():
+        assert (one.error is None) == (one.status == "not run")
+
+
+@functools.cache
+def clean(make: Callable[[], Any]) -> dict[str, Check]:
+    return run(make())
+
+
+# Planted bugs ----------------------------------------------------------------------------------------------------------
+
+
+def in_model(change: Callable[[int, int, dict[str, Any]], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Changes what Llama's decoder is called with; ``change`` gets the new tokens, those cached, the arguments."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        from transformers.models.llama.modeling_llama import LlamaModel
+
+        original = LlamaModel.forward
+
+        def forward(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+            cache = kwargs.get("past_key_values")
+            if cache is not None:
+                change(input_ids.shape[1], int(cache.get_seq_length()), kwargs)
+            return original(self, input_ids, **kwargs)
+
+        patch.setattr(LlamaModel, "forward", forward)
+
+    return plant
+
+
+def mask_ignored(new: int, past: int, kwargs: dict[str, Any]) -> None:
+    if new == 1 and kwargs.get("attention_mask") is not None and kwargs["attention_mask"].dim() == 2:
+        kwargs["attention_mask"] = torch.ones_like(kwargs["attention_mask"])
+
+
+def positions_with_pads(new: int, past: int, kwargs: dict[str, Any]) -> None:
+    if new == 1 and past:
+        kwargs["position_ids"] = torch.full_like(kwargs["position_ids"], past) if kwargs.get("position_ids") is not None else None
+
+
+def in_prepare(change: Callable[[dict[str, Any]], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Changes what ``prepare_inputs_for_generation`` of a Llama returns for a decode step."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        from transformers import LlamaForCausalLM
+
+        original = LlamaForCausalLM.prepare_inputs_for_generation
+
+        def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+            made = original(self, *args, **kwargs)
+            if made["input_ids"].shape[1] == 1 and made.get("past_key_values") is not None:
+                change(made)
+            return made
+
+        patch.setattr(LlamaForCausalLM, "prepare_inputs_for_generation", prepare)
+
+    return plant
+
+
+def position_off_by_one(made: dict[str, Any]) -> None:
+    if made.get("position_ids") is not None:
+        made["position_ids"] = made["position_ids"] + 1
+
+
+def mask_dropped(made: dict[str, Any]) -> None:
+    made["attention_mask"] = None
+
+
+def rows_mixed(patch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import DynamicLayer
+
+    original = DynamicLayer.update
+
+    def update(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        k, v = original(self, keys, values, *args, **kwargs)
+        return (k[[0] * len(k)], v) if keys.shape[2] == 1 else (k, v)
+
+    patch.setattr(DynamicLayer, "update", update)
+
+
+def zeroed_when_full(patch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import DynamicSlidingWindowLayer as Layer
+
+    original = Layer.update
+
+    def update(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        k, v = original(self, keys, values, *args, **kwargs)
+        return (torch.zeros_like(k), v) if keys.shape[2] == 1 and self.cumulative_length > self.sliding_window else (k, v)
+
+    patch.setattr(Layer, "update", update)
+
+
+def ring_of_one_too_few(patch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import DynamicSlidingWindowLayer as Layer
+
+    original = Layer.update
+
+    def update(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(self, keys, values, *args, **kwargs)
+        if keys.shape[2] == 1 and self.cumulative_length > self.sliding_window:
+            # The newest key lands where the one before it stood, in what attention reads too, which is the same memory.
+            self.keys[:, :, -2] = self.keys[:, :, -1]
+        return made
+
+    patch.setattr(Layer, "update", update)
+
+
+def stale_key(patch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import DynamicLayer
+
+    original = DynamicLayer.crop
+
+    def crop(self: Any, count: int) -> None:
+        stale = self.keys[..., count : count + 1 or None, :].clone() if count else None
+        original(self, count)
+        if stale is not None:
+            self.keys = torch.cat([self.keys[..., :-1, :], stale], -2)
+
+    patch.setattr(DynamicLayer, "crop", crop)
+
+
+def forgets_a_layer(method: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        from transformers.cache_utils import Cache
+
+        def reorder(self: Any, rows: Any) -> None:
+            for n, layer in enumerate(self.layers):
+                if n != 1:
+                    getattr(layer, method)(rows)
+
+        patch.setattr(Cache, method, reorder)
+
+    return plant
+
+
+def reorders_nothing(patch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import Cache
+
+    patch.setattr(Cache, "reorder_cache", lambda self, rows: None)
+
+
+def tiled(patch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import DynamicLayer
+
+    def repeat(self: Any, repeats: int) -> None:
+        self.keys = self.keys.repeat(repeats, 1, 1, 1)
+        self.values = self.values.repeat(repeats, 1, 1, 1)
+
+    patch.setattr(DynamicLayer, "batch_repeat_interleave", repeat)
+
+
+def one_slot_off(patch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import StaticLayer
+
+    original = StaticLayer.update
+
+    def update(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        if keys.shape[2] > 1:
+            return original(self, keys, values, *args, **kwargs)
+        self.cumulative_length.add_(1)
+        made = original(self, keys, values, *args, **kwargs)
+        self.cumulative_length.sub_(1)
+        return made
+
+    patch.setattr(StaticLayer, "update", update)
+
+
+def empty_slots_read(patch: pytest.MonkeyPatch) -> None:
+    """The mask of a decode step lets every slot of a static cache be read, filled or not."""
+    from transformers.cache_utils import StaticCache
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    original = LlamaAttention.forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("past_key_values"), StaticCache) and hidden_states.shape[1] == 1:
+            kwargs["attention_mask"] = None
+        return original(self, hidden_states, *args, **kwargs)
+
+    patch.setattr(LlamaAttention, "forward", forward)
+
+
+def third_chunk(patch: pytest.MonkeyPatch) -> None:
+    def change(new: int, past: int, kwargs: dict[str, Any]) -> None:
+        if new > 1 and past >= 14:
+            kwargs["attention_mask"] = torch.ones(1, 1, new, past + new, dtype=torch.bool)
+
+    in_attention(patch, change, 1)
+
+
+def state_after_a_chunk(patch: pytest.MonkeyPatch) -> None:
+    from transformers import Mamba2ForCausalLM
+
+    original = Mamba2ForCausalLM.forward
+
+    def forward(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        out = original(self, input_ids, **kwargs)
+        if out.cache_params is not None and input_ids.shape[1] > self.config.chunk_size:
+            for state in out.cache_params.layers[1].recurrent_states.values():
+                state.mul_(1.01)
+        return out
+
+    patch.setattr(Mamba2ForCausalLM, "forward", forward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plant:
+    """A bug, the model it is planted in, the check that must find it, what it must say, and the first wrong position."""
+
+    name: str
+    make: Callable[[], Any]
+    plant: Callable[[pytest.MonkeyPatch], None]
+    check: str
+    hint: str
+    step: int | None = None
+    also: tuple[str, ...] = ()
+
+
+llama, mamba2 = functools.partial(build, "llama"), functools.partial(build, "mamba2")
+short, long = functools.partial(mistral, 24), functools.partial(mistral, 600)
+PADDED = ("generate(), left padding",)
+
+PLANTS = [
+    Plant("mask ignored", llama, in_model(mask_ignored), "left padding", "the attention mask is ignored in decode", 9, PADDED),
+    Plant("pads counted", llama, in_model(positions_with_pads), "left padding", "positions ignore the padding", 9, PADDED),
+    Plant(
+        "mask dropped", llama, in_prepare(mask_dropped), "left padding",
+        "prepare_inputs_for_generation drops the attention mask in decode", 9, PADDED,
+    ),
+    Plant(
+        "generate's positions", llama, in_prepare(position_off_by_one), "generate()",
+        "prepare_inputs_for_generation gives position 10 to the token at position 9, and the forward is right when it is told "
+        "so", 9, PADDED,
+    ),
+    Plant("rows mixed", llama, rows_mixed, "batch", "a row reads another row's cache", 9),
+    Plant("rows mixed, padded", llama, rows_mixed, "left padding", "a row reads another row's cache", 9),
+    Plant("long window zeroed", long, zeroed_when_full, "window", "the cache of a window is wrong once it is full", 600),
+    Plant("short window zeroed", short, zeroed_when_full, "window", "the cache of a window is wrong once it is full", 24),
+    Plant("ring", short, ring_of_one_too_few, "window", "the cache of a window is wrong once it is full", 24),
+    Plant("crop", llama, stale_key, "crop and go on", "crop() leaves keys, values or a length behind", 10),
+    Plant(
+        "reorder", llama, forgets_a_layer("reorder_cache"), "beams reordered",
+        "reorder_cache moves some of the cache's tensors only", 10,
+    ),
+    Plant("no reorder", llama, reorders_nothing, "beams reordered", "reorder_cache leaves the rows where they were", 10),
+    Plant(
+        "tiled", llama, tiled, "rows repeated and selected",
+        "batch_repeat_interleave or batch_select_indices gives other rows than those asked for", 10,
+    ),
+    Plant("static slot", llama, one_slot_off, "StaticCache", "slots are written or read at the wrong place", 9),
+    Plant("static room", llama, empty_slots_read, "StaticCache", "empty slots are read", 9),
+    Plant("third chunk", llama, third_chunk, "several chunks", "the mask or the positions of chunk 3 of 5 are wrong", 14),
+    Plant("long prompt", mamba2, state_after_a_chunk, "long prompt", "a prompt's last chunk leaves a wrong state", 33),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANTS, ids=lambda case: case.name)
+def test_a_planted_bug_fails_the_check_it_is_meant_for(case: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = clean(case.make)
+    assert before[case.check].status == "passed", before[case.check]
+    with monkeypatch.context() as patch:
+        case.plant(patch)
+        found = run(case.make())
+    one = found[case.check]
+    assert (one.status, one.hint) == ("failed", case.hint), one
+    assert one.step == case.step, one
+    for other in case.also:
+        assert found[other].status == "failed", found[other]
