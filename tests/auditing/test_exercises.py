@@ -109,7 +109,9 @@ def mask_ignored(new: int, past: int, kwargs: dict[str, Any]) -> None:
 
 def positions_with_pads(new: int, past: int, kwargs: dict[str, Any]) -> None:
     if new == 1 and past:
-        kwargs["position_ids"] = torch.full_like(kwargs["position_ids"], past) if kwargs.get("position_ids") is not None else None
+        kwargs["position_ids"] = (
+            torch.full_like(kwargs["position_ids"], past) if kwargs.get("position_ids") is not None else None
+        )
 
 
 def in_prepare(change: Callable[[dict[str, Any]], None]) -> Callable[[pytest.MonkeyPatch], None]:

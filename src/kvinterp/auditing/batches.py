@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.bench import BEYOND, PROMPT, UNCLEAR, Bench, Check, Runner, apart, not_run, one_line
+from kvinterp.auditing.bench import PROMPT, UNCLEAR, Bench, Check, not_run, one_line
+from kvinterp.auditing.feeding import Runner, apart
 from kvinterp.auditing.subject import STATES
 from kvinterp.models.native import text_config
 
@@ -32,17 +33,19 @@ def side_by_side(bench: Bench) -> Check:
     together = bench.reference(tokens)
     alone = torch.cat([runner.recompute(tokens[n : n + 1]) for n in range(2)])
     null = max(together.null, apart(together.logits, alone))
-    if null > BEYOND * together.null and null > bench.reach / BEYOND:
+    if null > bench.beyond * together.null and null > bench.reach / bench.beyond:
         said = f"without a cache a batch is off by {null:.1e} from each prompt alone, so nothing can be said of the cache"
         return Check(name, UNCLEAR, f"{said}.", None, null)
     made, _ = runner.decode(tokens, prompt)
 
     def hint() -> str:
-        mixed = _mixed(tokens, made, lambda other: runner.decode(other, prompt)[0], BEYOND * null)
+        mixed = _mixed(tokens, made, lambda other: runner.decode(other, prompt)[0], bench.beyond * null)
         return "a row reads another row's cache" if mixed else ""
 
     errors = by_position(made, alone[:, prompt - 1 :], prompt - 1)
-    what = f"two prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
+    what = (
+        f"two prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
+    )
     return bench.settle(name, errors, null, what, hint)
 
 
@@ -109,9 +112,11 @@ def left_padding(bench: Bench) -> Check:
     null = max(reference.null, apart(reference.logits[:, newest], theirs))
     # Ones, not None: without a mask transformers takes positions that begin anew for several texts packed into one row.
     unmasked = apart(runner.recompute(given.tokens, torch.ones_like(given.mask), given.positions)[:, newest], theirs)
-    if null > BEYOND * reference.null and null > min(unmasked, bench.reach) / BEYOND:
+    if null > bench.beyond * reference.null and null > min(unmasked, bench.reach) / bench.beyond:
         said = f"without a cache a left-padded batch is off by {null:.1e} from each prompt alone"
-        return Check(name, UNCLEAR, f"{said}: this model, called with a mask and positions, does not do padding.", None, null)
+        return Check(
+            name, UNCLEAR, f"{said}: this model, called with a mask and positions, does not do padding.", None, null
+        )
     feeder = Feeder(runner, given, _keeps_mask(bench, given))
     made = feeder.decode()
     errors = by_position(made, theirs, prompt - 1)
@@ -121,7 +126,7 @@ def left_padding(bench: Bench) -> Check:
         f"two prompts of {prompt} and {prompt - given.pads} tokens in a left-padded batch, {length - prompt} decode steps, "
         "against the padded batch and each prompt alone without a cache"
     )
-    return bench.settle(name, errors, null, what, lambda: feeder.cause(made, null), reach=unmasked)
+    return bench.settle(name, errors, null, what, lambda: feeder.cause(made, bench.beyond * null), reach=unmasked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +156,9 @@ class Feeder:
             made.append(logits[:, -1])
         return torch.stack(made, 1)
 
-    def cause(self, made: Tensor, null: float) -> str:
+    def cause(self, made: Tensor, limit: float) -> str:
         """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
-        given, limit = self.given, BEYOND * null
+        given = self.given
         if _mixed(given.tokens, made, lambda other: self.decode(tokens=other), limit):
             return "a row reads another row's cache"
         if self.masked and torch.equal(self.decode(mask=torch.ones_like(given.mask)), made):
@@ -236,7 +241,9 @@ def _moved(
         return not_run(name, f"{type(lacking).__name__}, of this model's cache, has no {method}().")
     half = next((layer for layer in layers if _inherits_half(layer, method)), None)
     if half is not None:
-        why = f"{method}() of {type(half).__name__}, of this model's cache, moves keys and values only and leaves its states"
+        why = (
+            f"{method}() of {type(half).__name__}, of this model's cache, moves keys and values only and leaves its states"
+        )
         return not_run(name, f"{why} where they are: it is not to be called on this model.")
     try:
         change(cache, rows)
@@ -252,15 +259,19 @@ def _moved(
 
     def hint() -> str:
         unmoved, _ = runner.decode(torch.cat([before, after], 1), start)
-        kept = apart(mine, unmoved[:, 1:]) <= BEYOND * reference.null
+        kept = apart(mine, unmoved[:, 1:]) <= bench.beyond * reference.null
         if method == "reorder_cache":
-            return f"{method} leaves the rows where they were" if kept else f"{method} moves some of the cache's tensors only"
+            return (
+                f"{method} leaves the rows where they were" if kept else f"{method} moves some of the cache's tensors only"
+            )
         return f"{method} or batch_select_indices gives other rows than those asked for"
 
     errors = by_position(mine, theirs, start)
     steps = what.format(prompt=prompt, steps=whole.shape[1] - start)
     swapped = apart(reference.logits[:, start:], reference.logits[[1, 0], start:])
-    return bench.settle(name, errors, reference.null, f"{steps}, against recomputation", hint, reach=min(swapped, bench.reach))
+    return bench.settle(
+        name, errors, reference.null, f"{steps}, against recomputation", hint, reach=min(swapped, bench.reach)
+    )
 
 
 def _inherits_half(layer: Any, method: str) -> bool:

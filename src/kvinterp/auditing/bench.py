@@ -8,29 +8,26 @@ prompt), and is a failure only if it stays.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from kvinterp.auditing.feeding import NARROW, Runner, apart
 from kvinterp.auditing.inside import WithoutCasts
-from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.subject import Subject, prompts_for
-from kvinterp.models.native import text_config
-from kvinterp.models.transformers_cache import CACHES
 from kvinterp.paths.kernels import Kernels
 
-__all__ = ["Bench", "Check", "Reference", "Runner", "apart", "not_run", "one_line"]
+__all__ = ["Bench", "Check", "Reference", "not_run", "one_line"]
 
 PASSED, FAILED, NOT_RUN, UNCLEAR = "passed", "failed", "not run", "cannot tell"
 
-EXCUSED, BEYOND = 16.0, 256.0
-"""An error is rounding's up to so many times the null, and beyond doubt from so many times on."""
+MULTIPLES = {"wide": (16.0, 256.0), "narrow": (4.0, 16.0)}
+"""An error is rounding's up to so many times the null, and beyond doubt from so many times on; less room in 16 bits, where
+the null is not far below what a bug does, and what fails must fail with two sets of prompts."""
 
 PROMPT = 9
 """Tokens of a short prompt."""
@@ -70,154 +67,6 @@ def one_line(error: BaseException) -> str:
     """An error's kind and the first line of what it says, to be quoted."""
     said = next(iter(str(error).strip().splitlines()), "")[:160].rstrip(". ")
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def apart(mine: Tensor, theirs: Tensor, size: float | None = None) -> float:
-    """Largest difference over the largest finite magnitude of ``theirs``; inf where only one of them is a number."""
-    a, b = mine.double(), theirs.double()
-    gap = (a - b).abs().masked_fill(a == b, 0.0).nan_to_num(math.inf, posinf=math.inf)
-    if not gap.numel():
-        return 0.0
-    worst = gap.max().item()
-    size = magnitude(theirs) if size is None else size
-    return worst / size if size else (0.0 if worst == 0 else math.inf)
-
-
-def magnitude(logits: Tensor) -> float:
-    """The largest finite magnitude."""
-    finite = logits.double()[logits.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
-
-
-class Runner:
-    """Feeds a model of any kind, with masks, positions and caches of the caller's.
-
-    Args:
-        subject: The model.
-        unit: The unit roundoff of what computes; that of the model's dtype unless given.
-
-    Attributes:
-        forwards: How many forwards it ran.
-        cache_name: What the model calls the cache that it takes and returns.
-    """
-
-    def __init__(self, subject: Subject, unit: float | None = None) -> None:
-        self.subject, self.adapter = subject, subject.adapter
-        self.unit = unit_roundoff(subject.dtype) if unit is None else unit
-        self.kind, self.device = subject.adapter.kind, subject.adapter.device
-        self.model: Any = subject.adapter.model
-        self.takes = frozenset(inspect.signature(self.model.forward).parameters)
-        self.told_positions = subject.positions == "given" and subject.can_be_told_positions
-        self.forwards = 0
-        self.cache_name = next((name for name in CACHES if name in self.takes), "past_key_values")
-
-    def tokens(self, *rows: Sequence[int]) -> Tensor:
-        """Rows of equal length, on the model's device."""
-        return torch.tensor([list(row) for row in rows], device=self.device)
-
-    def recompute(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
-        return self._run(tokens, None, mask, positions, 0, cached=False)[0]
-
-    def feed(
-        self,
-        tokens: Tensor,
-        cache: Any = None,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        start: int = 0,
-    ) -> tuple[Tensor, Any]:
-        """Logits of new tokens and the cache after them.
-
-        Args:
-            tokens: ``[batch, new]``.
-            cache: What the call before returned, a cache object of transformers', or None for the model's own.
-            mask: ``[batch, past + new]``, or None.
-            positions: ``[batch, new]``, or None for what the model makes by itself.
-            start: How many tokens came before.
-        """
-        return self._run(tokens, cache, mask, positions, start, cached=True)
-
-    def _run(
-        self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None, start: int, cached: bool
-    ) -> tuple[Tensor, Any]:
-        self.forwards += 1
-        if self.kind != "native":
-            return self._run_lens(tokens, cache, mask, cached)
-        given: dict[str, Any] = {"input_ids": tokens, "use_cache": cached}
-        if positions is None and self.told_positions:
-            positions = torch.arange(start, start + tokens.shape[1], device=self.device).expand(len(tokens), -1)
-        if positions is not None and "position_ids" in self.takes:
-            given["position_ids"] = positions
-        if mask is not None:
-            given["attention_mask"] = mask
-        if cache is not None:
-            given[self.cache_name] = cache
-        with self.subject._running():
-            out = self.model(**given)
-        name = next((n for n in CACHES if getattr(out, n, None) is not None), None)
-        if name is None:
-            return out.logits, None
-        self.cache_name = name  # The signature may take everything by any name.
-        return out.logits, getattr(out, name)
-
-    def _run_lens(self, tokens: Tensor, cache: Any, mask: Tensor | None, cached: bool) -> tuple[Tensor, Any]:
-        if mask is not None:
-            raise TypeError("masks are given to transformers models only")
-        if not cached:
-            return self.subject.recompute(tokens), None
-        return self.subject.feed(tokens, cache)
-
-    def decode(
-        self, tokens: Tensor, prefill: int, mask: Tensor | None = None, positions: Tensor | None = None, cache: Any = None
-    ) -> tuple[Tensor, Any]:
-        """Logits from the prompt's last row on, the rest fed one by one: ``[batch, 1 + steps, vocabulary]``, and the cache."""
-
-        def part(whole: Tensor | None, start: int, stop: int) -> Tensor | None:
-            return None if whole is None else whole[:, start:stop]
-
-        logits, cache = self.feed(tokens[:, :prefill], cache, part(mask, 0, prefill), part(positions, 0, prefill))
-        made = [logits[:, -1]]
-        for at in range(prefill, tokens.shape[1]):
-            logits, cache = self.feed(
-                tokens[:, at : at + 1], cache, part(mask, 0, at + 1), part(positions, at, at + 1), start=at
-            )
-            made.append(logits[:, -1])
-        return torch.stack(made, 1), cache
-
-    @contextlib.contextmanager
-    def rounding(self, length: int, seed: int = 0) -> Iterator[None]:
-        """Moves what every block returns by as much as its rounding may, at random."""
-        size, generator = self.roundoff(length), torch.Generator().manual_seed(seed)
-
-        def moved(_: nn.Module, __: Any, output: Any) -> Any:
-            made = output[0] if isinstance(output, tuple) else output
-            noise = torch.rand(made.shape, generator=generator, dtype=torch.float64).to(made.device) * 2 - 1
-            new = (made.double() * (1 + size * noise)).to(made.dtype)
-            return (new, *output[1:]) if isinstance(output, tuple) else new
-
-        handles = [block.register_forward_hook(moved) for block in self.subject.blocks]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def roundoff(self, length: int = 1) -> float:
-        """How far rounding moves a sum as long as the model is wide, or as the text is long."""
-        # Sums are kept in float32 for 16-bit tensors, so that their length does not matter there.
-        narrow = self.subject.dtype in (torch.float16, torch.bfloat16)
-        return self.unit * (1.0 if narrow else math.sqrt(max(length, self.adapter.facts.width)))
-
-    def new_cache(self) -> Any:
-        """The cache that transformers makes for this model."""
-        from transformers import DynamicCache
-
-        return DynamicCache(config=text_config(self.adapter.source))
-
-    def recurrent_layers(self, cache: Any) -> list[int]:
-        """Layers whose cache keeps a state instead of keys and values."""
-        return [n for n in range(len(self.subject.blocks)) if self.subject.states(cache, n)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +119,7 @@ class Bench:
             pool.append([*pool[0][1:], *reversed(pool[0])])
         told = ["own", "given"] if subject.can_be_told_positions else ["own"]
         best: Bench | None = None
-        for kernels in (None, WithoutCasts()):
+        for kernels in (None,) if subject.dtype in NARROW else (None, WithoutCasts()):
             for positions in told:
                 one = Subject(subject.adapter, kernels, positions)
                 if kernels is None:
@@ -286,7 +135,7 @@ class Bench:
                     continue
                 if bench.plain_is_right:
                     return bench
-                best = bench if best is None or bench.plain < best.plain / BEYOND else best
+                best = bench if best is None or bench.plain < best.plain / bench.beyond else best
         assert best is not None
         return best
 
@@ -316,9 +165,19 @@ class Bench:
         return new
 
     @property
+    def excused(self) -> float:
+        """How many times the null is rounding's."""
+        return MULTIPLES["narrow" if self.runner.narrow else "wide"][0]
+
+    @property
+    def beyond(self) -> float:
+        """From how many times the null on an error is beyond doubt."""
+        return MULTIPLES["narrow" if self.runner.narrow else "wide"][1]
+
+    @property
     def plain_is_right(self) -> bool:
         """Whether plain decoding is within rounding."""
-        return self.plain <= EXCUSED * self.plain_null
+        return self.plain <= self.excused * self.plain_null
 
     @property
     def context(self) -> int:
@@ -368,15 +227,15 @@ class Bench:
         figures = f"relative logit error {worst:.1e}, {null:.1e} without a cache"
         said = f"{what}: {figures}{self.left_out}"
         common = {"error": worst, "null": null}
-        if reach <= BEYOND * null:
+        if reach <= self.beyond * null:
             return Check(name, UNCLEAR, f"{said}; what it looks for would move the logits by {reach:.1e} only.", **common)  # type: ignore[arg-type]
-        if worst <= EXCUSED * null:
+        if worst <= self.excused * null:
             return Check(name, PASSED, f"{said}.", **common)  # type: ignore[arg-type]
-        if not self.plain_is_right and worst <= BEYOND * self.plain:
+        if not self.plain_is_right and worst <= self.beyond * self.plain:
             also = f"{said}; plain decoding is off too, by {self.plain:.1e}, so this shows nothing more."
             return Check(name, UNCLEAR, also, **common)  # type: ignore[arg-type]
-        first = next(at for at, error in sorted(errors.items()) if error > EXCUSED * null)
-        if worst <= BEYOND * null:
+        first = next(at for at, error in sorted(errors.items()) if error > self.excused * null)
+        if worst <= self.beyond * null:
             return Check(name, UNCLEAR, f"{said}; too much for rounding and too little for a bug.", step=first, **common)  # type: ignore[arg-type]
         cause = _found(hint)
         also = f"{said}, first at position {first}" + (f"; {cause}." if cause else ".")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.batches import by_position
-from kvinterp.auditing.bench import BEYOND, PROMPT, UNCLEAR, Bench, Check, apart, not_run, one_line
+from kvinterp.auditing.bench import PROMPT, UNCLEAR, Bench, Check, not_run, one_line
+from kvinterp.auditing.feeding import apart
 from kvinterp.models.native import text_config
 
 __all__ = ["crop", "quantised", "static"]
@@ -51,7 +52,9 @@ def static(bench: Bench) -> Check:
         sizes = (tokens.shape[1] + room for room in (ROOM, 2 * ROOM))
         twice = [StaticCache(config=text_config(runner.model), max_cache_len=size) for size in sizes]
         a, b = (runner.decode(tokens, prompt, cache=cache)[0] for cache in twice)
-        return "empty slots are read" if apart(a, b) > BEYOND * null else "slots are written or read at the wrong place"
+        return (
+            "empty slots are read" if apart(a, b) > bench.beyond * null else "slots are written or read at the wrong place"
+        )
 
     what = (
         f"prompts of {_listed(tried)} tokens, {bench.steps} decode steps each, {ROOM} slots of the cache left empty, against "
@@ -127,7 +130,7 @@ def _uncroppable(cache: Any) -> str:
         return f"{type(lacking).__name__}, of this model's cache, has no crop()."
     fixed = next((layer for layer in layers if getattr(layer, "is_croppable", True) is False), None)
     if fixed is not None:
-        return f"this model's cache cannot be cropped (is_croppable is False for its {type(fixed).__name__}): a state has no past."
+        return f"this model's cache cannot be cropped: is_croppable is False for its {type(fixed).__name__}, a state has no past."
     return ""
 
 

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from kvinterp.auditing import batches, caches, generation, lengths
-from kvinterp.auditing.bench import FAILED, PASSED, UNCLEAR, Bench, Check, Runner, not_run, one_line
+from kvinterp.auditing.bench import FAILED, PASSED, UNCLEAR, Bench, Check, not_run, one_line
+from kvinterp.auditing.feeding import Runner
 from kvinterp.auditing.inside import WithoutCasts
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.subject import Subject
@@ -101,7 +102,7 @@ def _tried(bench: Bench, name: str, run: Trial) -> list[Check]:
         # The model's casts are left out all along: that this way of using the cache makes none of its own is looked at too.
         if bench.thorough:
             found = [_cast_of_its_own(one, coarse) for one, coarse in _beside(found, _coarsely(bench, name, run, runners))]
-    elif any(_suspicious(one) for one in found):
+    elif not bench.runner.narrow and any(_suspicious(one) for one in found):
         without = _otherwise(bench, WithoutCasts(), None, name, run, runners)
         coarse = _coarsely(bench, name, run, runners)
         found = [_explained(one, *rest) for one, *rest in _beside(found, without, coarse)]
@@ -161,7 +162,9 @@ def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check
     beyond = coarse is not None and coarse.status == FAILED
     if without is None:
         if one.status == FAILED and not beyond:
-            detail = f"{one.detail.rstrip('.')}; casts to float32 inside the model may do as much, and it does not run without."
+            detail = (
+                f"{one.detail.rstrip('.')}; casts to float32 inside the model may do as much, and it does not run without."
+            )
             return dataclasses.replace(one, status=UNCLEAR, detail=detail, hint="")
         return one
     if without.status != PASSED:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.auditing.batches import by_position, padded
-from kvinterp.auditing.bench import BEYOND, EXCUSED, PROMPT, UNCLEAR, Bench, Check, apart, not_run, one_line
+from kvinterp.auditing.bench import PROMPT, UNCLEAR, Bench, Check, not_run, one_line
+from kvinterp.auditing.feeding import apart
 from kvinterp.models.transformers_cache import CACHES
 
 __all__ = ["generate", "generate_padded"]
@@ -56,11 +57,18 @@ def generate_padded(bench: Bench) -> Check:
     """Greedy generation of a left-padded batch."""
     name = "generate(), left padding"
     prompt = _prompt(bench)
+    if bench.runner.kind != "native":
+        return _not_native(bench, name)
     if prompt < 2:
         return not_run(name, f"a context of {bench.context} positions has no room for a pad.")
     given = padded(bench, prompt, prompt)
     what = f"prompts of {prompt} and {prompt - given.pads} tokens in a left-padded batch"
     return _checked(bench, name, given.tokens, given.mask, what)
+
+
+def _not_native(bench: Bench, name: str) -> Check:
+    what = type(bench.runner.model).__name__
+    return not_run(name, f"generate() of a {what} gives no logits; kind='native' of the same model runs it.")
 
 
 def _prompt(bench: Bench) -> int:
@@ -70,8 +78,7 @@ def _prompt(bench: Bench) -> int:
 def _checked(bench: Bench, name: str, tokens: Tensor, mask: Tensor, what: str) -> Check:
     runner = bench.runner
     if runner.kind != "native":
-        why = f"generate() of a {type(runner.model).__name__} gives no logits; kind='native' of the same model runs it."
-        return not_run(name, why)
+        return _not_native(bench, name)
     if not hasattr(runner.model, "generate") or not runner.model.can_generate():
         return not_run(name, f"{type(runner.model).__name__} has no generate() of transformers'.")
     if bench.context < 1 + bench.steps:
@@ -109,9 +116,11 @@ def _checked(bench: Bench, name: str, tokens: Tensor, mask: Tensor, what: str) -
             for n, pads in enumerate((whole == 0).sum(-1).tolist())
         ]
         off = apart(theirs.logits[:, prompt - 1 :], torch.cat(alone))
-        if off > BEYOND * null and off > reach / BEYOND:
+        if off > bench.beyond * null and off > reach / bench.beyond:
             also = f"without a cache a left-padded batch is off by {off:.1e} from each prompt alone"
-            return Check(name, UNCLEAR, f"{also}: this model, called with a mask and positions, does not do padding.", None, off)
+            return Check(
+                name, UNCLEAR, f"{also}: this model, called with a mask and positions, does not do padding.", None, off
+            )
         null = max(null, off)
     return bench.settle(name, errors, null, said, hint, reach=reach)
 
@@ -195,14 +204,14 @@ def _cause(
     """What ``generate()`` gave the forward that a caller of the forward would not have."""
     told = _told(made, mask, positions)
     if not told:
-        also = uncached is not None and uncached > BEYOND * null
+        also = uncached is not None and uncached > bench.beyond * null
         return "generate() gives other logits than the forward, without a cache too" if also else ""
     # The same tokens, fed with what they should have been fed with: what remains is not generate()'s.
     prompt = made.tokens.shape[1] - bench.steps
     masks = mask if bool((mask == 0).any()) else None
     direct, _ = bench.runner.decode(made.tokens[:, :-1], prompt, _cut(masks), positions[:, :-1])
     left = apart(direct, theirs[:, prompt - 1 :])
-    return f"{told}, and the forward is right when it is told so" if left <= EXCUSED * null else told
+    return f"{told}, and the forward is right when it is told so" if left <= bench.excused * null else told
 
 
 def _told(made: Generated, mask: Tensor, positions: Tensor) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.batches import by_position
-from kvinterp.auditing.bench import EXCUSED, Bench, Check, not_run
+from kvinterp.auditing.bench import Bench, Check, not_run
 from kvinterp.models.native import text_config
 
 __all__ = ["CHUNK_NAMES", "chunks", "long_prompt", "window"]
@@ -39,7 +39,9 @@ def _too_much(bench: Bench, length: int) -> str:
     most = PRODUCTS.get(bench.runner.device.type, PRODUCTS["cpu"]) * (20 if bench.thorough else 1)
     if products > most:
         more = " (a GPU)" if bench.thorough else " (thorough, or a GPU)"
-        return f"a forward of {length} positions takes {products:.0e} products, more than the {most:.0e} that are spent{more}"
+        return (
+            f"a forward of {length} positions takes {products:.0e} products, more than the {most:.0e} that are spent{more}"
+        )
     return ""
 
 
@@ -56,10 +58,10 @@ def chunks(bench: Bench) -> Check:
     tokens = runner.tokens(bench.row(0, max(sum(sizes) for sizes in fitting.values())))
     reference = bench.reference(tokens)
     errors: dict[int, float] = {}
-    starts: set[int] = set()
     for sizes in fitting.values():
         logits, cache = _fed(bench, tokens, sizes)
-        if runner.kind == "native" and runner.recurrent_layers(cache) and _begins_anew(bench, reference.logits, logits, sizes, reference.null):
+        state = runner.kind == "native" and bool(runner.recurrent_layers(cache))
+        if state and _begins_anew(bench, reference.logits, logits, sizes, reference.null):
             return not_run(
                 name,
                 "this model keeps a recurrent state and begins it anew when it is fed several tokens on it: its prompts are to "
@@ -67,13 +69,14 @@ def chunks(bench: Bench) -> Check:
             )
         found = by_position(logits, reference.logits[:, : sum(sizes)], 0)
         errors |= {at: max(error, errors.get(at, 0.0)) for at, error in found.items()}
-        starts |= set(itertools.accumulate(sizes[:-1]))
-    first = min((at for at, error in errors.items() if error > EXCUSED * reference.null), default=None)
-    hint = ""
-    if first is not None:
-        sizes = next((s for s in fitting.values() if _wrong_chunk(bench, tokens, reference.logits, s, reference.null)), None)
-        number = None if sizes is None else _wrong_chunk(bench, tokens, reference.logits, sizes, reference.null)
-        hint = "" if number is None else f"the mask or the positions of chunk {number} of {len(sizes or [])} are wrong"
+
+    def hint() -> str:
+        for sizes in fitting.values():
+            number = _wrong_chunk(bench, tokens, reference.logits, sizes, reference.null)
+            if number is not None:
+                return f"the mask or the positions of chunk {number} of {len(sizes)} are wrong"
+        return ""
+
     what = f"prompts fed in chunks of {'; of '.join(fitting)} tokens, every row against recomputation"
     return bench.settle(name, errors, reference.null, what, hint)
 
@@ -90,7 +93,7 @@ def _fed(bench: Bench, tokens: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ob
 def _begins_anew(bench: Bench, theirs: Tensor, mine: Tensor, sizes: Sequence[int], null: float) -> bool:
     """Whether the first chunk that follows another is wrong from its very first rows."""
     errors = by_position(mine[:, : sizes[0] + sizes[1]], theirs[:, : sizes[0] + sizes[1]], 0)
-    first = next((at for at, error in errors.items() if error > EXCUSED * null), None)
+    first = next((at for at, error in errors.items() if error > bench.excused * null), None)
     return first is not None and first >= sizes[0]
 
 
@@ -98,7 +101,7 @@ def _wrong_chunk(bench: Bench, tokens: Tensor, theirs: Tensor, sizes: Sequence[i
     """The number, from 1, of the first chunk with a wrong row."""
     logits, _ = _fed(bench, tokens, sizes)
     errors = by_position(logits, theirs[:, : sum(sizes)], 0)
-    first = next((at for at, error in errors.items() if error > EXCUSED * null), None)
+    first = next((at for at, error in errors.items() if error > bench.excused * null), None)
     ends = list(itertools.accumulate(sizes))
     return None if first is None else next(n for n, end in enumerate(ends, 1) if first < end)
 
@@ -142,7 +145,7 @@ def _edge(bench: Bench, name: str, size: int) -> Check:
     )
 
     def hint() -> str:
-        first = min(at for at, error in errors.items() if error > EXCUSED * reference.null)
+        first = min(at for at, error in errors.items() if error > bench.excused * reference.null)
         return "the cache of a window is wrong once it is full" if first >= size - 1 else ""
 
     return bench.settle(name, errors, reference.null, what, hint)
@@ -177,7 +180,9 @@ def long_prompt(bench: Bench) -> Check:
     config = text_config(runner.adapter.source) if runner.kind != "hooked" else None
     sizes = {n: v for n in CHUNK_NAMES if isinstance(v := getattr(config, n, None), int) and v > 2}
     if not sizes:
-        return not_run(name, f"this model's config names no chunk ({', '.join(CHUNK_NAMES)}) that a prompt could reach over.")
+        return not_run(
+            name, f"this model's config names no chunk ({', '.join(CHUNK_NAMES)}) that a prompt could reach over."
+        )
     size, said = max(sizes.values()), ", ".join(f"{n}={v}" for n, v in sizes.items())
     prompts = sorted({n for v in sizes.values() for n in (v - 1, v, v + 1, 2 * v + 1)})
     why = _too_much(bench, max(prompts) + bench.steps)
@@ -193,7 +198,6 @@ def long_prompt(bench: Bench) -> Check:
         stop = prompt + bench.steps
         for at, error in by_position(made, reference.logits[:, prompt - 1 : stop], prompt - 1).items():
             errors[at] = max(error, errors.get(at, 0.0))
-    what = (
-        f"prompts of {', '.join(map(str, prompts))} tokens ({said}), {bench.steps} decode steps each, against one recomputation"
-    )
+    listed = ", ".join(map(str, prompts))
+    what = f"prompts of {listed} tokens ({said}), {bench.steps} decode steps each, against one recomputation"
     return bench.settle(name, errors, reference.null, what, "a prompt's last chunk leaves a wrong state")
