@@ -342,3 +342,93 @@ def test_a_planted_bug_fails_the_check_it_is_meant_for(case: Plant, monkeypatch:
     assert one.step == case.step, one
     for other in case.also:
         assert found[other].status == "failed", found[other]
+
+
+# Edges -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = build("llama")
+    adapter = wrap(model)
+    model.train()
+    hooks = [(m, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    config, generation = model.config.to_dict(), model.generation_config.to_dict()
+    names, state = set(vars(model)), torch.get_rng_state()
+    exercise(Subject(adapter), prompts_for(adapter, 2, 80))
+    assert all(m.training for m in model.modules())
+    assert [(m, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
+    assert (model.config.to_dict(), model.generation_config.to_dict()) == (config, generation)
+    assert set(vars(model)) == names
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_plain_decoding_gets_wrong_is_no_failure_of_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import DynamicLayer
+
+    original = DynamicLayer.update
+
+    def update(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        k, v = original(self, keys, values, *args, **kwargs)
+        return (k * 1.5, v) if keys.shape[2] == 1 else (k, v)
+
+    monkeypatch.setattr(DynamicLayer, "update", update)
+    found = run(build("llama"))
+    assert (found["batch"].status, found["StaticCache"].status) == ("cannot tell", "passed")
+    assert "plain decoding is off too" in found["batch"].detail
+    assert not [one for one in found.values() if one.status == "failed"]
+
+
+def test_logits_that_no_token_moves_pass_nothing() -> None:
+    model = build("llama")
+    model.lm_head.weight.zero_()
+    assert not [one for one in run(model).values() if one.status in ("passed", "failed")]
+
+
+def test_a_generate_that_cannot_be_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+
+    def refuses(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("no generation today")
+
+    monkeypatch.setattr(type(model), "generate", refuses)
+    found = run(model)
+    assert (found["generate()"].status, found["batch"].status) == ("cannot tell", "passed")
+    assert "ValueError: no generation today" in found["generate()"].detail
+
+
+def test_a_window_that_is_too_long_is_said_not_to_be_reached() -> None:
+    found = run(mistral(4096))
+    assert found["window"].status == "not run"
+    assert "more than the model's context of 2048" in found["window"].detail
+
+
+def test_a_quantised_cache_is_tried_when_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import Fp8QuantizedLayer
+
+    found = run(build("llama"), thorough=True)
+    assert found["quantised cache (fp8)"].status == "passed"
+    assert all(found[f"quantised cache ({name})"].status in ("passed", "not run") for name in ("quanto", "hqq"))
+    original = Fp8QuantizedLayer.update
+
+    def update(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        original(self, keys, values, *args, **kwargs)
+        return self._dequantize(self._quantized_keys), self._dequantize(self._quantized_values)
+
+    monkeypatch.setattr(Fp8QuantizedLayer, "update", update)
+    one = run(build("llama"), thorough=True)["quantised cache (fp8)"]
+    assert (one.status, one.hint) == ("failed", "the first forward reads quantised keys and values already")
+
+
+def test_other_kinds_say_what_cannot_be_run() -> None:
+    from kvinterp.models.bridge import build_bridge
+
+    found = run(build_bridge(build("llama"), "llama"))
+    ran = {"batch", "several chunks", "crop and go on", "beams reordered", "rows repeated and selected"}
+    assert {name for name, one in found.items() if one.status == "passed"} == ran
+    assert all(one.status == "not run" for name, one in found.items() if name not in ran)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "llama"])
+def test_sixteen_bits_never_fail_for_rounding(name: str) -> None:
+    found = run(build(name), torch.bfloat16)
+    assert not [one for one in found.values() if one.status == "failed"]

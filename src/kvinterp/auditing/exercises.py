@@ -176,9 +176,8 @@ def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check
 def _cast_of_its_own(one: Check, coarse: Check | None) -> Check:
     if one.status != PASSED or coarse is None or coarse.status != FAILED:
         return one
-    return dataclasses.replace(
-        coarse, detail=f"{coarse.detail.rstrip('.')}; with casts to fewer bits left out it passes.", hint=NARROW
-    )
+    detail = f"{coarse.detail.rstrip('.')}; with casts to fewer bits left out it passes."
+    return dataclasses.replace(coarse, detail=detail, hint=coarse.hint or NARROW)
 
 
 def _confirmed(one: Check, again: Check | None) -> Check:
