@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 
 import pytest
-
 from bank.bugs import BUGS
 from bank.clean import CLEAN, KNOWN_TRANSFORMERS_BUGS
 from bank.run import CANNOT_TELL, FAIL, PASS, audited, audited_bug, wrong_about
@@ -33,7 +32,9 @@ def test_a_clean_model_passes(name: str) -> None:
     _told["clean"][name] = verdict.exit_code
     if verdict.exit_code == CANNOT_TELL:
         pytest.xfail(f"cannot tell: {verdict.reading}")
-    assert verdict.exit_code == PASS, f"{name}: {verdict.verdict} at layer {verdict.first_layer}, {verdict.tensor}: {verdict.reading}"
+    assert verdict.exit_code == PASS, (
+        f"{name}: {verdict.verdict} at layer {verdict.first_layer}, {verdict.tensor}: {verdict.reading}"
+    )
 
 
 @pytest.mark.parametrize("name", _cases(BUGS))
@@ -57,7 +58,9 @@ def test_it_can_tell_in_nearly_all_cases(kind: str) -> None:
 
 
 @pytest.mark.bank
-@pytest.mark.parametrize("name", [name for name, known in KNOWN_TRANSFORMERS_BUGS.items() if known.where == "steps" and known.difference > 0.1])
+@pytest.mark.parametrize(
+    "name", [name for name, known in KNOWN_TRANSFORMERS_BUGS.items() if known.where == "steps" and known.difference > 0.1]
+)
 def test_a_bug_of_transformers_itself_fails(name: str) -> None:
     """What plain transformers code shows to differ in float64 by far more than any rounding is no pass."""
     assert audited(KNOWN_TRANSFORMERS_BUGS[name].build(), "float32").exit_code == FAIL

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
-
 from bank.bugs import BUGS
 from bank.clean import CLEAN, KNOWN_TRANSFORMERS_BUGS
-from bank.measure import chunk, in_float64, steps
+from bank.measure import NoFloat32, chunk, in_float64, steps
 from bank.measure_bugs import measured
 from bank.small import small
 
-ROUNDING, CAST = 1e-9, 1e-4
+ROUNDING = 1e-9
 STEPS_DIFFER = {"steps": (steps,), "positions": (steps,), "chunk": (chunk,)}
 
 
 def _sampled(names: list[str], count: int = 6) -> list[object]:
     drawn = random.Random(7).sample(sorted(names), count)
-    return [pytest.param(name, id=name, marks=[pytest.mark.bank, *([] if name in drawn else [pytest.mark.long])]) for name in names]
+    return [
+        pytest.param(name, id=name, marks=[pytest.mark.bank, *([] if name in drawn else [pytest.mark.long])])
+        for name in names
+    ]
 
 
 @pytest.mark.parametrize("name", _sampled(list(CLEAN)))
@@ -28,9 +31,10 @@ def test_a_clean_model_has_no_cache_bug(name: str) -> None:
     model = entry.build()
     assert next(model.parameters()).dtype == getattr(torch, entry.dtype)
     assert sum(parameter.numel() for parameter in model.parameters()) < 700_000
-    model, bound = in_float64(model), CAST if entry.cast else ROUNDING
-    with torch.no_grad():
-        assert max(steps(model, 9), steps(model, 40), chunk(model)) < bound
+    model = in_float64(model)
+    # Where something casts to float32 inside, float64 shows float32's error: shown to be the cast's by taking the cast out.
+    with torch.no_grad(), NoFloat32() if entry.cast else nullcontext():
+        assert max(steps(model, 9), steps(model, 40), chunk(model)) < ROUNDING
 
 
 @pytest.mark.parametrize("name", _sampled([name for name, bug in BUGS.items() if bug.dtype == "float32"]))

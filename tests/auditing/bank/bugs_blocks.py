@@ -124,47 +124,189 @@ def _state_list(model: nn.Module, monkeypatch: Any) -> None:
     around(mixer(watched(model), 1), wrapper)
 
 
-def _parts(layer: int, *names: str) -> tuple[str, ...]:
+def _parts(layer: int) -> tuple[str, ...]:
     """What may be named of a block whose sum is wrong."""
-    return tuple(f"{root}.{layer}" for root in ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers")) + ("residual", *names)
+    roots = ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers")
+    return (*(f"{root}.{layer}" for root in roots), "residual")
 
 
 EMBEDDING = ("embedding",)
 LOGITS = ("logits", "lm_head")
-ATTENTION = ("attention", *(f"{root}.{layer}.{name}" for layer in (0, 1) for root, name in (
-    ("model.layers", "self_attn"), ("transformer.h", "self_attention"), ("transformer.blocks", "attn"))))
+ATTENTION = (
+    "attention",
+    *(
+        f"{root}.{layer}.{name}"
+        for layer in (0, 1)
+        for root, name in (
+            ("model.layers", "self_attn"),
+            ("transformer.h", "self_attention"),
+            ("transformer.blocks", "attn"),
+        )
+    ),
+)
 
 BUGS = (
-    Bug("sum-of-a-block-off-by-half-a-percent", "llama", _output(_block(1), lambda x: x * 1.005), (1,), _parts(1), 2.9e-03, config={"num_hidden_layers": 3}),
+    Bug(
+        "sum-of-a-block-off-by-half-a-percent",
+        "llama",
+        _output(_block(1), lambda x: x * 1.005),
+        (1,),
+        _parts(1),
+        2.9e-03,
+        config={"num_hidden_layers": 3},
+    ),
     Bug("sum-of-a-block-off-by-one-percent", "gpt2", _output(_block(0), lambda x: x * 1.01), (0,), _parts(0), 8.2e-03),
     Bug("sum-of-a-block-off-by-ten-percent", "qwen2", _output(_block(0), lambda x: x * 1.1), (0,), _parts(0), 1.3e-01),
-    Bug("one-channel-of-a-block-doubled", "olmo2", _output(_block(0), lambda x: x * (1 + (torch.arange(x.shape[-1]) == 5).to(x.dtype))), (0,), _parts(0), 2.0e-01),
-    Bug("input-between-blocks-zero", "llama", _inputs(_block(2), _hidden(0.0)), (1, 2), (), 7.8e-01, config={"num_hidden_layers": 4}),
+    Bug(
+        "one-channel-of-a-block-doubled",
+        "olmo2",
+        _output(_block(0), lambda x: x * (1 + (torch.arange(x.shape[-1]) == 5).to(x.dtype))),
+        (0,),
+        _parts(0),
+        2.0e-01,
+    ),
+    Bug(
+        "input-between-blocks-zero",
+        "llama",
+        _inputs(_block(2), _hidden(0.0)),
+        (1, 2),
+        (),
+        7.8e-01,
+        config={"num_hidden_layers": 4},
+    ),
     Bug("input-between-blocks-1.05", "mistral", _inputs(_block(1), _hidden(1.05)), (0, 1), (), 3.8e-02),
     Bug("input-of-attention-scaled", "exaone4", _inputs(_attention(1), _hidden(1.1)), (1,), (), 7.2e-03),
     Bug("wrong-scale", "llama", _attribute(_attention(1), "scaling", lambda s: s * 1.2), (1,), ATTENTION, 5.7e-02),
     Bug("scale-of-one", "glm4", _attribute(_attention(0), "scaling", 1.0), (0,), ATTENTION, 9.2e-01),
-    Bug("soft-cap-missing", "gemma2", _attribute(_attention(1), "attn_logit_softcapping", None), (1,), ATTENTION, 2.5e-02, config={"attn_logit_softcapping": 0.05}),
-    Bug("sinks-dropped", "gpt_oss", _attribute(_attention(1), "sinks", lambda s: torch.full_like(s, -1e4)), (1,), ATTENTION, 1.3e-02),
-    Bug("gate-of-mlp-scaled", "llama", _output(_named("model.layers.1.mlp.gate_proj"), lambda x: x * 1.1), (1,), ("model.layers.1",), 4.9e-02),
-    Bug("norm-epsilon", "seed_oss", _attribute(_named("model.layers.1.input_layernorm"), "variance_epsilon", 0.01), (1,), (), 1.9e-02),
-    Bug("norm-before-head", "hunyuan_v1_dense", _output(_named("model.norm"), lambda x: x * 1.02), (None, 1, 2), ("model.norm", "logits"), 2.0e-02),
-    Bug("worst-experts", "mixtral", _routed(_named("model.layers.1.mlp.gate"), _worst), (1,), ("model.layers.1", "router"), 9.5e-01),
-    Bug("experts-off-by-one", "qwen3_moe", _routed(_named("model.layers.0.mlp.gate"), _next_expert), (0,), ("model.layers.0", "router"), 4.1e-01),
-    Bug("expert-weights-not-normalised", "mixtral", _routed(_named("model.layers.0.mlp.gate"), _not_normalised), (0,), ("model.layers.0", "router"), 7.7e-01),
-    Bug("shared-expert-skipped", "qwen2_moe", _output(_named("model.layers.1.mlp.shared_expert"), torch.zeros_like), (1,), ("model.layers.1",), 1.6e-01),
-    Bug("shared-experts-of-deepseek-skipped", "deepseek_v3", _output(_named("model.layers.1.mlp.shared_experts"), torch.zeros_like), (1,), ("model.layers.1",), 3.8e-01),
+    Bug(
+        "soft-cap-missing",
+        "gemma2",
+        _attribute(_attention(1), "attn_logit_softcapping", None),
+        (1,),
+        ATTENTION,
+        2.5e-02,
+        config={"attn_logit_softcapping": 0.05},
+    ),
+    Bug(
+        "sinks-dropped",
+        "gpt_oss",
+        _attribute(_attention(1), "sinks", lambda s: torch.full_like(s, -1e4)),
+        (1,),
+        ATTENTION,
+        1.3e-02,
+    ),
+    Bug(
+        "gate-of-mlp-scaled",
+        "llama",
+        _output(_named("model.layers.1.mlp.gate_proj"), lambda x: x * 1.1),
+        (1,),
+        ("model.layers.1",),
+        4.9e-02,
+    ),
+    Bug(
+        "norm-epsilon",
+        "seed_oss",
+        _attribute(_named("model.layers.1.input_layernorm"), "variance_epsilon", 0.01),
+        (1,),
+        (),
+        1.9e-02,
+    ),
+    Bug(
+        "norm-before-head",
+        "hunyuan_v1_dense",
+        _output(_named("model.norm"), lambda x: x * 1.02),
+        (None, 1, 2),
+        ("model.norm", "logits"),
+        2.0e-02,
+    ),
+    Bug(
+        "worst-experts",
+        "mixtral",
+        _routed(_named("model.layers.1.mlp.gate"), _worst),
+        (1,),
+        ("model.layers.1", "router"),
+        9.5e-01,
+    ),
+    Bug(
+        "experts-off-by-one",
+        "qwen3_moe",
+        _routed(_named("model.layers.0.mlp.gate"), _next_expert),
+        (0,),
+        ("model.layers.0", "router"),
+        4.1e-01,
+    ),
+    Bug(
+        "expert-weights-not-normalised",
+        "mixtral",
+        _routed(_named("model.layers.0.mlp.gate"), _not_normalised),
+        (0,),
+        ("model.layers.0", "router"),
+        7.7e-01,
+    ),
+    Bug(
+        "shared-expert-skipped",
+        "qwen2_moe",
+        _output(_named("model.layers.1.mlp.shared_expert"), torch.zeros_like),
+        (1,),
+        ("model.layers.1",),
+        1.6e-01,
+    ),
+    Bug(
+        "shared-experts-of-deepseek-skipped",
+        "deepseek_v3",
+        _output(_named("model.layers.1.mlp.shared_experts"), torch.zeros_like),
+        (1,),
+        ("model.layers.1",),
+        3.8e-01,
+    ),
     Bug("dropout-left-on", "phi", _output(_attention(1), _dropped), (1,), (), 2.0e-01),
     Bug("attention-output-of-one-block-lost", "gpt_neox", _output(_attention(1), torch.zeros_like), (1,), (), 4.5e-01),
     Bug("alibi-slopes-reversed", "bloom", _inputs(_attention(1), _reversed_slopes), (1,), ATTENTION, 9.2e-02),
-    Bug("alibi-slopes-doubled", "mpt", _inputs(_attention(0), _doubled_bias), (0,), ATTENTION, 1e-3),
+    Bug("alibi-slopes-doubled", "mpt", _inputs(_attention(0), _doubled_bias), (0,), ATTENTION, 2.0e-01),
     Bug("learned-position-off-by-one", "gpt2", _learned_position, (None, 0), (), 8.3e-01),
-    Bug("rotary-offset-after-40-tokens", "llama", _inputs(_named("model.rotary_emb"), _later, from_token=40), (0,), ("Q", "K"), 8.4e-02, position=40, lengths=(9, 40)),
-    Bug("embedding-scale-missing", "gemma", _output(_named("model.embed_tokens"), lambda x: x / 32**0.5), (None, 0), ("embedding", "model.embed_tokens"), 9.9e-01),
+    Bug(
+        "rotary-offset-after-40-tokens",
+        "llama",
+        _inputs(_named("model.rotary_emb"), _later, from_token=40),
+        (0,),
+        ("Q", "K"),
+        8.4e-02,
+        position=40,
+        lengths=(9, 40),
+    ),
+    Bug(
+        "embedding-scale-missing",
+        "gemma",
+        _output(_named("model.embed_tokens"), lambda x: x / 32**0.5),
+        (None, 0),
+        ("embedding", "model.embed_tokens"),
+        9.9e-01,
+    ),
     Bug("logits-scaled", "cohere", _output(_named("lm_head"), lambda x: x * 1.03), (None, 1, 2), LOGITS, 3.0e-02),
-    Bug("logits-shifted-by-a-token-id", "qwen3", _output(_named("lm_head"), lambda x: x.roll(1, -1)), (None, 1, 2), LOGITS, 1.5e+00),
+    Bug(
+        "logits-shifted-by-a-token-id",
+        "qwen3",
+        _output(_named("lm_head"), lambda x: x.roll(1, -1)),
+        (None, 1, 2),
+        LOGITS,
+        1.5e00,
+    ),
     Bug("logits-soft-capped", "llama", _output(_named("lm_head"), lambda x: x.tanh()), (None, 1, 2), LOGITS, 3.1e-01),
     Bug("recurrent-numerator-decays", "rwkv", _state_list, (1,), (), 1.2e-01),
-    Bug("gated-output-of-a-mamba-block", "falcon_h1", _output(_named("model.layers.1.mamba"), lambda x: x * 1.1), (1,), (), 8.8e-03),
-    Bug("low-rank-residual-off", "gemma3n_text", _output(_named("model.layers.1.laurel"), lambda x: x * 1.1), (1,), ("model.layers.1",), 1e-3),
+    Bug(
+        "gated-output-of-a-mamba-block",
+        "falcon_h1",
+        _output(_named("model.layers.1.mamba"), lambda x: x * 1.1),
+        (1,),
+        (),
+        8.8e-03,
+    ),
+    Bug(
+        "low-rank-residual-off",
+        "gemma3n_text",
+        _output(_named("model.layers.1.laurel"), lambda x: x * 1.1),
+        (1,),
+        ("model.layers.1",),
+        7.9e-02,
+    ),
 )

@@ -59,7 +59,11 @@ def _head_reads_the_row_before(model: nn.Module, monkeypatch: Any) -> None:
 
 def _padding_ignored(model: nn.Module, monkeypatch: Any) -> None:
     def wrapper(self: nn.Module, forward: Callable[..., Any], args: tuple, keywords: dict) -> Any:
-        if length(cache_of(keywords)) and keywords.get("attention_mask") is not None and keywords["attention_mask"].ndim == 2:
+        if (
+            length(cache_of(keywords))
+            and keywords.get("attention_mask") is not None
+            and keywords["attention_mask"].ndim == 2
+        ):
             keywords = keywords | {"attention_mask": torch.ones_like(keywords["attention_mask"])}
         return forward(*args, **keywords)
 
@@ -84,7 +88,9 @@ def _generate_positions(model: nn.Module, monkeypatch: Any) -> None:
             inputs["position_ids"] = positions + 1
         return inputs
 
-    model.__class__ = type(base.__name__, (base,), {"prepare_inputs_for_generation": prepare, "__module__": base.__module__})
+    model.__class__ = type(
+        base.__name__, (base,), {"prepare_inputs_for_generation": prepare, "__module__": base.__module__}
+    )
 
 
 def _static_writes_one_early(model: nn.Module, monkeypatch: Any) -> None:
@@ -122,7 +128,15 @@ def _values_not_reordered(model: nn.Module, monkeypatch: Any) -> None:
 
 
 BUGS = (
-    Bug("lookahead-from-the-third-chunk-on", "llama", _lookahead_from_third_chunk, (1,), ("attention",), 3.6e-02, path="chunks"),
+    Bug(
+        "lookahead-from-the-third-chunk-on",
+        "llama",
+        _lookahead_from_third_chunk,
+        (1,),
+        ("attention",),
+        3.6e-02,
+        path="chunks",
+    ),
     Bug("a-chunk-sees-itself-only", "qwen3", _own_chunk_only, (0,), ("attention",), 6.1e-01, path="chunks"),
     Bug("a-chunk-has-one-position", "olmo", _chunk_positions, (0,), ("Q", "K"), 8.6e-02, path="chunks"),
     Bug("head-reads-the-row-before", "granite", _head_reads_the_row_before, (None, 1, 2), (), 7.1e-01, path="chunks"),
@@ -133,5 +147,14 @@ BUGS = (
     Bug("positions-of-generate-qwen3", "qwen3", _generate_positions, (0, None), (), 4.0e-01, path="generate"),
     Bug("static-cache-overwrites-the-slot-before", "llama", _static_writes_one_early, (0,), ("V",), 4.1e-02, path="static"),
     Bug("crop-keeps-a-removed-key", "llama", _crop_keeps_the_wrong_slot, (0,), ("K",), 5.0e-02, path="crop"),
-    Bug("values-not-reordered", "mistral", _values_not_reordered, (0,), ("V",), 1.1e+00, config={"sliding_window": None}, path="reorder"),
+    Bug(
+        "values-not-reordered",
+        "mistral",
+        _values_not_reordered,
+        (0,),
+        ("V",),
+        1.1e00,
+        config={"sliding_window": None},
+        path="reorder",
+    ),
 )

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
 
@@ -45,7 +47,10 @@ def steps(model: nn.Module, length: int, count: int = 3) -> float:
     """Largest relative difference of `count` steps after a prompt, each against the full forward of its own prefix."""
     ids = tokens(length + count)
     found = cached(model, ids, length, *[1] * count)
-    return max(relative(found[:, at], model(ids[:, : at + 1], use_cache=False).logits[:, -1]) for at in range(length, length + count))
+    return max(
+        relative(found[:, at], model(ids[:, : at + 1], use_cache=False).logits[:, -1])
+        for at in range(length, length + count)
+    )
 
 
 @torch.no_grad()
@@ -53,6 +58,17 @@ def chunk(model: nn.Module, length: int = 9, count: int = 4) -> float:
     """Relative difference of `count` tokens fed at once after a prompt."""
     ids = tokens(length + count)
     return relative(cached(model, ids, length, count)[:, length:], model(ids, use_cache=False).logits[:, length:])
+
+
+class NoFloat32(TorchFunctionMode):
+    """Turns every cast to float32, and every float32 tensor that is made, into float64: a difference that a cast makes goes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 def in_float64(model: nn.Module) -> nn.Module:
@@ -73,7 +89,10 @@ def _main(names: list[str]) -> None:
             count = sum(parameter.numel() for parameter in model.parameters())
             own = steps(model, 9)
             model = in_float64(model)
-            print(f"{name:28} {count:7} own dtype {own:.0e}; float64: 9 {steps(model, 9):.1e}, 40 {steps(model, 40):.1e}, chunk {chunk(model):.1e}", flush=True)
+            print(
+                f"{name:28} {count:7} own dtype {own:.0e}; float64: 9 {steps(model, 9):.1e}, 40 {steps(model, 40):.1e}, chunk {chunk(model):.1e}",
+                flush=True,
+            )
         except Exception as error:
             print(f"{name:28} FAILED {type(error).__name__} {str(error)[-150:]}", flush=True)
 

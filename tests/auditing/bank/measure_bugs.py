@@ -37,7 +37,13 @@ def _batch(model: nn.Module, length: int) -> float:
     full = _full(model, ids, attention_mask=mask, position_ids=positions)
     cache, found = None, []
     for start, stop in [(0, length), *((at, at + 1) for at in range(length, length + 3))]:
-        out = model(ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions[:, start:stop], past_key_values=cache, use_cache=True)
+        out = model(
+            ids[:, start:stop],
+            attention_mask=mask[:, :stop],
+            position_ids=positions[:, start:stop],
+            past_key_values=cache,
+            use_cache=True,
+        )
         cache = out.past_key_values
         found.append(out.logits)
     return relative(torch.cat(found, 1)[:, length:], full[:, length:])
@@ -45,7 +51,13 @@ def _batch(model: nn.Module, length: int) -> float:
 
 def _generate(model: nn.Module, length: int) -> float:
     out = model.generate(
-        tokens(length), max_new_tokens=4, min_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None
+        tokens(length),
+        max_new_tokens=4,
+        min_new_tokens=4,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        eos_token_id=None,
     )
     return relative(torch.stack(out.logits, 1)[0, :], _full(model, out.sequences[:, :-1])[0, length - 1 :])
 
@@ -77,7 +89,15 @@ def _reorder(model: nn.Module, length: int) -> float:
     return relative(torch.cat(found, 1), _full(model, ids)[:, length:])
 
 
-PATHS = {"steps": steps, "chunks": _chunks, "batch": _batch, "generate": _generate, "static": _static, "crop": _crop, "reorder": _reorder}
+PATHS = {
+    "steps": steps,
+    "chunks": _chunks,
+    "batch": _batch,
+    "generate": _generate,
+    "static": _static,
+    "crop": _crop,
+    "reorder": _reorder,
+}
 
 
 @torch.no_grad()
@@ -98,7 +118,10 @@ def _main(names: list[str]) -> None:
             continue
         try:
             before, after, kept = measured(bug)
-            print(f"{name:44} {bug.architecture:18} clean {before:.0e} planted {after:.1e} full forward {'kept' if kept else 'CHANGED'}", flush=True)
+            print(
+                f"{name:44} {bug.architecture:18} clean {before:.0e} planted {after:.1e} full forward {'kept' if kept else 'CHANGED'}",
+                flush=True,
+            )
         except Exception as error:
             print(f"{name:44} {bug.architecture:18} FAILED {type(error).__name__} {str(error)[-150:]}", flush=True)
 

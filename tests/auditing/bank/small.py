@@ -44,7 +44,9 @@ SIZES: dict[str, Any] = {
 }
 
 
-def small(model_type: str, *, dtype: str = "float32", attention: str | None = None, seed: int = 0, **config: Any) -> nn.Module:
+def small(
+    model_type: str, *, dtype: str = "float32", attention: str | None = None, seed: int = 0, **config: Any
+) -> nn.Module:
     """Builds the causal language model of a model type from its config, in eval mode.
 
     Args:

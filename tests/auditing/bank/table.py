@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,24 @@ Case = tuple[str, Callable[[], Any], Callable[[Any], str]]
 
 
 def _cases() -> Iterator[tuple[str, list[Case]]]:
-    yield "Clean models", [
-        (name, lambda clean=clean: audited(clean.build(), clean.dtype), lambda verdict: "" if verdict.exit_code == PASS else "should pass")
-        for name, clean in CLEAN.items()
-    ]
-    yield "Planted bugs", [(name, lambda bug=bug: audited_bug(bug), lambda verdict, bug=bug: wrong_about(bug, verdict)) for name, bug in BUGS.items()]
+    yield (
+        "Clean models",
+        [
+            (
+                name,
+                lambda clean=clean: audited(clean.build(), clean.dtype),
+                lambda verdict: "" if verdict.exit_code == PASS else "should pass",
+            )
+            for name, clean in CLEAN.items()
+        ],
+    )
+    yield (
+        "Planted bugs",
+        [
+            (name, lambda bug=bug: audited_bug(bug), lambda verdict, bug=bug: wrong_about(bug, verdict))
+            for name, bug in BUGS.items()
+        ],
+    )
 
 
 def lines() -> Iterator[str]:
@@ -54,9 +68,9 @@ def lines() -> Iterator[str]:
 def main(arguments: list[str]) -> None:
     """Writes the table to the file of the first argument, or prints it."""
     torch.set_num_threads(1)
-    out = Path(arguments[0]).open("w", encoding="utf-8") if arguments else sys.stdout
-    for line in lines():
-        print(line, file=out, flush=True)
+    with Path(arguments[0]).open("w", encoding="utf-8") if arguments else nullcontext(sys.stdout) as out:
+        for line in lines():
+            print(line, file=out, flush=True)
 
 
 if __name__ == "__main__":
