@@ -130,7 +130,6 @@ def _parts(layer: int) -> tuple[str, ...]:
     return (*(f"{root}.{layer}" for root in roots), "residual")
 
 
-EMBEDDING = ("embedding",)
 LOGITS = ("logits", "lm_head")
 ATTENTION = (
     "attention",
