@@ -32,9 +32,16 @@ from kvinterp.models import Adapter, load_model, wrap, zoo
 from support import BARE, TINY, Case, bare_hooked_transformer, has_hooked_transformer, write_checkpoint
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what cannot run here, and says why."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the switch for the long tests."""
+    parser.addoption("--everything", action="store_true", help="run the tests marked `long` as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what cannot run here or was not asked for, and says why."""
     reasons = {}
+    if not config.getoption("--everything"):
+        reasons["long"] = "long: run it with `pytest --everything`"
     if any(item.get_closest_marker("hooked") for item in items) and not has_hooked_transformer():
         reasons["hooked"] = "the TransformerLens that is imported has no HookedTransformer (it was removed in 4.0)"
     if not torch.cuda.is_available():

@@ -1,0 +1,130 @@
+"""Plain transformers code, no kvinterp: what each planted bug does to the logits, and that the full forward keeps its bits.
+
+Run as `python tests/auditing/bank/measure_bugs.py [name ...]`; prints one line a bug.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
+
+from bank.bug import Bug
+from bank.bugs import BUGS
+from bank.measure import cached, relative, steps, tokens
+
+
+def _full(model: nn.Module, ids: Tensor, **more: Tensor) -> Tensor:
+    return model(ids, use_cache=False, **more).logits
+
+
+def _chunks(model: nn.Module, length: int) -> float:
+    ids = tokens(length + 12)
+    return relative(cached(model, ids, length, 4, 4, 4), _full(model, ids))
+
+
+def _batch(model: nn.Module, length: int) -> float:
+    ids = torch.cat((tokens(length + 3), tokens(length + 3, seed=1)))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    full = _full(model, ids, attention_mask=mask, position_ids=positions)
+    cache, found = None, []
+    for start, stop in [(0, length), *((at, at + 1) for at in range(length, length + 3))]:
+        out = model(
+            ids[:, start:stop],
+            attention_mask=mask[:, :stop],
+            position_ids=positions[:, start:stop],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = out.past_key_values
+        found.append(out.logits)
+    return relative(torch.cat(found, 1)[:, length:], full[:, length:])
+
+
+def _generate(model: nn.Module, length: int) -> float:
+    out = model.generate(
+        tokens(length),
+        max_new_tokens=4,
+        min_new_tokens=4,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        eos_token_id=None,
+    )
+    return relative(torch.stack(out.logits, 1)[0, :], _full(model, out.sequences[:, :-1])[0, length - 1 :])
+
+
+def _static(model: nn.Module, length: int) -> float:
+    ids = tokens(length + 3)
+    cache, found = StaticCache(config=model.config, max_cache_len=length + 8), []
+    for chunk in ids.split([length, 1, 1, 1], dim=1):
+        found.append(model(chunk, past_key_values=cache, use_cache=True).logits)
+    return relative(torch.cat(found, 1), _full(model, ids))
+
+
+def _crop(model: nn.Module, length: int) -> float:
+    ids = tokens(length + 6)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, : length + 3], past_key_values=cache, use_cache=True)
+    cache.crop(-3)
+    found = [model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits for at in range(length, length + 3)]
+    return relative(torch.cat(found, 1), _full(model, ids[:, : length + 3])[:, length:])
+
+
+def _reorder(model: nn.Module, length: int) -> float:
+    ids = torch.cat((tokens(length + 3), tokens(length + 3, seed=1)))
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :length], past_key_values=cache, use_cache=True)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    ids = ids.flip(0)
+    found = [model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits for at in range(length, length + 3)]
+    return relative(torch.cat(found, 1), _full(model, ids)[:, length:])
+
+
+PATHS = {
+    "steps": steps,
+    "chunks": _chunks,
+    "batch": _batch,
+    "generate": _generate,
+    "static": _static,
+    "crop": _crop,
+    "reorder": _reorder,
+}
+
+
+@torch.no_grad()
+def measured(bug: Bug) -> tuple[float, float, bool]:
+    """The path's relative difference before planting and after, and whether the full forward kept its bits."""
+    path = PATHS[bug.path]
+    ids = tokens(bug.lengths[-1] + 4)
+    model = bug.build()
+    before, full = path(model, bug.lengths[-1]), _full(model, ids)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        bug.plant(model, monkeypatch)
+        return before, path(model, bug.lengths[-1]), torch.equal(full, _full(model, ids))
+
+
+def _main(names: list[str]) -> None:
+    for name, bug in BUGS.items():
+        if names and name not in names:
+            continue
+        try:
+            before, after, kept = measured(bug)
+            print(
+                f"{name:44} {bug.architecture:18} clean {before:.0e} planted {after:.1e} full forward {'kept' if kept else 'CHANGED'}",
+                flush=True,
+            )
+        except Exception as error:
+            print(f"{name:44} {bug.architecture:18} FAILED {type(error).__name__} {str(error)[-150:]}", flush=True)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])
