@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvinterp.auditing.causes import WithoutCasts
 from kvinterp.auditing.feeding import NARROW, Runner, apart
-from kvinterp.auditing.inside import WithoutCasts
 from kvinterp.auditing.subject import Subject, prompts_for
 from kvinterp.paths.kernels import Kernels
 

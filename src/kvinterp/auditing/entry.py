@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.evidence import Auditor
-from kvinterp.auditing.ladder import Plan, Rung, prefix_plan
-from kvinterp.auditing.subject import check_causal, prompts_for
-from kvinterp.auditing.verdict import Verdict, judge
+from kvinterp.auditing.ladder import Plan, Rung, band, difference, dtype_name, prefix_plan
+from kvinterp.auditing.subject import Subject, check_causal, prompts_for
+from kvinterp.auditing.verdict import VERDICTS, Verdict, judge
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, unknown
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.provenance import provenance
 
@@ -25,6 +25,8 @@ __all__ = ["LENGTHS", "RUNGS", "Audit", "audit"]
 RUNGS = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (5, 63, 64, 65, 96, 97, 128)
 """Prompt lengths on and beside the usual tile, window and chunk sizes."""
+
+CHECKS = ("default", "thorough", "none")
 
 LONGEST_EDGE, SMALL = 512, 5_000_000
 """The longest window or chunk that default lengths reach over, and the parameters of a model too small for threads."""
@@ -66,6 +68,8 @@ def audit(
     steps: int = 3,
     seed: int = 0,
     sweep: str = "yes",
+    checks: str = "default",
+    allow: Sequence[str] = (),
     out: str | os.PathLike[str] | None = None,
     detail: str = "verdict",
     progress: Callable[[str], None] | None = None,
@@ -74,13 +78,16 @@ def audit(
 
     Args:
         model: A model of any kind or an adapter. A transformers model runs with its own cache.
-        prompts: Texts or token ids, each at least as long as the longest length and its steps; two random ones unless said.
+        prompts: Texts or token ids, each at least as long as the longest length and its steps; default: two random ones.
         rungs: The precisions to climb.
-        lengths: Prompt lengths after which tokens are fed one by one; those the context has room for are used. Unless said
+        lengths: Prompt lengths after which tokens are fed one by one; those the context has room for are used. Default:
             :data:`LENGTHS` and those on both sides of the model's own window and chunk, as far as these are at most 512.
         steps: How many tokens are fed one by one after each.
         seed: Seeds the random prompts.
         sweep: ``"yes"`` also decodes one long sequence from a short prompt, to find a position at which something changes.
+        checks: What is exercised beside tokens fed one by one: ``"default"`` (left padding, ``generate()``, other caches,
+            chunks, the model's window, as far as they are cheap), ``"thorough"`` (all of it) or ``"none"``.
+        allow: Words of :data:`VERDICTS` that shall not fail, such as ``"hidden-cast"``.
         out: A folder for verdict.json and the page, or None.
         detail: ``"verdict"`` returns the :class:`Verdict`, ``"everything"`` the :class:`Audit`.
         progress: Told what runs next.
@@ -93,6 +100,12 @@ def audit(
         raise InputError(f"detail={detail!r} was given: expected 'verdict' or 'everything'.")
     if sweep not in ("yes", "no"):
         raise InputError(f"sweep={sweep!r} was given: expected 'yes' or 'no'.")
+    if checks not in CHECKS:
+        raise unknown("checks", checks, CHECKS)
+    for word in (allow,) if isinstance(allow, str) else allow:
+        if word not in VERDICTS:
+            raise unknown("verdict to allow", str(word), VERDICTS)
+    allow = (allow,) if isinstance(allow, str) else tuple(allow)
     lengths = _own_lengths(adapter) if lengths is None else lengths
     if isinstance(lengths, str) or not lengths or not all(map(_counts, [*lengths, steps])):
         raise InputError(
@@ -100,21 +113,43 @@ def audit(
         )
     if isinstance(rungs, str) or not rungs:
         raise InputError(f"rungs={rungs!r} was given: expected a list of at least one precision of {', '.join(RUNGS)}.")
-    dtypes = {str(dtype_named(name)).removeprefix("torch."): dtype_named(name) for name in rungs}
-    own = str(adapter.dtype).removeprefix("torch.")
-    dtypes.setdefault(own, adapter.dtype)
+    dtypes = {dtype_name(dtype_named(name)): dtype_named(name) for name in rungs}
+    dtypes.setdefault(dtype_name(adapter.dtype), adapter.dtype)
     room = min(adapter.facts.context, max(lengths) + steps)
-    with located(f"audit of {adapter.facts.name}"), _threads(adapter), _torchs_own_words():
+    with located(f"audit of {adapter.facts.name}"), _threads(adapter), _torchs_own_words(), _evaluating(adapter.model):
         check_causal(adapter)
-    tokens = _tokens(adapter, prompts, room, seed)
-    plan = prefix_plan(tokens, lengths, steps, room)
-    with located(f"audit of {adapter.facts.name}"), _threads(adapter), _torchs_own_words():
-        seen = Auditor(adapter, plan, dtypes, sweep, progress or (lambda _: None)).run()
+        tokens = _tokens(adapter, prompts, room, seed)
+        plan = prefix_plan(tokens, lengths, steps, room)
+        auditor = Auditor(adapter, plan, dtypes, sweep, checks, progress or (lambda _: None))
+        auditor.seen.random = _random(adapter, plan)
+        seen = auditor.run()
         about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
-    result = Audit(judge(seen), list(seen.rungs.values()), plan, about)
+    result = Audit(judge(seen, allow), list(seen.rungs.values()), plan, about)
     if out is not None:
         result.save(out)
     return result if detail == "everything" else result.verdict
+
+
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """A model fresh from its config drops out at random until it is told not to; it is left as it was."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _random(adapter: Adapter, plan: Plan) -> float:
+    """The relative difference of one forward run twice, where it is beyond what rounding in another order makes."""
+    subject, tokens = Subject(adapter), torch.tensor([list(plan.prompts[0][: plan.length])], device=adapter.device)
+    first, again = subject.recompute(tokens), subject.recompute(tokens)
+    kept = first.isfinite() & again.isfinite()
+    size = difference(first[kept], again[kept]) if bool(kept.any()) else 0.0
+    return size if size > band(adapter.dtype, adapter.facts.width) else 0.0
 
 
 @contextlib.contextmanager

@@ -30,8 +30,8 @@ import torch
 
 from kvinterp.auditing import batches, caches, generation, lengths
 from kvinterp.auditing.bench import FAILED, PASSED, UNCLEAR, Bench, Check, not_run, one_line
+from kvinterp.auditing.causes import WithoutCasts
 from kvinterp.auditing.feeding import Runner
-from kvinterp.auditing.inside import WithoutCasts
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.subject import Subject
 

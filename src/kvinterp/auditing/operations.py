@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from kvinterp.auditing.calls import BACKENDS, Operation, Variant, collect
-from kvinterp.auditing.inside import Feed, Finding, find
+from kvinterp.auditing.first_difference import Feed, Finding, find
 from kvinterp.auditing.ladder import prefix_plan
 from kvinterp.auditing.subject import BlockTaps, Subject, prompts_for
 from kvinterp.errors import InputError

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ from kvinterp.paths.kernels import KernelMode, Kernels, Native
 __all__ = ["BlockTaps", "Reference", "Subject", "check_causal", "prompts_for", "random_model"]
 
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
+
+Call = tuple[int, int]
+"""A block of the model, and how often it had run before in the same forward (a few models run a block twice)."""
 
 
 class Subject:
@@ -169,31 +172,43 @@ class Reference:
     Attributes:
         tokens: ``[1, position]``.
         logits: ``[position, vocabulary]``.
-        inputs: What each block was given, ``[1, position, width]``.
+        inputs: What each block was given, ``[1, position, width]``, by block and by how often it had run before.
         outputs: What each block returned.
         again: Newest rows of the recomputations of this reference's prefixes that were already made, by how they were
-            run and by length: the blocks' outputs by layer, with the first block's input and the logits at the ends.
+            run and by length: see :func:`kvinterp.auditing.ladder.rows`.
     """
 
     tokens: Tensor
     logits: Tensor
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    again: dict[tuple[str, int], dict[int, Tensor]] = dataclasses.field(default_factory=dict)
+    inputs: dict[Call, Tensor]
+    outputs: dict[Call, Tensor]
+    again: dict[tuple[str, int], dict[Any, Tensor]] = dataclasses.field(default_factory=dict)
+
+    def in_dtype(self, dtype: torch.dtype) -> Reference:
+        """The same rows in another dtype."""
+        sides = ({call: tensor.to(dtype) for call, tensor in side.items()} for side in (self.inputs, self.outputs))
+        return Reference(self.tokens, self.logits.to(dtype), *sides)
 
 
 class BlockTaps:
-    """Sees every block's input and output, and can put a reference's rows in the place of the input.
+    """Sees what every block is given and returns, and can put a reference's rows in the place of both.
 
-    With forced inputs each block computes from exactly what the reference computed from, at this position and at all
-    earlier ones, so what differs in its output was born inside it.
+    With forced rows each block computes from exactly what the reference computed from, at this position and at all earlier
+    ones, so what differs in its output was born inside it; and what stands between two blocks is given exactly what the
+    first returned in the reference, so what differs in the second's input was born between them.
+
+    Attributes:
+        inputs: What each block was given in the last forward, before anything was put in its place, by call.
+        outputs: What each returned, likewise.
+        change: Called with each call and output in the place of what is forced; may return another output.
     """
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.inputs: dict[int, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
+        self.inputs: dict[Call, Tensor] = {}
+        self.outputs: dict[Call, Tensor] = {}
         self.force: tuple[Reference, int] | None = None
+        self.change: Callable[[Call, Tensor], Tensor] | None = None
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[BlockTaps]:
@@ -210,55 +225,82 @@ class BlockTaps:
 
     def _before(self, layer: int) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = args[0] if args else kwargs["hidden_states"]
-            self.inputs[layer] = given
-            if self.force is None:
+            name = None if args else _stream(kwargs)
+            given = args[0] if name is None else kwargs[name]
+            call = (layer, sum(n == layer for n, _ in self.inputs))
+            self.inputs[call] = given
+            if self.force is None or call not in self.force[0].inputs:
                 return None
             reference, start = self.force
-            forced = reference.inputs[layer][..., start : start + given.shape[-2], :]
-            return ((forced, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": forced})
+            forced = reference.inputs[call][..., start : start + given.shape[-2], :]
+            return ((forced, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: forced})
 
         return hook
 
     def _after(self, layer: int) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
             made = output[0] if isinstance(output, tuple) else output
-            self.outputs[layer] = made
-            if self.force is None or layer + 1 < len(self.subject.blocks):
+            call = (layer, sum(n == layer for n, _ in self.outputs))
+            self.outputs[call] = made
+            if self.change is not None:
+                forced = self.change(call, made)
+            elif self.force is None or call not in self.force[0].outputs:
                 return None
-            reference, start = self.force
-            forced = reference.outputs[layer][..., start : start + made.shape[-2], :]
+            else:
+                reference, start = self.force
+                forced = reference.outputs[call][..., start : start + made.shape[-2], :]
             return (forced, *output[1:]) if isinstance(output, tuple) else forced
 
         return hook
 
+    def begin(self) -> None:
+        """Forgets the forward before: called ahead of every one."""
+        self.inputs, self.outputs = {}, {}
+
     def reference(self, tokens: Tensor) -> Reference:
         """Runs these tokens without a cache and keeps every row."""
         self.force, self.subject.padding = None, None
+        self.begin()
         logits = self.subject.recompute(tokens)[0]
         nowhere = (logits == -torch.inf).all(0)
         self.subject.padding = nowhere if not bool(nowhere.all()) else torch.zeros_like(nowhere)
         logits = self.subject.unpadded(logits)
-        count = len(self.subject.blocks)
-        return Reference(
-            tokens, logits, [self.inputs[n].clone() for n in range(count)], [self.outputs[n].clone() for n in range(count)]
-        )
+        sides = ({call: tensor.clone() for call, tensor in side.items()} for side in (self.inputs, self.outputs))
+        return Reference(tokens, logits, *sides)
 
-    def feed(self, reference: Reference, start: int, stop: int, cache: Any) -> tuple[Tensor, Any]:
-        """Feeds tokens ``start`` to ``stop`` of a reference against a cache, every block given the reference's rows."""
-        self.force = (reference, start)
+    def feed(self, reference: Reference, start: int, stop: int, cache: Any, forced: str = "yes") -> tuple[Tensor, Any]:
+        """Feeds tokens ``start`` to ``stop`` of a reference against a cache, every block given the reference's rows.
+
+        Args:
+            reference: The rows, and the tokens.
+            start: The first token.
+            stop: Where they end.
+            cache: What the call before returned, or None.
+            forced: ``"no"`` lets the model run freely, as its users do.
+        """
+        self.begin()
+        self.force = (reference, start) if forced == "yes" else None
         try:
             return self.subject.feed(reference.tokens[:, start:stop], cache, start)
         finally:
             self.force = None
 
-    def recompute(self, reference: Reference, stop: int) -> Tensor:
+    def recompute(self, reference: Reference, stop: int, forced: str = "yes") -> Tensor:
         """Logits of the first ``stop`` tokens without a cache, every block given the reference's rows."""
-        self.force = (reference, 0)
+        self.begin()
+        self.force = (reference, 0) if forced == "yes" else None
         try:
             return self.subject.recompute(reference.tokens[:, :stop])
         finally:
             self.force = None
+
+
+def _stream(given: dict[str, Any]) -> str:
+    """The argument that is the residual stream, where a block is called with names alone."""
+    if "hidden_states" in given:
+        return "hidden_states"
+    floats = (name for name, value in given.items() if isinstance(value, Tensor) and value.is_floating_point())
+    return next(floats)
 
 
 def random_model(

@@ -1,0 +1,115 @@
+"""Do the parts account for the whole? Local errors must explain the free-running difference of the logits.
+
+With a fixed order of additions the answer is exact: where no part differs by a bit, no logit may. Otherwise errors of the size
+found in each part are put into the recomputation, at random signs, and the logits' response is what the parts can explain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvinterp.auditing.ladder import Plan, Rung, band, difference
+from kvinterp.auditing.subject import BlockTaps, Reference, Subject
+from kvinterp.models import Adapter
+
+__all__ = ["Account", "account"]
+
+ROOM = 16.0
+"""How many times larger than the simulated response a free-running difference may be: the errors are not random signs."""
+SEEDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """Whether the parts account for the whole on one rung.
+
+    Attributes:
+        found: The largest relative difference of the logits, free-running.
+        explained: What errors of the parts' sizes, put into the recomputation, change the logits by (times :data:`ROOM`).
+        kernels: ``"fixed order"`` or ``"native"``: which measurement is the more telling.
+        layer: Where the parts do not account for it: the first layer whose free-running output differs.
+        position: And the first position.
+    """
+
+    found: float
+    explained: float
+    kernels: str
+    layer: int | None = None
+    position: int | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether they do."""
+        return self.found <= self.explained
+
+
+def account(twin: Adapter, rung: Rung, plan: Plan, terms: int) -> Account:
+    """Judges the free-running differences of a rung by those given equal inputs.
+
+    Args:
+        twin: The model in the rung's dtype.
+        rung: What it showed.
+        plan: What was run.
+        terms: The longest sum in the model.
+    """
+    accounts = [
+        _judge(twin, side, plan, terms, name) for side, name in ((rung.fixed, "fixed order"), (rung, "native")) if side
+    ]
+    return next((a for a in accounts if not a.holds), accounts[0])
+
+
+def _judge(twin: Adapter, side: Rung, plan: Plan, terms: int, kernels: str) -> Account:
+    worst = float(side.steps["relative"].max()) if len(side.steps) else 0.0
+    every = side.every_error
+    exact = kernels == "fixed order" and side.largest_error == 0
+    if worst == 0 or exact:
+        explained = 0.0
+    else:
+        # A row that merely is among more rows has errors too, which a fixed order alone would take away.
+        sizes = every.assign(size=every[["error", "null"]].max(axis=1)).groupby(["layer", "part"])["size"].max()
+        explained = ROOM * _response(twin, plan, sizes.to_dict()) + band(side.dtype, terms)
+    if worst <= explained:
+        return Account(worst, explained, kernels)
+    layer, position = _first(twin, side)
+    return Account(worst, explained, kernels, layer, position)
+
+
+def _first(twin: Adapter, side: Rung) -> tuple[int | None, int | None]:
+    differing = side.layers[side.layers["max_abs"] > 0] if len(side.layers) else side.layers
+    layer = int(differing["layer"].min()) if len(differing) else len(list(twin.blocks))
+    steps = side.differing_steps
+    return layer, int(steps["position"].min()) if len(steps) else None
+
+
+def _response(twin: Adapter, plan: Plan, sizes: dict[Any, float]) -> float:
+    """The largest relative change of any row's logits when every part is off by its own error, at random signs."""
+    taps = BlockTaps(Subject(twin))
+    with taps.attached():
+        tokens = torch.tensor([list(plan.prompts[0][: plan.length])], device=twin.device)
+        reference = taps.reference(tokens)
+        return max(_perturbed(taps, reference, sizes, seed) for seed in range(SEEDS))
+
+
+def _perturbed(taps: BlockTaps, reference: Reference, sizes: dict[Any, float], seed: int) -> float:
+    generator = torch.Generator(taps.subject.adapter.device).manual_seed(seed)
+    head = len(taps.subject.blocks)
+
+    def change(call: Any, made: Tensor) -> Tensor:
+        layer = call[0]
+        # What enters the first block and what stands before the next are put in here, where they are added to the same stream.
+        size = max(sizes.get((layer, "output"), 0.0), sizes.get((layer + 1, "input"), 0.0), sizes.get((-1, "output"), 0.0))
+        signs = torch.randint(0, 2, made.shape, generator=generator, device=made.device) * 2 - 1
+        off = size * made.double().abs().amax(-1, keepdim=True) * signs
+        return (made.double() + off).to(made.dtype)
+
+    taps.change = change
+    try:
+        again = taps.recompute(reference, reference.tokens.shape[1], "no")[0]
+    finally:
+        taps.change = None
+    found = max(difference(a, b) for a, b in zip(again, reference.logits, strict=True))
+    return found + sizes.get((head, "output"), 0.0)

@@ -1,0 +1,140 @@
+"""Two runs of one block compared: each tensor's error, where it is, and what one side sees that the other does not."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvinterp.auditing.ladder import difference, dtype_name
+from kvinterp.auditing.values import on_grid
+from kvinterp.auditing.watch import Event, Watch
+
+__all__ = ["compared", "grid", "lost_key", "seen_differently", "swapped_nearly_equal"]
+
+NARROWER = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def grid(mine: Tensor, theirs: Tensor) -> str:
+    """The narrowest dtype whose grid one side lies on and the other does not."""
+    if not (mine.is_floating_point() and theirs.is_floating_point()):
+        return ""
+    for dtype in NARROWER:
+        if on_grid(mine, dtype) != on_grid(theirs, dtype):
+            return dtype_name(dtype)
+    return ""
+
+
+def swapped_nearly_equal(mine: Event, other: Event) -> bool:
+    """Whether two choices differ only in experts whose scores the difference of the scores can bring past each other.
+
+    Where each side took its highest scores and no score differs by more than d, what was swapped lies within 2 d.
+    """
+    if mine.tensor.shape != other.tensor.shape or mine.tensor.dim() != 1 or mine.best != other.best:
+        return False
+    most = (mine.tensor.double() - other.tensor.double()).abs().max().item()
+    swapped = sorted(mine.chosen ^ other.chosen)
+    scores = other.tensor.double()[swapped]
+    return len(mine.chosen) == len(other.chosen) and (scores.max() - scores.min()).item() <= 2 * most
+
+
+def compared(mine: Event, other: Event, position: int, newest: int) -> tuple[int, float, Tensor, Tensor]:
+    """Absolute position of the first difference, its relative error, and both tensors there.
+
+    Args:
+        mine: What the cached run computed.
+        other: What the recomputation did.
+        position: The row that is looked at.
+        newest: The position of the last key.
+    """
+    a, b = mine.tensor, other.tensor
+    if mine.name in ("K", "V"):
+        keys = min(a.shape[-2], b.shape[-2])
+        a, b = a[..., a.shape[-2] - keys :, :].flatten(0, -3), b[..., b.shape[-2] - keys :, :].flatten(0, -3)
+        # torch may be given each KV head once, or once for every query head that shares it.
+        if a.shape[0] != b.shape[0] and max(a.shape[0], b.shape[0]) % min(a.shape[0], b.shape[0]) == 0:
+            heads = max(a.shape[0], b.shape[0])
+            a, b = (t.repeat_interleave(heads // t.shape[0], 0) for t in (a, b))
+        if a.shape != b.shape:
+            return position, math.inf, mine.tensor, other.tensor
+        scale = b.double().abs().amax((0, 2))
+        errors = (a.double() - b.double()).abs().amax((0, 2)) / scale.clamp(min=torch.finfo(torch.float32).tiny)
+        errors = errors.nan_to_num(math.inf)
+        if not bool(errors.max() > 0):
+            return position, 0.0, a, b
+        # The first position that is as wrong as any, to within a factor of ten: not one that differs by rounding only.
+        index = int((errors >= errors.max() / 10).int().argmax())
+        return newest + 1 - keys + index, float(errors.max()), a[:, index], b[:, index]
+    if mine.name in ("attention mask", "attention scores"):
+        return _compare_visible(a, b, position, newest)
+    if a.shape != b.shape:
+        return position, 0.0, a, b
+    return position, difference(a, b), a, b
+
+
+def _compare_visible(a: Tensor, b: Tensor, position: int, newest: int) -> tuple[int, float, Tensor, Tensor]:
+    keys = min(a.shape[-1], b.shape[-1])
+    extra = a[..., : a.shape[-1] - keys], b[..., : b.shape[-1] - keys]
+    for longer in extra:
+        if longer.numel() and bool(_visible(longer).any()):
+            return max(newest + 1 - max(a.shape[-1], b.shape[-1]), 0), math.inf, a, b
+    a, b = a[..., a.shape[-1] - keys :].flatten(0, -2), b[..., b.shape[-1] - keys :].flatten(0, -2)
+    if a.shape[0] != b.shape[0] and 1 not in (a.shape[0], b.shape[0]):
+        return position, 0.0, a, b
+    seen_a, seen_b = (_visible(t).any(0) for t in (a, b))
+    if not torch.equal(seen_a, seen_b):
+        return newest + 1 - keys + int((seen_a != seen_b).int().argmax()), math.inf, a, b
+    if torch.bool in (a.dtype, b.dtype) or a.shape != b.shape:
+        return position, 0.0, a, b
+    both = seen_a & seen_b
+    return position, difference(a[:, both], b[:, both]) if bool(both.any()) else 0.0, a, b
+
+
+def _visible(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
+
+
+def seen_differently(first: Watch, second: Watch, module: str, newest: int) -> int | None:
+    """The first key that only one side lets the newest query see, where one side is given no mask: its position."""
+    seen = []
+    for watch in (first, second):
+        mask = next((e.tensor for e in watch.events if e.name == "attention mask" and e.module == module), None)
+        keys = next((e.tensor.shape[-2] for e in watch.events if e.name == "K" and e.module == module), None)
+        if keys is None or any(e.name == "attention scores" and e.module == module for e in watch.events):
+            return None
+        every = torch.ones(keys, dtype=torch.bool)
+        seen.append((mask is None, every if mask is None else _visible(mask).flatten(0, -2).any(0).cpu()[-keys:]))
+    if not (seen[0][0] or seen[1][0]):
+        return None
+    keys = max(len(s) for _, s in seen)
+    # Aligned at the newest key; a key that is not there is not seen.
+    mine, theirs = (torch.nn.functional.pad(s, (keys - len(s), 0)) for _, s in seen)
+    return None if torch.equal(mine, theirs) else newest + 1 - keys + int((mine != theirs).int().argmax())
+
+
+def lost_key(mine: Event, other: Event, second: Watch, newest: int) -> int | None:
+    """The first position whose key a cached step no longer has though the recomputation looks at it."""
+    missing = other.tensor.shape[-2] - mine.tensor.shape[-2]
+    if missing <= 0:
+        return None
+    masks = [
+        e.tensor for e in second.events if e.module == mine.module and e.name in ("attention mask", "attention scores")
+    ]
+    oldest = newest + 1 - other.tensor.shape[-2]
+    dropped = _dropped(mine.tensor, other.tensor, missing)
+    if not masks:
+        return oldest + dropped
+    seen = _visible(masks[0]).flatten(0, -2).any(0)[:missing]
+    return oldest + max(dropped, int(seen.int().argmax())) if bool(seen.any()) else None
+
+
+def _dropped(mine: Tensor, other: Tensor, missing: int) -> int:
+    """The first index whose key is not there: up to it keys are what the recomputation has at the same place."""
+    a, b = (t.flatten(0, -3).double() for t in (mine, other))
+    if a.shape[0] != b.shape[0] or a.shape[-1] != b.shape[-1]:
+        return 0
+    count = a.shape[-2]
+    kept, moved = ((a - part).abs().amax((0, 2)) for part in (b[:, :count], b[:, missing : missing + count]))
+    off = kept > moved
+    return int(off.int().argmax()) if bool(off.any()) else 0

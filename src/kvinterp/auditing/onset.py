@@ -1,0 +1,57 @@
+"""Where a kernel changes its order: a position from which on a difference is there that was not before."""
+
+from __future__ import annotations
+
+import pandas as pd
+import torch
+
+from kvinterp.auditing.ladder import Plan, Rung
+from kvinterp.auditing.measure import forced
+from kvinterp.auditing.subject import BlockTaps, Subject
+from kvinterp.errors import UnsupportedError
+from kvinterp.models import Adapter
+from kvinterp.paths.kernels import BatchInvariant
+
+__all__ = ["jump", "onset"]
+
+
+def onset(twin: Adapter, rung: Rung, plan: Plan) -> tuple[str, int, int] | None:
+    """The rung, layer and position at which a difference appears or jumps in every prompt, gone with fixed kernels."""
+    swept = rung.sweep[(rung.sweep["layer"] >= 0) & (rung.sweep["part"] == "output")]
+    if swept.empty:
+        return None
+    table = swept.groupby(["prompt", "position"])["error"].max().unstack("prompt")
+    starts = {jump(table[prompt]) for prompt in table}
+    start = starts.pop() if len(starts) == 1 else None
+    if start is None:
+        return None
+    found = swept[(swept["position"] == start) & (swept["error"] > 0)]
+    if found.empty or _still(twin, plan, start) > 0:
+        return None
+    return rung.name, int(found["layer"].min()), start
+
+
+def _still(twin: Adapter, plan: Plan, start: int) -> float:
+    """The largest error around a position with fixed kernels."""
+    try:
+        taps = BlockTaps(Subject(twin, BatchInvariant()))
+        with taps.attached():
+            tokens = torch.tensor([list(plan.prompts[0][: plan.length])], device=twin.device)
+            reference = taps.reference(tokens)
+            return max(row["error"] for row in forced(taps, reference, start, min(start + 2, plan.length)))
+    except UnsupportedError:
+        return float("inf")
+
+
+def jump(errors: pd.Series) -> int | None:
+    """The position from which errors are there that were not before, or eight times larger than any before; or None."""
+    values, positions = errors.to_numpy(), errors.index.to_numpy()
+    for index in range(8, len(values) - 2):
+        before, after = values[:index], values[index:]
+        appears = before.max() == 0 and values[index] > 0 and (after > 0).mean() >= 0.9
+        jumps = before.max() > 0 and values[index] > 8 * before.max() and pd.Series(after).median() > 8 * before.max()
+        if appears or jumps:
+            return int(positions[index])
+        if before.max() > 0 and not jumps and values[index] > 0 and (before > 0).mean() > 0.5 and index > len(values) // 2:
+            return None
+    return None
