@@ -55,7 +55,7 @@ def batches(monkeypatch):
 @pytest.fixture
 def quick_check(monkeypatch):
     """Compares fewer numbers before a batch is run, where the test's own kernels leave nothing to luck."""
-    monkeypatch.setattr("kvinterp.paths.runner.CHECKED_NUMBERS", 2000)
+    monkeypatch.setattr("kvinterp.paths.batches.CHECKED_NUMBERS", 2000)
 
 
 @cases()
@@ -160,7 +160,7 @@ def test_out_of_memory_in_the_work_itself(load, monkeypatch, caplog):
             raise torch.OutOfMemoryError("planted")
         return batch(self, indices, prompts, names)
 
-    monkeypatch.setattr("kvinterp.paths.runner._same_bits", lambda *_: True)
+    monkeypatch.setattr("kvinterp.paths.batches._same_bits", lambda *_: True)
     monkeypatch.setattr(comparing._Pair, "batch", small)
     told = []
     with caplog.at_level(logging.WARNING, logger="kvinterp"):

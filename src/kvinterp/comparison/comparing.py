@@ -184,6 +184,7 @@ class _Pair:
             protocol=self.protocol,
             strategy=str(self.strategy),
             seed=self.seed,
+            caches={"a": "", "b": ""},
         )
 
     def batch(self, indices: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]) -> list[Comparison]:
@@ -201,6 +202,7 @@ class _Pair:
         finite: list[Tensor] = []
         over = torch.zeros(size, dtype=torch.bool, device=prompt.device)
         runners = [Runner(self.adapter, p, prompt, length, [g]) for p, g in zip(self.paths, glimpses, strict=True)]
+        self._say_caches(runners)
         with runners[0], runners[1]:
             feeds: list[Tensor | None] = [None, None]
             for step in range(length):
@@ -226,6 +228,13 @@ class _Pair:
         frames = [t.frame() for t in (differences.steps, differences.layers, differences.patterns, differences.kv)]
         stops = [] if ends is None else ends.tolist()
         return [self._one(row, indices[row], prompts[row], names[row], *stacked, frames, stops) for row in range(size)]
+
+    def _say_caches(self, runners: Sequence[Runner]) -> None:
+        """Adds what kept the keys and values to the provenance, which all parts of one comparison share."""
+        for side, runner in zip("ab", runners, strict=True):
+            said = self.about["caches"][side]
+            if runner.cache not in said.split("; "):
+                self.about["caches"][side] = "; ".join(sorted(filter(None, [*said.split("; "), runner.cache])))
 
     def _one(
         self,

@@ -177,7 +177,7 @@ class _Seen:
     """Keys and values as attention reads them, by layer, seen through a store that holds nothing."""
 
     def __init__(self) -> None:
-        self.dressed: Any = None
+        self.dressed = self.own = None
         self.read: dict[int, tuple[Tensor, Tensor]] = {}
 
     def length(self, layer: int) -> int:
