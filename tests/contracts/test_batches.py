@@ -30,10 +30,10 @@ def compared(model, case, **more):
 @pytest.fixture
 def batches(monkeypatch):
     """The sizes of the batches that any path runs from here on, the check's own not counted."""
-    from kvinterp.paths import runner
+    from kvinterp.paths import batches
 
     sizes, checking = [], []
-    check, start = runner._same_bits, Runner.__init__
+    check, start = batches._same_bits, Runner.__init__
 
     def checked(*args):
         checking.append(1)
@@ -47,7 +47,7 @@ def batches(monkeypatch):
             sizes.append(prompt.shape[0])
         start(self, adapter, path, prompt, *args, **kwargs)
 
-    monkeypatch.setattr(runner, "_same_bits", checked)
+    monkeypatch.setattr(batches, "_same_bits", checked)
     monkeypatch.setattr(Runner, "__init__", started)
     return sizes
 

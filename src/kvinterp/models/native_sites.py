@@ -177,7 +177,8 @@ class _Seen:
     """Keys and values as attention reads them, by layer, seen through a store that holds nothing."""
 
     def __init__(self) -> None:
-        self.dressed = self.own = None
+        self.dressed: Any = None
+        self.own: Any = None
         self.read: dict[int, tuple[Tensor, Tensor]] = {}
 
     def length(self, layer: int) -> int:

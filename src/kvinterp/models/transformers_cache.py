@@ -135,10 +135,10 @@ class TransformersCache:
         def heard(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> KeysValues:
             return update(layer_idx, key_states, value_states, None, *args, **kwargs)
 
-        self.dressed.update = heard
+        self.dressed.update = heard  # type: ignore[method-assign]
 
     def append(self, layer: int, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> KeysValues:
-        """transformers' own update."""
+        """What transformers' update does."""
         return self._update(keys, values, layer, *more, **named)
 
     def held(self, layer: int) -> KeysValues | None:

@@ -101,7 +101,7 @@ class Runner:
         cached = path.form == "cached"
         if cached or path.chunk is not None:
             # Whatever is to be found out about this model's cache is found out here, before anything is heard.
-            self.cache = path_store(self.adapter, path, *prompt.shape, room if cached else 0, ()).name
+            self.cache = path_store(self.adapter, path, len(prompt), prompt.shape[1], room if cached else 0, ()).name
         columns = _FilledColumns()
         hears: list[Hears] = [columns, *watchers]
         loop = cached_loop if cached else recompute_loop

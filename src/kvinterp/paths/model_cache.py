@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import Listener, ModuleState, Site
-from kvinterp.models.caches import Dynamic, Preallocated
+from kvinterp.models.caches import Preallocated
 from kvinterp.paths.cache import GrowingStore, OwnStore, PassThrough, ReadListener
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.policies import Place
