@@ -44,7 +44,9 @@ def plain_recompute(model: nn.Module, prompt: Tensor, fed: Sequence[int] = FED) 
     return torch.stack(rows)
 
 
-def check_law_10(model: nn.Module, prompt: Sequence[int], path: Any = "cached", cache: Callable[[], Any] | None = None) -> None:
+def check_law_10(
+    model: nn.Module, prompt: Sequence[int], path: Any = "cached", cache: Callable[[], Any] | None = None
+) -> None:
     """Both paths of a native model have the bits of the plain loops."""
     tokens = torch.tensor([list(prompt)], device=next(model.parameters()).device)
     settings = {"max_new_tokens": len(FED) + 1, "continuation": FED, "stop": "length", "logits": "keep"}

@@ -59,7 +59,7 @@ def logits(model, path, **more):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("head_dim", [6, 10, 16])
+@pytest.mark.parametrize("head_dim", [6, 10])
 @pytest.mark.parametrize("heads", HEADS)
 def test_law_10_holds_for_odd_shapes(heads, head_dim, attention, dtype):
     """A preallocated cache hands attention other strides: with six numbers a head, MHA and SDPA in float32 the products
@@ -162,6 +162,10 @@ def test_the_other_kinds_say_what_they_run_on(load, kind):
 # Caches by name --------------------------------------------------------------------------------------------------------
 
 
+def empty_dictionary():
+    return {}
+
+
 def zero_argument_cache():
     return DynamicCache()
 
@@ -229,7 +233,7 @@ def test_a_class_or_function_makes_the_cache(factory):
         (lambda: kv.path_named("cached[room=3]"), "unknown"),
         (lambda: dataclasses.replace(kv.Recompute(), cache=Static()), "keeps no cache"),
         (lambda: logits(llama(), "cached[cache=static(4)]"), "too little room for 18 positions"),
-        (lambda: logits(llama(), kv.Cached(cache=lambda: {})), "made a dict: expected a transformers Cache"),
+        (lambda: logits(llama(), kv.Cached(cache=empty_dictionary)), "made a dict: expected a transformers Cache"),
         (lambda: logits(llama(), kv.Cached(cache=transformers.QuantizedCache)), "could not be made"),
     ],
 )
@@ -311,7 +315,9 @@ def test_positions_that_are_not_known_are_not_named():
     model, path = llama(attention="eager"), kv.Cached(cache=lambda: Forgetful())
     prompt = list(PROMPT[:5])
     assert len(kv.run(model, prompt, path, max_new_tokens=4, stop="length").tokens) == 4
-    with pytest.raises(kv.UnsupportedError, match="holds 6 of 7 positions and does not say which; leave the cache sites out"):
+    with pytest.raises(
+        kv.UnsupportedError, match="holds 6 of 7 positions and does not say which; leave the cache sites out"
+    ):
         kv.run(model, prompt, path, record="kv", max_new_tokens=4, stop="length")
     found = kv.compare(model, prompt, path, "cached", record="resid_post", max_new_tokens=3, stop="length", progress="none")
     assert found.kv.empty
