@@ -376,3 +376,14 @@ def test_the_factory_of_a_path_is_part_of_what_it_is():
     assert kv.Cached(cache=zero_argument_cache) == kv.Cached(cache=MadeBy(zero_argument_cache))
     assert kv.Cached(cache=zero_argument_cache) != kv.Cached(cache=DynamicCache)
     assert plain_loop(llama(), torch.tensor([PROMPT])).shape == (STEPS, 97)
+
+
+def test_parts_that_ran_on_different_caches_are_joined_and_say_both(monkeypatch):
+    """One shape of a preallocated cache may agree where another does not; both parts have the same bits."""
+    monkeypatch.setattr("kvinterp.paths.model_cache.same_bits", lambda adapter, path, batch, length, room: length > 8)
+    found = kv.compare(llama(), [list(PROMPT), list(PROMPT[:8])], "cached[cache=preallocated]", "cached",
+                       max_new_tokens=3, progress="none")  # fmt: skip
+    assert found.about["caches"] == {
+        "a": "DynamicCache (preallocated gave other bits); preallocated (checked: the bits of DynamicCache)",
+        "b": "DynamicCache",
+    }
