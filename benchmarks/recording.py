@@ -119,6 +119,7 @@ def appending(adapter, repeats=15):
         return statistics.median(near)
 
     result = {way: {f"microseconds at {s}": around(way, s) for s in (64, 256, 496)} for way in rows}
+    result["own cache / preallocated, a whole decode"] = own_against_preallocated(adapter)
     tokens = torch.tensor([[5]])
     parts: dict[str, list[list[float]]] = {"step": [], "append": []}
     for _ in range(3):
@@ -132,7 +133,7 @@ def appending(adapter, repeats=15):
 
         GrowingStore.update = timed_update
         try:
-            with Runner(adapter, kv.path_named("cached"), tokens, 513) as runner:
+            with Runner(adapter, kv.path_named("cached[cache=preallocated]"), tokens, 513) as runner:
                 runner.advance()
                 appends = []
                 for _step in range(512):
@@ -151,6 +152,23 @@ def appending(adapter, repeats=15):
         f"microseconds of {what} at {s}": decode(what, s) for what in ("step", "append") for s in (64, 256, 496)
     }
     return result
+
+
+def own_against_preallocated(adapter, lengths=(64, 512), rounds=5):
+    """How much longer a decode takes on the model's own cache than on the preallocated one: medians of ratios in a round."""
+    ratios = {}
+    for length in lengths:
+        found = []
+        for number in range(rounds):
+            paths = ["cached", "cached[cache=preallocated]"]
+            seconds = {}
+            for text in paths if number % 2 else paths[::-1]:
+                with Runner(adapter, kv.path_named(text), torch.tensor([[5]]), length) as runner:
+                    runner.advance()
+                    seconds[text] = timed(lambda: [runner.advance(torch.tensor([5])) for _ in range(length - 1)])[0]  # noqa: B023
+            found.append(seconds[paths[0]] / seconds[paths[1]])
+        ratios[f"{length} steps"] = statistics.median(found)
+    return ratios
 
 
 def main():

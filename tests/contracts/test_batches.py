@@ -30,10 +30,10 @@ def compared(model, case, **more):
 @pytest.fixture
 def batches(monkeypatch):
     """The sizes of the batches that any path runs from here on, the check's own not counted."""
-    from kvinterp.paths import runner
+    from kvinterp.paths import batches
 
     sizes, checking = [], []
-    check, start = runner._same_bits, Runner.__init__
+    check, start = batches._same_bits, Runner.__init__
 
     def checked(*args):
         checking.append(1)
@@ -47,7 +47,7 @@ def batches(monkeypatch):
             sizes.append(prompt.shape[0])
         start(self, adapter, path, prompt, *args, **kwargs)
 
-    monkeypatch.setattr(runner, "_same_bits", checked)
+    monkeypatch.setattr(batches, "_same_bits", checked)
     monkeypatch.setattr(Runner, "__init__", started)
     return sizes
 
@@ -55,7 +55,7 @@ def batches(monkeypatch):
 @pytest.fixture
 def quick_check(monkeypatch):
     """Compares fewer numbers before a batch is run, where the test's own kernels leave nothing to luck."""
-    monkeypatch.setattr("kvinterp.paths.runner.CHECKED_NUMBERS", 2000)
+    monkeypatch.setattr("kvinterp.paths.batches.CHECKED_NUMBERS", 2000)
 
 
 @cases()
@@ -160,7 +160,7 @@ def test_out_of_memory_in_the_work_itself(load, monkeypatch, caplog):
             raise torch.OutOfMemoryError("planted")
         return batch(self, indices, prompts, names)
 
-    monkeypatch.setattr("kvinterp.paths.runner._same_bits", lambda *_: True)
+    monkeypatch.setattr("kvinterp.paths.batches._same_bits", lambda *_: True)
     monkeypatch.setattr(comparing._Pair, "batch", small)
     told = []
     with caplog.at_level(logging.WARNING, logger="kvinterp"):

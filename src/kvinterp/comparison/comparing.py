@@ -201,6 +201,7 @@ class _Pair:
         finite: list[Tensor] = []
         over = torch.zeros(size, dtype=torch.bool, device=prompt.device)
         runners = [Runner(self.adapter, p, prompt, length, [g]) for p, g in zip(self.paths, glimpses, strict=True)]
+        about = {**self.about, "caches": {side: runner.cache for side, runner in zip("ab", runners, strict=True)}}
         with runners[0], runners[1]:
             feeds: list[Tensor | None] = [None, None]
             for step in range(length):
@@ -225,7 +226,9 @@ class _Pair:
         )
         frames = [t.frame() for t in (differences.steps, differences.layers, differences.patterns, differences.kv)]
         stops = [] if ends is None else ends.tolist()
-        return [self._one(row, indices[row], prompts[row], names[row], *stacked, frames, stops) for row in range(size)]
+        return [
+            self._one(row, indices[row], prompts[row], names[row], *stacked, frames, stops, about) for row in range(size)
+        ]
 
     def _one(
         self,
@@ -238,13 +241,14 @@ class _Pair:
         finite: np.ndarray,
         frames: list[pd.DataFrame],
         stops: Sequence[int],
+        about: dict[str, Any],
     ) -> Comparison:
         both = list(zip(fed[0][row], fed[1][row], strict=True))
         count = next((i + 1 for i, pair in enumerate(both) if set(pair) & set(stops)), len(both))
         for side, path in enumerate(self.paths):
             if not finite[side, row, :count].all():
                 message = first_nonfinite(self.adapter, path, prompt, fed[side][row][: count - 1])
-                return _failed(example, name, message, frames, self.about)
+                return _failed(example, name, message, frames, about)
         steps, layers, heads, kv = (
             f[(f["example"] == example) & (f["step"] < count)].reset_index(drop=True) for f in frames
         )
@@ -253,7 +257,7 @@ class _Pair:
         layers, heads, kv = (_with_flip(frame, steps) for frame in (layers, heads, kv))
         texts = {f"text_{side}": self.adapter.decode(tokens.tolist()) for side, tokens in (("a", a), ("b", b))}
         examples = pd.DataFrame([_example_row(example, name, len(prompt), steps, texts)])
-        return Comparison(steps, examples, layers, heads, kv, _no_failures(), self.about)
+        return Comparison(steps, examples, layers, heads, kv, _no_failures(), about)
 
 
 def compare_traces(a: Trace, b: Trace) -> Comparison:

@@ -129,11 +129,17 @@ class Comparison:
             raise InputError("there is no comparison to join: give at least one.")
         first = parts[0].about
         for part in parts[1:]:
-            unlike = sorted(key for key in first if part.about.get(key) != first[key])
+            unlike = sorted(key for key in first if key != "caches" and part.about.get(key) != first[key])
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
         tables = {n: pd.concat([getattr(p, n) for p in parts], ignore_index=True) for n in PARTS}
-        return cls(**tables, about=first)
+        return cls(**tables, about=first | _caches([part.about for part in parts]))
+
+
+def _caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """What kept keys and values on each side: a preallocated cache may have been left for some shapes and not for others."""
+    said = [about["caches"] for about in abouts if "caches" in about]
+    return {"caches": {side: "; ".join(sorted({each[side] for each in said})) for side in said[0]}} if said else {}
 
 
 def _mean(values: pd.Series) -> float | None:

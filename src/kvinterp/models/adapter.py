@@ -1,7 +1,8 @@
 """One face for every kind of model, so that nothing outside ``models/`` asks which kind it has.
 
 An adapter forwards tokens with or without a cache, names the sites it has, hooks a site at a layer, and tells its facts.
-The loops in ``paths/`` hand it a :class:`KVStore`; the adapter dresses that store as whatever cache its model expects.
+The loops in ``paths/`` hand it a :class:`KVStore`, over the model's own cache or over memory of kvinterp's; the adapter
+dresses the latter as whatever cache its model expects.
 
 Layouts are the same for every kind:
 
@@ -23,13 +24,14 @@ import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.taps import Tap, remove_own_hooks, tap_hooks
 from kvinterp.models.weights import WeightsMark, weights_mark
 
@@ -150,31 +152,6 @@ class Facts:
     attention: str
 
 
-@runtime_checkable
-class KVStore(Protocol):
-    """Where keys and values live between forwards; ``paths.cache`` holds the implementations."""
-
-    dressed: Any
-    """The cache a model kind made of this store, kept for the store's whole life, or None."""
-
-    def length(self, layer: int) -> int:
-        """Positions a layer holds before the next update."""
-
-    def held(
-        self, layer: int
-    ) -> tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]:
-        """The keys and values a layer holds, without copying."""
-
-    def update(
-        self,
-        layer: int,
-        keys: Float[Tensor, "batch kv_head new head_dim"],
-        values: Float[Tensor, "batch kv_head new head_dim"],
-        window: int | None = None,
-    ) -> tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]:
-        """Appends, and returns what attention is to read: all positions, or the last ``window - 1`` plus the new."""
-
-
 ModuleState = dict["tuple[nn.Module, str]", Any]
 """What modules keep between forwards, by module and name of the attribute."""
 
@@ -193,6 +170,7 @@ class Adapter(abc.ABC):
         self._variants: dict[torch.dtype, tuple[WeightsMark, Adapter]] = {}
         self._fingerprint: tuple[WeightsMark, str] | None = None
         self.checked_batches: dict[tuple[str, int, int, int], bool] = {}
+        self.checked_caches: dict[tuple[str, int, int, int], bool] = {}
 
     # What a kind must say ------------------------------------------------------------------------------------------
 
@@ -201,6 +179,20 @@ class Adapter(abc.ABC):
         self, tokens: Int[Tensor, "batch new"], store: KVStore | None = None
     ) -> Float[Tensor, "batch new vocabulary"]:
         """Logits for every new token; with a store, attention also reads what the store holds."""
+
+    @abc.abstractmethod
+    def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> OwnCache | None:
+        """A new, empty cache as this model's library makes it, or None where the model makes one in its own forward.
+
+        Args:
+            kind: Which cache.
+            batch: Number of sequences.
+            capacity: Most positions that will be put in.
+            dtype: What it holds.
+
+        Raises:
+            UnsupportedError: This model cannot run with it.
+        """
 
     @abc.abstractmethod
     def tap(self, site: str, layer: int) -> Tap:

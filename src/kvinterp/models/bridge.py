@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore, Tap
+from kvinterp.models.caches import CacheKind, check_plain
 from kvinterp.models.hooked import HOOKS
 from kvinterp.models.native import (
     cast_transformers,
@@ -22,7 +23,14 @@ from kvinterp.models.native import (
     text_config,
     transformers_facts,
 )
-from kvinterp.models.transformers_cache import cached_positions, cached_tensor, check_used, dress, intercept
+from kvinterp.models.transformers_cache import (
+    TransformersCache,
+    cached_positions,
+    cached_tensor,
+    check_used,
+    dress,
+    intercept,
+)
 
 __all__ = ["BridgeAdapter", "build_bridge"]
 
@@ -87,6 +95,11 @@ class BridgeAdapter(Adapter):
         else:
             check_used(store.dressed, f"the bridge for {self.facts.architecture}")
         return self.model(tokens, return_type="logits", past_key_values=store.dressed, use_cache=True)
+
+    def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:
+        """The DynamicCache that a bridge's users make."""
+        check_plain(kind, "a bridge, which rebuilds attention and its mask for a cache that grows")
+        return TransformersCache.of(kind, text_config(self.source), capacity)
 
     def tap(self, site: str, layer: int) -> Tap:
         """The HookPoint that carries a site."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
+from kvinterp.models.caches import CacheKind, check_plain
 
 __all__ = ["HookedAdapter", "convert_checkpoint", "hooked_class", "hooked_from_transformers", "lay_out_for_products"]
 
@@ -322,6 +323,33 @@ class _Cache:
         return mask.new_ones(mask.shape[0], self.entries[0].store.length(0) + mask.shape[1])
 
 
+class _OwnCache:
+    """TransformerLens' own cache, of which the store hears every append."""
+
+    name = "TransformerLensKeyValueCache"
+
+    def __init__(self, config: Any, device: torch.device, batch: int, dtype: torch.dtype) -> None:
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+        self.dressed = TransformerLensKeyValueCache.init_cache(config, device, batch)
+        for entry in self.dressed.entries:
+            # They begin with a tensor of no positions, whose dtype decides with the new keys' what is kept.
+            entry.past_keys, entry.past_values = entry.past_keys.to(dtype), entry.past_values.to(dtype)
+
+    def connect(self, update: Any) -> None:
+        """The store is heard through the entries that it is dressed with in every forward."""
+
+    def append(self, layer: int, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """TransformerLens' own append."""
+        all_keys, all_values = self.dressed[layer].append(keys.transpose(1, 2), values.transpose(1, 2))
+        return all_keys.transpose(1, 2), all_values.transpose(1, 2)
+
+    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The entry's own tensors."""
+        entry = self.dressed[layer]
+        return entry.past_keys.transpose(1, 2), entry.past_values.transpose(1, 2)
+
+
 class HookedAdapter(Adapter):
     """A HookedTransformer, run as it is: its own kernels, its own cache layout."""
 
@@ -389,6 +417,11 @@ class HookedAdapter(Adapter):
     def position_major_cache(self) -> bool:
         """TransformerLens caches ``[batch, position, kv_head, head_dim]``."""
         return True
+
+    def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> _OwnCache:
+        """A TransformerLensKeyValueCache."""
+        check_plain(kind, "a HookedTransformer, which has TransformerLens' own cache only")
+        return _OwnCache(self.model.cfg, self.device, batch, dtype)
 
     def forward(self, tokens: Tensor, store: KVStore | None = None) -> Tensor:
         """Logits of every new token; both paths get the same explicit all-ones mask (see FACTS in the README)."""

@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, ModuleState, Tap
+from kvinterp.models.caches import CacheKind, Dynamic
 from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
 from kvinterp.models.taps import hooks_suspended
 from kvinterp.models.transformers_cache import (
     CACHES,
+    TransformersCache,
     cached_positions,
     cached_tensor,
     check_used,
@@ -172,6 +174,7 @@ class NativeAdapter(Adapter):
         plain_experts(model, self.dtype)
         self._checked: Checked | None = None
         self._continues: bool | None = None
+        self._plain_cache: Callable[[], Cache] | None = None
         self._stateful = [
             (module, name)
             for module in model.modules()
@@ -203,6 +206,30 @@ class NativeAdapter(Adapter):
         else:
             check_used(store.dressed, self.facts.architecture)
         return self.model(input_ids=tokens, past_key_values=store.dressed, use_cache=True).logits
+
+    def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache | None:
+        """A transformers cache; for the default kind of the class that the model itself makes."""
+        if self._cache_argument != "past_key_values":
+            if isinstance(kind, Dynamic):
+                return None
+            raise UnsupportedError(
+                f"cache={kind} cannot be used: {self.facts.architecture} keeps its memory in a form of its own; leave it out."
+            )
+        if self._plain_cache is None:
+            self._plain_cache = self._plain()
+        return TransformersCache.of(kind, text_config(self.model), capacity, self._plain_cache)
+
+    @torch.no_grad()
+    def _plain(self) -> Callable[[], Cache]:
+        """Looks once at the cache that the model makes when it is given none, and says how to make another."""
+        config = text_config(self.model)
+        tokens = torch.arange(3, 5, device=self.device)[None] % self.facts.vocabulary
+        with self.own_state({}), hooks_suspended(self.model):
+            made = getattr(self.model(input_ids=tokens, use_cache=True), "past_key_values", None)
+        if not isinstance(made, Cache) or type(made) is DynamicCache:
+            return lambda: unwrapped_cache(config)
+        takes_config = "config" in inspect.signature(type(made)).parameters
+        return lambda: type(made)(**({"config": config} if takes_config else {}))
 
     @torch.no_grad()
     def _check_continues(self) -> None:

@@ -178,6 +178,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.dressed: Any = None
+        self.own: Any = None
         self.read: dict[int, tuple[Tensor, Tensor]] = {}
 
     def length(self, layer: int) -> int:

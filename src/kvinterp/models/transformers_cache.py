@@ -1,8 +1,11 @@
-"""kvinterp's store dressed as a transformers cache, for the bridge and native kinds.
+"""transformers' caches, for the bridge and native kinds: their own ones listened to, and kvinterp's store dressed as one.
 
-A transformers cache is a list of layers. Layers that keep keys and values of every position (or of a sliding window) are
-replaced by ones that keep them in the store; layers that keep something else (Mamba and Gated DeltaNet states, indexers)
-stay transformers' own.
+A cached path runs on a cache of transformers' own, whose ``update`` alone is led through the store's: the layers, their
+memory and what they hand to attention are transformers', and so are the bits.
+
+A pass without a cache, and the preallocated store, are dressed as a transformers cache, which is a list of layers. Layers
+that keep keys and values of every position (or of a sliding window) are replaced by ones that keep them in the store; layers
+that keep something else (Mamba and Gated DeltaNet states, indexers) stay transformers' own.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import (
     BaseQuantizedLayer,
     Cache,
+    CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -23,10 +27,12 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import CacheRead, KVStore
+from kvinterp.models.caches import CacheKind, Dynamic, KeysValues
 
 __all__ = [
     "CACHES",
     "StoreLayer",
+    "TransformersCache",
     "cached_positions",
     "cached_tensor",
     "check_used",
@@ -86,8 +92,10 @@ def unwrapped_cache(config: Any) -> DynamicCache:
     return DynamicCache(config=config)
 
 
-def dress(config: Any, store: KVStore) -> DynamicCache:
-    """The cache transformers would make, with its attention layers keeping their tensors in ``store``."""
+def dress(config: Any, store: KVStore) -> Cache:
+    """The cache a store is given to the model as: its own, or one whose attention layers keep their tensors in the store."""
+    if store.own is not None:
+        return store.own.dressed
     cache = unwrapped_cache(config)
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
@@ -97,14 +105,59 @@ def dress(config: Any, store: KVStore) -> DynamicCache:
     return cache
 
 
+class TransformersCache:
+    """A transformers cache of any class, of which the store hears every update.
+
+    Args:
+        cache: A new, empty one.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.dressed, self.name = cache, type(cache).__name__
+        self._update = cache.update
+
+    @classmethod
+    def of(cls, kind: CacheKind, config: Any, capacity: int, plain: Callable[[], Cache] | None = None) -> TransformersCache:
+        """A new cache of a kind.
+
+        Args:
+            kind: Which cache.
+            config: The decoder's config.
+            capacity: Most positions that will be put in.
+            plain: Makes the cache that the model would make by itself, where that is no plain DynamicCache.
+        """
+        own = plain is not None and isinstance(kind, Dynamic)
+        return cls(plain() if own and plain is not None else kind.make(config, capacity))
+
+    def connect(self, update: Callable[..., KeysValues]) -> None:
+        """Leads every update through the store's."""
+
+        def heard(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> KeysValues:
+            return update(layer_idx, key_states, value_states, None, *args, **kwargs)
+
+        self.dressed.update = heard  # type: ignore[method-assign]
+
+    def append(self, layer: int, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> KeysValues:
+        """What transformers' update does."""
+        return self._update(keys, values, layer, *more, **named)
+
+    def held(self, layer: int) -> KeysValues | None:
+        """The layer's own tensors; a quantised layer has none that hold everything."""
+        found = self.dressed.layers[layer] if layer < len(self.dressed.layers) else None
+        keys, values = getattr(found, "keys", None), getattr(found, "values", None)
+        if isinstance(found, BaseQuantizedLayer) or not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+            return None
+        return keys, values
+
+
 def check_used(cache: Cache, architecture: str) -> None:
     """Refuses a cache that is about to be used again and that no layer wrote to: the path would have no memory.
 
     Raises:
         UnsupportedError: The model lets the cache it is given lie.
     """
-    layers = [layer for layer in cache.layers if isinstance(layer, StoreLayer)]
-    if layers and not any(layer.used for layer in layers):
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    if layers and not any(getattr(layer, "used", layer.is_initialized) for layer in layers):
         raise UnsupportedError(
             f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
             "another kind."

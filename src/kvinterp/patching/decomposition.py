@@ -25,13 +25,14 @@ from kvinterp import metrics
 from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.adapter import KVStore, Listener, Site
+from kvinterp.models.caches import Dynamic
 from kvinterp.patching.lanes import Donor, RunnerLane, two_paths
 from kvinterp.patching.patch import stored_sites
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import check_finite
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.cache import PassThrough
-from kvinterp.paths.runner import LOGITS, check_choice, encode, growing_store, listed
+from kvinterp.paths.runner import LOGITS, check_choice, encode, listed, path_store
 from kvinterp.policies import Identity
 from kvinterp.provenance import provenance
 from kvinterp.recording import whole_number
@@ -146,7 +147,8 @@ class _Example:
         self.adapter, self.prompt, self.room = adapter, prompt, room
         cached, self.recompute = paths
         # What is done to K and V, by a policy or a narrower cache, belongs to the state.
-        self.one_row = dataclasses.replace(cached, policy=Identity(), cache_dtype=None)
+        keeps = cached.cache if cached.cache.exact else Dynamic()
+        self.one_row = dataclasses.replace(cached, policy=Identity(), cache_dtype=None, cache=keeps)
         self.cached = cached if plant is None else plant.written(cached, len(prompt))
         self.plant = None if plant is None else plant.watcher()
         self.filler = (prompt * (suffix // len(prompt) + 1))[:suffix]
@@ -185,7 +187,7 @@ class _Example:
 
     def _fresh(self, prefix: list[int]) -> Tensor:
         """One decode step of the cached kind on the keys and values the recompute path has just shown."""
-        store = growing_store(self.row_model, self.one_row, 1, len(prefix), ())
+        store = path_store(self.row_model, self.one_row, 1, len(self.prompt), self.room, ())
         keys_site, values_site = stored_sites(self.adapter, "kv")
         for layer in self.layers:
             keys, values = (self.whole.window(site, layer)[1][:, :, :-1] for site in (keys_site, values_site))

@@ -1,6 +1,6 @@
-"""Where keys and values live: a preallocated cache that grows in place, and a pass-through for paths without one.
+"""Where keys and values live: the model's own cache, a preallocated one that grows in place, or nowhere.
 
-Both take the policy, and both tell their watchers what attention is about to read, so that a recorder or a patch sees the
+All take the policy, and all tell their watchers what attention is about to read, so that a recorder or a patch sees the
 cached and the recompute path through the same door.
 """
 
@@ -13,10 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvinterp.errors import UnsupportedError
 from kvinterp.models import Facts
+from kvinterp.models.caches import OwnCache
 from kvinterp.policies import Place, Policy
 
-__all__ = ["GrowingStore", "PassThrough", "ReadListener"]
+__all__ = ["GrowingStore", "OwnStore", "PassThrough", "ReadListener"]
 
 KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
 
@@ -25,7 +27,11 @@ ReadListener = Callable[[Place, Tensor, Tensor], "KeysValues | None"]
 
 
 class _Store:
-    """What both stores share: the policy, the watchers and the empty beginning."""
+    """What the stores share: the policy, the watchers and the empty beginning."""
+
+    own: OwnCache | None = None
+    name = ""
+    """What keeps the keys and values, for the provenance."""
 
     def __init__(
         self,
@@ -41,7 +47,10 @@ class _Store:
         self._empty = torch.empty(batch, facts.kv_heads, 0, facts.head_dim, dtype=dtype, device=device)
 
     def _read(self, layer: int, start: int, stop: int, keys: Tensor, values: Tensor) -> KeysValues:
-        place = Place(layer, start, stop, self.facts.cached_keys_rotated)
+        window = self.facts.windows[layer]
+        # A cache that a user brings may let go of positions, and does not say of which.
+        known = stop - start >= (stop if window is None else min(stop, window))
+        place = Place(layer, start, stop, self.facts.cached_keys_rotated, known)
         keys, values = self.policy.read(keys, values, place)
         for listener in self.listeners:
             changed = listener(place, keys, values)
@@ -75,6 +84,94 @@ class PassThrough(_Store):
         return self._read(layer, 0, keys.shape[2], keys, values)
 
 
+class OwnStore(_Store):
+    """The model's own cache, listened to: what it hands to attention is handed on as it is, so its bits are production's.
+
+    Args:
+        facts: The model's facts.
+        policy: What is done to keys and values.
+        batch: Number of sequences.
+        dtype: Compute dtype.
+        device: Where the model runs.
+        listeners: Told of every read.
+        own: The model's own cache, new and empty.
+        cache_dtype: Dtype it keeps, if another than the keys and values come in.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        policy: Policy,
+        batch: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        listeners: Sequence[ReadListener],
+        own: OwnCache,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(facts, policy, batch, dtype, device, listeners)
+        self.own, self.name, self.cache_dtype = own, own.name, cache_dtype
+        self._lengths: dict[int, int] = {}
+        self._handed: KeysValues = (self._empty, self._empty)
+        own.connect(self.update)
+
+    def length(self, layer: int) -> int:
+        """Positions put in so far."""
+        return self._lengths.get(layer, 0)
+
+    def held(self, layer: int) -> KeysValues:
+        """What the own cache holds of them."""
+        held = self.own.held(layer) if self.own is not None and layer in self._lengths else None
+        return (self._empty, self._empty) if held is None else held
+
+    def update(
+        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
+    ) -> KeysValues:
+        """Appends as the own cache does, then returns what it hands to attention.
+
+        Where a policy or the cache's dtype changes what is kept, the prefill reads what it just made all the same, as with
+        transformers' quantised caches: step 0 is then the same computation on both paths.
+        """
+        held = self.length(layer)
+        kept = self._write(layer, held, keys, values)
+        if self.cache_dtype is not None:
+            kept = kept[0].to(self.cache_dtype), kept[1].to(self.cache_dtype)
+        self._handed = self.own.append(layer, *kept, *more, **named)  # type: ignore[union-attr]
+        stop = self._lengths[layer] = held + keys.shape[2]
+        # A static cache hands over all its room, of which the last slots may be empty.
+        filled = min(stop, self._handed[0].shape[2])
+        new = (keys, values)
+        read = tuple(
+            _with(handed.to(own.dtype), own, filled) if not held and own is not put else handed.to(own.dtype)
+            for handed, own, put in zip(self._handed, new, kept, strict=True)
+        )
+        seen = tuple(tensor if tensor.shape[2] == filled else tensor[:, :, :filled] for tensor in read)
+        changed = self._read(layer, stop - filled, stop, *seen)
+        keys, values = (
+            whole if after is before else after if whole is before else _with(whole, after, filled)
+            for whole, before, after in zip(read, seen, changed, strict=True)
+        )
+        return keys, values
+
+    def _replaced(self, layer: int, start: int, stop: int, keys: Tensor, values: Tensor) -> None:
+        # A patched cache stays patched. What is handed to attention is the cache's own memory, or holds it.
+        held = self.held(layer)
+        for handed, kept, new in zip(self._handed, held, (keys, values), strict=True):
+            if handed.untyped_storage().data_ptr() != kept.untyped_storage().data_ptr():
+                raise UnsupportedError(
+                    f"keys and values in a {self.name} cannot be patched, since layer {layer} keeps them in another form than "
+                    "attention reads them: patch k, v or z, or a path with cache=dynamic."
+                )
+            handed[:, :, : stop - start] = new
+
+
+def _with(whole: Tensor, part: Tensor, filled: int) -> Tensor:
+    """A copy of a tensor, laid out in memory as it is, whose first positions are another's."""
+    copy = whole.clone()
+    copy[:, :, :filled] = part
+    return copy
+
+
 class GrowingStore(_Store):
     """A cache allocated once and appended to in place (``torch.cat`` at every step would be quadratic).
 
@@ -103,6 +200,7 @@ class GrowingStore(_Store):
         position_major: bool = False,
     ) -> None:
         super().__init__(facts, policy, batch, dtype, device, listeners)
+        self.name = "preallocated"
         self.capacity, self.dtype, self.cache_dtype = capacity, dtype, cache_dtype or dtype
         self._position_major = position_major
         self._lengths = [0] * facts.layers

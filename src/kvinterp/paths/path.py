@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 from kvinterp.errors import InputError, unknown
 from kvinterp.models import dtype_named
+from kvinterp.models.adapter import DTYPES
+from kvinterp.models.caches import CacheKind, Dynamic, cache_named
 from kvinterp.paths.kernels import Kernels, Native, kernels_named
 from kvinterp.policies import Identity, Policy, policy_named
 
 __all__ = ["Cached", "ExecutionPath", "Recompute", "path_named"]
 
 FORMS = ("cached", "recompute")
+OPTIONS = ("chunk", "cache", "cache_dtype", "kernels")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,7 @@ class ExecutionPath:
         cache_dtype: Dtype the cache keeps, or None for the compute dtype.
         chunk: Most tokens in one prefill forward, or None for all at once.
         kernels: Which arithmetic it computes with; the machine's own unless said.
+        cache: Which cache keeps the keys and values; the model's own unless said.
     """
 
     form: str = "cached"
@@ -35,6 +40,7 @@ class ExecutionPath:
     cache_dtype: str | None = None
     chunk: int | None = None
     kernels: Kernels = dataclasses.field(default_factory=Native)
+    cache: CacheKind = dataclasses.field(default_factory=Dynamic)
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -43,6 +49,8 @@ class ExecutionPath:
             raise InputError(
                 f"cache_dtype={self.cache_dtype!r} was given for recompute, which keeps no cache: use Cached(...)."
             )
+        if self.form == "recompute" and self.cache != Dynamic():
+            raise InputError(f"cache={self.cache} was given for recompute, which keeps no cache: use Cached(...).")
         if not isinstance(self.policy, Policy):
             raise InputError(
                 f"policy={self.policy!r} was given: expected a Policy, such as kvinterp.policy_named('identity')."
@@ -55,7 +63,9 @@ class ExecutionPath:
     def __str__(self) -> str:
         """The text form, such as ``cached``, ``recompute@float64`` or ``cached[chunk=16]+q8_0``."""
         kernels = None if isinstance(self.kernels, Native) else self.kernels
-        options = {"chunk": self.chunk, "cache": self.cache_dtype, "kernels": kernels}
+        kind = None if self.cache == Dynamic() else self.cache
+        cache = {"cache": self.cache_dtype} if kind is None else {"cache": kind, "cache_dtype": self.cache_dtype}
+        options = {"chunk": self.chunk, **cache, "kernels": kernels}
         shown = ",".join(f"{name}={value}" for name, value in options.items() if value is not None)
         policy = "" if isinstance(self.policy, Identity) else f"+{self.policy}"
         return self.form + (f"[{shown}]" if shown else "") + policy + (f"@{self.dtype}" if self.dtype else "")
@@ -67,6 +77,7 @@ def Cached(  # noqa: N802  # reads as the noun it makes
     cache_dtype: str | None = None,
     chunk: int | None = None,
     kernels: Kernels | str = "native",
+    cache: Any = "dynamic",
 ) -> ExecutionPath:
     """Decoding from a KV cache: prefill once, then one token a step.
 
@@ -76,8 +87,12 @@ def Cached(  # noqa: N802  # reads as the noun it makes
         cache_dtype: What the cache keeps; the compute dtype unless said.
         chunk: Most tokens in one prefill forward.
         kernels: A kernel mode, such as ``"batch_invariant"`` or ``SplitK(4, "float16")``.
+        cache: ``"dynamic"`` (the model's own), ``"static"``, ``"static(256)"``, ``"quantized(4)"``, ``"preallocated"``; or a
+            class of transformers caches, or a function that makes a new one of those of ``config`` and ``max_cache_len``
+            that it takes.
     """
-    return ExecutionPath("cached", _policy(policy), _name(dtype), _name(cache_dtype), chunk, kernels_named(kernels))
+    kept = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache)
+    return ExecutionPath("cached", _policy(policy), _name(dtype), *kept)
 
 
 def Recompute(  # noqa: N802  # reads as the noun it makes
@@ -110,24 +125,31 @@ def path_named(text: object) -> ExecutionPath:
     match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
     if match is None:
         raise InputError(
-            f"path {text!r} cannot be read: expected cached or recompute, then if wanted [chunk=N,cache=DTYPE,kernels=MODE], "
-            "+POLICY and @DTYPE, as in cached, recompute@float64 or cached[chunk=16]."
+            f"path {text!r} cannot be read: expected cached or recompute, then if wanted "
+            "[chunk=N,cache=KIND,cache_dtype=DTYPE,kernels=MODE], +POLICY and @DTYPE, as in cached, recompute@float64 or "
+            "cached[chunk=16]."
         )
     form, options, policy, dtype = match.groups()
     chosen: dict[str, str] = {}
     # A comma inside brackets belongs to a mode's own values, as in kernels=split_k(4,float16).
     for part in filter(None, re.split(r",(?![^(]*\))", options or "")):
-        name, _, value = part.partition("=")
-        if name.strip() not in ("chunk", "cache", "kernels") or not value:
-            raise InputError(f"path option {part!r} in {text!r} is unknown: expected chunk=N, cache=DTYPE or kernels=MODE.")
-        chosen[name.strip()] = value.strip()
-    if "cache" in chosen and form == "recompute":
-        raise InputError(f"path {text!r} gives a cache dtype to a path that keeps no cache: use cached[cache=...].")
+        name, value = (side.strip() for side in (*part.split("=", 1), "")[:2])
+        # The cache's dtype, the older of the two, may stand where its kind does.
+        name = "cache_dtype" if name == "cache" and value in DTYPES else name
+        if name not in OPTIONS or not value or name in chosen:
+            raise InputError(
+                f"path option {part!r} in {text!r} is {'given twice' if name in chosen else 'unknown'}: expected chunk=N, "
+                "cache=KIND, cache_dtype=DTYPE or kernels=MODE."
+            )
+        chosen[name] = value
+    if form == "recompute" and ("cache" in chosen or "cache_dtype" in chosen):
+        raise InputError(f"path {text!r} gives a cache to a path that keeps none: use cached[cache=...].")
     chunk = chosen.get("chunk")
     if chunk is not None and not (chunk.isascii() and chunk.isdecimal() and len(chunk) < 20):
         raise InputError(f"chunk={chunk!r} in path {text!r}: expected a whole number of tokens of at least 1.")
     size, kernels = None if chunk is None else int(chunk), kernels_named(chosen.get("kernels", "native"))
-    return ExecutionPath(form, _policy(policy), dtype, chosen.get("cache"), size, kernels)
+    cache = cache_named(chosen.get("cache", "dynamic"))
+    return ExecutionPath(form, _policy(policy), dtype, chosen.get("cache_dtype"), size, kernels, cache)
 
 
 def _policy(policy: Policy | str | None) -> Policy:

@@ -7,6 +7,8 @@ import dataclasses
 from jaxtyping import Float
 from torch import Tensor
 
+from kvinterp.errors import UnsupportedError
+
 __all__ = ["KV", "Place", "Policy"]
 
 KV = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
@@ -21,12 +23,29 @@ class Place:
         start: Absolute position of the first key.
         stop: One past the absolute position of the last key.
         rotated: Whether these keys are after RoPE.
+        known: Whether the keys are those of the positions start to stop; a user's cache may have let go of some.
     """
 
     layer: int
     start: int
     stop: int
     rotated: bool
+    known: bool = True
+
+    def check_known(self, site: str) -> None:
+        """Refuses to name positions that are not known.
+
+        Args:
+            site: What was to be recorded or moved.
+
+        Raises:
+            UnsupportedError: The cache holds fewer positions than were put in.
+        """
+        if not self.known:
+            raise UnsupportedError(
+                f"site {site!r} cannot be had at layer {self.layer}: the cache holds {self.stop - self.start} of {self.stop} "
+                "positions and does not say which; leave the cache sites out."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

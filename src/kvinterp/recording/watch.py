@@ -58,6 +58,7 @@ class Watch:
         """Hears what attention is about to read from the store."""
         changed = False
         for site in self._reads.get(place.layer, ()):
+            place.check_known(site)
             if site == "cache_v":
                 new = self.sink(site, place.layer, place.start, values)
                 values, changed = (values, changed) if new is None else (new, True)

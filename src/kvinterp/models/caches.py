@@ -1,0 +1,337 @@
+"""Which cache a cached path keeps its keys and values in, as data; and what every cache looks like from outside.
+
+==========================  =========================================================================================
+``dynamic``                 the cache that the model makes by itself; what is run unless another is asked for
+``static``, ``static(N)``   transformers' StaticCache, with room for what is run, or for N positions
+``quantized(4)``            transformers' QuantizedCache; ``quantized(4,hqq)`` and ``quantized(8,fp8)`` name the backend
+``preallocated``            kvinterp's own store, which grows in place, where it was seen to give the same bits as
+                            ``dynamic``; else ``dynamic`` is run, and the result says so
+``package.module:Name``     a class or function that makes a transformers cache
+==========================  =========================================================================================
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvinterp.errors import InputError, UnsupportedError, unknown
+
+__all__ = [
+    "CACHE_KINDS",
+    "CacheKind",
+    "Dynamic",
+    "KVStore",
+    "MadeBy",
+    "OwnCache",
+    "Preallocated",
+    "Quantized",
+    "Static",
+    "cache_named",
+    "check_plain",
+]
+
+KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
+
+
+@runtime_checkable
+class KVStore(Protocol):
+    """Where keys and values live between forwards; ``paths.cache`` holds the implementations."""
+
+    dressed: Any
+    """What the model was given for this store, kept for the store's whole life, or None before its first forward."""
+
+    own: OwnCache | None
+    """The library's own cache that keeps the tensors, or None where the store keeps them or nothing does."""
+
+    def length(self, layer: int) -> int:
+        """Positions a layer holds before the next update."""
+
+    def held(self, layer: int) -> KeysValues:
+        """The keys and values a layer holds, without copying."""
+
+    def update(
+        self,
+        layer: int,
+        keys: Float[Tensor, "batch kv_head new head_dim"],
+        values: Float[Tensor, "batch kv_head new head_dim"],
+        window: int | None = None,
+    ) -> KeysValues:
+        """Appends, and returns what attention is to read: all positions, or the last ``window - 1`` plus the new."""
+
+
+@runtime_checkable
+class OwnCache(Protocol):
+    """A library's own cache of one run, behind the one face that a store needs."""
+
+    name: str
+    """The name of its class."""
+
+    dressed: Any
+    """What the model is given."""
+
+    def connect(self, update: Callable[..., KeysValues]) -> None:
+        """Sends every update the model makes to ``update(layer, keys, values, None, *more)``, which calls :meth:`append`."""
+
+    def append(self, layer: int, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> KeysValues:
+        """What the library itself does: appends, and returns what attention reads, any unfilled room included."""
+
+    def held(self, layer: int) -> KeysValues | None:
+        """The tensors in which a layer keeps its keys and values, or None where it keeps them in another form."""
+
+
+# Kinds -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheKind:
+    """A kind of cache. The text form is the name of the class, with its values in brackets."""
+
+    exact: ClassVar[bool] = True
+    """Whether it is known to give back the very keys and values that were put in."""
+
+    def make(self, config: Any, capacity: int) -> Any:
+        """A new, empty transformers cache.
+
+        Args:
+            config: The decoder's config.
+            capacity: Most positions that will be put in.
+        """
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """The text form used on the command line and in tables."""
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        shown = ",".join(str(value) for value in values if value is not None)
+        return type(self).__name__.lower() + (f"({shown})" if shown else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic(CacheKind):
+    """The model's own cache, as it makes one by itself: a DynamicCache for nearly every transformers model."""
+
+    def make(self, config: Any, capacity: int) -> Any:
+        """A DynamicCache, whose layers are those of the config."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preallocated(Dynamic):
+    """kvinterp's own store, where it was seen on this machine to give the bits of the model's own cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Static(CacheKind):
+    """transformers' StaticCache, whose unfilled room is masked.
+
+    Attributes:
+        room: Its ``max_cache_len`` in positions; as many as are run for None.
+    """
+
+    room: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.room is not None and (not isinstance(self.room, int) or isinstance(self.room, bool) or self.room < 1):
+            raise InputError(f"cache=static({self.room!r}) was given: expected a whole number of positions of at least 1.")
+
+    def make(self, config: Any, capacity: int) -> Any:
+        """A StaticCache with the room asked for.
+
+        Raises:
+            InputError: More positions are run than it has room for.
+        """
+        from transformers import StaticCache
+
+        if self.room is not None and capacity > self.room:
+            raise InputError(
+                f"cache={self} has too little room for {capacity} positions: give static({capacity}) or static."
+            )
+        return StaticCache(config=config, max_cache_len=self.room or capacity)
+
+
+BACKENDS = {"quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq", "hqq"), "fp8": ("torch", "torch")}
+"""For each backend of transformers' QuantizedCache the module it needs, and the package that has it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized(CacheKind):
+    """transformers' QuantizedCache.
+
+    Attributes:
+        bits: Bits of an element; the backend ``fp8`` has 8.
+        backend: ``quanto``, ``hqq`` or ``fp8``; of the first two the one that is installed for None.
+    """
+
+    exact: ClassVar[bool] = False
+    bits: int = 4
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or self.bits < 1:
+            raise InputError(f"cache=quantized({self.bits!r}) was given: expected a number of bits, as in quantized(4).")
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise unknown("backend of a quantized cache", self.backend, BACKENDS)
+        if self.backend == "fp8" and self.bits != 8:
+            raise InputError(f"cache={self} was given, and fp8 has 8 bits: give quantized(8,fp8).")
+
+    def make(self, config: Any, capacity: int) -> Any:
+        """A QuantizedCache of the backend.
+
+        Raises:
+            UnsupportedError: The backend's package is not installed, or cannot do this.
+        """
+        from transformers import QuantizedCache
+
+        backend = self.backend or next((name for name in ("quanto", "hqq") if _installed(BACKENDS[name][0])), "quanto")
+        module, package = BACKENDS[backend]
+        if not _installed(module):
+            other = "" if self.backend else ", or hqq"
+            raise UnsupportedError(f"cache={self} needs the package {package}{other}: pip install {package}.")
+        try:
+            return QuantizedCache(backend, config, **({} if backend == "fp8" else {"nbits": self.bits}))
+        except (ImportError, TypeError, ValueError) as error:
+            raise UnsupportedError(f"cache={self} cannot be made for {config.model_type}: {_sentence(error)}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeBy(CacheKind):
+    """A cache that a class or a function makes, anew for every run.
+
+    Attributes:
+        factory: Called with those of ``config`` and ``max_cache_len`` that it names; a function of one argument of another
+            name is given the config.
+    """
+
+    exact: ClassVar[bool] = False
+    factory: Callable[..., Any]
+
+    def make(self, config: Any, capacity: int) -> Any:
+        """What the factory makes.
+
+        Raises:
+            InputError: It cannot be called so, or makes no empty transformers cache.
+        """
+        from transformers import Cache
+
+        try:
+            cache = self.factory(**self._arguments({"config": config, "max_cache_len": capacity}))
+        except (ImportError, TypeError, ValueError) as error:
+            raise InputError(
+                f"cache={self} could not be made ({_sentence(error)}) Give a class or a function that takes nothing, or "
+                "config and max_cache_len, and makes a transformers Cache."
+            ) from error
+        if not isinstance(cache, Cache):
+            raise InputError(f"cache={self} made a {type(cache).__name__}: expected a transformers Cache.")
+        if int(cache.get_seq_length()) or "update" in vars(cache):
+            raise InputError(f"cache={self} made a cache that is in use already: make a new, empty one in every call.")
+        return cache
+
+    def _arguments(self, offered: dict[str, Any]) -> dict[str, Any]:
+        parameters = inspect.signature(self.factory).parameters
+        given = {name: value for name, value in offered.items() if name in parameters}
+        single = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+        if not given and len(single) == 1:
+            given = {single[0].name: offered["config"]}
+        return given
+
+    def __str__(self) -> str:
+        """Where it can be imported from."""
+        return f"{self.factory.__module__}:{getattr(self.factory, '__qualname__', type(self.factory).__qualname__)}"
+
+
+CACHE_KINDS: dict[str, type[CacheKind]] = {
+    "dynamic": Dynamic,
+    "preallocated": Preallocated,
+    "static": Static,
+    "quantized": Quantized,
+}
+
+
+def cache_named(given: Any) -> CacheKind:
+    """The kind of cache meant by a text such as ``static(64)``, by a class or by a function that makes one.
+
+    Raises:
+        InputError: There is no such kind, or a cache itself was given.
+    """
+    if isinstance(given, CacheKind):
+        return given
+    if callable(given):
+        return MadeBy(given)
+    if not isinstance(given, str):
+        raise InputError(
+            f"cache={type(given).__name__}(...) was given, and a cache holds the keys and values of one run: give its class, or "
+            "a function that makes a new one for every run."
+            if hasattr(given, "get_seq_length")
+            else f"cache={given!r} was given: expected one of {', '.join(CACHE_KINDS)}, or a class or function that makes one."
+        )
+    if ":" in given:
+        return MadeBy(_imported(given))
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", given)
+    if match is None or match.group(1) not in CACHE_KINDS:
+        raise unknown(
+            "cache", given, CACHE_KINDS, "A class or function is given as package.module:Name, a dtype as float32."
+        )
+    kind, values = CACHE_KINDS[match.group(1)], match.group(2)
+    try:
+        return kind(*(_value(part.strip()) for part in values.split(",")) if values else ())
+    except TypeError as error:
+        fields = ", ".join(field.name for field in dataclasses.fields(kind)) or "no values"
+        raise InputError(f"cache {given!r} cannot be read: {match.group(1)} takes {fields}.") from error
+
+
+def check_plain(kind: CacheKind, who: str) -> None:
+    """Refuses a cache of another kind than the model's own for a kind of model that cannot use it.
+
+    Args:
+        kind: The kind of cache.
+        who: The kind of model, and why.
+
+    Raises:
+        UnsupportedError: It is another kind than ``dynamic`` and ``preallocated``.
+    """
+    if not isinstance(kind, Dynamic):
+        raise UnsupportedError(f"cache={kind} cannot be used by {who}: load the model with kind='native'.")
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def _imported(text: str) -> Callable[..., Any]:
+    module, _, name = text.partition(":")
+    try:
+        found: Any = importlib.import_module(module.strip())
+        for part in name.strip().split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"cache {text!r} cannot be imported ({error}): expected package.module:Name of a class or function."
+        ) from error
+    if not callable(found):
+        raise InputError(f"cache {text!r} is a {type(found).__name__}: expected a class or function that makes a cache.")
+    return found
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).strip().rstrip(".") + "."

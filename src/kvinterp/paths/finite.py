@@ -1,0 +1,69 @@
+"""Where NaN or Inf first appears along a path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvinterp.errors import NonFiniteError
+from kvinterp.models import Adapter, dtype_named
+from kvinterp.models.adapter import RESIDUAL_SITES
+from kvinterp.paths.loops import Runner
+from kvinterp.paths.path import ExecutionPath
+from kvinterp.policies import Place
+from kvinterp.recording import Watch
+
+__all__ = ["first_nonfinite"]
+
+
+class _FiniteWatcher:
+    """Stops at the first residual stream that is not finite."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        sites = [(s, layer) for layer in range(adapter.facts.layers) for s in RESIDUAL_SITES if adapter.supports(s, layer)]
+        self.watch = Watch(adapter, sites, self._check)
+        self.places, self.listeners = self.watch.places, self.watch.listeners
+        self.step = 0
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+
+    def begin_pass(self) -> None:
+        self.watch.begin_pass()
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        for site, tensor in (("keys", keys), ("values", values)):
+            self._check(f"cached {site}", place.layer, place.start, tensor)
+
+    def _check(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
+        if not bool(tensor.isfinite().all()):
+            raise NonFiniteError(f"{_what(tensor)} first appeared in {site} of layer {layer} at step {self.step}")
+
+
+def first_nonfinite(adapter: Adapter, path: ExecutionPath, prompt: Sequence[int], fed: Sequence[int]) -> str:
+    """Where NaN or Inf first appears when these tokens are run along this path, as one sentence.
+
+    Args:
+        adapter: The model.
+        path: How to run it.
+        prompt: Token ids of the prompt.
+        fed: Token ids fed after it.
+    """
+    watcher = _FiniteWatcher(adapter.at(dtype_named(path.dtype)))
+    tokens = torch.tensor([list(prompt)], device=adapter.device)
+    try:
+        with Runner(adapter, path, tokens, len(fed) + 1, [watcher]) as runner:
+            for step in range(len(fed) + 1):
+                logits = runner.advance(None if step == 0 else tokens.new_tensor([fed[step - 1]]))
+                if not bool(logits.isfinite().all()):
+                    raise NonFiniteError(f"{_what(logits)} first appeared in the logits at step {step}")
+    except NonFiniteError as error:
+        remedy = "use a dtype with a wider range, such as dtype='bfloat16' or 'float32'"
+        return f"path {path}: {error} in {str(runner.adapter.dtype).removeprefix('torch.')}: {remedy}."
+    return f"path {path}: NaN or Inf appeared in the logits once and not again on a second run of the same tokens."
+
+
+def _what(tensor: Tensor) -> str:
+    return "NaN" if bool(tensor.isnan().any()) else "Inf"

@@ -1,0 +1,181 @@
+"""The two loops side by side, and what runs one of them: hooks attached once, one call a step.
+
+The loops are twins: same signature, same yields. Each yields the newest position's logits and is sent the next token; step
+0 is the token that the prefill decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvinterp.models import Adapter, dtype_named
+from kvinterp.models.adapter import KVStore, Listener, ModuleState, Site
+from kvinterp.paths.model_cache import Hears, Stores, path_store, uncached
+from kvinterp.paths.path import ExecutionPath
+from kvinterp.policies import Place
+from kvinterp.recording import Recorder
+
+__all__ = ["LOGITS", "RecorderWatcher", "Runner", "Watcher"]
+
+Loop = Generator[Float[Tensor, "batch vocab"], Int[Tensor, " batch"], None]
+Begin = Callable[[], None]
+
+LOGITS: Site = ("logits", -1)
+"""The place under which a watcher hears, and may replace, the newest position's logits ``[batch, vocab]``."""
+
+
+def cached_loop(
+    adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, stores: Stores, hears: Sequence[Hears], begin: Begin
+) -> Loop:
+    """Prefills the prompt once, then feeds one token a step against the cache."""
+    begin()
+    store = stores(adapter, path, prompt.shape[0], prompt.shape[1], room, hears)
+    logits = _forward(adapter, prompt, store, path.chunk)
+    while True:
+        token = yield logits[:, -1]
+        logits = adapter.forward(token[:, None], store)
+
+
+def recompute_loop(
+    adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, stores: Stores, hears: Sequence[Hears], begin: Begin
+) -> Loop:
+    """Feeds the whole prefix at every step; nothing is carried from one step to the next but the tokens."""
+    tokens = prompt
+    while True:
+        begin()
+        store = uncached(adapter, path, tokens, stores, hears)
+        logits = _forward(adapter, tokens, store, path.chunk)
+        token = yield logits[:, -1]
+        tokens = torch.cat([tokens, token[:, None]], 1)
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """Whatever looks into a path while it runs: a recorder, a comparer, a patch."""
+
+    @property
+    def places(self) -> Sequence[Site]:
+        """The hooks it needs."""
+
+    @property
+    def listeners(self) -> Mapping[Site, Listener]:
+        """What those hooks call."""
+
+    def begin_step(self, step: int) -> None:
+        """What follows belongs to this step."""
+
+    def begin_pass(self) -> None:
+        """A forward from position 0 follows."""
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Sees what attention is about to read, and may replace it."""
+
+
+class Runner:
+    """One path in motion: hooks attached once for the whole decode, one call a step.
+
+    Args:
+        adapter: The model; it is brought to the path's dtype.
+        path: How to run it.
+        prompt: Token ids, ``[batch, position]``.
+        room: Most tokens that will be fed after the prompt.
+        watchers: Made for ``adapter.at(path.dtype)``; they hear every forward in order.
+
+    Attributes:
+        cache: What keeps the keys and values, such as ``"DynamicCache"``; ``"none"`` where nothing does.
+    """
+
+    def __init__(
+        self, adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, watchers: Sequence[Watcher] = ()
+    ) -> None:
+        self.adapter = adapter.at(dtype_named(path.dtype))
+        self.path, self.watchers = path, watchers
+        self.step = -1
+        self._state: ModuleState = {}
+        self.cache = "none"
+        cached = path.form == "cached"
+        if cached or path.chunk is not None:
+            # Whatever is to be found out about this model's cache is found out here, before anything is heard.
+            self.cache = path_store(self.adapter, path, len(prompt), prompt.shape[1], room if cached else 0, ()).name
+        columns = _FilledColumns()
+        hears: list[Hears] = [columns, *watchers]
+        loop = cached_loop if cached else recompute_loop
+        self._loop = loop(self.adapter, path, prompt.to(self.adapter.device), room, path_store, hears, self._begin)
+        self._kernels = path.kernels.mode(self.adapter)
+        self._listeners: dict[Site, list[Listener]] = {place: [hear] for place, hear in self._kernels.listeners.items()}
+        for watcher in watchers:
+            for place, listener in watcher.listeners.items():
+                heard = columns.cut(place, listener) if place[0] in ("attn_scores", "pattern") else listener
+                self._listeners.setdefault(place, []).append(heard)
+
+    def __enter__(self) -> Runner:
+        self._attached = self.adapter.attached([place for place in self._listeners if place != LOGITS])
+        self._attached.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._loop.close()
+        self._attached.__exit__(*error)
+
+    @torch.no_grad()
+    def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
+        """Logits of the next step; the first call takes no tokens."""
+        self.step += 1
+        for watcher in self.watchers:
+            watcher.begin_step(self.step)
+        with self.adapter.listening(self._listeners), self.adapter.own_state(self._state), self._kernels:
+            logits = next(self._loop) if tokens is None else self._loop.send(tokens)
+        for listener in self._listeners.get(LOGITS, ()):
+            changed = listener(logits)
+            logits = logits if changed is None else changed
+        return logits
+
+    def _begin(self) -> None:
+        for watcher in self.watchers:
+            watcher.begin_pass()
+
+
+class _FilledColumns:
+    """Cuts scores and patterns to the keys there are: against a static cache their rows go on over its empty room."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, int] = {}
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        """Hears how many keys attention is about to read."""
+        self._keys[place.layer] = place.stop - place.start
+
+    def cut(self, place: Site, listener: Listener) -> Listener:
+        """The listener of a site with a column a key, told of the filled ones."""
+
+        def heard(tensor: Tensor) -> Tensor | None:
+            filled = self._keys.get(place[1], tensor.shape[-1])
+            if filled >= tensor.shape[-1]:
+                return listener(tensor)
+            changed = listener(tensor[..., :filled])
+            return None if changed is None else torch.cat([changed, tensor[..., filled:]], -1)
+
+        return heard
+
+
+class RecorderWatcher:
+    """A recorder as the runner sees it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.places = recorder.places
+        self.listeners = recorder.watch.listeners
+        self.begin_step, self.begin_pass, self.on_read = recorder.begin_step, recorder.begin_pass, recorder.on_read
+
+
+def _forward(adapter: Adapter, tokens: Tensor, store: KVStore | None, chunk: int | None) -> Tensor:
+    if chunk is None or chunk >= tokens.shape[1]:
+        return adapter.forward(tokens, store)
+    for piece in tokens.split(chunk, 1):
+        logits = adapter.forward(piece, store)
+    return logits

@@ -1,0 +1,199 @@
+"""The store a path keeps its keys and values in: the model's own cache, or the preallocated one where it was checked.
+
+A preallocated store hands attention tensors laid out otherwise in memory than the model's own cache does, and a kernel may
+then add in another order (docs/laws.md, law 10). So it is used only where both were run side by side on this machine, in
+this shape, and gave the same bits at every site; else the model's own cache is run, and the result says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kvinterp.models import Adapter, dtype_named
+from kvinterp.models.adapter import Listener, ModuleState, Site
+from kvinterp.models.caches import Preallocated
+from kvinterp.paths.cache import GrowingStore, OwnStore, PassThrough, ReadListener
+from kvinterp.paths.path import ExecutionPath
+from kvinterp.policies import Place
+from kvinterp.recording import Recorder
+
+__all__ = [
+    "CHECKED_NUMBERS",
+    "CHECKED_SITES",
+    "Hears",
+    "Stores",
+    "growing_store",
+    "own_store",
+    "path_store",
+    "same_bits",
+    "uncached",
+]
+
+log = logging.getLogger("kvinterp")
+
+CHECKED_SITES = ("q", "k", "v", "z", "attn_out", "mlp_out", "resid_post")
+CHECKED_NUMBERS = 2**17
+"""What is compared, and how many numbers of it, before two ways of computing are taken for the same.
+
+Those are a batch and single prompts (docs/laws.md, law 9), and a preallocated cache and the model's own (law 10). Measured on
+a CPU in float16: models of width 128 show a difference in every step; of the tiny random models of width 24 to 32 the least
+sensitive shows it once in 20,000 numbers.
+"""
+
+
+@runtime_checkable
+class Hears(Protocol):
+    """What a store needs of a watcher."""
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Sees what attention is about to read, and may replace it."""
+
+
+@runtime_checkable
+class Stores(Protocol):
+    """Makes the store of one pass from position 0."""
+
+    def __call__(
+        self, adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
+    ) -> GrowingStore | OwnStore:
+        """A store for ``length`` positions at once and ``room`` more one by one."""
+
+
+def path_store(
+    adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
+) -> GrowingStore | OwnStore:
+    """The store that a path asks for, told to the watchers.
+
+    Args:
+        adapter: The model, in the path's dtype.
+        path: The path.
+        batch: Number of sequences.
+        length: Positions of the prompt.
+        room: Most positions that are fed after it.
+        watchers: Told of every read.
+    """
+    own = own_store(adapter, path, batch, length, room, watchers)
+    if not isinstance(path.cache, Preallocated) or isinstance(own, GrowingStore):
+        return own
+    if same_bits(adapter, path, batch, length, room):
+        store = growing_store(adapter, path, batch, length, room, watchers)
+        store.name = f"preallocated (checked: the bits of {own.name})"
+        return store
+    log.warning(
+        "%s in %s: the preallocated cache does not give the bits of %s here, so that one is run",
+        adapter.facts.name, adapter.dtype, own.name,
+    )  # fmt: skip
+    own.name += " (preallocated gave other bits)"
+    return own
+
+
+def own_store(
+    adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
+) -> GrowingStore | OwnStore:
+    """A store on a cache of the model's own library; an empty one where the model keeps its memory by itself."""
+    dtype, keeps = path.kernels.compute_dtype(adapter.dtype), dtype_named(path.cache_dtype)
+    own = adapter.own_cache(path.cache, batch, length + room, keeps or dtype)
+    if own is None:
+        store = growing_store(adapter, path, batch, length, room, watchers)
+        store.name = "the model's own state"
+        return store
+    reads = [watcher.on_read for watcher in watchers]
+    return OwnStore(adapter.facts, path.policy, batch, dtype, adapter.device, reads, own, keeps)
+
+
+def growing_store(
+    adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
+) -> GrowingStore:
+    """A preallocated store."""
+    return GrowingStore(
+        adapter.facts,
+        path.policy,
+        batch,
+        length + room,
+        path.kernels.compute_dtype(adapter.dtype),
+        adapter.device,
+        [watcher.on_read for watcher in watchers],
+        dtype_named(path.cache_dtype),
+        adapter.position_major_cache,
+    )
+
+
+def uncached(
+    adapter: Adapter, path: ExecutionPath, tokens: Tensor, stores: Stores, watchers: Sequence[Hears]
+) -> PassThrough | GrowingStore | OwnStore | None:
+    """The store of one pass of a recompute path: none, but between the chunks of a pass in pieces."""
+    if path.chunk is not None and path.chunk < tokens.shape[1]:
+        return stores(adapter, path, tokens.shape[0], tokens.shape[1], 0, watchers)
+    if not adapter.attention_only:
+        return None
+    listeners: list[ReadListener] = [watcher.on_read for watcher in watchers]
+    return PassThrough(adapter.facts, path.policy, tokens.shape[0], adapter.dtype, adapter.device, listeners)
+
+
+# Whether the preallocated store gives the same bits ---------------------------------------------------------------------
+
+
+def same_bits(adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int) -> bool:
+    """Whether the preallocated store gives the bits of the model's own cache at every length that will be run.
+
+    Whole decodes of this shape are run on both, over other tokens, until enough numbers were compared.
+
+    Args:
+        adapter: The model, in the path's dtype.
+        path: The path; what is found is kept for it and the shape.
+        batch: Number of sequences.
+        length: Positions of the prompt.
+        room: Most positions that are fed after it.
+    """
+    shape = (str(path), batch, length, room)
+    if shape not in adapter.checked_caches:
+        alike, turn, numbers = True, 0, 0
+        while alike and numbers < CHECKED_NUMBERS:
+            found = _alike(adapter, path, batch, length, room, turn)
+            alike, turn, numbers = bool(found), turn + 1, numbers + found
+        adapter.checked_caches[shape] = alike
+    return adapter.checked_caches[shape]
+
+
+def _alike(adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, turn: int) -> int:
+    """Feeds the same tokens through both stores: how many numbers were the same, or 0 if one was not."""
+    ids = (torch.arange(batch * (length + room), device=adapter.device) * 7 + turn * 31 + 3) % adapter.facts.vocabulary
+    tokens, numbers = ids.reshape(batch, -1), 0
+    lanes = [_Lane(adapter, path, stores, batch, length, room) for stores in (own_store, growing_store)]
+    for piece in (*tokens[:, :length].split(path.chunk or length, 1), *tokens[:, length:].split(1, 1)):
+        one, other = (lane.feed(piece) for lane in lanes)
+        if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
+            return 0
+        numbers += sum(tensor.numel() for tensor in one)
+    return numbers
+
+
+class _Lane:
+    """One model on one store, and all that it shows in each forward."""
+
+    def __init__(self, adapter: Adapter, path: ExecutionPath, stores: Stores, batch: int, length: int, room: int) -> None:
+        layers = range(adapter.facts.layers)
+        sites = [site for site in CHECKED_SITES if all(adapter.supports(site, layer) for layer in layers)]
+        self.adapter, self.recorder = adapter, Recorder(adapter, sites, positions="all")
+        self.kernels, self.state = path.kernels.mode(adapter), ModuleState()
+        self.store = stores(adapter, path, batch, length, room, [self.recorder])
+        self.step = -1
+
+    @torch.no_grad()
+    def feed(self, tokens: Tensor) -> list[Tensor]:
+        """The logits of the tokens and every recorded site."""
+        self.step += 1
+        self.recorder.begin_step(self.step)
+        listeners: dict[Site, list[Listener]] = {place: [hear] for place, hear in self.kernels.listeners.items()}
+        for place, hear in self.recorder.watch.listeners.items():
+            listeners.setdefault(place, []).append(hear)
+        adapter = self.adapter
+        with adapter.attached(list(listeners)), adapter.listening(listeners), adapter.own_state(self.state), self.kernels:
+            logits = adapter.forward(tokens, self.store)
+        self.recorder.end_step()
+        return [logits, *(kept.pop() for kept in self.recorder.kept.values() if kept)]

@@ -1,0 +1,389 @@
+"""Which cache a path runs on: the model's own to the bit (law 10), any other by name, and ours only where it was checked."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, StaticCache
+
+import kvinterp as kv
+from kvinterp.models.caches import Dynamic, MadeBy, Quantized, Static, cache_named
+from kvinterp.paths.cache import GrowingStore
+from plain import FED, check_law_10, plain_loop
+from support import PROMPT, assert_bitwise
+
+DTYPES = ("float16", "bfloat16", "float32")
+STEPS = len(FED) + 1
+HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
+SIZES = {"vocab_size": 97, "num_hidden_layers": 2, "max_position_embeddings": 96, "initializer_range": 0.15}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ARCHITECTURES = {
+    "Qwen2": {"hidden_size": 24, "intermediate_size": 40},
+    "Qwen3": {"hidden_size": 24, "intermediate_size": 40, "head_dim": 10},
+    "Mistral": {"hidden_size": 24, "intermediate_size": 40, "sliding_window": 8, "head_dim": 14},
+    "Gemma2": {"hidden_size": 24, "intermediate_size": 40, "sliding_window": 8, "head_dim": 10},
+    "Gemma3Text": {"hidden_size": 24, "intermediate_size": 40, "sliding_window": 8, "head_dim": 10},
+    "GPTNeoX": {"hidden_size": 24, "intermediate_size": 40, "rotary_pct": 1.0},
+    "Falcon": {"hidden_size": 24, "multi_query": True, "alibi": False, "new_decoder_architecture": False},
+    "Olmo2": {"hidden_size": 24, "intermediate_size": 40},
+    "Mixtral": {"hidden_size": 24, "intermediate_size": 40, **EXPERTS},
+    "MiniMax": {"hidden_size": 24, "intermediate_size": 40, "head_dim": 6, "block_size": 8, **EXPERTS},
+    "OPT": {"hidden_size": 24, "ffn_dim": 40, "word_embed_proj_dim": 24},
+    "Cohere": {"hidden_size": 24, "intermediate_size": 40},
+}
+
+
+def made(stem, attention="sdpa", dtype="float32", heads=(4, 2), **more):
+    config_class = getattr(transformers, f"{stem}Config")
+    given = {**SIZES, "num_attention_heads": heads[0], "num_key_value_heads": heads[1], **more}
+    config = config_class(**given)
+    config._attn_implementation = attention
+    torch.manual_seed(1)
+    stem = stem.removesuffix("Text")
+    return getattr(transformers, f"{stem}ForCausalLM")(config).eval().to(getattr(torch, dtype))
+
+
+def llama(**more):
+    return made("Llama", **{"hidden_size": 24, "intermediate_size": 40, **more})
+
+
+def logits(model, path, **more):
+    settings = {"max_new_tokens": STEPS, "continuation": FED, "stop": "length", "logits": "keep"} | more
+    return kv.run(model, list(PROMPT), path, **settings)
+
+
+# Law 10 ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("head_dim", [6, 10])
+@pytest.mark.parametrize("heads", HEADS)
+def test_law_10_holds_for_odd_shapes(heads, head_dim, attention, dtype):
+    """A preallocated cache hands attention other strides: with six numbers a head, MHA and SDPA in float32 the products
+    were then added in another order on a processor with AVX-512."""
+    check_law_10(llama(head_dim=head_dim, attention=attention, dtype=dtype, heads=HEADS[heads]), PROMPT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stem", ARCHITECTURES)
+def test_law_10_holds_for_architectures(stem, dtype):
+    attention = "eager" if stem == "Gemma2" else "sdpa"
+    check_law_10(made(stem, attention, dtype, (4, 4) if stem == "OPT" else (4, 2), **ARCHITECTURES[stem]), PROMPT)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("stem", ["Llama", "Mistral", "Gemma2"])
+def test_a_static_cache_has_the_bits_of_its_own_plain_loop(stem, attention):
+    if stem == "Gemma2" and attention == "sdpa":
+        attention = "eager"
+    model = made(stem, attention, **{"hidden_size": 24, "intermediate_size": 40, **ARCHITECTURES.get(stem, {})})
+    for path, room in (("cached[cache=static]", len(PROMPT) + STEPS), ("cached[cache=static(40)]", 40)):
+        check_law_10(model, PROMPT, path, lambda room=room: StaticCache(config=model.config, max_cache_len=room))
+
+
+def test_recording_and_comparing_change_nothing_on_any_cache():
+    model = llama(attention="eager")
+    for path in ("cached", "cached[cache=static]", "cached[cache=quantized(8,fp8)]", "cached[cache=preallocated]"):
+        bare = logits(model, path).logits
+        seen = logits(model, path, record="resid_post,pattern,attn_scores,kv,cache_k_pre", positions="all")
+        assert_bitwise(seen.logits, bare, path)
+        for site in ("pattern", "attn_scores"):
+            assert [kept.shape[-1] for kept in seen.records[site, 1]] == [len(PROMPT) + step for step in range(STEPS)]
+        assert [kept.shape[1] for kept in seen.records["cache_k", 1]] == [len(PROMPT) + step for step in range(STEPS)]
+
+
+# The preallocated store ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unequal(monkeypatch):
+    """A preallocated store that gives other bits, as it does where a kernel minds the strides."""
+    update = GrowingStore.update
+
+    def other(self, layer, keys, values, window=None):
+        keys, values = update(self, layer, keys, values, window)
+        return keys, values * (1 + 2**-20)
+
+    monkeypatch.setattr(GrowingStore, "update", other)
+
+
+def test_a_preallocated_store_of_other_bits_is_not_used_silently(unequal, caplog):
+    model = llama()
+    wanted = logits(model, "cached")
+    with caplog.at_level(logging.WARNING, logger="kvinterp"):
+        given = logits(model, "cached[cache=preallocated]")
+    assert_bitwise(given.logits, wanted.logits, "logits")
+    assert given.provenance["cache"] == "DynamicCache (preallocated gave other bits)"
+    assert "does not give the bits of DynamicCache" in caplog.text
+    compared = kv.compare(model, list(PROMPT), "cached[cache=preallocated]", "cached", max_new_tokens=3, progress="none")
+    assert compared.about["caches"] == {"a": "DynamicCache (preallocated gave other bits)", "b": "DynamicCache"}
+    assert compared.summary()["provenance"]["caches"] == compared.about["caches"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_preallocated_store_gives_the_bits_of_the_own_cache_or_is_left(dtype):
+    """On a processor whose kernels mind the strides one branch holds, on others the other."""
+    for model in (llama(dtype=dtype, heads=(4, 4)), made("Mistral", dtype=dtype, **ARCHITECTURES["Mistral"])):
+        own, ours = logits(model, "cached"), logits(model, "cached[cache=preallocated]")
+        assert_bitwise(ours.logits, own.logits, "logits")
+        assert own.provenance["cache"] == "DynamicCache"
+        assert ours.provenance["cache"] in (
+            "preallocated (checked: the bits of DynamicCache)", "DynamicCache (preallocated gave other bits)"
+        )  # fmt: skip
+
+
+def test_the_check_is_made_once_for_a_shape(monkeypatch):
+    adapter = kv.wrap(llama())
+    logits(adapter, "cached[cache=preallocated]")
+    assert len(adapter.checked_caches) == 1
+    monkeypatch.setattr("kvinterp.paths.model_cache._alike", lambda *_: pytest.fail("checked again"))
+    logits(adapter, "cached[cache=preallocated]")
+    monkeypatch.undo()
+    logits(adapter, "cached[cache=preallocated]", max_new_tokens=3)
+    assert len(adapter.checked_caches) == 2
+
+
+@pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", marks=pytest.mark.hooked)])
+def test_the_other_kinds_say_what_they_run_on(load, kind):
+    from support import Case
+
+    model = load(Case("llama-gqa", kind))
+    own = {"bridge": "DynamicCache", "hooked": "TransformerLensKeyValueCache"}[kind]
+    assert logits(model, "cached").provenance["cache"] == own
+    assert own in logits(model, "cached[cache=preallocated]").provenance["cache"]
+    for path in ("cached[cache=static]", "cached[cache=quantized(8,fp8)]", kv.Cached(cache=DynamicCache)):
+        with pytest.raises(kv.UnsupportedError, match="kind='native'"):
+            logits(model, path)
+
+
+# Caches by name --------------------------------------------------------------------------------------------------------
+
+
+def empty_dictionary():
+    return {}
+
+
+def zero_argument_cache():
+    return DynamicCache()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cached[cache=static]",
+        "cached[cache=static(64)]",
+        "cached[cache=quantized(4)]",
+        "cached[cache=quantized(2,hqq)]",
+        "cached[cache=preallocated]",
+        "cached[cache=static(64),cache_dtype=float16]",
+        "cached[chunk=4,cache=static,kernels=layer_cast]@bfloat16",
+        "cached[cache=float32]",
+        "cached[cache=transformers.cache_utils:StaticCache]",
+    ],
+)
+def test_a_path_with_a_cache_reads_as_it_is_written(text):
+    path = kv.path_named(text)
+    assert str(path) == text
+    assert kv.path_named(str(path)) == path
+
+
+def test_texts_and_objects_mean_the_same():
+    assert kv.path_named("cached[cache=dynamic]") == kv.path_named("cached") == kv.Cached(cache=Dynamic())
+    assert str(kv.path_named("cached[cache=dynamic]")) == "cached"
+    assert kv.path_named("cached[cache=static(8)]") == kv.Cached(cache="static(8)") == kv.Cached(cache=Static(8))
+    assert kv.path_named("cached[cache_dtype=float16]") == kv.Cached(cache_dtype="float16")
+    assert str(kv.Cached(cache=StaticCache)) == "cached[cache=transformers.cache_utils:StaticCache]"
+    assert cache_named("quantized(8,fp8)") == Quantized(8, "fp8")
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        DynamicCache,
+        zero_argument_cache,
+        lambda: DynamicCache(),
+        lambda config: DynamicCache(config=config),
+        lambda settings: DynamicCache(config=settings),
+    ],
+)
+def test_a_class_or_function_makes_the_cache(factory):
+    model = llama()
+    given = logits(model, kv.Cached(cache=factory))
+    assert_bitwise(given.logits, logits(model, "cached").logits, "logits")
+    assert given.provenance["cache"] == "DynamicCache"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: kv.Cached(cache=DynamicCache()), "DynamicCache.* was given, and a cache holds .* one run: give its class"),
+        (lambda: kv.Cached(cache=3), "cache=3 was given: expected one of dynamic"),
+        (lambda: kv.Cached(cache="statik"), "did you mean 'static'"),
+        (lambda: kv.Cached(cache="static(0)"), "at least 1"),
+        (lambda: kv.Cached(cache="static(1,2)"), "static takes room"),
+        (lambda: kv.Cached(cache="quantized(4,int)"), "unknown backend of a quantized cache"),
+        (lambda: kv.Cached(cache="quantized(4,fp8)"), "fp8 has 8 bits"),
+        (lambda: kv.Cached(cache="nowhere.at_all:Cache"), "cannot be imported"),
+        (lambda: kv.Cached(cache="sys:version"), "is a str: expected a class or function"),
+        (lambda: kv.path_named("recompute[cache=static]"), "keeps none"),
+        (lambda: kv.path_named("cached[cache=float32,cache_dtype=float16]"), "given twice"),
+        (lambda: kv.path_named("cached[room=3]"), "unknown"),
+        (lambda: dataclasses.replace(kv.Recompute(), cache=Static()), "keeps no cache"),
+        (lambda: logits(llama(), "cached[cache=static(4)]"), "too little room for 18 positions"),
+        (lambda: logits(llama(), kv.Cached(cache=empty_dictionary)), "made a dict: expected a transformers Cache"),
+        (lambda: logits(llama(), kv.Cached(cache=transformers.QuantizedCache)), "could not be made"),
+    ],
+)
+def test_what_cannot_be_a_cache_is_said(make, said):
+    with pytest.raises(kv.InputError, match=said) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+def test_a_cache_that_is_handed_out_twice_is_refused():
+    """The second run would go on from the first's keys and values."""
+    model = llama()
+    one = DynamicCache()
+    with pytest.raises(kv.InputError, match="in use already"):
+        logits(model, kv.Cached(cache=lambda: one))
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr("kvinterp.models.caches._installed", lambda module: False)
+    for path, package in (("quantized(4)", "optimum-quanto, or hqq"), ("quantized(4,hqq)", "hqq")):
+        with pytest.raises(kv.UnsupportedError, match=f"needs the package {package}: pip install"):
+            logits(llama(), f"cached[cache={path}]")
+
+
+def test_models_that_cannot_use_a_cache_say_so():
+    config = transformers.MambaConfig(vocab_size=97, hidden_size=24, num_hidden_layers=2)
+    mamba = transformers.MambaForCausalLM(config).eval()
+    assert logits(mamba, "cached").provenance["cache"] == "the model's own state"
+    with pytest.raises(kv.UnsupportedError, match="keeps its memory in a form of its own"):
+        logits(mamba, "cached[cache=static]")
+    with pytest.raises(kv.UnsupportedError, match="only supported for models with only full attention"):
+        logits(made("Mistral", **ARCHITECTURES["Mistral"]), "cached[cache=quantized(8,fp8)]")
+
+
+# Comparing and patching ------------------------------------------------------------------------------------------------
+
+
+def test_static_against_dynamic_is_compared_in_every_table():
+    """Its pattern's rows go on over the empty room, and were lined up by their last column, which is no key there."""
+    model = llama(attention="eager")
+    found = kv.compare(model, list(PROMPT), "cached[cache=static(64)]", "cached", max_new_tokens=STEPS, stop="length",
+                       progress="none")  # fmt: skip
+    assert found.about["caches"] == {"a": "StaticCache", "b": "DynamicCache"}
+    assert found.steps.max_abs_logit.max() < 1e-4
+    assert len(found.heads) == STEPS * 2 * 4
+    assert found.heads.kl.max() < 1e-6
+    assert found.kv.relative_error.max() < 1e-4
+    assert found.kv.groupby("step").position.max().tolist() == [len(PROMPT) + step - 1 for step in range(STEPS)]
+
+
+def test_a_quantised_cache_is_compared_in_every_table():
+    found = kv.compare(llama(attention="eager"), list(PROMPT), "cached[cache=quantized(8,fp8)]", "cached",
+                       max_new_tokens=STEPS, stop="length", progress="none")  # fmt: skip
+    kv_error = found.kv.groupby("step").relative_error.max()
+    # transformers' quantised caches hand the prefill what it has just made.
+    assert kv_error[0] == 0
+    assert (kv_error[1:] > 1e-3).all()
+    assert (found.kv.relative_error < 0.5).all()
+    assert len(found.heads) == STEPS * 2 * 4
+
+
+class Forgetful(DynamicCache):
+    """Keeps the first two positions and the newest four, as a cache with attention sinks does."""
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if keys.shape[2] <= 6:
+            return keys, values
+        layer.keys, layer.values = (torch.cat([t[:, :, :2], t[:, :, -4:]], 2) for t in (keys, values))
+        return layer.keys, layer.values
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        return (min(self.get_seq_length(layer_idx) + query_length, 6), 0)
+
+
+def test_positions_that_are_not_known_are_not_named():
+    """Six of thirteen keys were told to be the newest six."""
+    model, path = llama(attention="eager"), kv.Cached(cache=lambda: Forgetful())
+    prompt = list(PROMPT[:5])
+    assert len(kv.run(model, prompt, path, max_new_tokens=4, stop="length").tokens) == 4
+    with pytest.raises(
+        kv.UnsupportedError, match="holds 6 of 7 positions and does not say which; leave the cache sites out"
+    ):
+        kv.run(model, prompt, path, record="kv", max_new_tokens=4, stop="length")
+    found = kv.compare(model, prompt, path, "cached", record="resid_post", max_new_tokens=3, stop="length", progress="none")
+    assert found.kv.empty
+    assert not found.layers.empty
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "preallocated"])
+@pytest.mark.parametrize("stem", ["Llama", "Mistral"])
+def test_a_patched_cache_stays_patched(stem, cache):
+    """What is put into a cache at one step is read at the next; put back as it was, it changes no bit."""
+    model = made(stem, **{"hidden_size": 24, "intermediate_size": 40, **ARCHITECTURES.get(stem, {})})
+    donor = kv.run(model, list(PROMPT)[::-1], "cached", continuation=FED, max_new_tokens=STEPS, stop="length", record="kv",
+                   positions="all")  # fmt: skip
+    first = one_patch(model, cache, donor, "first")
+    bare = logits(model, f"cached[cache={cache}]").logits
+    assert_bitwise(first[:1], bare[:1], "logits before the patch")
+    assert not torch.equal(first[1], bare[1])
+    assert not torch.equal(first[2], bare[2]), "what was put into the cache at step 1 is gone at step 2"
+    own = logits(model, f"cached[cache={cache}]", record="kv", positions="all")
+    assert_bitwise(one_patch(model, cache, own, "every"), bare, "logits with its own keys and values put back")
+
+
+def one_patch(model, cache, donor, steps):
+    from kvinterp.patching.patch import PatchWatcher
+    from kvinterp.paths import Runner
+
+    adapter = kv.wrap(model)
+    donor = dataclasses.replace(donor, prompt=tuple(PROMPT))
+    watcher = PatchWatcher(adapter, [kv.Patch("kv", None, None, "earlier", steps, donor)], prompt_length=len(PROMPT))
+    rows = []
+    with Runner(adapter, kv.path_named(f"cached[cache={cache}]"), torch.tensor([PROMPT]), STEPS, [watcher]) as runner:
+        for step in range(STEPS):
+            rows.append(runner.advance(None if step == 0 else torch.tensor([FED[step - 1]]))[0].clone())
+    return torch.stack(rows)
+
+
+def test_a_cache_that_cannot_keep_a_patch_refuses_it():
+    """A quantised cache would read its own numbers again at the next step, and the patch would be gone unsaid."""
+    model = llama()
+    donor = logits(model, "cached", record="kv", positions="all")
+    with pytest.raises(kv.UnsupportedError, match="keeps them in another form than attention reads"):
+        one_patch(model, "quantized(8,fp8)", donor, "every")
+
+
+def test_decompose_runs_its_one_row_on_the_same_cache():
+    model = llama()
+    for cache in ("static", "preallocated", "quantized(8,fp8)"):
+        found = kv.decompose(model, list(PROMPT), max_new_tokens=4, cached=f"cached[cache={cache}]@float64",
+                             recompute="recompute@float64", progress="none")  # fmt: skip
+        assert (found.steps.fresh_l2 < 1e-12).all()
+        lossy = cache.startswith("quantized")
+        assert (found.steps.state_l2[found.steps.step > 0] > 1e-3).all() if lossy else (found.steps.state_l2 < 1e-12).all()
+
+
+def test_the_factory_of_a_path_is_part_of_what_it_is():
+    assert kv.Cached(cache=zero_argument_cache) == kv.Cached(cache=MadeBy(zero_argument_cache))
+    assert kv.Cached(cache=zero_argument_cache) != kv.Cached(cache=DynamicCache)
+    assert plain_loop(llama(), torch.tensor([PROMPT])).shape == (STEPS, 97)
+
+
+def test_parts_that_ran_on_different_caches_are_joined_and_say_both(monkeypatch):
+    """One shape of a preallocated cache may agree where another does not; both parts have the same bits."""
+    monkeypatch.setattr("kvinterp.paths.model_cache.same_bits", lambda adapter, path, batch, length, room: length > 8)
+    found = kv.compare(llama(), [list(PROMPT), list(PROMPT[:8])], "cached[cache=preallocated]", "cached",
+                       max_new_tokens=3, progress="none")  # fmt: skip
+    assert found.about["caches"] == {
+        "a": "DynamicCache (preallocated gave other bits); preallocated (checked: the bits of DynamicCache)",
+        "b": "DynamicCache",
+    }

@@ -1,0 +1,72 @@
+"""transformers' own decoding loop, as its users write it: it shares nothing with kvinterp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import kvinterp as kv
+from support import assert_bitwise
+
+FED = (7, 81, 23, 23, 60)
+BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "mem-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+@torch.no_grad()
+def plain_loop(model: nn.Module, prompt: Tensor, fed: Sequence[int] = FED, cache: Any = None) -> Tensor:
+    """Logits ``[step, vocab]``; the model makes its own cache unless one is given, and is given no position and no mask."""
+    given = {} if cache is None else {"past_key_values": cache}
+    output = model(prompt, use_cache=True, **given)
+    rows = [output.logits[0, -1].clone()]
+    for token in fed:
+        output = model(prompt.new_tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+        rows.append(output.logits[0, -1].clone())
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def plain_recompute(model: nn.Module, prompt: Tensor, fed: Sequence[int] = FED) -> Tensor:
+    """Logits ``[step, vocab]`` of the whole prefix at every step, without a cache."""
+    rows = []
+    for step in range(len(fed) + 1):
+        tokens = torch.cat([prompt, prompt.new_tensor([list(fed[:step])])], 1)
+        rows.append(model(tokens, use_cache=False).logits[0, -1].clone())
+    return torch.stack(rows)
+
+
+def check_law_10(
+    model: nn.Module, prompt: Sequence[int], path: Any = "cached", cache: Callable[[], Any] | None = None
+) -> None:
+    """Both paths of a native model have the bits of the plain loops."""
+    tokens = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+    settings = {"max_new_tokens": len(FED) + 1, "continuation": FED, "stop": "length", "logits": "keep"}
+    plain = {
+        path: lambda: plain_loop(model, tokens, cache=None if cache is None else cache()),
+        "recompute": lambda: plain_recompute(model, tokens),
+    }
+    for each, loop in plain.items():
+        given = kv.run(model, list(prompt), each, **settings).logits
+        assert_bitwise(given.cpu(), loop().cpu(), f"logits, {each}", ("step", "vocab"))
+
+
+def check_law_10_under(backend: str, model: nn.Module, prompt: Sequence[int]) -> None:
+    """As :func:`check_law_10` with one backend of SDPA; skips where this device refuses it, and says with which words."""
+    tokens = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+    with sdpa_kernel(BACKENDS[backend]):
+        try:
+            plain_loop(model, tokens)
+        except RuntimeError as error:
+            if "kernel" not in str(error):
+                raise
+            pytest.skip(f"{tokens.device.type} has no {backend} kernel for this: {str(error).splitlines()[0]}")
+        check_law_10(model, prompt)
