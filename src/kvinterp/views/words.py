@@ -30,7 +30,6 @@ __all__ = [
     "place_of",
     "right_answers",
     "said_of_decomposition",
-    "said_of_root_cause",
     "said_of_sweep",
     "unit_roundoff",
     "with_protocol",
@@ -104,64 +103,6 @@ def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
         f"Mean KL in nats: {number(summary['total'])} in all, {number(summary['state'])} state, {number(summary['fresh'])} fresh "
         "(KL is no sum of its parts: two differences can undo each other).",
     ]
-
-
-def said_of_root_cause(tables: Mapping[str, pd.DataFrame]) -> list[str]:
-    """What the root-cause experiments found, a sentence each; ``tables`` are those of ``experiments.root_cause``."""
-    sums = tables["accumulation"]
-    sums = sums[(sums["product"] == "values") & (sums["accumulate"] == "float16")].sort_values("length")
-    first, last = sums.iloc[0], sums.iloc[-1]
-    behind = tables["propagation"]
-    deepest = behind[behind["layer"] == behind["layer"].max()]
-    deepest = deepest[deepest["source"] == 0]["amplification"].median()
-    written = tables["kv_write"].groupby("kernels", sort=False)["relative_error"].mean()
-    ladder = tables["ladder"][tables["ladder"]["protocol"] == "matched"]
-    rungs = ladder.groupby(["dtype", "kernels"], sort=False)["rms_logit"].agg(["min", "max"])
-    lines = [
-        f"1. A float16 sum, one term after another, is off by {number(first['mean_relative'])} of what was added at "
-        f"{first['length']} terms and {number(last['mean_relative'])} at {last['length']}; of the result by "
-        f"{number(first['relative_to_result'])} and {number(last['relative_to_result'])}.",
-        f"2. Layer 0's output rounded once to float16 reaches the last layer {number(deepest)} times as large (median).",
-        "3. K and V written alone differ from those written jointly by "
-        + ", ".join(f"{number(error)} ({kernels})" for kernels, error in written.items())
-        + ", mean relative error.",
-        *_said_of_flips(tables["flips"], tables["correlations"]),
-        "5. RMS logit difference, smallest and largest of the models: "
-        + "; ".join(f"{dtype} {kernels} {between(list(found))}" for (dtype, kernels), found in rungs.iterrows())  # type: ignore[misc]
-        + ".",
-    ]
-    if "gqa" in tables:
-        spread = tables["gqa"].groupby("query_heads_per_kv_head")[["heads_touched", "attn_out"]].median()
-        shown = (f"{int(n)} a KV head: {row['heads_touched']:g}, {number(row['attn_out'])}" for n, row in spread.iterrows())
-        lines.append(
-            "6. Query heads touched by one KV head's error, and the attention output's L2: " + "; ".join(shown) + "."
-        )
-    return lines
-
-
-_AGAINST = {"mean_kl": "free", "mean_kl_before_flip": "earlier", "matched_mean_kl": "matched"}
-
-
-def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]:
-    lines = []
-    for (strategy, kernels), group in flips.groupby(["strategy", "kernels"], sort=False):
-        flipped = group.dropna(subset=["flip_index"])
-        said = f"4. {strategy}, {kernels} kernels: {len(flipped)} of {len(group)} decodes flip a token"
-        if len(flipped):
-            said += (
-                f"; mean KL {number(flipped['mean_kl'].mean())} nats over all free steps, "
-                f"{number(flipped['mean_kl_before_flip'].mean())} before the flip, "
-                f"{number(flipped['matched_mean_kl'].mean())} matched"
-            )
-        known = correlations[(correlations["strategy"] == strategy) & (correlations["kernels"] == kernels)]
-        known = known.dropna(subset=["pearson"])
-        whole = known[known["model"] == "all"]
-        for row in (whole if len(whole) else known).to_dict("records"):
-            if row["against"] in _AGAINST:
-                name = _AGAINST[row["against"]]
-                said += f"; Pearson of flip step and {name} KL {row['pearson']:.2f} (p {row['pearson_p']:.1g})"
-        lines.append(said + ".")
-    return lines
 
 
 def model_of(result: Result) -> str:
