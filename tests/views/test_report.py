@@ -16,7 +16,8 @@ from kvinterp.data import Prompt
 from kvinterp.errors import InputError
 from kvinterp.results import Result, write_whole
 from kvinterp.views.report import overview_of, write_report
-from kvinterp.views.words import falls, file_name, ladder_of, number, right_answers
+from kvinterp.views.precision import fall_of, ladder_of
+from kvinterp.views.words import file_name, number, right_answers
 from synthetic import comparison, failed, prompts, result
 
 ATTACK = "<script>alert('x')</script> & <img src=http://example.com/x.png> \"quoted\""

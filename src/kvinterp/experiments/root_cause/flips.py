@@ -81,12 +81,16 @@ def flips_of(
         "smallest_margin",
         "steps",
     ]
-    return free[columns].merge(
-        matched[["example", "mean_kl", "smallest_margin"]].rename(
-            columns={"mean_kl": "matched_mean_kl", "smallest_margin": "matched_smallest_margin"}
-        ),
-        on="example",
-    ).assign(seed=seed)
+    return (
+        free[columns]
+        .merge(
+            matched[["example", "mean_kl", "smallest_margin"]].rename(
+                columns={"mean_kl": "matched_mean_kl", "smallest_margin": "matched_smallest_margin"}
+            ),
+            on="example",
+        )
+        .assign(seed=seed)
+    )
 
 
 def correlations_of(examples: pd.DataFrame) -> pd.DataFrame:
