@@ -152,7 +152,9 @@ def ladder_said(rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
 def ladder_title(rungs: Mapping[str, Sequence[Comparison]]) -> str:
     """The figure's title."""
     falls = [fall for fall in (fall_of(model, group) for model, group in rungs.items()) if len(fall.sizes) > 1]
-    if falls and all(fall.falls for fall in falls):
+    if not falls:
+        return "Largest logit difference by dtype"
+    if all(fall.falls for fall in falls):
         return "The difference falls with every step up in precision"
     if not any(size for fall in falls for _, size in fall.sizes):
         return "The paths are bitwise equal in every dtype"
