@@ -153,7 +153,9 @@ def test_one_cluster_has_no_interval(clusters):
     assert np.isnan(clustered_interval(np.mean, np.array(clusters), np.ones(len(clusters)))).all()
 
 
-@pytest.mark.parametrize(("given", "said"), [({"confidence": 95.0}, "not between 0 and 1"), ({"resamples": 0}, "0 resamples")])
+@pytest.mark.parametrize(
+    ("given", "said"), [({"confidence": 95.0}, "not between 0 and 1"), ({"resamples": 0}, "0 resamples")]
+)
 def test_what_gives_no_clustered_interval_is_one_sentence(given, said):
     with pytest.raises(InputError, match=said):
         clustered_interval(np.mean, np.array(["a", "b"]), np.ones(2), **given)

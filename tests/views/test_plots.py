@@ -105,9 +105,14 @@ def test_titles_say_where_the_difference_is() -> None:
     means = usual.heads[usual.heads["step"] > 0].groupby(["layer", "head"])["kl"].mean()
     layer, head = means.idxmax()
     title = _title(figure_of(draw_attention, {"": usual}, (5.6, 3.5)))
-    assert title == f"Attention differs most in layer {layer}, head {head} (and as much at 1 other place) ({short(means.max())} nats)"
+    assert (
+        title
+        == f"Attention differs most in layer {layer}, head {head} (and as much at 1 other place) ({short(means.max())} nats)"
+    )
     medians = usual.layers[usual.layers["step"] > 0].groupby("layer")["relative_l2"].median()
-    expected = f"The median difference of resid_post is first above 0 at layer 1; at layer 2 it is {short(medians.iloc[-1])}"
+    expected = (
+        f"The median difference of resid_post is first above 0 at layer 1; at layer 2 it is {short(medians.iloc[-1])}"
+    )
     assert _title(figure_of(draw_drift, {"": usual}, (5.6, 3.7))) == expected
     assert _title(figure_of(draw_kv, {"": usual}, (5.6, 3.9))).startswith(
         "This prompt's K and V are exactly equal, decoded"

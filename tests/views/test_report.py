@@ -15,8 +15,8 @@ from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
 from kvinterp.results import Result, write_whole
-from kvinterp.views.report import overview_of, write_report
 from kvinterp.views.precision import fall_of, ladder_of
+from kvinterp.views.report import overview_of, write_report
 from kvinterp.views.words import file_name, number, right_answers
 from synthetic import comparison, failed, prompts, result
 

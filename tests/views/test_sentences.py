@@ -557,5 +557,3 @@ def test_the_title_of_the_root_cause_ladder(native: dict[str, float], fixed: flo
     rows = [{"model": "m", "dtype": dtype, "kernels": "native", "rms_logit": size} for dtype, size in native.items()]
     rows.append({"model": "m", "dtype": "float16", "kernels": "batch_invariant", "rms_logit": fixed})
     assert title in root_cause.ladder_title_of(pd.DataFrame(rows))
-
-

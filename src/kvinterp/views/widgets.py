@@ -59,7 +59,9 @@ class PatchAnswer:
 
     def html(self) -> str:
         """The answer as HTML; text that came with the tokens is escaped."""
-        share = "undefined: the KL between the paths is 0 here" if self.recovery != self.recovery else f"{self.recovery:.2%}"
+        share = (
+            "undefined: the KL between the paths is 0 here" if self.recovery != self.recovery else f"{self.recovery:.2%}"
+        )
         rows = "".join(
             f"<tr><td><code>{html.escape(repr(row.text))}</code></td>"
             + "".join(f"<td>{getattr(row, name):.6g}</td>" for name in ("donor", "unpatched", "patched"))
