@@ -192,7 +192,7 @@ ROUNDS = {"float16": 1e-3, "float32": 1e-7, "float64": 1e-16}
 @pytest.mark.parametrize(
     ("given", "wanted", "unwanted", "title"),
     [
-        (rungs(m=ROUNDS), ["It " + FALLS], [STUCK, BEGINS, "of any model"], "falls with every step up in precision"),
+        (rungs(m=ROUNDS), ["On the same 2 prompts (matched, native)", "It " + FALLS], [STUCK, BEGINS, "of any model"], "falls with every step up in precision"),
         (rungs(m=ROUNDS, n=ROUNDS), ["In each model it " + FALLS, "of any model was"], [STUCK, BEGINS],
          "falls with every step up in precision"),
         (rungs(m={**ROUNDS, "float64": 0.0}), ["It " + FALLS], [STUCK, BEGINS], "falls with every step"),

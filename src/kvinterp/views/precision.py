@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from kvinterp.comparison import PARTS, Comparison
+from kvinterp.comparison.where import prompts_said
 from kvinterp.models import dtype_named
 from kvinterp.results import Result
 from kvinterp.views.words import listed, model_of, number, place_of
@@ -120,7 +121,10 @@ def ladder_said(rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
         return []
     sizes = ", ".join(f"{number(size)} in {dtype}" for dtype, size in largest_by_dtype(falls).items())
     of = "" if len(falls) == 1 else " of any model"
-    said = [f"On the same problems the largest logit difference{of} was {sizes}."]
+    every = [c for group in rungs.values() for c in group]
+    setting = ", ".join(sorted({str(c.about[key]) for c in every for key in ("kind", "protocol")}))
+    count = prompts_said(len({name for c in every for name in c.examples["id"]}))
+    said = [f"On the same {count} ({setting}) the largest logit difference{of} was {sizes}."]
     equal = [fall for fall in falls if not any(size for _, size in fall.sizes)]
     falling = [fall for fall in falls if fall.falls]
     if len(falling) == len(falls):

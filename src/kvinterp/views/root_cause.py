@@ -161,7 +161,11 @@ def ladder_figure(table: pd.DataFrame) -> Figure:
                 axis.plot(beside, height(group[column]), **_look(index) | {"linestyle": "none"}, label=_bare(name))
             axis.set_ylabel(label)
         place_title(panels[0], ladder_title_of(table))
-        panels[1].set_xticks(range(len(rungs)), [f"{dtype}\n{kernels}" for dtype, kernels in rungs], fontsize=7)
+        panels[1].set_xticks(
+            range(len(rungs)),
+            [f"{dtype}\n{kernels}".replace("(", "\n(").replace("_inv", "_\ninv") for dtype, kernels in rungs],
+            fontsize=7,
+        )
         panels[1].set_xlabel("dtype, and the order in which kernels add")
         _legend(figure, panels[0])
     return figure
