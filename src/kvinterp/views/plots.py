@@ -392,7 +392,7 @@ def _line(series: Series, index: int) -> dict[str, Any]:
 
 def _short(value: float, digits: int = 1) -> str:
     """A number in few characters: 0.81, or 1.2e-6."""
-    return f"{value:.2g}" if 0.01 <= value < 1000 else re.sub(r"e([+-])0*", r"e\1", f"{value:.{digits}e}")
+    return f"{value:.2g}" if value == 0 or 0.01 <= value < 1000 else re.sub(r"e([+-])0*", r"e\1", f"{value:.{digits}e}")
 
 
 def _led(label: str, sentence: str) -> str:
