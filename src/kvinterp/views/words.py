@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
-from kvinterp.comparison import PARTS, Comparison
+from kvinterp import metrics
+from kvinterp.comparison import Comparison
+from kvinterp.comparison.where import machine_of, prompts_said
 from kvinterp.data import TASKS, score
 from kvinterp.models import dtype_named
 from kvinterp.results import Result
@@ -17,21 +19,22 @@ from kvinterp.results import Result
 __all__ = [
     "between",
     "drift_medians",
-    "falls",
     "file_name",
     "flattened",
     "grouped",
+    "interval_said",
     "kind_of",
-    "ladder_of",
-    "largest_difference",
     "leading",
+    "listed",
+    "machines_of",
     "model_of",
     "number",
     "place_of",
     "right_answers",
     "said_of_decomposition",
-    "said_of_root_cause",
     "said_of_sweep",
+    "share",
+    "site_of",
     "unit_roundoff",
     "with_protocol",
 ]
@@ -57,111 +60,108 @@ def between(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def share(part: int, whole: int) -> str:
+    """A share in percent that is 0% or 100% only where it is so."""
+    if part in (0, whole):
+        return f"{part // max(whole, 1):.0%}"
+    percent = 100 * part / whole
+    return "less than 1%" if percent < 1 else "more than 99%" if percent > 99 else f"{percent:.0f}%"
+
+
+def listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def interval_said(values: Any, of: str = "prompt") -> str:
+    """The bootstrap interval of a mean over prompts, or why there is none.
+
+    Args:
+        values: One number for each; NaN and infinity are left out.
+        of: What there is one number for.
+    """
+    known = np.asarray(values, dtype=float)
+    known = known[np.isfinite(known)]
+    if not len(known):
+        return f"no {of} gives a number"
+    if len(known) == 1:
+        return f"one {of}, no interval"
+    low, high = metrics.bootstrap_interval(known)
+    return f"95% interval {number(low)} to {number(high)} over {len(known)} {of}s"
+
+
+def machines_of(abouts: Iterable[Mapping[str, Any]]) -> str:
+    """The hardware some results were measured on, each once."""
+    return listed(list(dict.fromkeys(machine_of(dict(about)) for about in abouts)))
+
+
 def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
     """What a sweep found, in a line or two; ``summary`` is :meth:`kvinterp.patching.Sweep.summary`."""
     alike, best = summary["examples_without_difference"], summary["best"]
+    distance = _DISTANCES[summary["distance"]]
     lines = []
     if alike:
-        lines.append(f"{alike} of {summary['examples']} prompts: the paths are bitwise equal, and recovery is undefined.")
+        lines.append(
+            f"{alike} of {prompts_said(summary['examples'])}: the {distance} between the paths is 0 at the steps counted, "
+            "so recovery is undefined."
+        )
     if best is None:
-        return [*lines, "There is no difference to recover."]
+        return [*lines, "There is no difference to recover; where the paths are equal, try more steps or another dtype."]
     place = f"layer {best['layer']:g}" + (f", head {best['head']:g}" if best["head"] >= 0 else "")
     place = f"positions {best['positions']}" if summary["sweep"] == "blocks" else place
     what = f"{best['site']} ({best['sweep']}, {summary['direction']})"
-    median, over = f"median recovery of the {_DISTANCES[summary['distance']]}", f"over {best['defined']} prompts"
-    if best["median"] < 0.05:
-        lines.append(f"No place recovers it: the largest {median} by {what} is {best['median']:.1%}, at {place}, {over}.")
-    else:
-        lines.append(f"Most is recovered by {what} at {place}: {median} {best['median']:.1%} {over}.")
+    over = f"over {prompts_said(best['defined'])}"
+    found = f"the largest median recovery of the {distance}, by {what}, is {best['median']:.1%}, at {place}, {over}"
+    low, high = best.get("interval_low", np.nan), best.get("interval_high", np.nan)
+    if best["defined"] > 1 and np.isfinite(low):
+        found += f" (mean {best['mean']:.1%}, 95% interval {low:.1%} to {high:.1%})"
+    elif best["defined"] == 1:
+        found += ", so without an interval"
+    lines.append(
+        f"No place recovers a twentieth: {found}." if best["median"] < 0.05 else f"{found[:1].upper()}{found[1:]}."
+    )
     if summary["floor"] is not None:
-        lines.append(
-            f"Floor: with the last residual patched {number(summary['floor'])} is left, the unembedding's own share."
-        )
-    return lines
+        # Only where every step is patched does nothing but the unembedding follow the last residual stream.
+        own = ", what the final norm and the unembedding make" if summary.get("protocol") == "matched" else ""
+        lines.append(f"Floor: with the last residual patched {number(summary['floor'])} is left{own}.")
+    return [*lines, *_measured_on(summary)]
 
 
 _DISTANCES = {"kl": "KL", "l2": "L2 distance of the logits", "margin": "margin"}
 
 
+def _measured_on(summary: Mapping[str, Any]) -> list[str]:
+    made = summary.get("provenance")
+    return [f"Measured on {machines_of([made])}."] if made else []
+
+
 def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
     """What a decomposition found; ``summary`` is :meth:`kvinterp.patching.Decomposition.summary`."""
+    steps = f"{summary['steps']} step{'s' * (summary['steps'] != 1)}"
+    if "examples" in summary:
+        steps += f" of {prompts_said(summary['examples'])}"
     if summary["total_l2"] == 0:
-        return [f"The paths are bitwise equal at all {summary['steps']} steps: there is nothing to split."]
+        return [f"The paths are bitwise equal at all {steps}: there is nothing to split.", *_measured_on(summary)]
     split = {name: summary[f"{name}_l2"] for name in ("state", "fresh")}
-    more = max(split, key=lambda name: split[name])
-    what = {"state": "the K and V written earlier", "fresh": "this step's own one-row computation"}[more]
+    what = {"state": "the K and V written earlier", "fresh": "this step's own one-row computation"}
+    more = "as much by one as by the other"
+    if split["state"] != split["fresh"]:
+        more = f"more by {what[max(split, key=lambda name: split[name])]}"
     null = summary["null_l2"]
+    as_large = [name for name in split if 0 < split[name] <= null]
     return [
-        f"L2 distance of the logits, mean of {summary['steps']} steps: {number(summary['total_l2'])} in all, "
-        f"{number(split['state'])} carried by state, {number(split['fresh'])} made fresh: more by {what}.",
+        f"L2 distance of the logits, mean of {steps}: {number(summary['total_l2'])} in all, "
+        f"{number(split['state'])} carried by state, {number(split['fresh'])} made fresh: {more}.",
         f"Null control (a longer suffix, no cache at all): {number(null)}"
         + (
-            f", as large as the {' and the '.join(n for n in split if split[n] <= null)} part: "
-            "a difference of that size needs no cache."
-            if null >= min(split.values()) and null > 0
+            f", as large as the {' and the '.join(as_large)} part: a difference of that size needs no cache."
+            if as_large
             else "."
         ),
         f"Mean KL in nats: {number(summary['total'])} in all, {number(summary['state'])} state, {number(summary['fresh'])} fresh "
         "(KL is no sum of its parts: two differences can undo each other).",
+        *_measured_on(summary),
     ]
-
-
-def said_of_root_cause(tables: Mapping[str, pd.DataFrame]) -> list[str]:
-    """What the root-cause experiments found, a sentence each; ``tables`` are those of ``experiments.root_cause``."""
-    sums = tables["accumulation"]
-    sums = sums[(sums["product"] == "values") & (sums["accumulate"] == "float16")].sort_values("length")
-    first, last = sums.iloc[0], sums.iloc[-1]
-    behind = tables["propagation"]
-    deepest = behind[behind["layer"] == behind["layer"].max()]
-    deepest = deepest[deepest["source"] == 0]["amplification"].median()
-    written = tables["kv_write"].groupby("kernels", sort=False)["relative_error"].mean()
-    ladder = tables["ladder"][tables["ladder"]["protocol"] == "matched"]
-    rungs = ladder.groupby(["dtype", "kernels"], sort=False)["rms_logit"].agg(["min", "max"])
-    lines = [
-        f"1. A float16 sum, one term after another, is off by {number(first['mean_relative'])} of what was added at "
-        f"{first['length']} terms and {number(last['mean_relative'])} at {last['length']}; of the result by "
-        f"{number(first['relative_to_result'])} and {number(last['relative_to_result'])}.",
-        f"2. Layer 0's output rounded once to float16 reaches the last layer {number(deepest)} times as large (median).",
-        "3. K and V written alone differ from those written jointly by "
-        + ", ".join(f"{number(error)} ({kernels})" for kernels, error in written.items())
-        + ", mean relative error.",
-        *_said_of_flips(tables["flips"], tables["correlations"]),
-        "5. RMS logit difference, smallest and largest of the models: "
-        + "; ".join(f"{dtype} {kernels} {between(list(found))}" for (dtype, kernels), found in rungs.iterrows())  # type: ignore[misc]
-        + ".",
-    ]
-    if "gqa" in tables:
-        spread = tables["gqa"].groupby("query_heads_per_kv_head")[["heads_touched", "attn_out"]].median()
-        shown = (f"{int(n)} a KV head: {row['heads_touched']:g}, {number(row['attn_out'])}" for n, row in spread.iterrows())
-        lines.append(
-            "6. Query heads touched by one KV head's error, and the attention output's L2: " + "; ".join(shown) + "."
-        )
-    return lines
-
-
-_AGAINST = {"mean_kl": "free", "mean_kl_before_flip": "earlier", "matched_mean_kl": "matched"}
-
-
-def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]:
-    lines = []
-    for (strategy, kernels), group in flips.groupby(["strategy", "kernels"], sort=False):
-        flipped = group.dropna(subset=["flip_index"])
-        said = f"4. {strategy}, {kernels} kernels: {len(flipped)} of {len(group)} decodes flip a token"
-        if len(flipped):
-            said += (
-                f"; mean KL {number(flipped['mean_kl'].mean())} nats over all free steps, "
-                f"{number(flipped['mean_kl_before_flip'].mean())} before the flip, "
-                f"{number(flipped['matched_mean_kl'].mean())} matched"
-            )
-        known = correlations[(correlations["strategy"] == strategy) & (correlations["kernels"] == kernels)]
-        known = known.dropna(subset=["pearson"])
-        whole = known[known["model"] == "all"]
-        for row in (whole if len(whole) else known).to_dict("records"):
-            if row["against"] in _AGAINST:
-                name = _AGAINST[row["against"]]
-                said += f"; Pearson of flip step and {name} KL {row['pearson']:.2f} (p {row['pearson_p']:.1g})"
-        lines.append(said + ".")
-    return lines
 
 
 def model_of(result: Result) -> str:
@@ -215,11 +215,6 @@ def right_answers(result: Result) -> tuple[int, int] | None:
     return a, b
 
 
-def largest_difference(comparison: Comparison) -> float:
-    """The largest logit difference at any step."""
-    return float(comparison.steps["max_abs_logit"].max())
-
-
 def unit_roundoff(dtype: str) -> float:
     """Half the distance from 1 to the next number of a dtype."""
     named = dtype_named(dtype)
@@ -227,15 +222,17 @@ def unit_roundoff(dtype: str) -> float:
     return float(torch.finfo(named).eps / 2)
 
 
-def drift_medians(comparison: Comparison) -> pd.Series:
-    """Median relative L2 by layer over examples and steps from 1 on, of resid_post or else the first site recorded.
+def site_of(comparison: Comparison) -> str:
+    """The site whose drift is told: resid_post, or else the first recorded; empty where none was."""
+    sites = list(comparison.layers["site"].unique())
+    return "resid_post" if "resid_post" in sites else str(sites[0]) if sites else ""
 
-    Steps after a flip are left out: there the streams are those of two texts.
-    """
-    frame = comparison.layers[(comparison.layers["step"] > 0) & ~comparison.layers["after_flip"].astype(bool)]
-    sites = list(frame["site"].unique())
-    site = "resid_post" if "resid_post" in sites or not sites else sites[0]
-    return frame[frame["site"] == site].groupby("layer")["relative_l2"].median()
+
+def drift_medians(comparison: Comparison) -> pd.Series:
+    """Median relative L2 of :func:`site_of` by layer over prompts and steps from 1 on at which both hold the same text."""
+    frame = comparison.same_text(comparison.layers)
+    frame = frame[(frame["step"] > 0) & (frame["site"] == site_of(comparison))]
+    return frame.groupby("layer")["relative_l2"].median().dropna()
 
 
 def flattened(about: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -247,47 +244,3 @@ def flattened(about: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             rows[f"{prefix}{key}"] = str(value)
     return rows
-
-
-# The ladder of precisions ----------------------------------------------------------------------------------------------
-
-
-def ladder_of(results: Sequence[Result], dtype: str) -> dict[str, list[Comparison]]:
-    """For each model the same kind, protocol and prompts in more than one dtype, ``dtype`` first.
-
-    Args:
-        results: All results.
-        dtype: The dtype in question.
-    """
-    found: dict[str, list[Comparison]] = {}
-    for rung in results:
-        if rung.comparison.about["dtype"] == dtype or rung.comparison.steps.empty:
-            continue
-        base = next((r for r in results if r.comparison.about["dtype"] == dtype and _like(r, rung)), None)
-        if base is None or base.comparison.steps.empty:
-            continue
-        if model_of(rung) not in found:
-            examples = base.comparison.examples
-            shared = examples[examples["id"].isin(rung.comparison.examples["id"])]["example"]
-            found[model_of(rung)] = [_only(base.comparison, shared)]
-        found[model_of(rung)].append(rung.comparison)
-    return found
-
-
-def falls(rungs: Mapping[str, Sequence[Comparison]]) -> bool:
-    """Whether the largest logit difference of every model falls, or is 0, at every step up in precision."""
-    for group in rungs.values():
-        ordered = sorted(group, key=lambda c: unit_roundoff(c.about["dtype"]), reverse=True)
-        sizes = [largest_difference(c) for c in ordered]
-        if any(finer and finer >= coarser for coarser, finer in itertools.pairwise(sizes)):
-            return False
-    return True
-
-
-def _like(one: Result, other: Result) -> bool:
-    return place_of(one) == place_of(other) and one.comparison.about["protocol"] == other.comparison.about["protocol"]
-
-
-def _only(comparison: Comparison, examples: pd.Series) -> Comparison:
-    tables = {n: (t := getattr(comparison, n))[t["example"].isin(examples)] for n in PARTS}
-    return Comparison(**tables, about=comparison.about)
