@@ -32,7 +32,7 @@ CLEAN = (
 
 
 def quick(model: Any, **more: Any) -> Any:
-    return audit(model, **{"lengths": (9, 33), "steps": 2, "sweep": "no", **more})
+    return audit(model, **{"lengths": (9, 33), "steps": 2, "sweep": "no", "checks": "none", **more})
 
 
 def one_prompt(length: int = 40, seed: int = 5) -> list[list[int]]:
@@ -45,10 +45,12 @@ def one_prompt(length: int = 40, seed: int = 5) -> list[list[int]]:
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_clean_model_is_no_bug(name: str) -> None:
     verdict = quick(build(name), prompts=one_prompt())
-    assert verdict.verdict in ("equal", "rounding"), verdict.reading
-    assert verdict.exit_code == 0
+    assert verdict.exit_code == 0, verdict.reading
     for rung, evidence in verdict.evidence.items():
-        assert evidence["block_error_in_unit_roundoffs"] < 32, f"{rung}: {evidence}"
+        # Whatever this processor's kernels do: with a fixed order there is nothing left to excuse.
+        assert evidence["fixed_order_checks"] > 40, f"{rung}: {evidence}"
+        assert evidence["fixed_order_bitwise_equal"] == evidence["fixed_order_checks"], f"{rung}: {evidence}"
+        assert evidence["fixed_order_max_abs_logit"] == 0, f"{rung}: {evidence}"
 
 
 @pytest.mark.parametrize("seed", [2, 3])
@@ -57,10 +59,22 @@ def test_rows_that_experts_sort_are_not_taken_for_another_token(seed: int) -> No
 
     Compared as they came, they differed by 0.86 (seed 2) inside a block that is right to 5 unit roundoffs.
     """
-    verdict = audit(build("olmoe", seed), seed=seed, rungs=("float32", "float64"), lengths=(5, 6, 7), steps=3, sweep="no")
-    assert verdict.verdict == "rounding", verdict.reading
+    choices = {"rungs": ("float32", "float64"), "lengths": (5, 6, 7), "steps": 3, "sweep": "no", "checks": "none"}
+    verdict = audit(build("olmoe", seed), seed=seed, **choices)
+    assert verdict.exit_code == 0, verdict.reading
     assert "act_fn" not in verdict.tensor
-    assert verdict.evidence["float64"]["first_tensor"]["error_in_unit_roundoffs"] < 32
+
+
+class Backwards(torch.overrides.TorchFunctionMode):
+    """A kernel that adds up a projection of one row from the last term to the first, on any processor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear and args[0].numel() == args[0].shape[-1]:
+            total = torch.zeros(args[1].shape[0], dtype=args[0].dtype)
+            for term in range(args[0].shape[-1] - 1, -1, -1):
+                total = total + args[0].flatten()[term] * args[1][:, term]
+            return total.reshape(*args[0].shape[:-1], -1) + (0 if len(args) < 3 or args[2] is None else args[2])
+        return func(*args, **(kwargs or {}))
 
 
 def test_an_expert_choice_that_rounding_tips_is_rounding() -> None:
@@ -68,22 +82,26 @@ def test_an_expert_choice_that_rounding_tips_is_rounding() -> None:
     model = build("mixtral")
     for layer in model.model.layers:
         layer.mlp.gate.weight.data[1:] = layer.mlp.gate.weight.data[:1] * (1 + 1e-7 * torch.arange(1, 4)[:, None])
-    verdict = audit(model, seed=1, rungs=("float32", "float64"), lengths=(9, 33), steps=3, sweep="no")
-    assert verdict.verdict == "rounding", verdict.reading
+    with Backwards():
+        verdict = audit(model, seed=1, rungs=("float32", "float64"), lengths=(9, 33), steps=3, sweep="no", checks="none")
+    assert verdict.exit_code == 0, verdict.reading
     assert "tips the choice" in verdict.reading
     first = verdict.evidence["float32"]["first_tensor"]
-    assert (first["tensor"], first["block_beyond_band"]) == ("expert choice", True)
+    assert (first["tensor"], first["taken_away_by"], first["nearly_equal"]) == ("expert choice", "choice", True)
 
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_float32_cast_inside_is_named(name: str) -> None:
-    """In float64 the difference stops at float32's level; float32 itself is clean (FACTS: 9e-7 for Gated DeltaNet)."""
-    verdict = quick(build(name), prompts=one_prompt())
-    assert verdict.verdict == "hidden-cast", verdict.reading
-    assert verdict.module.endswith(HIDDEN[name])
-    assert "float32" in verdict.reading
-    assert verdict.evidence["float64"]["first_tensor"]["explained_by_cast_to"] == "float32"
-    assert verdict.exit_code == 1
+    """In float64 the difference stops at float32's level: a note for who serves float32, a failure for who asked for float64."""
+    verdict = quick(build(name), prompts=one_prompt(), rungs=("float32", "float64"))
+    assert verdict.exit_code == 0, verdict.reading
+    assert any("float32 inside" in note and HIDDEN[name] in note for note in verdict.notes), verdict.reading
+    first = verdict.evidence["float64"]["first_tensor"]
+    assert (first["taken_away_by"], first["cast_to"]) == ("cast", "float32")
+    asked = quick(build(name).double(), prompts=one_prompt(), rungs=("float32", "float64"))
+    assert (asked.verdict, asked.exit_code) == ("hidden-cast", 1), asked.reading
+    assert HIDDEN[name] in asked.module
+    assert quick(build(name).double(), prompts=one_prompt(), rungs=("float64",), allow=("hidden-cast",)).exit_code == 0
 
 
 def test_bamba_called_without_position_ids_is_a_bug() -> None:
@@ -103,11 +121,10 @@ def test_bamba_called_without_position_ids_is_a_bug() -> None:
     assert (whole - given).abs().max() < 1e-5
     if (whole - alone).abs().max() < 1e-5:
         # A transformers that numbers Bamba's cached tokens by itself.
-        assert verdict.verdict == "hidden-cast"
+        assert verdict.exit_code == 0
         return
     assert (verdict.verdict, verdict.first_layer, verdict.tensor, verdict.first_position) == ("bug", 1, "Q", 9)
     assert "without position_ids" in verdict.reading
-    assert verdict.evidence["float64"]["first_tensor"]["gone_when_told_positions"]
 
 
 def test_equal_is_said_of_a_model_that_is() -> None:
@@ -153,8 +170,8 @@ def test_a_rung_that_overflows_does_not_condemn_the_model() -> None:
     model = build("llama")
     model.model.layers[1].mlp.down_proj.weight.data.mul_(1e6)
     verdict = quick(model, prompts=one_prompt(), rungs=("float16", "float32", "float64"))
-    assert verdict.verdict == "rounding", verdict.reading
-    assert "In float16 it overflows" in verdict.reading
+    assert verdict.exit_code == 0, verdict.reading
+    assert "in float16 it overflows" in verdict.reading
     assert verdict.evidence["float16"]["nonfinite"]["module"] == "model.layers.1.mlp.down_proj"
 
 
@@ -172,7 +189,7 @@ def test_values_on_a_16_bit_grid_are_the_wrong_dtype(monkeypatch: pytest.MonkeyP
 
 def test_weights_stored_in_16_bits_are_no_wrong_dtype() -> None:
     """A checkpoint in float16 loaded in float32 has weights on float16's grid; its logits are not."""
-    assert quick(build("llama").half().float(), prompts=one_prompt(), rungs=("float32",)).verdict == "rounding"
+    assert quick(build("llama").half().float(), prompts=one_prompt(), rungs=("float32",)).exit_code == 0
 
 
 class CoarseKernel(torch.overrides.TorchFunctionMode):
@@ -192,7 +209,7 @@ class CoarseKernel(torch.overrides.TorchFunctionMode):
 def test_a_kernel_that_changes_at_a_position_is_told_from_a_bug() -> None:
     with CoarseKernel():
         verdict = audit(
-            build("llama"), one_prompt(), lengths=(9, 33), steps=2, rungs=("float32", "float64"), sweep="yes"
+            build("llama"), one_prompt(), lengths=(9, 33), steps=2, rungs=("float32", "float64"), sweep="yes", checks="none"
         )  # fmt: skip
     assert verdict.verdict == "kernel", verdict.reading
     assert (verdict.first_layer, verdict.first_position, verdict.tensor) == (0, 20, "attention output")
@@ -210,30 +227,29 @@ def test_a_rounding_difference_that_starts_at_a_position_is_a_kernels_too() -> N
 
     model = build("falcon").to(torch.bfloat16)
     with OtherOrder():
-        verdict = audit(model, one_prompt(), lengths=(9, 33), steps=2, rungs=("bfloat16",), sweep="yes")
+        verdict = audit(model, one_prompt(), lengths=(9, 33), steps=2, rungs=("bfloat16",), sweep="yes", checks="none")
     assert verdict.verdict in ("kernel", "rounding"), verdict.reading
     if verdict.verdict == "kernel":
         assert verdict.first_position == 20
 
 
 def test_the_rungs_hold_the_evidence() -> None:
-    """What the ladder is judged by: scaling, the null control, bitwise steps, and a fixed order of additions."""
+    """What the ladder is judged by: scaling, the null control, and a fixed order of additions."""
     everything = quick(build("llama"), prompts=one_prompt(), detail="everything")
     rounding = {name: everything.rung(name) for name in ("bfloat16", "float16", "float32", "float64")}
     for name, rung in rounding.items():
         found = rung.summary()
         assert set(rung.steps["prefill"]) == {9, 33}, name
         assert set(rung.local["layer"]) == {-1, 0, 1, 2, 3}, name
-        assert found["within_null_band"], f"{name}: {found}"
-        assert found["max_abs_logit"] <= found["null_band"]
+        assert found["null_max_abs_logit"] is not None
+        assert set(rung.local["part"]) == {"input", "output"}
+        assert (rung.fixed.steps["max_abs"] == 0).all()
+        assert (rung.fixed.every_error["error"] == 0).all()
     assert rounding["float64"].summary()["max_abs_logit"] < 1e-6 * rounding["float32"].summary()["max_abs_logit"]
-    fixed = everything.rung("float32, batch_invariant")
-    assert (fixed.steps["max_abs"] == 0).all()
-    assert (fixed.local["error"] == 0).all()
 
 
 def test_default_lengths_cross_the_models_own_edges() -> None:
-    everything = audit(build("mistral"), rungs=("float32",), steps=1, sweep="no", detail="everything")
+    everything = audit(build("mistral"), rungs=("float32",), steps=1, sweep="no", checks="none", detail="everything")
     assert {WINDOW - 1, WINDOW + 1, *LENGTHS} == set(everything.plan.prefills)
     assert len(everything.plan.prompts) >= 2
 
@@ -246,7 +262,7 @@ def test_a_wrong_position_between_the_lengths_is_found(monkeypatch: pytest.Monke
         return store(k, v * 1.01 if decoding and cache.get_seq_length(1) >= 20 else v)
 
     on_update(from_20_on, 1)(monkeypatch)
-    verdict = audit(build("llama"), one_prompt(), lengths=(9, 33), steps=2, rungs=("float32", "float64"))
+    verdict = audit(build("llama"), one_prompt(), lengths=(9, 33), steps=2, rungs=("float32", "float64"), checks="none")
     found = (verdict.verdict, verdict.first_layer, verdict.tensor, verdict.first_position)
     assert found == ("bug", 1, "V", 20), verdict.reading
 
@@ -283,14 +299,14 @@ def test_there_is_never_more_than_one_copy(dtype: torch.dtype, monkeypatch: pyte
 @pytest.mark.parametrize("kind", ["hooked", "bridge", "native"])
 def test_every_kind_of_model_can_be_audited(kind: str) -> None:
     verdict = quick(kv.load_model("zoo:mistral-mini", kind=kind), rungs=("float16", "float32", "float64"))
-    assert verdict.verdict in ("equal", "rounding"), verdict.reading
+    assert verdict.exit_code == 0, verdict.reading
 
 
 def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     model = build("llama")
     model.config.save_pretrained(tmp_path)
     adapter = random_model(tmp_path / "config.json", seed=4)
-    assert quick(adapter, rungs=("float32", "float64")).verdict == "rounding"
+    assert quick(adapter, rungs=("float32", "float64")).exit_code == 0
     again = random_model(tmp_path, seed=4)  # A folder as on the hub, with nothing but its config.json.
     assert sorted(p.name for p in tmp_path.iterdir() if "generation" not in p.name) == ["config.json"]
     assert adapter.fingerprint() == again.fingerprint()
@@ -322,11 +338,11 @@ def test_the_folder_holds_the_verdict_and_a_page_that_needs_nothing_else(tmp_pat
         wrap(model, name="<script>alert(1)</script>"), prompts=one_prompt(), out=tmp_path, detail="everything"
     )
     fields = json.loads((tmp_path / "verdict.json").read_text())
-    names = ("verdict", "first_layer", "first_position", "tensor", "module", "evidence", "confidence")
+    names = ("verdict", "exit_code", "first_layer", "first_position", "tensor", "module", "evidence", "checks", "notes")
     assert set(names) <= set(fields)
     assert fields["verdict"] == everything.verdict.verdict
     assert fields["verdict"] in VERDICTS
-    assert set(fields["evidence"]) == {"bfloat16", "float16", "float32", "float64", "float32, batch_invariant"}
+    assert set(fields["evidence"]) == {"bfloat16", "float16", "float32", "float64"}
     page = Page()
     html = (tmp_path / "audit.html").read_text()
     page.feed(html)
@@ -342,10 +358,11 @@ def test_the_layer_table_is_a_plain_loops() -> None:
     """The report format of transformers#46190, row for row what its own script computes from hidden states."""
     model = build("llama")
     everything = quick(model, prompts=one_prompt(12), lengths=(9,), rungs=("float32",), detail="everything")
-    tokens = torch.tensor(one_prompt(12))[:, :11]
+    shown = int(everything.rung("float32").top["position"].iloc[0])
+    tokens = torch.tensor(one_prompt(12))[:, : shown + 1]
     with torch.no_grad():
         cache = None
-        for piece in (tokens[:, :9], tokens[:, 9:10], tokens[:, 10:11]):
+        for piece in (tokens[:, :9], *tokens[:, 9:].split(1, 1)):
             out = model(piece, past_key_values=cache, use_cache=True, output_hidden_states=True)
             cache = out.past_key_values
         full = model(tokens, use_cache=False, output_hidden_states=True)
@@ -364,10 +381,10 @@ def test_the_pytest_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     from test_planted import key_wrong_by_a_thousandth, on_update
 
     verdict = assert_cache_consistent(build("llama"), lengths=(9,), steps=2)
-    assert verdict.verdict == "rounding"
-    assert_cache_consistent(build("mamba"), lengths=(9,), steps=2, allow=("hidden-cast",))
+    assert verdict.exit_code == 0
+    assert_cache_consistent(build("mamba").double(), lengths=(9,), steps=2, allow=("hidden-cast",))
     with pytest.raises(CacheInconsistency, match="casts to float32"):
-        assert_cache_consistent(build("mamba"), lengths=(9,), steps=2)
+        assert_cache_consistent(build("mamba").double(), lengths=(9,), steps=2)
     on_update(key_wrong_by_a_thousandth, 1)(monkeypatch)
     with pytest.raises(CacheInconsistency, match="K of layer 1"):
         assert_cache_consistent(build("llama"), lengths=(9,), steps=2)

@@ -197,17 +197,18 @@ class RungJudge:
         every = self.rung.every_error
         limits = every["layer"].map(lambda n: band(getattr(torch, lower[n]), self.terms) if n in lower else self.limit)
         beyond = every[(every["error"] > limits) & ~every["layer"].isin(open_layers)]
-        where = ["prompt", "prefill", "start", "stop"]
-        covered = (
-            set(fixed.every_error[where].itertuples(index=False, name=None)) if fixed.plan == self.rung.plan else set()
-        )
+        where = ["prompt", "prefill", "start", "stop", "layer"]
+        same = fixed.every_error if fixed.plan == self.rung.plan else fixed.every_error[:0]
+        worst = same.groupby(where)["error"].max().to_dict()
         for row, layers in _cases(beyond):
             reference, sights = self._look(self.rung, None, row, layers)
             for _, (sight, tensors) in _first_of(sights, self.limit).items():
                 first = tensors[0]
-                gone = tuple(row[where]) in covered or not _first_of(
-                    self._look(self.rung, BatchInvariant(), row, [sight.layer])[1], 0.0
-                )
+                case = (*(int(row[name]) for name in where[:-1]), sight.layer)
+                if case in worst:
+                    gone = worst[case] == 0
+                else:
+                    gone = not _first_of(self._look(self.rung, BatchInvariant(), row, [sight.layer])[1], 0.0)
                 if first.tensor == CHOICE and first.nearly_equal and gone:
                     cause = Cause("choice", left=0.0, detail="gone with a fixed order")
                 elif gone and first.error <= max(EXCUSED, 2 * self.limit):

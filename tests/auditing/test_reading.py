@@ -1,0 +1,167 @@
+"""Every sentence of a verdict, on made-up numbers: written where it is true of them, and not where it is false."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from kvinterp.auditing import reading as say
+from kvinterp.auditing.accounting import Account
+from kvinterp.auditing.causes import Cause
+from kvinterp.auditing.evidence import Evidence
+from kvinterp.auditing.exercises import Check
+from kvinterp.auditing.first_difference import Finding
+from kvinterp.auditing.judging import ONE_BY_ONE, Judged
+from kvinterp.auditing.ladder import LOCAL, STEPS, Rung
+from kvinterp.auditing.verdict import judge
+from kvinterp.paths.kernels import Native
+
+
+def rung(
+    dtype: torch.dtype = torch.float32,
+    error: float = 0.0,
+    logits: float = 0.0,
+    null: float = 0.0,
+    fixed: Rung | None = None,
+    **more: Any,
+) -> Rung:
+    local = pd.DataFrame([(0, 9, 9, 10, 9, 0, "output", error, null)], columns=list(LOCAL))
+    steps = pd.DataFrame([(0, 9, 9, logits, logits, logits / 10, 0.0, null)], columns=list(STEPS))
+    name = str(dtype).removeprefix("torch.")
+    empty = pd.DataFrame(columns=list(LOCAL))
+    layers = pd.DataFrame({"layer": [0], "max_abs": [logits], "mean_abs": [logits], "relative": [logits]})
+    made = Rung(name, dtype, Native(), steps, local, empty, layers, pd.DataFrame(), {}, "", 10.0, fixed=fixed)
+    return dataclasses.replace(made, **more)
+
+
+def finding(**more: Any) -> Finding:
+    return Finding(**{"layer": 1, "tensor": "K", "module": "m.1.attn", "position": 9, "step": 9, "error": 1e-3, **more})
+
+
+def judged(word: str = "", kernels: str = "fixed order", **more: Any) -> Judged:
+    cause = Cause(word, **more.pop("cause", {}))
+    return Judged(finding(**more), cause, kernels, ONE_BY_ONE)
+
+
+def evidence(*rungs: Rung, **more: Any) -> Evidence:
+    made = Evidence("a model", rungs[0].name, 64, {r.name: r for r in rungs}, exercised="what was run.")
+    made.accounts = {r.name: Account(0.0, 0.0, "fixed order") for r in rungs}
+    return dataclasses.replace(made, **more)
+
+
+CLEAN = rung(error=1e-7, logits=1e-6, null=1e-6, fixed=rung())
+
+
+@pytest.mark.parametrize(
+    ("seen", "word", "code", "said", "unsaid"),
+    [
+        (evidence(rung(fixed=rung())), "equal", 0, "Every logit of all 1 steps is bitwise the same", "FAIL"),
+        (evidence(CLEAN), "rounding", 0, "all 1 checks and 1 steps are bitwise equal", "Every logit"),
+        # A fixed order that still differs in the logits is not said to be bitwise equal.
+        (
+            evidence(rung(error=1e-7, logits=1e-6, fixed=rung(logits=1e-6))), "rounding", 0,
+            "with a fixed order 0 unit roundoffs are left", "bitwise equal.",
+        ),
+        (
+            evidence(CLEAN, accounts={"float32": Account(1e-3, 0.0, "fixed order", 0, 9)}), "unexplained", 1,
+            "no part differs by a bit", "of the parts' sizes",
+        ),
+        (
+            evidence(CLEAN, accounts={"float32": Account(1e-1, 1e-3, "native", 0, 9)}), "unexplained", 1,
+            "errors of the parts' sizes change them by at most 1.0e-03", "no part differs by a bit",
+        ),
+        (evidence(CLEAN, judged={"float32": [judged()]}), "bug", 1, "K of layer 1 (m.1.attn) is wrong", "PASS"),
+        (evidence(CLEAN, judged={"float32": [judged("rounding")]}), "rounding", 0, "PASS", "is wrong"),
+        (evidence(CLEAN, judged={"float32": [judged("unknown", cause={"detail": "no float64"})]}), "cannot-tell", 3,
+         "could not be tried: no float64", "FAIL"),
+        (evidence(CLEAN, random=0.5), "cannot-tell", 3, "something else each time", "PASS"),
+        (evidence(CLEAN, judged={"float32": [judged("kernel", "native")]}), "kernel", 0, "a kernel is coarse there", "FAIL"),
+        (evidence(CLEAN, onset=("float32", 0, 20)), "kernel", 0, "at position 20", "FAIL"),
+        # A cast above the precision that serves is a note; one below it fails.
+        (
+            evidence(CLEAN, rung(torch.float64, fixed=rung(torch.float64)),
+                     judged={"float64": [judged("cast", cause={"dtype": "float32", "module": "m.1.norm"})]}),
+            "rounding", 0, "note: float32 inside (m.1.norm): no better than float32 in float64", "casts to",
+        ),
+        (
+            evidence(CLEAN, judged={"float32": [judged("cast", cause={"dtype": "bfloat16", "module": "m.1.attn"})]}),
+            "hidden-cast", 1, "m.1.attn casts to bfloat16, and without that cast nothing differs", "note: bfloat16",
+        ),
+        (
+            evidence(CLEAN, judged={"float32": [judged("choice", "native", tensor="expert choice")]}), "rounding", 0,
+            "tips the choice between nearly equal experts in float32 (layer 1)", "FAIL",
+        ),
+        (
+            evidence(CLEAN, checks=[Check("left padding", "failed", "off by 1.", step=9, layer=0, tensor="attention mask")]),
+            "bug", 1, "left padding failed: off by 1. First wrong: attention mask of layer 0.", "passed too",
+        ),
+        (
+            evidence(CLEAN, checks=[Check("batch", "passed", ""), Check("window", "not run", "")]), "rounding", 0,
+            "passed too: batch\nnot run: window", "cannot tell",
+        ),
+        (evidence(rung(nonfinite={"path": "recompute", "value": "NaN", "position": 0, "module": "m.0"})), "overflow", 1,
+         "NaN first appears on the recompute path in m.0 in float32 at position 0", "wider range"),
+        (evidence(rung(grid="bfloat16"), grid_module="lm_head"), "wrong-dtype", 1, "exactly a bfloat16 number", "PASS"),
+    ],
+)  # fmt: skip
+def test_the_word_and_its_sentence(seen: Evidence, word: str, code: int, said: str, unsaid: str) -> None:
+    verdict = judge(seen)
+    assert (verdict.verdict, verdict.exit_code) == (word, code), verdict.reading
+    assert said in verdict.reading
+    assert unsaid not in verdict.reading
+    first = {0: "PASS", 1: "FAIL", 3: "CANNOT TELL"}[code]
+    assert verdict.reading.startswith(f"{first}  {word}  a model in float32\n")
+
+
+def test_what_is_allowed_passes_and_says_so() -> None:
+    verdict = judge(evidence(CLEAN, judged={"float32": [judged("cast", cause={"dtype": "bfloat16"})]}), ("hidden-cast",))
+    assert verdict.exit_code == 0
+    assert verdict.reading.startswith("PASS  hidden-cast (allowed)")
+
+
+def test_a_bug_names_the_precisions_that_do_not_show_it() -> None:
+    seen = evidence(CLEAN, rung(torch.float64), judged={"float32": [judged()], "float64": []})
+    assert "float32 a relative error of 1.0e-03; not in float64" in judge(seen).reading
+    both = evidence(CLEAN, rung(torch.float64), judged={"float32": [judged()], "float64": [judged()]})
+    assert "not in" not in judge(both).reading
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        ({}, "A fixed order of additions does not take it away."),
+        ({"detail": "gone with a fixed order, but more than any order of additions can be off"}, "the kernel's own result"),
+        ({"detail": "further from float64 on the same inputs than the recomputation"}, "further from float64"),
+    ],
+)
+def test_a_bug_says_what_was_tried(cause: dict[str, Any], said: str) -> None:
+    assert said in judge(evidence(CLEAN, judged={"float32": [judged(cause=cause)]})).reading
+
+
+@pytest.mark.parametrize(
+    ("tensor", "position", "said"),
+    [("K", 9, "new keys"), ("K", 2, "old keys"), ("Q", 9, "RoPE"), ("attention mask", 2, "window"), ("m.1.mlp", 9, "")],
+)
+def test_a_hint_follows_the_tensor(tensor: str, position: int, said: str) -> None:
+    hints = say.hint(judged(tensor=tensor, position=position), evidence(CLEAN))
+    assert (said in hints[0]) if said else hints == []
+
+
+@pytest.mark.parametrize(
+    ("where", "own", "said", "unsaid"),
+    [
+        ({"path": "recompute", "weights": "m.w"}, torch.float16, "weights themselves", "wider range"),
+        ({"path": "cached"}, torch.float16, "the recomputation is finite", "wider range"),
+        ({"path": "recompute"}, torch.float16, "wider range", "weights"),
+        ({"path": "recompute"}, torch.float32, "not finite in this precision", "wider range"),
+    ],
+)
+def test_an_overflow_says_the_remedy_that_works(where: dict[str, Any], own: torch.dtype, said: str, unsaid: str) -> None:
+    full = {"value": "Inf", "position": None, "module": "m.0", **where}
+    text = "\n".join(say.overflow(rung(own, nonfinite=full), []))
+    assert said in text
+    assert unsaid not in text
