@@ -13,6 +13,7 @@ from kvinterp.auditing.causes import (
     EXCUSED,
     Cause,
     FixedWithoutCasts,
+    WithoutCasts,
     Witness,
     beyond_truth,
     coarsest,
@@ -211,6 +212,8 @@ class RungJudge:
                     gone = not _first_of(self._look(self.rung, BatchInvariant(), row, [sight.layer])[1], 0.0)
                 if first.tensor == CHOICE and first.nearly_equal and gone:
                     cause = Cause("choice", left=0.0, detail="gone with a fixed order")
+                elif gone and sight.casts and (cast := self._cast_of(row, sight, first)) is not None:
+                    cause = cast
                 elif gone and first.error <= max(EXCUSED, 2 * self.limit):
                     # Float64 has nothing beside it that would tell a coarse kernel from a tensor that is hard to compute.
                     coarse = self.dtype != torch.float64 or first.error > 8 * self.limit
@@ -223,6 +226,20 @@ class RungJudge:
                     self.open.append((len(self.found) - 1, Witness(reference, sight)))
         if not self.found:
             self._show_first()
+
+    def _cast_of(self, row: Any, sight: Sight, first: Finding) -> Cause | None:
+        """The cast that makes an error larger than the dtype's own rounding, with the machine's kernels; None if none does."""
+        try:
+            _, sights = self._look(self.rung, WithoutCasts(), row, [sight.layer])
+        except (RuntimeError, UnsupportedError):
+            return None
+        left = max((f.error for _, found in _first_of(sights, 0.0).values() for f in found), default=0.0)
+        if left > self.limit:
+            return None
+        lower = coarsest(sight.casts)
+        casting = sight.casts[lower]
+        module = next((m for m in casting if m.startswith(first.module)), casting[0])
+        return Cause("cast", lower, module, left, "gone with the casts left out, and with a fixed order")
 
     def _show_first(self) -> None:
         """The first tensor that differs with the machine's kernels, which a fixed order takes away."""
