@@ -13,8 +13,9 @@ from tqdm.auto import tqdm
 from kvinterp.errors import InputError, located, unknown
 from kvinterp.models import Adapter, wrap
 from kvinterp.patching.lanes import two_paths
+from kvinterp.patching.localising import localise
 from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, PatchWatcher, Positions
-from kvinterp.patching.planted import Plant, localise
+from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import (
     DISTANCES,
     PlannedLane,
