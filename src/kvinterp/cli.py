@@ -191,7 +191,8 @@ def patch_command(
     distance: Annotated[str, typer.Option(help="l2, kl or margin; several with commas, the first leads.")] = "l2,kl",
     examples: Annotated[int | None, typer.Option(help="Patch only so many prompts, those of the highest KL.")] = None,
     preset: Annotated[
-        str | None, typer.Option(help="paper or matched: sets site, sweep, direction, steps, protocol, examples and distance.")
+        str | None,
+        typer.Option(help="paper or matched: sets site, sweep, direction, steps, protocol, examples and distance."),
     ] = None,
     prompts: Prompts = "arithmetic:6",
     kind: Kind = "native",

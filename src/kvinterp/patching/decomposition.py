@@ -1,18 +1,20 @@
 """Splits the difference between the paths into parts of one cause each, every part beside its null.
 
-At every matched step lanes lead from the recompute path to the cached one, each of which changes the company of some rows
+At every matched step lanes lead from the recompute path to the cached one, each of which changes one thing
 (:mod:`kvinterp.patching.splitting` draws them). The parts between them:
 
 - **fresh**: the newest row, computed alone;
-- **decoded**: K and V of the decoded rows, each computed alone at its own step;
-- **prompt**: K and V of the prompt, which the recompute path makes anew among another number of rows at every step, while the
-  cache holds them as that path wrote them at step 0. No cache makes this part: the recompute path differs from itself;
+- **alone**: K and V of the decoded rows, each computed alone at its own step and not among the prefix that it ended;
+- **anew**: K and V of earlier rows, which the recompute path makes anew at every step among another number of rows, while the
+  cache holds them as they were written: the **prompt**'s rows, and the decoded ones (**remade**, with what they take over from
+  the prompt's). No cache makes this part: the recompute path differs from itself;
 - **kept**: what the cached path keeps otherwise (a policy, a narrower cache, a prefill in chunks); 0 without such.
 
-As logits and as residual streams total = fresh + decoded + prompt + kept; their norms and KL divergences need not add up.
-**state** is the last three together, what earlier rows carry; **cache** is the first two, what a cache as such contributes.
-Each part's **null** is a difference of the same kind that no cache can explain: the same rows, computed by the recompute path
-among more rows (a longer suffix, which a causal model must not see).
+As logits and as residual streams total = fresh + alone + anew + kept and anew = prompt + remade; their norms and KL
+divergences need not add up. **state** is all but fresh, what earlier rows carry; **decoded** is remade + alone, what the
+decoded ones do. **cache** = fresh + alone is what a cache as such contributes: rows computed alone. Each part's **null** is a
+difference of the same kind that no cache can explain: the same rows, computed by the recompute path among more rows (a longer
+suffix, which a causal model must not see).
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ class Decomposition:
     """The split at every step, in nats, and layer by layer.
 
     Attributes:
-        steps: One row an example and step: the KL (second lane as the reference, in nats) of total, of the parts fresh,
-            decoded, prompt and kept, of state and cache (sums of parts), and of the nulls (null, the whole recompute path
-            among more rows, and null_fresh, null_decoded, null_prompt, null_state, null_cache); the same as the L2
-            distance of the logits (total_l2, ...); ``most``, the part longer than all others together in L2, ``"spread"``
-            where there is none, ``"none"`` where the logits are bitwise equal; and ``share``, its share of the lengths.
+        steps: One row an example and step: the KL in nats of total, of the parts fresh, alone, anew (prompt and remade) and
+            kept, of decoded and state, and of the nulls (null, the whole recompute path among more rows, null_fresh,
+            null_alone, null_anew, null_prompt, null_remade); the same as the L2 distance of the logits (total_l2, ...), and
+            cache_l2 with null_cache_l2; ``most``, the part longer than all others together in L2, ``"spread"`` where there
+            is none, ``"none"`` where the logits are bitwise equal; and ``share``, its share of the lengths.
         layers: One row an example, step and layer: the L2 distance of resid_post for the same, relative to the recompute
             path's norm.
         about: Provenance.
@@ -61,18 +63,19 @@ class Decomposition:
     def summary(self) -> dict[str, Any]:
         """Means over the decode steps of every example (step 0 is the same computation on both paths), and counts.
 
-        ``most`` counts the decode steps by what makes most of their difference; ``no_cache_needed`` those that differ and
-        where each of decoded and fresh is no longer than its null.
+        ``most`` counts the decode steps by what makes most of their difference; ``without_cache`` those that differ though a
+        cache as such contributes nothing; ``within_null`` those where it contributes something no longer than its null.
         """
         later = self.steps[self.steps["step"] > 0]
         means = later.drop(columns=["example", "step", "most", "share"]).mean()
         differ = later[later["total_l2"] > 0]
-        as_long = (differ["fresh_l2"] <= differ["null_fresh_l2"]) & (differ["decoded_l2"] <= differ["null_decoded_l2"])
+        parts = differ[["fresh_l2", "alone_l2"]].max(axis=1)
         return {
             **{name: None if pd.isna(value) else float(value) for name, value in means.items()},
             "most": {str(name): int(count) for name, count in later["most"].value_counts().items()},
             "differ": len(differ),
-            "no_cache_needed": int(as_long.sum()),
+            "without_cache": int((parts == 0).sum()),
+            "within_null": int(((parts > 0) & (differ["cache_l2"] <= differ["null_cache_l2"])).sum()),
             "examples": int(self.steps["example"].nunique()),
             "steps": len(later),
             **self.about,
@@ -92,8 +95,7 @@ def decompose(
 ) -> Decomposition:
     """Splits the difference between cached decoding and recomputation at every matched step.
 
-    Decoding again from the prompt's K and V as the recompute path has them now takes as many one-row forwards as there are
-    decoded tokens, wherever those K and V changed since the step before.
+    A step takes one forward of each path, five more over the whole context and eight more of one row.
 
     Args:
         model: A model of any kind, or an adapter.
@@ -159,6 +161,9 @@ def measured(shown: dict[str, Shown], where: str) -> dict[str, Any]:
     pairs = {name: (shown[a].logits, shown[b].logits) for name, (a, b) in DIFFERENCES.items()}
     kl = {name: float(metrics.kl_divergence(a, b)) for name, (a, b) in pairs.items()}
     l2 = {f"{name}_l2": float((a.double() - b.double()).norm()) for name, (a, b) in pairs.items()}
+    for prefix in ("", "null_"):
+        both = [a.double() - b.double() for a, b in (pairs[f"{prefix}fresh"], pairs[f"{prefix}alone"])]
+        l2[f"{prefix}cache_l2"] = float((both[0] + both[1]).norm())
     check_finite(torch.tensor([*kl.values(), *l2.values()], dtype=torch.float64), where)
     most, share = leading_part({part: l2[f"{part}_l2"] for part in PARTS}, l2["total_l2"])
     return {**kl, **l2, "most": most, "share": share}

@@ -7,13 +7,14 @@ from lane to lane has one cause:
 
 - **fresh**: the residual stream of the recompute path put back behind layer 0, 1, ...: from one to the next the **one-row
   computation** of a layer is what goes, and behind the last there is the **unembedding**;
-- **prompt**: the prompt's K and V as the recompute path has them now, layer after layer, in place of those it wrote at step 0;
+- **anew**: the prompt's K and V as the recompute path has them now, layer after layer, in place of those it wrote at step 0;
 - **kept**: those of step 0 in place of what the cached path keeps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from kvinterp.paths.runner import encode
 
 __all__ = ["Cause", "localise"]
 
-PLACES_OF = {"fresh": ("row", "unembedding"), "prompt": ("prompt",), "kept": ("kv",)}
+PLACES_OF = {"fresh": ("row", "unembedding"), "anew": ("prompt",), "kept": ("kv",)}
 """The places that a part can be made at; there are no decoded rows yet."""
 COLUMNS = ["place", "layer", "l2", "share"]
 
@@ -81,7 +82,7 @@ class Cause:
             return []
         null = self.split[f"null_{self.part}_l2"]
         said = f"Null, the same rows among {self.suffix} more and no cache at all: L2 {null:.2g}, here {length:.2g}."
-        if self.part == "prompt":
+        if self.part == "anew":
             return ["No cache makes it: the cache holds those rows as the recompute path wrote them at step 0.", said]
         return [said] + ["A difference of that size needs no cache."] * (null >= length)
 
@@ -157,7 +158,7 @@ class _Search:
     def _table(self, shown: dict[str, Shown], lengths: Mapping[str, float]) -> pd.DataFrame:
         """The lengths at every place; those of one part are scaled so that their shares add up to the part's."""
         rows = []
-        for part, follow in (("fresh", self._fresh), ("prompt", self._prompt), ("kept", self._kept)):
+        for part, follow in (("fresh", self._fresh), ("anew", self._anew), ("kept", self._kept)):
             found = follow(shown) if lengths[part] else []
             whole = sum(length for *_, length in found)
             share = lengths[part] / sum(lengths.values())
@@ -183,7 +184,7 @@ class _Search:
         places = [*(("row", layer) for layer in self.layers), ("unembedding", -1)]
         return [(*place, _apart(*two)) for place, two in zip(places, _pairs(lanes), strict=True)]
 
-    def _prompt(self, shown: dict[str, Shown]) -> list[tuple[str, int, float]]:
+    def _anew(self, shown: dict[str, Shown]) -> list[tuple[str, int, float]]:
         def with_new(layer: int) -> Shown:
             new = self._rows([*self.split.now[: layer + 1], *self.split.at_step_0[layer + 1 :]])
             return self._second(self.split.one_row, new)
@@ -213,7 +214,7 @@ class _Search:
 
 
 def _pairs(lanes: Sequence[Shown]) -> list[tuple[Shown, Shown]]:
-    return list(zip(lanes[:-1], lanes[1:], strict=True))
+    return list(itertools.pairwise(lanes))
 
 
 def _apart(one: Shown, other: Shown) -> float:

@@ -2,21 +2,23 @@
 
 What a cache changes is the company in which a row is computed: alone when it is decoded, among the whole prefix when the
 prefix is recomputed. The recompute path is no fixed truth either: at every step it makes the old rows anew among another
-number of rows. So the lanes go from one path to the other and change one company at a time, on the same tokens:
+number of rows. So the lanes go from one path to the other and change one thing at a time, on the same tokens:
 
-==============  ================================  =================================  ==========================
-lane            K and V of the prompt's rows      K and V of the decoded rows        the newest row
-==============  ================================  =================================  ==========================
-``recompute``   of the recompute path, now        of the recompute path, now         among the prefix
-``one_row``     of the recompute path, now        of the recompute path, now         alone
-``row_by_row``  of the recompute path, now        each made alone, on those          alone
-``as_written``  of the recompute path at step 0   each made alone, on those          alone
-``cached``      as the cached path keeps them     as the cached path keeps them      alone
-==============  ================================  =================================  ==========================
+==============  =============================  ====================================================  ================
+lane            K and V of the prompt's rows   K and V of the decoded rows                           the newest row
+==============  =============================  ====================================================  ================
+``recompute``   of the recompute path, now     of the recompute path, now                            among the prefix
+``one_row``     of the recompute path, now     of the recompute path, now                            alone
+``old_prompt``  of that path at step 0         of the recompute path, now                            alone
+``among``       of that path at step 0         each made at its own step, among the prefix it ended  alone
+``as_written``  of that path at step 0         each made at its own step, alone                      alone
+``cached``      as the cached path keeps them  as the cached path keeps them                         alone
+==============  =============================  ====================================================  ================
 
-The differences from lane to lane are the **parts** (``fresh``, ``decoded``, ``prompt``, ``kept``): as vectors they add up to
-the whole. Each has a **null** in which the same rows are computed by the recompute path among more rows, so that no cache has
-to do with it.
+The differences from lane to lane are the **parts** (``fresh``, ``prompt``, ``remade``, ``alone``, ``kept``): as vectors they
+add up to the whole. ``fresh`` and ``alone`` are what a cache as such contributes; ``prompt`` and ``remade``, together
+``anew``, are the recompute path's difference from itself, without a cache. Each part has a **null** in which the same rows are
+computed by the recompute path among more rows.
 """
 
 from __future__ import annotations
@@ -39,33 +41,40 @@ from kvinterp.paths.cache import PassThrough
 from kvinterp.paths.runner import LOGITS
 from kvinterp.policies import Identity, Place
 
-__all__ = ["DIFFERENCES", "PARTS", "KeysValues", "Lane", "Rows", "Shown", "Split", "leading_part"]
+__all__ = ["ANEW", "DIFFERENCES", "PARTS", "KeysValues", "Lane", "Rows", "Shown", "Split", "leading_part"]
 
 PARTS = {
     "fresh": "the newest row, computed alone at this step",
-    "decoded": "K and V of the decoded rows, each computed alone at its own step",
-    "prompt": "K and V of the prompt, which the recompute path makes anew among another number of rows",
-    "kept": "K and V that the cached path keeps otherwise than the recompute path wrote them at step 0",
+    "alone": "K and V of the decoded rows, each computed alone at its own step",
+    "anew": "K and V of earlier rows, which the recompute path makes anew among another number of rows",
+    "kept": "K and V that the cached path keeps otherwise than they were written",
 }
-"""What lies between one lane and the next; as vectors they add up to the whole difference."""
+"""What makes the difference; as vectors they add up to the whole."""
+ANEW = {
+    "prompt": "K and V of the prompt's rows made anew",
+    "remade": "K and V of the decoded rows made anew",
+}
+"""What ``anew`` consists of."""
 
 DIFFERENCES = {
     "total": ("cached", "recompute"),
     "fresh": ("one_row", "recompute"),
-    "decoded": ("row_by_row", "one_row"),
-    "prompt": ("as_written", "row_by_row"),
+    "prompt": ("old_prompt", "one_row"),
+    "remade": ("among", "old_prompt"),
+    "anew": ("among", "one_row"),
+    "alone": ("as_written", "among"),
     "kept": ("cached", "as_written"),
+    "decoded": ("as_written", "old_prompt"),
     "state": ("cached", "one_row"),
-    "cache": ("row_by_row", "recompute"),
     "null": ("longer", "recompute"),
     "null_fresh": ("longer_newest", "recompute"),
-    "null_decoded": ("longer_decoded", "one_row"),
-    "null_prompt": ("longer_prompt", "row_by_row"),
-    "null_state": ("longer_state", "one_row"),
-    "null_cache": ("longer_cache", "recompute"),
+    "null_prompt": ("longer_prompt", "one_row"),
+    "null_remade": ("longer_remade", "one_row"),
+    "null_anew": ("longer_rows", "one_row"),
+    "null_alone": ("longer_among", "among"),
 }
-"""Which two lanes each difference is between. ``state`` is decoded, prompt and kept together, ``cache`` (what a cache as such
-contributes) is fresh and decoded together; each ``null_`` is the same change of company without a cache."""
+"""Which two lanes each difference is between. ``decoded`` is remade and alone together, ``state`` all but fresh; each
+``null_`` is the same rows computed by the recompute path among more rows, ``null`` the whole path."""
 
 KeysValues = Sequence[tuple[Tensor, Tensor]]
 """K and V of every layer, each ``[1, kv_head, position, head_dim]`` from position 0 on."""
@@ -186,41 +195,6 @@ class Lane:
         return Shown(logits.clone(), torch.stack(rows))
 
 
-class _RowByRow:
-    """Decodes from given keys and values of the prompt, one row a step, from the first decoded token to the newest.
-
-    Where they are those of the step before, to the bit, it goes on from there instead of beginning again.
-    """
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-        self._rows, self._lane = Rows(), None
-
-    def __enter__(self) -> _RowByRow:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._lane is not None:
-            self._lane.__exit__(*error)
-            self._lane = None
-
-    def after(self, fed: Sequence[int], held: KeysValues) -> Shown:
-        prompt = [(k[:, :, : self._length], v[:, :, : self._length]) for k, v in held]
-        if self._lane is None or not _alike(prompt, self._rows.held):
-            self.__exit__(None, None, None)
-            self._rows = Rows()
-            self._lane = Lane(self.split, self.split.one_row, [self._rows]).__enter__()
-            self._lane.advance(None)
-            self._rows.held, self._rows.stop = prompt, self._length
-            for token in fed[:-1]:
-                self._lane.advance(token)
-        return self._lane.advance(fed[-1])
-
-    @property
-    def _length(self) -> int:
-        return len(self.split.prompt)
-
-
 class Split:
     """The lanes of one prompt.
 
@@ -262,71 +236,88 @@ class Split:
 
     def steps(self) -> Iterator[tuple[int, dict[str, Shown]]]:
         """At every step what each lane of DIFFERENCES shows."""
-        reads, layers = _Reads(self.adapter.facts.layers), self.adapter.facts.layers
-        one, decoded, state = Rows(), Rows(), Rows()
-        written = Rows()
+        reads = _Reads(self.adapter.facts.layers)
+        replaced = {name: Rows() for name in ("as_written", "one_row", "old_prompt", "among", *_ROWS_OF_NULLS)}
         with contextlib.ExitStack() as stack:
 
-            def lane(path: ExecutionPath, *watchers: Any, plants: bool = True) -> Lane:
+            def lane(path: ExecutionPath, watchers: Sequence[Any], plants: bool = True) -> Lane:
                 return stack.enter_context(Lane(self, path, watchers, plants))
 
-            cached, recompute = lane(self.cached), lane(self.recompute, reads, plants=False)
-            as_written, one_row = lane(self.one_row, written), lane(self.one_row, one)
-            longer_decoded, longer_state = lane(self.one_row, decoded), lane(self.one_row, state)
-            row_by_row, longer_prompt = (stack.enter_context(_RowByRow(self)) for _ in range(2))
+            cached, recompute = lane(self.cached, ()), lane(self.recompute, [reads], plants=False)
+            one_row = {name: lane(self.one_row, [rows]) for name, rows in replaced.items()}
             fed: list[int] = []
+            among: KeysValues = ()
+            longer_among: KeysValues = ()
             for step in range(self.room):
-                token = fed[-1] if fed else None
+                token, end = (fed[-1] if fed else None), len(self.prompt) + step
                 shown = {"cached": cached.advance(token), "recompute": recompute.advance(token)}
-                self.now, end = reads.whole(), len(self.prompt) + step
-                longer = self._longer(fed, 0)
-                shown["longer"] = longer[0]
+                self.now = reads.whole()
+                shown["longer"], longer = self._forward(fed, self.now, 0, self.filler)
                 if step == 0:
-                    self.at_step_0 = self.now
-                    for each in (as_written, one_row, longer_decoded, longer_state):
+                    self.at_step_0 = among = longer_among = self.now
+                    for each in one_row.values():
                         each.advance(None)
-                    shown |= dict.fromkeys(("one_row", "row_by_row", "as_written"), shown["recompute"])
-                    nulls = [name for name, _ in DIFFERENCES.values() if name.startswith("longer_")]
-                    shown |= dict.fromkeys(nulls, shown["recompute"])
+                    same = [*replaced, "longer_newest"]
+                    shown |= dict.fromkeys(same, shown["recompute"])
                 else:
-                    held = self._longer(fed, len(self.prompt))
-                    shown["longer_cache"], shown["longer_newest"] = held[0], self._longer(fed, end - 1)[0]
-                    given = (self.at_step_0, self.now, held[1], longer[1])
-                    for rows, what in zip((written, one, decoded, state), given, strict=True):
-                        rows.held, rows.stop = what, end - 1
-                    written.stop = len(self.prompt)
-                    shown["as_written"], shown["one_row"] = as_written.advance(token), one_row.advance(token)
-                    shown["longer_decoded"], shown["longer_state"] = longer_decoded.advance(token), longer_state.advance(token)
-                    shown["row_by_row"] = row_by_row.after(fed, self.now)
-                    shown["longer_prompt"] = longer_prompt.after(fed, longer[1])
-                assert len(self.now) == layers
+                    shown["longer_newest"], _ = self._forward(fed, self.now, end - 1, self.filler)
+                    _, prompt_held = self._forward(fed, self.now, len(self.prompt), self.filler)
+                    given = {
+                        "as_written": self.at_step_0,
+                        "one_row": self.now,
+                        "old_prompt": self._joined(self.at_step_0, self.now),
+                        "among": among,
+                        "longer_prompt": self._joined(longer, self.now),
+                        "longer_remade": prompt_held,
+                        "longer_rows": longer,
+                        "longer_among": longer_among,
+                    }
+                    for name, held in given.items():
+                        replaced[name].held, replaced[name].stop = held, end - 1
+                    replaced["as_written"].stop = len(self.prompt)
+                    shown |= {name: each.advance(token) for name, each in one_row.items()}
+                    # The newest row's K and V, made among the prefix that it ends; in the null among more rows than that.
+                    among = _with_newest(among, self._forward(fed, among, end - 1, ())[1], end)
+                    longer_among = _with_newest(
+                        longer_among, self._forward(fed, longer_among, end - 1, self.filler)[1], end
+                    )
                 yield step, shown
                 fed = [*fed, int(shown["cached"].logits.argmax())]
                 if fed[-1] in self.ends:
                     break
 
-    def _longer(self, fed: Sequence[int], stop: int) -> tuple[Shown, KeysValues]:
-        """The recompute path with more tokens behind the prefix, which a causal model must not see.
+    def _joined(self, prompt: KeysValues, decoded: KeysValues) -> KeysValues:
+        """The prompt's rows of one and all later ones of another."""
+        n = len(self.prompt)
+        return [
+            (torch.cat([k[:, :, :n], keys[:, :, n:]], 2), torch.cat([v[:, :, :n], values[:, :, n:]], 2))
+            for (k, v), (keys, values) in zip(prompt, decoded, strict=True)
+        ]
+
+    def _forward(self, fed: Sequence[int], held: KeysValues, stop: int, filler: Sequence[int]) -> tuple[Shown, KeysValues]:
+        """The recompute path with some rows held, and more tokens behind the prefix, which a causal model must not see.
 
         Args:
             fed: Tokens decoded so far.
-            stop: Positions before this one keep the K and V that the recompute path itself has at this step.
+            held: K and V to hold.
+            stop: Of the positions before this one.
+            filler: The tokens behind.
 
         Returns:
             What it shows at the newest position of the prefix, and K and V.
         """
         model, path = self.adapter.at(dtype_named(self.recompute.dtype)), self.recompute
         newest = len(self.prompt) + len(fed) - 1
-        tokens = torch.tensor([[*self.prompt, *fed, *self.filler]], device=model.device)
+        tokens = torch.tensor([[*self.prompt, *fed, *filler]], device=model.device)
         rows, reads = Rows(), _Reads(model.facts.layers)
-        rows.held, rows.stop = self.now, stop
+        rows.held, rows.stop = held, stop
         seen: dict[int, Tensor] = {}
         kernels = path.kernels.mode(model)
         listeners: dict[Site, list[Listener]] = {place: [hear] for place, hear in kernels.listeners.items()}
         for site, layer in self.residual:
             model.tap(site, layer)
             listeners.setdefault((site, layer), []).append(_keeping(seen, layer, newest))
-        # The recompute path's own store, so that the suffix is all that differs.
+        # The recompute path's own store, so that the company is all that differs.
         store = PassThrough(model.facts, path.policy, 1, model.dtype, model.device, [rows.on_read, reads.on_read])
         places = [place for place in listeners if place != LOGITS]
         with torch.no_grad(), model.attached(places), model.listening(listeners), kernels:
@@ -334,13 +325,19 @@ class Split:
         return Shown(logits, torch.stack([seen[layer] for layer in range(model.facts.layers)])), reads.whole()
 
 
+_ROWS_OF_NULLS = ("longer_prompt", "longer_remade", "longer_rows", "longer_among")
+
+
+def _with_newest(held: KeysValues, made: KeysValues, end: int) -> KeysValues:
+    """What is held, and behind it the newest row of another forward over ``end`` positions."""
+    return [
+        (torch.cat([k, keys[:, :, end - 1 : end]], 2), torch.cat([v, values[:, :, end - 1 : end]], 2))
+        for (k, v), (keys, values) in zip(held, made, strict=True)
+    ]
+
+
 def _keeping(seen: dict[int, Tensor], layer: int, position: int) -> Callable[[Tensor], None]:
     def listener(tensor: Tensor) -> None:
         seen[layer] = tensor[0, position].clone()
 
     return listener
-
-
-def _alike(one: KeysValues, other: KeysValues) -> bool:
-    pairs = zip(one, other, strict=True)
-    return len(one) == len(other) and all(torch.equal(a, b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))

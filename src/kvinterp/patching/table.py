@@ -38,7 +38,8 @@ class Sweep:
             unembedding's own), together (the site swept in all layers at once, which leaves what no patch of this kind
             reaches), all-positions; and one row a planted cause (on the first prompt, in float64: the share of the
             difference found, at the place found).
-        about: Paths, protocol, distance (the first), distances, provenance, and the work done: forwards and blocks of the recompute path.
+        about: Paths, protocol, distance (the first), distances, provenance, and the work
+            done: forwards and blocks of the recompute path.
         logits: For each example ``[step, path, vocab]``, where asked for: the donor, the unpatched path, then the patches
             in the order of the table.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvinterp.patching import PARTS
+from kvinterp.patching import ANEW, PARTS
 from kvinterp.views.words import number
 
 __all__ = ["said_of_decomposition", "said_of_sweep"]
@@ -66,25 +66,37 @@ def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
     ]
     for part in made:
         led = summary["most"].get(part, 0)
-        null = summary.get(f"null_{part}_l2")
-        beside = "" if null is None else f"; null, the same rows among {summary['suffix']} more, {number(null)}"
-        lines.append(f"  {part}: {PARTS[part]}: {number(summary[f'{part}_l2'])}{beside}; most of the difference at {led} steps.")
-    if summary["prompt_l2"] > 0:
-        lines.append("The part prompt is the recompute path's difference from itself: no cache makes it.")
+        lines.append(f"  {part}: {PARTS[part]}: {_beside(summary, part)}; most of the difference at {_steps(led)}.")
+        lines += [
+            f"    {name}: {text}: {_beside(summary, name)}."
+            for name, text in (ANEW.items() if part == "anew" else ())
+            if summary[f"{name}_l2"] > 0
+        ]
+    if summary["anew_l2"] > 0:
+        lines.append("The part anew is the recompute path's difference from itself: no cache makes it.")
     if summary["cache_l2"] > 0:
+        lines.append(f"A cache as such contributes the rows computed alone, fresh and alone: {_beside(summary, 'cache')}.")
+    if summary["without_cache"]:
         lines.append(
-            f"A cache as such contributes fresh and decoded, together {number(summary['cache_l2'])}; the same rows among more, "
-            f"without a cache, {number(summary['null_cache_l2'])}."
+            f"At {summary['without_cache']} of the {differ} steps that differ a cache as such contributes nothing."
         )
-        if summary["no_cache_needed"]:
-            lines.append(
-                f"At {summary['no_cache_needed']} of the {differ} steps neither is longer than its null: a difference of "
-                "that size needs no cache."
-            )
-    else:
-        lines.append("A cache as such contributes nothing here.")
+    if summary["within_null"]:
+        lines.append(
+            f"At {summary['within_null']} of the {differ} it contributes no more than its null: a difference of that size "
+            "needs no cache."
+        )
     kl = ", ".join(f"{number(summary[part])} {part}" for part in made)
     lines.append(
         f"Mean KL in nats: {number(summary['total'])} in all, {kl} (KL is no sum of its parts: two can undo each other)."
     )
     return lines
+
+
+def _beside(summary: Mapping[str, Any], part: str) -> str:
+    null = summary.get(f"null_{part}_l2")
+    said = number(summary[f"{part}_l2"])
+    return said if null is None else f"{said} (null, the same rows among {summary['suffix']} more: {number(null)})"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" + "s" * (count != 1)
