@@ -22,7 +22,8 @@ def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
         for why, count in summary["examples_undefined"].items()
     ]
     if best is None:
-        return [*lines, "There is no difference to recover."]
+        equal = summary["examples_without_difference"] == summary["examples"]
+        return [*lines, *["There is no difference to recover."] * equal]
     place = f"layer {best['layer']:g}" + (f", head {best['head']:g}" if best["head"] >= 0 else "")
     place = f"positions {best['positions']}" if summary["sweep"] == "blocks" else place
     what = f"{best['site']} ({best['sweep']}, {summary['direction']})"
