@@ -33,7 +33,9 @@ MODELS = [
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 EXACT = ("nothing", "prompt made anew", "kept K and V", "narrower cache", "row", "row at step 1", "unembedding")
 OTHER = ("own kernels", "split-K", "split-K and kept", "own kernels and row")
-MODES = tuple(f"split_k({k},{a},{o})" for k in (2, 4) for a in ("float16", "float32") for o in ("linear", "values", "unembed"))
+MODES = tuple(
+    f"split_k({k},{a},{o})" for k in (2, 4) for a in ("float16", "float32") for o in ("linear", "values", "unembed")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +102,8 @@ GENERATED = [
     pytest.param(
         one,
         id=str(one),
-        marks=([pytest.mark.long] if number % SAMPLED else []) + ([pytest.mark.hooked] if one.case.kind == "hooked" else []),
+        marks=([pytest.mark.long] if number % SAMPLED else [])
+        + ([pytest.mark.hooked] if one.case.kind == "hooked" else []),
     )
     for number in range(COUNT)
     for one in [Generated(number)]

@@ -75,11 +75,19 @@ def test_a_sweep_says_what_recovers_most_by_both_distances_and_nothing_it_did_no
 def test_a_sweep_says_what_no_patch_reaches_and_why_recovery_is_undefined():
     left = {"l2": {"mean": 0.02, "share": 0.43}, "kl": {"mean": 1e-9, "share": 0.08}}
     said = sweep(together=left, floor={"l2": {"mean": 0.001, "share": 0.02}})
-    assert "With kv of all the layers swept patched together, the median prompt keeps 43.0% of the L2, 8.0% of the KL." in said
+    assert (
+        "With kv of all the layers swept patched together, the median prompt keeps 43.0% of the L2, 8.0% of the KL." in said
+    )
     assert "Floor: with the last residual patched L2 0.001 is left" in said
-    short = sweep(best=None, examples_undefined={"no patched step was decoded: take others.": 3}, examples_without_difference=0)
+    short = sweep(
+        best=None, examples_undefined={"no patched step was decoded: take others.": 3}, examples_without_difference=0
+    )
     assert short == "3 of 3 prompts: recovery is undefined, for no patched step was decoded: take others."
-    equal = sweep(best=None, examples_without_difference=3, examples_undefined={"the paths' logits are bitwise equal: take others.": 3})
+    equal = sweep(
+        best=None,
+        examples_without_difference=3,
+        examples_undefined={"the paths' logits are bitwise equal: take others.": 3},
+    )
     assert equal.startswith("3 of 3 prompts: recovery is undefined, for the paths' logits are bitwise equal")
     assert equal.endswith("There is no difference to recover.")
     assert "recovers" not in equal

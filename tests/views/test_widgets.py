@@ -92,9 +92,10 @@ def test_equal_paths_have_no_recovery() -> None:
     assert "bitwise equal at the steps patched" in shown
     assert "decode more tokens" in shown
     assert "%" not in shown
-    assert "Recovery 50.00% of the KL, 40.00% of the L2 distance" in PatchAnswer(
-        0.5, 2.0, 1.0, frame, empty, 1, 0.1, 0.4, ""
-    ).html()
+    assert (
+        "Recovery 50.00% of the KL, 40.00% of the L2 distance"
+        in PatchAnswer(0.5, 2.0, 1.0, frame, empty, 1, 0.1, 0.4, "").html()
+    )
     assert "exactly 0 before, exactly 0 after" in shown
 
 
