@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
+from kvinterp import metrics
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.views.widgets import PatchAnswer, PatchBench, patch_panel
 from support import Case
@@ -85,8 +86,16 @@ def test_the_last_residual_gives_the_donors_logits(model: Any) -> None:
 
 def test_equal_paths_have_no_recovery() -> None:
     empty = pd.DataFrame({name: [] for name in ("token", "text", "donor", "unpatched", "patched")})
-    shown = PatchAnswer(float("nan"), 0.0, 0.0, pd.DataFrame({"step": [1]}), empty, 1, 0.1).html()
-    assert "Recovery undefined: the paths are bitwise equal here" in shown
+    nan, frame = float("nan"), pd.DataFrame({"step": [1]})
+    why = metrics.why_undefined(1, 0.0, 0.0)
+    shown = PatchAnswer(nan, 0.0, 0.0, frame, empty, 1, 0.1, nan, why).html()
+    assert "bitwise equal at the steps patched" in shown
+    assert "decode more tokens" in shown
+    assert "%" not in shown
+    assert (
+        "Recovery 50.00% of the KL, 40.00% of the L2 distance"
+        in PatchAnswer(0.5, 2.0, 1.0, frame, empty, 1, 0.1, 0.4, "").html()
+    )
     assert "exactly 0 before, exactly 0 after" in shown
 
 

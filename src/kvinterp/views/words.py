@@ -29,9 +29,7 @@ __all__ = [
     "number",
     "place_of",
     "right_answers",
-    "said_of_decomposition",
     "said_of_root_cause",
-    "said_of_sweep",
     "unit_roundoff",
     "with_protocol",
 ]
@@ -55,55 +53,6 @@ def between(values: Sequence[float]) -> str:
     """The smallest and the largest of some numbers, or the one where they read the same."""
     low, high = number(min(values)), number(max(values))
     return low if low == high else f"{low} to {high}"
-
-
-def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
-    """What a sweep found, in a line or two; ``summary`` is :meth:`kvinterp.patching.Sweep.summary`."""
-    alike, best = summary["examples_without_difference"], summary["best"]
-    lines = []
-    if alike:
-        lines.append(f"{alike} of {summary['examples']} prompts: the paths are bitwise equal, and recovery is undefined.")
-    if best is None:
-        return [*lines, "There is no difference to recover."]
-    place = f"layer {best['layer']:g}" + (f", head {best['head']:g}" if best["head"] >= 0 else "")
-    place = f"positions {best['positions']}" if summary["sweep"] == "blocks" else place
-    what = f"{best['site']} ({best['sweep']}, {summary['direction']})"
-    median, over = f"median recovery of the {_DISTANCES[summary['distance']]}", f"over {best['defined']} prompts"
-    if best["median"] < 0.05:
-        lines.append(f"No place recovers it: the largest {median} by {what} is {best['median']:.1%}, at {place}, {over}.")
-    else:
-        lines.append(f"Most is recovered by {what} at {place}: {median} {best['median']:.1%} {over}.")
-    if summary["floor"] is not None:
-        lines.append(
-            f"Floor: with the last residual patched {number(summary['floor'])} is left, the unembedding's own share."
-        )
-    return lines
-
-
-_DISTANCES = {"kl": "KL", "l2": "L2 distance of the logits", "margin": "margin"}
-
-
-def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
-    """What a decomposition found; ``summary`` is :meth:`kvinterp.patching.Decomposition.summary`."""
-    if summary["total_l2"] == 0:
-        return [f"The paths are bitwise equal at all {summary['steps']} steps: there is nothing to split."]
-    split = {name: summary[f"{name}_l2"] for name in ("state", "fresh")}
-    more = max(split, key=lambda name: split[name])
-    what = {"state": "the K and V written earlier", "fresh": "this step's own one-row computation"}[more]
-    null = summary["null_l2"]
-    return [
-        f"L2 distance of the logits, mean of {summary['steps']} steps: {number(summary['total_l2'])} in all, "
-        f"{number(split['state'])} carried by state, {number(split['fresh'])} made fresh: more by {what}.",
-        f"Null control (a longer suffix, no cache at all): {number(null)}"
-        + (
-            f", as large as the {' and the '.join(n for n in split if split[n] <= null)} part: "
-            "a difference of that size needs no cache."
-            if null >= min(split.values()) and null > 0
-            else "."
-        ),
-        f"Mean KL in nats: {number(summary['total'])} in all, {number(summary['state'])} state, {number(summary['fresh'])} fresh "
-        "(KL is no sum of its parts: two differences can undo each other).",
-    ]
 
 
 def said_of_root_cause(tables: Mapping[str, pd.DataFrame]) -> list[str]:

@@ -1,0 +1,93 @@
+"""Every sentence about a sweep or a decomposition, written where it is true and not where the numbers deny it."""
+
+import pytest
+
+from kvinterp.patching import ANEW, PARTS
+from kvinterp.views.said_of_patching import said_of_decomposition, said_of_sweep
+
+NULLS = ("fresh", "alone", "anew", "cache", *ANEW)
+
+
+def decomposition(lengths=None, nulls=None, **more):
+    lengths = lengths or {}
+    names = ("total", *PARTS, *ANEW, "cache")
+    found = {f"{name}_l2": lengths.get(name, 0.0) for name in names}
+    found |= {name: lengths.get(name, 0.0) ** 2 for name in names}
+    found |= {f"null_{name}_l2": (nulls or {}).get(name, 0.0) for name in NULLS}
+    rest = {"steps": 10, "differ": 6, "most": {}, "without_cache": 0, "within_null": 0, "suffix": 8, "examples": 2}
+    return " ".join(said_of_decomposition({**found, **rest, **more}))
+
+
+def test_a_decomposition_with_nothing_to_split_says_which_nothing():
+    assert decomposition(steps=0, differ=0) == "No step was decoded after the prefill: there is nothing to split."
+    equal = decomposition(differ=0)
+    assert equal == "The paths' logits are bitwise equal at all 10 decode steps: there is nothing to split."
+    assert "bitwise equal" not in decomposition({"total": 1.0, "fresh": 1.0})
+
+
+@pytest.mark.parametrize("part", list(PARTS))
+def test_a_part_is_named_where_it_is_there_and_only_there(part):
+    said = decomposition({"total": 1.0, part: 1.0, "prompt": float(part == "anew")}, most={part: 4})
+    assert f"  {part}: {PARTS[part]}: 1" in said
+    assert "most of the difference at 4 steps" in said
+    for other in set(PARTS) - {part}:
+        assert PARTS[other] not in said
+    assert (ANEW["prompt"] in said) == (part == "anew")
+    assert ANEW["remade"] not in said
+    assert ("no cache makes it" in said) == (part == "anew")
+    assert ("null" in said) == (part != "kept"), "a policy or a narrower cache has no null"
+
+
+def test_what_a_cache_contributes_is_said_by_its_own_numbers():
+    without = decomposition({"total": 1.0, "anew": 1.0, "prompt": 1.0}, without_cache=6)
+    assert "At 6 of the 6 steps that differ a cache as such contributes nothing." in without
+    assert "A cache as such contributes the rows" not in without
+    assert "needs no cache" not in without
+    made = decomposition({"total": 1.0, "fresh": 0.5, "cache": 0.5}, {"cache": 0.2})
+    assert "A cache as such contributes the rows computed alone, fresh and alone: 0.5 (null" in made
+    assert "contributes nothing" not in made
+    assert "needs no cache" not in made
+    within = decomposition({"total": 1.0, "fresh": 0.5, "cache": 0.5}, {"cache": 0.6}, within_null=3)
+    assert "At 3 of the 6 it contributes no more than its null" in within
+
+
+def sweep(median=0.5, kl=0.4, **more):
+    best = {"layer": 2, "head": -1, "positions": "all", "site": "kv", "sweep": "single", "median": median, "defined": 3}
+    given = {
+        "sweep": "single", "direction": "into-cached", "distance": "l2", "distances": ["l2", "kl"], "examples": 3,
+        "examples_undefined": {}, "best": best | {"median_kl": kl}, "together": {}, "floor": {},
+    }  # fmt: skip
+    return " ".join(said_of_sweep({**given, **more}))
+
+
+def test_a_sweep_says_what_recovers_most_by_both_distances_and_nothing_it_did_not_measure():
+    said = sweep()
+    assert "Most is recovered by kv (single, into-cached) at layer 2: median recovery of the L2 distance" in said
+    assert "50.0%, of the KL 40.0%, over 3 prompts." in said
+    for false in ("No place recovers", "undefined", "together", "Floor", "no difference"):
+        assert false not in said
+    none = sweep(0.01, float("nan"))
+    assert "No place recovers it" in none
+    assert "of the KL undefined" in none
+    assert "Most is recovered" not in none
+
+
+def test_a_sweep_says_what_no_patch_reaches_and_why_recovery_is_undefined():
+    left = {"l2": {"mean": 0.02, "share": 0.43}, "kl": {"mean": 1e-9, "share": 0.08}}
+    said = sweep(together=left, floor={"l2": {"mean": 0.001, "share": 0.02}})
+    assert (
+        "With kv of all the layers swept patched together, the median prompt keeps 43.0% of the L2, 8.0% of the KL." in said
+    )
+    assert "Floor: with the last residual patched L2 0.001 is left" in said
+    short = sweep(
+        best=None, examples_undefined={"no patched step was decoded: take others.": 3}, examples_without_difference=0
+    )
+    assert short == "3 of 3 prompts: recovery is undefined, for no patched step was decoded: take others."
+    equal = sweep(
+        best=None,
+        examples_without_difference=3,
+        examples_undefined={"the paths' logits are bitwise equal: take others.": 3},
+    )
+    assert equal.startswith("3 of 3 prompts: recovery is undefined, for the paths' logits are bitwise equal")
+    assert equal.endswith("There is no difference to recover.")
+    assert "recovers" not in equal
