@@ -21,6 +21,7 @@ from kvinterp.data import Prompt
 from kvinterp.errors import InputError, located
 from kvinterp.models import Adapter, dtype_named, expand_sites, wrap
 from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Site
+from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.runner import (
     check_choice,
@@ -110,7 +111,7 @@ def compare(
         raise InputError(f"{len(items)} prompts came with the example numbers {numbers}: give each prompt one of its own.")
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
     names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
-    with located(f"model {adapter.facts.name}, {path_a} against {path_b}"):
+    with located(f"model {adapter.facts.name}, {path_a} against {path_b}"), own_threads(adapter):
         pair = _Pair(
             adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, _compared(adapter, record, layers)
         )

@@ -25,6 +25,7 @@ from kvinterp import metrics
 from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.adapter import KVStore, Listener, Site
+from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import Donor, RunnerLane, two_paths
 from kvinterp.patching.patch import stored_sites
 from kvinterp.patching.planted import Plant
@@ -113,7 +114,7 @@ def decompose(
     tokens = [encode(adapter, item, max_new_tokens + suffix) for item in items]
     steps: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
-    with located(f"model {adapter.facts.name}"):
+    with located(f"model {adapter.facts.name}"), own_threads(adapter):
         for example, prompt in enumerate(
             tqdm(tokens, "decomposing", unit="prompt", disable=None if progress == "bar" else True)
         ):

@@ -24,6 +24,7 @@ from torch import Tensor
 from kvinterp.errors import InputError, located, unknown
 from kvinterp.models import SITES, Adapter, dtype_named, wrap
 from kvinterp.models.adapter import CACHE_SITES, Listener, Site
+from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import Donor, RunnerLane, two_paths
 from kvinterp.patching.patch import Patch, PatchWatcher, stored_sites
 from kvinterp.paths import ExecutionPath
@@ -166,7 +167,7 @@ def localise(
     if plant is not None:
         plant.check(adapter)
     tokens = encode(adapter, prompt, 2)
-    with located(f"model {adapter.facts.name}"):
+    with located(f"model {adapter.facts.name}"), own_threads(adapter):
         return _localise(adapter, tokens, plant, *two_paths(cached, recompute, "this search", dtype))
 
 

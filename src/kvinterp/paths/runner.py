@@ -21,6 +21,7 @@ from kvinterp.data import TASKS, Prompt, check_text
 from kvinterp.errors import InputError, NonFiniteError, located
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.adapter import RESIDUAL_SITES, KVStore, Listener, ModuleState, Site
+from kvinterp.models.threads import own_threads
 from kvinterp.paths.cache import GrowingStore, PassThrough, ReadListener
 from kvinterp.paths.path import ExecutionPath, path_named
 from kvinterp.paths.sampling import Strategy, check_seed, strategy_named, uniforms
@@ -224,7 +225,7 @@ def run(
     kv_heads = chosen_heads(kv_heads, adapter.facts.kv_heads, "KV head")
     steps = None if steps is None else chosen_steps(steps)
     record = () if record is None else record
-    with located(f"model {adapter.facts.name}, path {path}"):
+    with located(f"model {adapter.facts.name}, path {path}"), own_threads(adapter):
         target = adapter.at(dtype_named(path.dtype))
 
         def one_batch(indices: Sequence[int]) -> list[Trace]:
