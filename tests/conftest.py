@@ -1,4 +1,4 @@
-"""Fixtures of every test: models loaded once a session, checked signatures, one thread, no network."""
+"""Fixtures of every test: models loaded once a session, checked signatures, one thread unless said, no network."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
+def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    # The library's own variable: two threads are tested by setting it.
+    torch.set_num_threads(int(os.environ.setdefault("KVINTERP_THREADS", "1")))
     yield
     torch.set_num_threads(before)
 

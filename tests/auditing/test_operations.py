@@ -26,14 +26,15 @@ SIZES = (1, 2, 17, 33)
     ],
 )
 def test_every_operation_is_there(name: str, operations: set[str]) -> None:
-    result = kernels_table(build(name), sizes=SIZES)
+    # In float32 a row that is added up in two halves has other bits than a row among many, on every processor.
+    result = kernels_table(build(name), sizes=SIZES, kernels="split_k(2,float32,linear)")
     called = result.table[result.table["calls"] > 0]
     assert set(called["operation"]) == operations
     shapes = {row["shape"] for row in called.to_dict("records") if row["operation"] == "linear"}
     assert len(shapes) >= 2, "each shape of linear has rows of its own"
     assert set(result.table["size"]) >= set(SIZES)
     assert result.first is not None
-    assert result.first["operation"].startswith("linear"), "in float32 one row's product has another order than many rows'"
+    assert result.first["operation"].startswith("linear"), result.first
     assert result.first["operation"] in str(result)
 
 

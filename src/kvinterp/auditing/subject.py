@@ -223,13 +223,13 @@ class BlockTaps:
 
     def _after(self, layer: int) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
-            made = output[0] if isinstance(output, tuple) else output
+            made = output[0] if isinstance(output, tuple | list) else output
             self.outputs[layer] = made
             if self.force is None or layer + 1 < len(self.subject.blocks):
                 return None
             reference, start = self.force
             forced = reference.outputs[layer][..., start : start + made.shape[-2], :]
-            return (forced, *output[1:]) if isinstance(output, tuple) else forced
+            return (forced, *output[1:]) if isinstance(output, tuple | list) else forced
 
         return hook
 
