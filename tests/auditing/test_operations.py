@@ -9,6 +9,8 @@ from architectures import build
 import kvinterp as kv
 from kvinterp.auditing import kernels_table
 
+pytestmark = pytest.mark.bits
+
 SIZES = (1, 2, 17, 33)
 
 

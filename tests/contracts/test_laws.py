@@ -9,6 +9,8 @@ import kvinterp as kv
 from kvinterp.policies import Policy
 from support import PROMPT, Case, assert_bitwise, cases, plain_forward
 
+pytestmark = pytest.mark.bits
+
 STEPS = 5
 DTYPES = ("float16", "float32")
 UNIT_ROUNDOFF = 2.0**-53

@@ -8,6 +8,8 @@ from kvinterp import metrics
 from kvinterp.patching import Plant
 from support import PROMPT, Case, cases, hooks_of, plain_forward
 
+pytestmark = pytest.mark.bits
+
 STEPS = 4
 KINDS = [
     Case("llama-mha", "hooked"),

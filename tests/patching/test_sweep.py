@@ -15,6 +15,8 @@ from kvinterp.paths import Runner
 from kvinterp.policies.planted import Planted
 from support import PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases, hooks_of, plain_forward
 
+pytestmark = pytest.mark.bits
+
 STEPS = 5
 OTHER = tuple((token * 7 + 5) % 97 for token in PROMPT)
 HOOKED = Case("llama-mha", "hooked")
@@ -134,9 +136,7 @@ def test_recovery_is_what_the_kept_logits_say(load, case, direction):
         ("l2", lambda a, b: (a.double() - b.double()).norm(dim=-1)),
         ("margin", lambda a, b: (metrics.logit_margin(a) - metrics.logit_margin(b)).abs()),
     ):
-        sweep = swept(
-            model, [PROMPT, OTHER], direction=direction, distance=distance, logits="keep", steps=(1, 3), **SPLIT
-        )
+        sweep = swept(model, [PROMPT, OTHER], direction=direction, distance=distance, logits="keep", steps=(1, 3), **SPLIT)
         for example in (0, 1):
             logits = sweep.logits[example]
             assert logits.shape == (STEPS, 2 + model.facts.layers, model.facts.vocabulary)

@@ -10,6 +10,8 @@ from kvinterp.paths import Cached, Recompute, fixed_order, kernels_named, path_n
 from kvinterp.paths.kernels import BatchInvariant, LayerCast, Native, SplitK
 from support import CASES, ZOO_CASES, Case, assert_bitwise, cases, hooks_of
 
+pytestmark = pytest.mark.bits
+
 PROMPT = (1, 60, 200, 33, 470, 81, 12, 9, 301, 44, 18, 77, 90, 121, 305, 6, 270, 55, 31, 402)
 LONG = (*PROMPT, *reversed(PROMPT))
 """Forty tokens: longer than gemma2-mini's window of 32, so that its cache has slid."""

@@ -10,6 +10,8 @@ import torch
 import kvinterp as kv
 from support import CASES, PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases
 
+pytestmark = pytest.mark.bits
+
 STEPS = 6
 FED = [7, 81, 23, 23, 60]
 

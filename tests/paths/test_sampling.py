@@ -78,7 +78,10 @@ def test_the_tokens_are_those_of_a_floating_point_sum(text: str) -> None:
 
 def test_the_edges_belong_to_the_token_after_them() -> None:
     """Four tokens of a quarter each: exact in any arithmetic, so the edges are too."""
-    logits, edges = torch.zeros(6, 4), torch.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2.0**-53, 0.25 - 2.0**-54], dtype=torch.float64)
+    logits, edges = (
+        torch.zeros(6, 4),
+        torch.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2.0**-53, 0.25 - 2.0**-54], dtype=torch.float64),
+    )
     assert strategy_named("top_k(4,1.0)").choose(logits, edges).tolist() == [0, 1, 2, 3, 3, 0]
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvinterp.data import TASKS, Prompt, check_text
@@ -25,6 +25,7 @@ from kvinterp.models.threads import own_threads
 from kvinterp.paths.cache import GrowingStore, PassThrough, ReadListener
 from kvinterp.paths.path import ExecutionPath, path_named
 from kvinterp.paths.sampling import Strategy, check_seed, strategy_named, uniforms
+from kvinterp.paths.vocabulary import padding_of, shown_tokens, sound_rows
 from kvinterp.policies import Place
 from kvinterp.provenance import provenance
 from kvinterp.recording import Recorder, Trace, Watch, chosen_heads, chosen_layers, chosen_steps, whole_number
@@ -274,12 +275,14 @@ def _run_batch(
     kept, chosen, fed, finite = [], [], [], []
     finished = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     watchers = [RecorderWatcher(recorder)] if recorder.kept else []
+    padding: Tensor | None = None
     with Runner(adapter, path, prompt, length, watchers) as runner:
         logits = runner.advance()
         for step in range(length):
             token = strategy.choose(logits, random[:, step])
             chosen.append(token)
-            finite.append(logits.isfinite().all(-1))
+            padding = padding_of([logits]) if padding is None else padding
+            finite.append(sound_rows(logits, padding))
             if keep_logits:
                 kept.append(logits.clone())
             feed = token if forced is None or step >= len(forced) else forced[step].expand(len(prompt))
@@ -635,7 +638,13 @@ class _FiniteWatcher:
             raise NonFiniteError(f"{_what(tensor)} first appeared in {site} of layer {layer} at step {self.step}")
 
 
-def first_nonfinite(adapter: Adapter, path: ExecutionPath, prompt: Sequence[int], fed: Sequence[int]) -> str:
+def first_nonfinite(
+    adapter: Adapter,
+    path: ExecutionPath,
+    prompt: Sequence[int],
+    fed: Sequence[int],
+    padding: Bool[Tensor, " vocab"] | None = None,
+) -> str:
     """Where NaN or Inf first appears when these tokens are run along this path, as one sentence.
 
     Args:
@@ -643,17 +652,23 @@ def first_nonfinite(adapter: Adapter, path: ExecutionPath, prompt: Sequence[int]
         path: How to run it.
         prompt: Token ids of the prompt.
         fed: Token ids fed after it.
+        padding: Which ids stand for no token and have minus infinity; as the first step has it, unless given.
     """
+    remedy = "use a dtype with a wider range, such as dtype='bfloat16' or 'float32'"
     watcher = _FiniteWatcher(adapter.at(dtype_named(path.dtype)))
     tokens = torch.tensor([list(prompt)], device=adapter.device)
     try:
         with Runner(adapter, path, tokens, len(fed) + 1, [watcher]) as runner:
             for step in range(len(fed) + 1):
                 logits = runner.advance(None if step == 0 else tokens.new_tensor([fed[step - 1]]))
-                if not bool(logits.isfinite().all()):
-                    raise NonFiniteError(f"{_what(logits)} first appeared in the logits at step {step}")
+                padding = padding_of([logits]) if padding is None else padding
+                if not bool(sound_rows(logits, padding).all()):
+                    wrong = torch.where(padding, logits != -torch.inf, ~logits.isfinite()).any(0)
+                    if not bool(wrong.all()):
+                        remedy += ", or, where these ids stand for no token, give them -inf at every step on both paths"
+                    what = f"{_what(logits[:, wrong])} first appeared in the logits at step {step}"
+                    raise NonFiniteError(f"{what}, of {shown_tokens(wrong)},")
     except NonFiniteError as error:
-        remedy = "use a dtype with a wider range, such as dtype='bfloat16' or 'float32'"
         return f"path {path}: {error} in {str(runner.adapter.dtype).removeprefix('torch.')}: {remedy}."
     return f"path {path}: NaN or Inf appeared in the logits once and not again on a second run of the same tokens."
 
