@@ -131,6 +131,31 @@ def test_flags_are_put_back() -> None:
     assert (torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()) == before
 
 
+@pytest.mark.parametrize("before", [(True, True), (False, True), (False, False)])
+def test_both_switches_of_a_reduction_are_put_back(before: tuple[bool, bool]) -> None:
+    """(False, False), which forbids split-K too, came back as (False, True)."""
+    from kvinterp.auditing.operations import _toggled
+    from kvinterp.provenance import kernel_flags
+
+    matmul, name = torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"
+    original = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
+    try:
+        setattr(matmul, name, before)
+        flags = kernel_flags()
+        assert (flags[name], flags[f"{name}_split_k"]) == before
+        with _toggled(matmul, name):
+            assert (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) == (
+                not before[0],
+                before[1] or not before[0],
+            )
+        assert kernel_flags() == flags
+        with pytest.raises(ZeroDivisionError), _toggled(matmul, name):
+            _ = 1 / 0
+        assert kernel_flags() == flags
+    finally:
+        setattr(matmul, name, original)
+
+
 @pytest.mark.parametrize("sizes", [(), (1,), (0, 2), (1, 2.5)])
 def test_bad_sizes(sizes: tuple[object, ...]) -> None:
     with pytest.raises(kv.InputError, match="whole numbers"):

@@ -236,14 +236,14 @@ def _without_onednn() -> Iterator[None]:
 @contextlib.contextmanager
 def _toggled(holder: Any, name: str) -> Iterator[None]:
     before = getattr(holder, name)
-    # torch keeps two switches under the name of the reduction, and setting it by one value turns split-K on.
+    # torch keeps two switches under the name of the reduction: setting it by one value turns split-K on, and it refuses a
+    # reduced reduction without split-K.
     split_k = getattr(holder, f"{name}_split_k", None)
-    both = (lambda first: first) if split_k is None else (lambda first: (first, split_k))
-    setattr(holder, name, both(not before))
+    setattr(holder, name, not before if split_k is None else (not before, split_k or not before))
     try:
         yield
     finally:
-        setattr(holder, name, both(before))
+        setattr(holder, name, before if split_k is None else (before, split_k))
 
 
 @contextlib.contextmanager
