@@ -10,7 +10,6 @@ import contextlib
 import enum
 import functools
 import logging
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -38,9 +37,6 @@ app = typer.Typer(
 
 def main() -> None:
     """The entry point ``kvinterp``."""
-    # Before torch is imported: idle threads sleep instead of spinning. It changes no bit, and on two cores that others
-    # use as well the demo takes one minute instead of eight.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
 
 
@@ -384,7 +380,9 @@ def kernels_command(
     random_init: Annotated[bool, typer.Option("--random-init", help="Random weights, from the config alone.")] = False,
     kind: Kind = "native",
     dtype: Dtype = "float16",
-    kernels: Annotated[str, typer.Option(help="native, batch_invariant, split_k(4,float16), layer_cast.")] = "native",
+    kernels: Annotated[
+        str, typer.Option(help="native, batch_invariant, split_k(4,float16), flash_decoding(4), layer_cast.")
+    ] = "native",
     sizes: Annotated[str, typer.Option(help="Numbers of rows, and of keys, to compare.")] = "1,2,17,64,128,257",
     seed: Annotated[int, typer.Option(help="Seeds the prompt.")] = 0,
     device: Device = None,
@@ -531,6 +529,7 @@ class What(str, enum.Enum):
     sites = "sites"
     strategies = "strategies"
     policies = "policies"
+    kernels = "kernels"
     protocols = "protocols"
 
 
@@ -539,7 +538,7 @@ class What(str, enum.Enum):
 def list_command(
     what: Annotated[What | None, typer.Argument(help="Everything, unless said.", show_default=False)] = None,
 ) -> None:
-    """Show the models, kinds, sites, strategies, policies and protocols there are."""
+    """Show the models, kinds, sites, strategies, policies, kernels and protocols there are."""
     from rich.console import Console
 
     from kvinterp.listing import listed

@@ -8,6 +8,8 @@ from kvinterp import metrics
 from kvinterp.patching import Plant
 from support import PROMPT, Case, cases, hooks_of, plain_forward
 
+pytestmark = pytest.mark.bits
+
 STEPS = 4
 KINDS = [
     Case("llama-mha", "hooked"),
@@ -69,7 +71,7 @@ def test_total_is_the_distance_a_comparison_measures(load, case):
 def test_the_parts_are_sides_of_one_triangle(load, case):
     """total = fresh + state as vectors, so no side is longer than the two others together; at any size of difference."""
     for table, suffix in (
-        (split(load(case)).steps, "_l2"),
+        (split(load(case), cached="cached[kernels=split_k(2,float32)]").steps, "_l2"),
         (split(load(case), **DOUBLE, plant=Plant("row", 0)).layers, ""),
     ):
         sides = table[[f"total{suffix}", f"fresh{suffix}", f"state{suffix}"]].to_numpy()

@@ -6,6 +6,8 @@ import kvinterp as kv
 from kvinterp.patching import Plant, localise
 from support import PROMPT, Case
 
+pytestmark = pytest.mark.bits
+
 MODELS = {
     Case("llama-mha", "hooked"): 3,
     Case("gemma2", "hooked"): 2,

@@ -15,11 +15,15 @@ from kvinterp.paths import Runner
 from kvinterp.policies.planted import Planted
 from support import PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases, hooks_of, plain_forward
 
+pytestmark = pytest.mark.bits
+
 STEPS = 5
 OTHER = tuple((token * 7 + 5) % 97 for token in PROMPT)
 HOOKED = Case("llama-mha", "hooked")
 NATIVE = Case("llama-gqa", "native", "sdpa")
 KINDS = [HOOKED, Case("gemma2", "hooked"), Case("llama-mha", "bridge"), NATIVE, Case("mistral-window", "native", "eager")]
+SPLIT = {"cached": "cached[cache=bfloat16,kernels=split_k(2,float32)]"}
+"""Makes the paths differ in every product and in K and V: on some processors both give the same bits by themselves."""
 QUICK = {"max_new_tokens": STEPS, "controls": "none", "stop": "length", "progress": "none"}
 
 
@@ -132,7 +136,7 @@ def test_recovery_is_what_the_kept_logits_say(load, case, direction):
         ("l2", lambda a, b: (a.double() - b.double()).norm(dim=-1)),
         ("margin", lambda a, b: (metrics.logit_margin(a) - metrics.logit_margin(b)).abs()),
     ):
-        sweep = swept(model, [PROMPT, OTHER], direction=direction, distance=distance, logits="keep", steps=(1, 3))
+        sweep = swept(model, [PROMPT, OTHER], direction=direction, distance=distance, logits="keep", steps=(1, 3), **SPLIT)
         for example in (0, 1):
             logits = sweep.logits[example]
             assert logits.shape == (STEPS, 2 + model.facts.layers, model.facts.vocabulary)
@@ -169,7 +173,7 @@ def test_recovery_is_undefined_where_the_unpatched_paths_are_bitwise_equal(load,
 
 @cases(KINDS)
 def test_a_foreign_donor_makes_it_worse_and_the_negative_value_is_kept(load, case):
-    sweep = swept(load(case), [PROMPT, OTHER], layers=[0], controls="quick", site="mlp_out")
+    sweep = swept(load(case), [PROMPT, OTHER], layers=[0], controls="quick", site="mlp_out", **SPLIT)
     other = sweep.controls[sweep.controls["control"] == "other-prompt"]
     assert len(other) == 2
     assert (other["recovery"] < 0).all()
@@ -262,7 +266,7 @@ def test_the_best_place_is_not_decided_by_one_example():
 @cases([NATIVE])
 def test_a_prompt_that_ended_before_any_counted_step_has_no_floor(load, case, monkeypatch):
     model = load(case)
-    settings = {"controls": "quick", "stop": "end of sequence", "layers": [0]}
+    settings = {"controls": "quick", "stop": "end of sequence", "layers": [0], **SPLIT}
     first = kv.run(model, PROMPT, max_new_tokens=1).tokens[0]
     monkeypatch.setattr(type(model), "end_tokens", frozenset({first}))
     alone, both = (swept(model, prompts, **settings) for prompts in ([OTHER], [OTHER, PROMPT]))
@@ -329,7 +333,8 @@ def test_controls_stand_beside_every_sweep(load, case, direction, protocol):
     model = load(case)
     plain_forward(model.model, torch.tensor([PROMPT]))  # A bridge hangs hooks of its own on its first forward.
     before = hooks_of(model.model)
-    sweep = swept(model, layers=[0], controls="all", direction=direction, protocol=protocol)
+    split = "cached[kernels=split_k(2,float32,linear,0)]"
+    sweep = swept(model, layers=[0], controls="all", direction=direction, protocol=protocol, cached=split)
     controls = sweep.controls.set_index("control")
     assert list(controls.index) == [
         "self", "other-prompt", "floor", "all-positions", "together", "planted kv", "planted row", "planted unembedding",
@@ -430,7 +435,7 @@ def test_positions_that_a_sliding_cache_has_forgotten_are_left_as_they_are(load,
 def test_blocks_of_the_stream_that_a_decode_step_does_not_compute_have_no_row(load, case):
     """The cached path computes its newest position only, so nothing of an earlier block was ever patched."""
     model = load(case)
-    blocks = swept(model, over="blocks", block=4, direction="into-cached").recovery
+    blocks = swept(model, over="blocks", block=4, direction="into-cached", **SPLIT).recovery
     assert blocks["positions"].tolist() == ["12:16"]
     assert blocks["d_after"].tolist() != blocks["d_before"].tolist()
     prefill = swept(model, over="blocks", block=4, direction="into-cached", steps=(0, 2)).recovery
@@ -443,7 +448,7 @@ def test_every_site_sweeps_in_both_directions_at_all_positions(load, case, direc
     """Of a cached donor's q, k, v and z at all positions, once only the newest row was moved, silently."""
     model = load(case)
     for site in ("resid_pre", "resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "kv", "cache_k", "cache_v"):
-        sweep = swept(model, site=site, positions="all", direction=direction, max_new_tokens=3)
+        sweep = swept(model, site=site, positions="all", direction=direction, max_new_tokens=3, **SPLIT)
         assert sweep.recovery["defined"].all(), site
         assert np.isfinite(sweep.recovery["d_after"]).all(), site
 
@@ -452,7 +457,7 @@ def test_every_site_sweeps_in_both_directions_at_all_positions(load, case, direc
 def test_a_cached_donor_gives_the_rows_of_every_step(load, case):
     """All positions of v, moved into the recompute path at a late step, are those the cached path wrote: cache_v itself."""
     model = load(case)
-    settings = {"layers": [1], "steps": (4,), "logits": "keep", "positions": "all"}
+    settings = {"layers": [1], "steps": (4,), "logits": "keep", "positions": "all", **SPLIT}
     as_computed, as_stored = (swept(model, site=site, **settings).logits[0] for site in ("v", "cache_v"))
     assert_bitwise(as_computed, as_stored, "logits with v, or cached V, of all positions put in")
     newest = swept(model, site="v", **settings | {"positions": "newest"}).logits[0]

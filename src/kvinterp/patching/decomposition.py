@@ -29,6 +29,7 @@ from tqdm.auto import tqdm
 from kvinterp import metrics
 from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import check_finite
@@ -125,7 +126,7 @@ def decompose(
     tokens = [encode(adapter, item, max_new_tokens + suffix) for item in items]
     steps: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
-    with located(f"model {adapter.facts.name}"):
+    with located(f"model {adapter.facts.name}"), own_threads(adapter):
         for example, prompt in enumerate(
             tqdm(tokens, "decomposing", unit="prompt", disable=None if progress == "bar" else True)
         ):

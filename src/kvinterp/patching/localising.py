@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvinterp.errors import located
 from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.threads import own_threads
 from kvinterp.patching.decomposition import check_splittable, measured
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.patch import Patch, PatchWatcher
@@ -122,7 +123,7 @@ def localise(
         plant.check(adapter)
     tokens = encode(adapter, prompt, 2 + suffix)
     paths = two_paths(cached, recompute, "this search", dtype)
-    with located(f"model {adapter.facts.name}"):
+    with located(f"model {adapter.facts.name}"), own_threads(adapter):
         return _Search(adapter, paths, tokens, suffix, plant).cause()
 
 

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from kvinterp.errors import InputError, located, unknown
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.localising import localise
 from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, PatchWatcher, Positions
@@ -162,7 +163,7 @@ def sweep(
         chosen = _chosen_examples(setting, tokens, examples, progress)
     made = Tables(setting, str(steps))
     every = lanes + (_controls(adapter, lanes, spot, steps) if controls != "none" else [])
-    with located(f"model {adapter.facts.name}, {direction}"):
+    with located(f"model {adapter.facts.name}, {direction}"), own_threads(adapter):
         for example in tqdm(chosen, "patching", unit="prompt", disable=None if progress == "bar" else True):
             other = not_the_same(tokens, example, adapter.facts.vocabulary)
             advanced = advance_beside(setting, every, tokens[example], other)
@@ -226,7 +227,7 @@ def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: i
         return list(range(len(tokens)))
     unpatched = dataclasses.replace(setting, direction="into-recompute", distance="kl", logits="discard")
     means: list[float] = []
-    with located(f"model {setting.adapter.facts.name}"):
+    with located(f"model {setting.adapter.facts.name}"), own_threads(setting.adapter):
         for prompt in tqdm(tokens, "choosing", unit="prompt", disable=None if progress == "bar" else True):
             after_prefill = advance_beside(unpatched, [], prompt, prompt).distances[0, 1:, 0]
             check_finite(after_prefill, f"example {len(means)}")

@@ -22,6 +22,7 @@ from kvinterp import metrics
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, unknown
 from kvinterp.models import Adapter, load_model, wrap
+from kvinterp.models.threads import own_threads
 from kvinterp.patching import DIRECTIONS, PATCH_SITES, Patch, PatchWatcher, PureRecompute
 from kvinterp.patching.lanes import RunnerLane
 from kvinterp.patching.patch import PATCHED_CACHE, stored_sites
@@ -138,7 +139,7 @@ class PatchBench:
         spot = "all" if site in PATCHED_CACHE else "newest"
         patch = Patch(site, (layer,), None if head is None else (head,), spot, wanted)
         PatchWatcher(self.adapter, [patch])
-        with located(f"model {self.adapter.facts.name}"), torch.no_grad():
+        with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
             self._turn_to(prompt)
             giving, taking = ("cached", "recompute") if direction == "into-recompute" else ("recompute", "cached")
             patch = dataclasses.replace(patch, donor=self._trace(giving, site, layer))
