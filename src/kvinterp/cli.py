@@ -434,6 +434,10 @@ def root_cause_command(
     prompts: Prompts = "arithmetic:20",
     flip_kernels: Annotated[str, typer.Option(help="Kernels under which flips are looked for.")] = "split_k(8,float16)",
     flip_strategy: Annotated[str, typer.Option(help="And the strategy, beside greedy.")] = "top_p(1.0,2.0)",
+    flip_steps: Annotated[int, typer.Option(help="Most steps of each there.", min=1)] = 48,
+    flip_seeds: Annotated[int, typer.Option(help="How many seeds of the sampling.", min=1)] = 3,
+    ladder_prompts: Annotated[int, typer.Option(help="How many of the prompts go up the ladder.", min=1)] = 6,
+    ladder_steps: Annotated[int, typer.Option(help="Most steps of each there.", min=1)] = 16,
     kind: Kind = "native",
     device: Device = None,
     attention: Attention = None,
@@ -443,9 +447,10 @@ def root_cause_command(
     from kvinterp.data import load_prompts
     from kvinterp.experiments.root_cause import root_cause
     from kvinterp.models import load_model
+    from kvinterp.provenance import provenance
     from kvinterp.results import Parts, write_tables
     from kvinterp.views import save_root_cause_figures
-    from kvinterp.views.words import said_of_root_cause
+    from kvinterp.views.root_cause_words import said_of_root_cause
 
     existing = _free(out, overwrite)
     given = load_prompts(prompts)
@@ -455,12 +460,25 @@ def root_cause_command(
         "prompts": [prompt.text for prompt in given],
         "kind": kind,
         "attention": attention,
-        "flips": [flip_kernels, flip_strategy],
+        "flips": [flip_kernels, flip_strategy, flip_steps, flip_seeds],
+        "ladder": [ladder_prompts, ladder_steps],
+        "device": provenance(adapters[0])["device"],
     }
     parts = Parts(out, settings, existing)
     with _status("root cause") as tell:
-        tables, about = root_cause(adapters, given, flip_kernels, flip_strategy, progress=tell, keep=parts.made)
-    reading = said_of_root_cause(tables)
+        tables, about = root_cause(
+            adapters,
+            given,
+            flip_kernels,
+            flip_strategy,
+            flip_steps,
+            range(flip_seeds),
+            ladder_prompts,
+            ladder_steps,
+            progress=tell,
+            keep=parts.made,
+        )
+    reading = said_of_root_cause(tables, about)
     files = write_tables(out, tables, {"reading": reading, "provenance": about}, existing)
     figures = save_root_cause_figures(tables, about, out / "figures")
     parts.clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvinterp.errors import InputError, NonFiniteError
-from kvinterp.metrics import bootstrap_interval, kl_statistics
+from kvinterp.metrics import bootstrap_interval, clustered_interval, kl_statistics
 
 
 def test_the_summary_on_numbers_done_by_hand():
@@ -120,3 +120,44 @@ def test_cutting_the_resamples_for_memory_changes_nothing(monkeypatch):
     whole = bootstrap_interval(values)
     monkeypatch.setattr(statistics, "_RESAMPLED_AT_ONCE", 700)
     assert bootstrap_interval(values) == whole
+
+
+def test_whole_clusters_are_drawn():
+    """Ten equal steps of each of two prompts are two observations: the interval reaches from the one prompt to the other."""
+    clusters, values = np.repeat(["a", "b"], 10), np.repeat([0.0, 1.0], 10)
+    assert clustered_interval(np.mean, clusters, values) == (0.0, 1.0)
+    low, high = bootstrap_interval(values)
+    assert high - low < 0.5
+
+
+def test_an_interval_of_clusters_holds_the_truth_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    held = 0
+    for number in range(100):
+        prompts = np.repeat(np.arange(20), 5)
+        values = rng.normal(size=20)[prompts] + 0.1 * rng.normal(size=100)
+        low, high = clustered_interval(lambda x: float(np.mean(x)), prompts, values, resamples=200, seed=number)
+        held += low <= 0 <= high
+    assert 85 <= held <= 99
+
+
+def test_a_statistic_that_is_no_number_in_some_resamples_keeps_the_others():
+    clusters, values = np.array(["a", "b", "c"]), np.array([1.0, 2.0, 3.0])
+    low, high = clustered_interval(lambda x: float("nan") if len(set(x)) == 1 else float(np.mean(x)), clusters, values)
+    assert 1 < low < high < 3
+    assert np.isnan(clustered_interval(lambda x: float("nan"), clusters, values)).all()
+
+
+@pytest.mark.parametrize("clusters", [["a", "a"], []])
+def test_one_cluster_has_no_interval(clusters):
+    assert np.isnan(clustered_interval(np.mean, np.array(clusters), np.ones(len(clusters)))).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [({"confidence": 95.0}, "not between 0 and 1"), ({"resamples": 0}, "0 resamples")]
+)
+def test_what_gives_no_clustered_interval_is_one_sentence(given, said):
+    with pytest.raises(InputError, match=said):
+        clustered_interval(np.mean, np.array(["a", "b"]), np.ones(2), **given)
+    with pytest.raises(InputError, match="got 2 cluster names and columns of 3"):
+        clustered_interval(np.mean, np.array(["a", "b"]), np.ones(3))

@@ -87,9 +87,9 @@ def test_no_strip_where_nothing_is_zero() -> None:
     ("drawn", "title"),
     [
         ("kl", "The paths are bitwise equal at all 10 steps"),
-        ("drift", "The residual streams are equal at the median of every layer"),
+        ("drift", "The median difference of resid_post is 0 at every layer"),
         ("attention", "Every attention pattern is exactly equal"),
-        ("kv", "K and V are exactly equal everywhere"),
+        ("kv", "K and V are exactly equal everywhere in this prompt and what it decoded"),
     ],
 )
 def test_titles_say_when_nothing_differs(drawn: str, title: str) -> None:
@@ -104,11 +104,15 @@ def test_titles_say_where_the_difference_is() -> None:
     )
     means = usual.heads[usual.heads["step"] > 0].groupby(["layer", "head"])["kl"].mean()
     layer, head = means.idxmax()
-    assert f"layer {layer}, head {head} ({short(means.max())} nats)" in _title(
-        figure_of(draw_attention, {"": usual}, (5.6, 3.5))
+    title = _title(figure_of(draw_attention, {"": usual}, (5.6, 3.5)))
+    assert (
+        title
+        == f"Attention differs most in layer {layer}, head {head} (and as much at 1 other place) ({short(means.max())} nats)"
     )
     medians = usual.layers[usual.layers["step"] > 0].groupby("layer")["relative_l2"].median()
-    expected = f"At the median the difference begins at layer 1; at the last it is {short(medians.iloc[-1])}"
+    expected = (
+        f"The median difference of resid_post is first above 0 at layer 1; at layer 2 it is {short(medians.iloc[-1])}"
+    )
     assert _title(figure_of(draw_drift, {"": usual}, (5.6, 3.7))) == expected
     assert _title(figure_of(draw_kv, {"": usual}, (5.6, 3.9))).startswith(
         "This prompt's K and V are exactly equal, decoded"
@@ -174,7 +178,7 @@ def test_the_ladder_says_whether_the_difference_falls() -> None:
     assert _title(precision_ladder({"m": falling})) == "The difference falls with every step up in precision"
     stuck = [*falling[:2], comparison(size=1e-5, dtype="float64")]
     figure = precision_ladder({"m": falling, "n": stuck})
-    assert _title(figure) == "The difference does not fall everywhere"
+    assert _title(figure) == "n: the difference does not fall from float32 to float64"
     assert inside(figure)
 
 

@@ -15,8 +15,9 @@ from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
 from kvinterp.results import Result, write_whole
+from kvinterp.views.precision import fall_of, ladder_of
 from kvinterp.views.report import overview_of, write_report
-from kvinterp.views.words import falls, file_name, ladder_of, number, right_answers
+from kvinterp.views.words import file_name, number, right_answers
 from synthetic import comparison, failed, prompts, result
 
 ATTACK = "<script>alert('x')</script> & <img src=http://example.com/x.png> \"quoted\""
@@ -74,7 +75,7 @@ def test_the_answer_of_an_ordinary_run(tmp_path: Path, quick: None) -> None:
     assert "Does decoding from the KV cache compute the same thing as recomputing the whole prefix at every step?" in text
     assert "in float16 the two paths, fed the same tokens, gave different logits at 8 of 10 steps (80%)" in text
     assert f"The largest difference of any logit was {number(steps['max_abs_logit'].max())}." in text
-    assert f"{number(steps['kl'].mean())} nats of KL apart on average." in text
+    assert f"{number(steps['kl'].mean())} nats of KL apart on average (95% interval" in text
     assert "No token changed: in all 2 decodes" in text
     assert f"won by {number(steps['margin_a'].min())} logits" in text
 
@@ -96,11 +97,11 @@ def test_the_answer_when_tokens_flip(tmp_path: Path, quick: None) -> None:
 def test_the_answer_in_higher_precision(tmp_path: Path, quick: None) -> None:
     rungs = [made(), made(size=1e-7, dtype="float32"), made(size=1e-15, dtype="float64")]
     text = page(tmp_path / "falls", *rungs).text
-    assert "It falls with every step up in precision, which is how rounding behaves" in text
+    assert "It falls at every step up in precision, as rounding does" in text
     stuck = [made(), made(size=1e-7, dtype="float32"), made(size=1e-6, dtype="float64")]
     text = page(tmp_path / "stuck", *stuck).text
-    assert "It does not fall at every step up in precision, so rounding alone does not explain it." in text
-    assert "which is how rounding behaves" not in text
+    assert "it does not fall from float32 (" in text
+    assert "as rounding does" not in text
 
 
 def test_other_paths_get_their_own_question(tmp_path: Path, quick: None) -> None:
@@ -215,13 +216,18 @@ def test_the_ladder_takes_the_same_prompts_only() -> None:
     assert [c.about["dtype"] for c in ladder["mistral-mini"]] == ["float16", "float32"]
 
 
-def test_falling_asks_every_model_and_orders_by_precision() -> None:
+def test_falling_orders_by_precision_and_knows_equality() -> None:
     def rungs(*sizes: float) -> list[Comparison]:
         return [comparison(size=s, dtype=d) for s, d in zip(sizes, ("float64", "bfloat16", "float32"), strict=True)]
 
-    assert falls({"a": rungs(1e-15, 1e-1, 1e-6)})
-    assert falls({"a": rungs(0.0, 1e-1, 0.0)})
-    assert not falls({"a": rungs(1e-15, 1e-1, 1e-6), "b": rungs(1e-6, 1e-1, 1e-6)})
+    assert fall_of("a", rungs(1e-15, 1e-1, 1e-6)).falls
+    assert fall_of("a", rungs(0.0, 1e-1, 0.0)).falls
+    assert not fall_of("a", rungs(1e-6, 1e-1, 1e-6)).falls
+    # Equal in the coarsest dtype: it does not fall, and it is not stuck either.
+    equal = fall_of("a", rungs(1e-15, 0.0, 1e-6))
+    assert not equal.falls
+    assert not equal.stuck
+    assert [(coarse[0], fine[0]) for coarse, fine in equal.begins] == [("bfloat16", "float32")]
 
 
 def test_answers_are_judged_by_the_prompts_own_task() -> None:

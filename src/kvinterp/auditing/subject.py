@@ -187,8 +187,8 @@ class Reference:
 
     def in_dtype(self, dtype: torch.dtype) -> Reference:
         """The same rows in another dtype."""
-        sides = ({call: tensor.to(dtype) for call, tensor in side.items()} for side in (self.inputs, self.outputs))
-        return Reference(self.tokens, self.logits.to(dtype), *sides)
+        inputs, outputs = ({c: t.to(dtype) for c, t in side.items()} for side in (self.inputs, self.outputs))
+        return Reference(self.tokens, self.logits.to(dtype), inputs, outputs)
 
 
 class BlockTaps:
@@ -199,7 +199,8 @@ class BlockTaps:
     first returned in the reference, so what differs in the second's input was born between them.
 
     Attributes:
-        inputs: What each block was given in the last forward, before anything was put in its place, by call.
+        inputs: What each block was given in the last forward, before anything was put in its place, by call, ``[...,
+            position, width]``: positions last but one, wherever the model has them.
         outputs: What each returned, likewise.
         change: Called with each call and output in the place of what is forced; may return another output.
     """
@@ -209,6 +210,8 @@ class BlockTaps:
         self.inputs: dict[Call, Tensor] = {}
         self.outputs: dict[Call, Tensor] = {}
         self.force: tuple[Reference, int] | None = None
+        self.axes: dict[Call, int] = {}
+        self._count: int | None = None
         self.change: Callable[[Call, Tensor], Tensor] | None = None
 
     @contextlib.contextmanager
@@ -229,11 +232,10 @@ class BlockTaps:
             name = None if args else _stream(kwargs)
             given = args[0] if name is None else kwargs[name]
             call = (layer, sum(n == layer for n, _ in self.inputs))
-            self.inputs[call] = given
+            self.inputs[call] = self._seen(call, given)
             if self.force is None or call not in self.force[0].inputs:
                 return None
-            reference, start = self.force
-            forced = reference.inputs[call][..., start : start + given.shape[-2], :]
+            forced = self._forced(call, self.force[0].inputs[call])
             return ((forced, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: forced})
 
         return hook
@@ -242,17 +244,28 @@ class BlockTaps:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
             made = output[0] if isinstance(output, tuple | list) else output
             call = (layer, sum(n == layer for n, _ in self.outputs))
-            self.outputs[call] = made
+            self.outputs[call] = self._seen(call, made)
             if self.change is not None:
                 forced = self.change(call, made)
             elif self.force is None or call not in self.force[0].outputs:
                 return None
             else:
-                reference, start = self.force
-                forced = reference.outputs[call][..., start : start + made.shape[-2], :]
+                forced = self._forced(call, self.force[0].outputs[call])
             return (forced, *output[1:]) if isinstance(output, tuple | list) else forced
 
         return hook
+
+    def _seen(self, call: Call, tensor: Tensor) -> Tensor:
+        if self._count is not None:
+            # Positions are last but one, but where a model carries several streams at once and keeps them there.
+            axes = [axis for axis in (tensor.dim() - 2, 1) if tensor.shape[axis] == self._count]
+            self.axes[call] = axes[0] if axes else tensor.dim() - 2
+        return tensor.movedim(self.axes.get(call, tensor.dim() - 2), -2)
+
+    def _forced(self, call: Call, rows: Tensor) -> Tensor:
+        assert self.force is not None
+        start, count = self.force[1], self.inputs[call].shape[-2]
+        return rows[..., start : start + count, :].movedim(-2, self.axes.get(call, rows.dim() - 2))
 
     def begin(self) -> None:
         """Forgets the forward before: called ahead of every one."""
@@ -262,12 +275,16 @@ class BlockTaps:
         """Runs these tokens without a cache and keeps every row."""
         self.force, self.subject.padding = None, None
         self.begin()
-        logits = self.subject.recompute(tokens)[0]
+        self._count = tokens.shape[1]
+        try:
+            logits = self.subject.recompute(tokens)[0]
+        finally:
+            self._count = None
         nowhere = (logits == -torch.inf).all(0)
         self.subject.padding = nowhere if not bool(nowhere.all()) else torch.zeros_like(nowhere)
         logits = self.subject.unpadded(logits)
-        sides = ({call: tensor.clone() for call, tensor in side.items()} for side in (self.inputs, self.outputs))
-        return Reference(tokens, logits, *sides)
+        inputs, outputs = ({c: t.clone() for c, t in side.items()} for side in (self.inputs, self.outputs))
+        return Reference(tokens, logits, inputs, outputs)
 
     def feed(self, reference: Reference, start: int, stop: int, cache: Any, forced: str = "yes") -> tuple[Tensor, Any]:
         """Feeds tokens ``start`` to ``stop`` of a reference against a cache, every block given the reference's rows.

@@ -12,6 +12,7 @@ from torch import nn
 
 from kvinterp import metrics
 from kvinterp.comparison.tables import Differences
+from kvinterp.comparison.where import where
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
 
@@ -108,9 +109,17 @@ class Comparison:
             "provenance": {k: v for k, v in self.about.items() if k not in ("paths", "protocol", "strategy")},
         }
 
+    def same_text(self, table: pd.DataFrame) -> pd.DataFrame:
+        """The rows of a table at which both paths hold the same text: all but those after a flip in the free protocol.
+
+        Args:
+            table: One of the tables, or some rows of one.
+        """
+        return table[~table["after_flip"].astype(bool)] if self.about["protocol"] == "free" else table
+
     def where(self) -> str:
         """A few sentences: whether the paths differ, when, and in which layer, head and cache position most."""
-        return "\n".join(_where(self))
+        return "\n".join(where(self))
 
     def __repr__(self) -> str:
         """What it is of, in one line; the tables are attributes."""
@@ -144,43 +153,3 @@ def _caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
 
 def _mean(values: pd.Series) -> float | None:
     return float(values.mean()) if len(values) else None
-
-
-def _where(comparison: Comparison) -> list[str]:
-    steps, about = comparison.steps, comparison.about
-    setting = ", ".join(about[name] for name in ("kind", "dtype", "protocol"))
-    head = f"{about['paths']['a']} against {about['paths']['b']} on {about['model']} ({setting})"
-    if steps.empty:
-        return [f"{head}: no example could be compared; see failures."]
-    differing = steps[steps["max_abs_logit"] > 0]
-    if differing.empty:
-        return [f"{head}: bitwise equal at all {len(steps)} steps."]
-    flips = comparison.examples["flip_index"].notna()
-    lines = [
-        f"{head}: logits differ at {len(differing)} of {len(steps)} steps, first at step {differing['step'].min()}; "
-        f"mean KL {_kl_said(comparison)}, largest logit difference {steps['max_abs_logit'].max():.3g}; "
-        f"{int(flips.sum())} of {len(flips)} examples flip a token."
-    ]
-    for frame, value, what, keys in (
-        (comparison.layers, "relative_l2", "residual stream differs most (relative L2 {:.2e})", ("site", "layer")),
-        (comparison.heads, "kl", "attention pattern differs most (KL {:.2e} nats)", ("layer", "head")),
-        (comparison.kv, "relative_error", "cache differs most (relative error {:.2e})", ("tensor", "layer", "kv_head")),
-    ):
-        if about["protocol"] == "free":
-            frame = frame[~frame["after_flip"].astype(bool)]
-        if not frame.empty and frame[value].max() > 0:
-            mean = frame.groupby(list(keys))[value].mean()
-            place = mean.idxmax()
-            named = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in zip(keys, place, strict=True))  # type: ignore[call-overload]
-            lines.append(f"The {what.format(mean.max())} on average at {named}.")
-    return lines
-
-
-def _kl_said(comparison: Comparison) -> str:
-    """The mean KL; in the free protocol apart for the steps whose contexts differ, which measure no rounding."""
-    steps = comparison.steps
-    after = steps.loc[steps["after_flip"], "kl"]
-    if comparison.about["protocol"] != "free" or after.empty:
-        return f"{steps['kl'].mean():.2e} nats"
-    before = steps.loc[~steps["after_flip"], "kl"].mean()
-    return f"{before:.2e} nats up to the flip and {after.mean():.2e} nats after it, where the two texts differ"

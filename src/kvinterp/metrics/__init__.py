@@ -22,13 +22,14 @@ from kvinterp.metrics.drift import cosine_distance, residual_drift
 from kvinterp.metrics.kv import relative_error, ulp_error, units_in_last_place
 from kvinterp.metrics.recovery import recovery, recovery_percent, why_undefined
 from kvinterp.metrics.registry import REGISTRY
-from kvinterp.metrics.statistics import Interval, bootstrap_interval, kl_statistics
+from kvinterp.metrics.statistics import Interval, bootstrap_interval, clustered_interval, kl_statistics
 
 __all__ = [
     "REGISTRY",
     "Interval",
     "Metric",
     "bootstrap_interval",
+    "clustered_interval",
     "compare_logits",
     "cosine_distance",
     "js_divergence",

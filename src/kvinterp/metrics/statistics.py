@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import scipy.stats
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, NonFiniteError
 
-__all__ = ["Interval", "bootstrap_interval", "kl_statistics"]
+__all__ = ["Interval", "bootstrap_interval", "clustered_interval", "kl_statistics"]
 
 #: One number for each step, prompt or whatever is counted, where the caller has them.
 Values: TypeAlias = Shaped[Tensor, " count"] | Shaped[np.ndarray, " count"]
@@ -89,10 +91,7 @@ def bootstrap_interval(values: Values, confidence: float = 0.95, seed: int = 0, 
         InputError: There are no values, the confidence is not between 0 and 1, or there are no resamples.
         NonFiniteError: A value is NaN or infinite; how many and where the first is.
     """
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence {confidence} is not between 0 and 1: give a share such as 0.95.")
-    if resamples < 1:
-        raise InputError(f"{resamples} resamples cannot give an interval: give at least 1, better 1000.")
+    _check(confidence, resamples)
     observed = _host(values, "values")
     if len(observed) == 1:
         return Interval(float("nan"), float("nan"))
@@ -108,6 +107,72 @@ def bootstrap_interval(values: Values, confidence: float = 0.95, seed: int = 0, 
         random_state=np.random.default_rng(seed),  # Called rng from scipy 1.15 on, which takes both.
     )
     return Interval(float(result.confidence_interval.low), float(result.confidence_interval.high))
+
+
+def clustered_interval(
+    statistic: Callable[..., float],
+    clusters: np.ndarray,
+    *columns: np.ndarray,
+    confidence: float = 0.95,
+    seed: int = 0,
+    resamples: int = 1000,
+) -> Interval:
+    """Percentile bootstrap interval of a statistic of observations that come in clusters, by ``scipy.stats.bootstrap``.
+
+    The steps of one prompt, or its decodes under several seeds, are not independent: whole clusters are drawn, with all
+    that belongs to them.
+
+    Args:
+        statistic: Given the columns of a resample, returns a number; NaN where it has none.
+        clusters: What each observation belongs to.
+        columns: The observations, one number each.
+        confidence: Share of such intervals that should hold the true value.
+        seed: Seed of the resampling; the same seed gives the same interval.
+        resamples: How often to resample.
+
+    Returns:
+        The interval over the resamples in which the statistic is a number; both ends NaN with one cluster alone or where it
+        never is.
+
+    Raises:
+        InputError: The confidence is not between 0 and 1, there are no resamples, or the lengths differ.
+    """
+    _check(confidence, resamples)
+    if any(len(column) != len(clusters) for column in columns):
+        lengths = ", ".join(str(len(column)) for column in columns)
+        raise InputError(f"got {len(clusters)} cluster names and columns of {lengths}: give one name for every number.")
+    members = [np.flatnonzero(clusters == name) for name in np.unique(clusters)]
+    if len(members) < 2:
+        return Interval(float("nan"), float("nan"))
+
+    def drawn(chosen: np.ndarray) -> float:
+        rows = np.concatenate([members[int(number)] for number in chosen])
+        return statistic(*(column[rows] for column in columns))
+
+    with warnings.catch_warnings():
+        # It warns where a resample has no value, which is what is left out below.
+        warnings.simplefilter("ignore")
+        result: Any = scipy.stats.bootstrap(
+            (np.arange(len(members)),),
+            drawn,
+            vectorized=False,
+            n_resamples=resamples,
+            method="percentile",
+            random_state=np.random.default_rng(seed),
+        )
+    known = result.bootstrap_distribution[np.isfinite(result.bootstrap_distribution)]
+    if not len(known):
+        return Interval(float("nan"), float("nan"))
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(known, (tail, 1 - tail))
+    return Interval(float(low), float(high))
+
+
+def _check(confidence: float, resamples: int) -> None:
+    if not 0 < confidence < 1:
+        raise InputError(f"confidence {confidence} is not between 0 and 1: give a share such as 0.95.")
+    if resamples < 1:
+        raise InputError(f"{resamples} resamples cannot give an interval: give at least 1, better 1000.")
 
 
 def _host(values: Values, what: str) -> Float64[np.ndarray, " count"]:

@@ -172,7 +172,7 @@ def _draw_heads(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mappi
     query = about["site"] in ("q", "z", "pattern")
     beyond = _draw_map(target, axes, values, (layers, heads), about)
     axes.set(xlabel="query head" if query else "KV head", ylabel="layer")
-    place_title(axes, _title(frame, kind, lambda r: f"layer {r['layer']}, head {r['head']}") + beyond)
+    place_title(axes, _title(frame, kind, lambda r: f"layer {r['layer']}, head {r['head']}", about) + beyond)
 
 
 def _draw_by_step(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ def _draw_by_step(target: FigureBase, frame: pd.DataFrame, kind: str, about: Map
     axes.set(xlabel="decode step", ylabel=_LAYER_LABELS[kind])
     known = table.dropna(axis=1, how="all")
     if not known.shape[1]:
-        place_title(axes, f"{_SAID[kind]}, by step: the paths are bitwise equal at every step")
+        place_title(axes, f"{_SAID[kind]}, by step: the {_MEASURED[about['distance']]} is 0 at every step")
         return
     half = (known >= 0.5).sum(axis=1)
     most = [str(layer) for layer in half.index[half == half.max()]]
@@ -244,9 +244,8 @@ def _draw_marks(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mappi
     label = "cache positions patched, in all layers" if kind == "blocks" else _LAYER_LABELS[kind].replace("\n", " ")
     axes.set(xlabel=label, ylabel=f"recovery of the {_MEASURED[about['distance']]}")
     _range(axes)
-    place_title(
-        axes, _title(frame, kind, lambda r: f"block {r['positions']}" if kind == "blocks" else f"layer {r['layer']}")
-    )
+    named = "block {positions}" if kind == "blocks" else "layer {layer}"
+    place_title(axes, _title(frame, kind, lambda r: named.format(**r), about))
 
 
 def _draw_controls(target: FigureBase, controls: pd.DataFrame) -> None:
@@ -322,18 +321,21 @@ def _range(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _percent(y)))
 
 
-def _title(frame: pd.DataFrame, kind: str, named: Any) -> str:
-    said = _SAID[kind]
+def _title(frame: pd.DataFrame, kind: str, named: Any, about: Mapping[str, Any]) -> str:
+    said, measured = _SAID[kind], _MEASURED[about["distance"]]
     known = frame[frame["defined"]]
     if known.empty:
-        return f"{said}: the paths are bitwise equal, so nothing can be recovered"
+        return f"{said}: the {measured} is 0 in every example, so nothing can be recovered"
     medians = known.groupby(["layer", "head", "positions"])["recovery"].median().reset_index()
-    best = medians.loc[medians["recovery"].idxmax()]
-    text = f"{said}: {named(best)} recovers most, median {_percent(best['recovery'])}"
-    if best["recovery"] < 0.01:
+    best = medians["recovery"].max()
+    first, *others = (named(row) for row in medians[medians["recovery"] == best].to_dict("records"))
+    alike = f" (as do {len(others)} others)" if others else ""
+    text = f"{said}: {first} recovers most{alike}, median {_percent(best)}"
+    if best < 0.01:
         text = f"{said}: none recovers 1 % at the median"
-    equal = frame["example"].nunique() - known["example"].nunique()
-    return text + (f" ({equal} examples without a difference left out)" if equal else "")
+    count, equal = known["example"].nunique(), frame["example"].nunique() - known["example"].nunique()
+    text += f" of {count} example{'s' * (count != 1)}"
+    return text + (f" ({equal} without a difference left out)" if equal else "")
 
 
 def _percent(value: float) -> str:
@@ -388,7 +390,7 @@ def _draw_layers(target: FigureBase, layers: pd.DataFrame) -> None:
 def _split_title(steps: pd.DataFrame) -> str:
     later = steps[steps["step"] > 0]
     if later.empty or not (later["total"] > 0).any():
-        return "The paths are equal at every step: there is nothing to split"
+        return "The KL is 0 at every step: there is nothing to split"
     differing = later[later["total"] > 0]
     state, fresh = (int((differing[a] > differing[b]).sum()) for a, b in (("state", "fresh"), ("fresh", "state")))
     return f"State is the larger part at {state} of {len(differing)} steps that differ, fresh at {fresh}"
@@ -399,8 +401,8 @@ def _layer_title(quartiles: Mapping[str, pd.DataFrame]) -> str:
     for part in ("state", "fresh"):
         median = quartiles[part][0.5]
         first = median.index[median > 0]
-        found.append(f"{part} from layer {first[0]} on" if len(first) else f"{part} in no layer")
-    return f"At the median step there is {found[0]} and {found[1]}"
+        found.append(f"{part} is first above 0 at layer {first[0]}" if len(first) else f"{part} is 0 in every layer")
+    return f"At the median step {found[0]} and {found[1]}"
 
 
 def _line(index: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ importing or drawing leaves no trace in the user's own session.
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from kvinterp.comparison import Comparison
+from kvinterp.comparison.where import most
 from kvinterp.models import dtype_named
 from kvinterp.results import write_whole
+from kvinterp.views.precision import ladder_title
 from kvinterp.views.style import CMAP, SERIES, Series, looks, place_title, power, small_print, zero_aware
 
 __all__ = [
@@ -203,8 +204,7 @@ def draw_drift(target: FigureBase, comparisons: Labelled) -> None:
     axes = target.subplots()
     lines: dict[str, pd.DataFrame] = {}
     for label, comparison in comparisons.items():
-        frame = comparison.layers
-        frame = frame[frame["step"] > 0] if (frame["step"] > 0).any() else frame
+        frame = _later(comparison, comparison.layers)
         for site in frame["site"].unique():
             name = label if frame["site"].nunique() == 1 else f"{label}, {site}" if len(comparisons) > 1 else str(site)
             quartiles = frame[frame["site"] == site].groupby("layer")["relative_l2"].quantile([0.25, 0.5, 0.75])
@@ -220,24 +220,25 @@ def draw_drift(target: FigureBase, comparisons: Labelled) -> None:
     sites = sorted({str(site) for comparison in comparisons.values() for site in comparison.layers["site"].unique()})
     what = sites[0] if len(sites) == 1 else "residual stream"
     axes.set(xlabel="layer", ylabel=f"relative L2 difference of\n{what} (median, quartiles)")
-    place_title(axes, _drift_title(lines))
+    place_title(axes, _drift_title(lines, what if len(sites) == 1 else "what was recorded"))
     _legend_below(axes, *axes.get_legend_handles_labels())
 
 
-def _drift_title(lines: Mapping[str, pd.DataFrame]) -> str:
-    medians = pd.concat([line[0.5] for line in lines.values()], axis=1)
-    if not (medians > 0).to_numpy().any():
-        return "The residual streams are equal at the median of every layer"
-    deepest = medians.iloc[-1].max()
-    first = medians.index[(medians > 0).any(axis=1)][0]
-    grown = medians.iloc[-1] / medians.loc[first]
-    grown = grown[np.isfinite(grown)]
-    if first != medians.index[0]:
-        return f"At the median the difference begins at layer {first}; at the last it is {_short(deepest)}"
-    if grown.empty or first == medians.index[-1]:
-        return f"At the last layer the streams differ by {_short(deepest)} of their length"
-    times = sorted({f"{grown.min():.2g}", f"{grown.max():.2g}"}, key=float)
-    return f"From layer {first} to layer {medians.index[-1]} the difference changes {' to '.join(times)}-fold"
+def _drift_title(lines: Mapping[str, pd.DataFrame], what: str) -> str:
+    medians = pd.concat([line[0.5] for line in lines.values()], axis=1).sort_index()
+    above = (medians > 0).any(axis=1)
+    if not above.any():
+        return f"The median difference of {what} is 0 at every layer"
+    begin, last, first = medians.index[0], medians.index[-1], medians.index[above.to_numpy()][0]
+    ends = sorted(medians.loc[last].dropna())
+    size = _short(ends[0]) if ends[0] == ends[-1] else f"{_short(ends[0])} to {_short(ends[-1])}"
+    if first != begin:
+        return f"The median difference of {what} is first above 0 at layer {first}; at layer {last} it is {size}"
+    if begin == last or not (medians.loc[first] > 0).all():
+        return f"At layer {last} the median difference of {what} is {size}"
+    grown = sorted((medians.loc[last] / medians.loc[first]).dropna())
+    times = list(dict.fromkeys(f"{value:.2g}" for value in (grown[0], grown[-1])))
+    return f"From layer {first} to layer {last} the median difference changes {' to '.join(times)}-fold"
 
 
 # Attention by layer and head -------------------------------------------------------------------------------------------
@@ -247,8 +248,7 @@ def draw_attention(target: FigureBase, comparisons: Labelled) -> None:
     """Mean KL of the attention pattern by layer and head, over examples and steps from 1 on."""
     axes = target.subplots()
     (label, comparison) = next(iter(comparisons.items()))
-    frame = comparison.heads
-    frame = frame[frame["step"] > 0] if (frame["step"] > 0).any() else frame
+    frame = _later(comparison, comparison.heads)
     table = frame.groupby(["layer", "head"])["kl"].mean().unstack()
     values = table.to_numpy()
     axes.grid(visible=False)
@@ -269,8 +269,8 @@ def _attention_title(table: pd.DataFrame) -> str:
     flat = table.stack()
     if not (flat > 0).any():
         return "every attention pattern is exactly equal"
-    layer, head = flat.idxmax()  # type: ignore[misc]
-    return f"attention differs most in layer {layer}, head {head} ({_short(flat.max())} nats)"
+    largest, place = most(flat, ("layer", "head"))
+    return f"attention differs most in {place} ({_short(largest)} nats)"
 
 
 def _mark_cells(axes: Axes, values: np.ndarray, norm: LogNorm, cmap: Any) -> None:
@@ -297,8 +297,7 @@ def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
     (label, comparison) = next(iter(comparisons.items()))
     example = int(comparison.examples.sort_values("steps", kind="stable")["example"].iloc[-1])
     prompt = int(comparison.examples.set_index("example")["prompt_tokens"].loc[example])
-    frame = comparison.kv[comparison.kv["example"] == example]
-    frame = frame[frame["step"] > 0] if (frame["step"] > 0).any() else frame
+    frame = _later(comparison, comparison.kv[comparison.kv["example"] == example])
     means = frame.groupby(["tensor", "layer", "position"])["relative_error"].mean()
     tensors = [name for name in ("K", "K before RoPE", "V") if (frame["tensor"] == name).any()]
     panels = np.atleast_1d(target.subplots(len(tensors), 1, sharex=True))
@@ -331,10 +330,13 @@ def _kv_title(means: pd.Series, prompt: int) -> str:
     positions = means.index.get_level_values("position")
     inside, decoded = means[positions < prompt], means[positions >= prompt]
     if not (means > 0).any():
-        return "K and V are exactly equal everywhere"
-    if not (inside > 0).any():
-        return f"this prompt's K and V are exactly equal, decoded ones differ by {_short(decoded.mean())}"
-    return f"K and V differ by {_short(inside.mean())} in this prompt, {_short(decoded.mean())} where decoded"
+        return "K and V are exactly equal everywhere in this prompt and what it decoded"
+    said: list[str] = []
+    for name, part in (("this prompt's", inside), ("decoded", decoded)):
+        if len(part):
+            differ = f"differ by {_short(part.mean())} on average" if (part > 0).any() else "are exactly equal"
+            said.append(f"{name} {'K and V' if not said else 'ones'} {differ}")
+    return ", ".join(said)
 
 
 # The ladder of precisions ----------------------------------------------------------------------------------------------
@@ -365,7 +367,7 @@ def precision_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Figure:
         axes.set_xticks(range(len(dtypes)), dtypes)
         axes.set_xlim(-0.4, len(dtypes) - 0.6)
         axes.set(xlabel="dtype of weights and arithmetic", ylabel="largest logit difference")
-        place_title(axes, _ladder_title(largest, dtypes))
+        place_title(axes, ladder_title(rungs))
         _legend_below(axes, *axes.get_legend_handles_labels())
         abouts = [c.about for group in rungs.values() for c in group]
         figure.supxlabel(small_print(abouts, 123), x=0.01, ha="left", **_SMALL)
@@ -373,17 +375,13 @@ def precision_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Figure:
     return figure
 
 
-def _ladder_title(largest: Mapping[str, Mapping[str, float]], dtypes: Sequence[str]) -> str:
-    falls = all(
-        found[low] > found[high] or found[high] == 0
-        for found in largest.values()
-        for low, high in itertools.pairwise(dtypes)
-        if low in found and high in found
-    )
-    return "The difference falls with every step up in precision" if falls else "The difference does not fall everywhere"
-
-
 # What they share -------------------------------------------------------------------------------------------------------
+
+
+def _later(comparison: Comparison, frame: pd.DataFrame) -> pd.DataFrame:
+    """The steps from 1 on at which both paths hold the same text; step 0 where there is no other."""
+    frame = comparison.same_text(frame)
+    return frame[frame["step"] > 0] if (frame["step"] > 0).any() else frame
 
 
 def _line(series: Series, index: int) -> dict[str, Any]:
@@ -394,7 +392,7 @@ def _line(series: Series, index: int) -> dict[str, Any]:
 
 def _short(value: float, digits: int = 1) -> str:
     """A number in few characters: 0.81, or 1.2e-6."""
-    return f"{value:.2g}" if 0.01 <= value < 1000 else re.sub(r"e([+-])0*", r"e\1", f"{value:.{digits}e}")
+    return f"{value:.2g}" if value == 0 or 0.01 <= value < 1000 else re.sub(r"e([+-])0*", r"e\1", f"{value:.{digits}e}")
 
 
 def _led(label: str, sentence: str) -> str:

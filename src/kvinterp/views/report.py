@@ -9,32 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from matplotlib.figure import Figure
 
-from kvinterp.comparison import PROTOCOLS, Comparison
+from kvinterp.comparison import PROTOCOLS
 from kvinterp.errors import InputError
 from kvinterp.models import KINDS
 from kvinterp.results import Result, write_whole
 from kvinterp.views import sections
+from kvinterp.views.answer import answer_of, question_of
 from kvinterp.views.page import render
 from kvinterp.views.plots import overview
+from kvinterp.views.precision import ladder_of
 from kvinterp.views.sections import Column, Gallery
-from kvinterp.views.words import (
-    between,
-    drift_medians,
-    falls,
-    flattened,
-    grouped,
-    kind_of,
-    ladder_of,
-    largest_difference,
-    leading,
-    model_of,
-    number,
-    place_of,
-    with_protocol,
-)
+from kvinterp.views.words import flattened, grouped, kind_of, leading, model_of, place_of
 
 __all__ = ["overview_of", "write_report"]
 
@@ -75,8 +62,8 @@ def write_report(results: Sequence[Result], out: str | Path) -> Path:
     page = render(
         title=f"kvinterp: {about['paths']['a']} against {about['paths']['b']}",
         kicker=f"kvinterp {about['kvinterp']} · {', '.join(dict.fromkeys(map(model_of, main)))} · {about['dtype']}",
-        question=_question(about),
-        answer=_answer(main, rungs),
+        question=question_of(useful),
+        answer=answer_of(main, rungs),
         sections=[part for part in parts if part is not None],
         texts=_texts(main),
         glossary=_glossary(results),
@@ -108,86 +95,6 @@ def overview_of(results: Sequence[Result]) -> Figure:
     kl = {f"{label}, {r.comparison.about['protocol']}": r.comparison for r in grouped(main)[place_of(chosen)]}
     drift = {" ".join(place_of(r)): r.comparison for r in lead if not r.comparison.layers.empty}
     return overview(kl, drift, {label: chosen.comparison}, {label: chosen.comparison})
-
-
-# The answer ------------------------------------------------------------------------------------------------------------
-
-
-def _question(about: Mapping[str, Any]) -> str:
-    a, b = about["paths"]["a"], about["paths"]["b"]
-    if (a, b) == ("cached", "recompute"):
-        return "Does decoding from the KV cache compute the same thing as recomputing the whole prefix at every step?"
-    return f"Does the path {a} compute the same thing as the path {b}?"
-
-
-def _answer(main: Sequence[Result], rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
-    matched = with_protocol(main, "matched")
-    measured = matched or list(main)
-    # After a flip the two paths hold different texts: only what is before it says something of the arithmetic.
-    before = [r.comparison.steps[~r.comparison.steps["after_flip"].astype(bool)] for r in measured]
-    steps = pd.concat(before)
-    differing = steps[steps["max_abs_logit"] > 0]
-    dtype = main[0].comparison.about["dtype"]
-    fed = "fed the same tokens" if matched else "each fed its own tokens, before any flip"
-    rest = [*_flip_sentence(main), *_fall_sentence(rungs)]
-    if differing.empty:
-        return [
-            f"In this run, yes, bit for bit: in {dtype} the two paths, {fed}, gave the same logits at all {len(steps)} "
-            "steps.",
-            *rest,
-        ]
-    means = [float(table["kl"].mean()) for table in before if len(table)]
-    return [
-        f"Not bit for bit: in {dtype} the two paths, {fed}, gave different logits at {len(differing)} of {len(steps)} "
-        f"steps ({len(differing) / len(steps):.0%}), the earliest at step {int(differing['step'].min())}.",
-        f"The largest difference of any logit was {number(steps['max_abs_logit'].max())}. The next-token distributions "
-        f"were {between(means)} nats of KL apart on average"
-        + (", depending on model and kind." if len(means) > 1 else "."),
-        *_where_sentence(measured),
-        *rest,
-    ]
-
-
-def _where_sentence(measured: Sequence[Result]) -> list[str]:
-    medians = [drift_medians(r.comparison) for r in leading(measured)]
-    starts = [int(median[median > 0].index[0]) for median in medians if (median > 0).any()]
-    ends = [float(median.iloc[-1]) for median in medians if not median.empty]
-    if not starts:
-        return []
-    where = between([float(start) for start in starts])
-    return [
-        f"Inside, the typical difference of the residual stream begins at layer {where} and is {between(ends)} of the "
-        "stream's length at the last layer recorded."
-    ]
-
-
-def _flip_sentence(main: Sequence[Result]) -> list[str]:
-    examples = pd.concat([r.comparison.examples for r in main])
-    steps = pd.concat([r.comparison.steps for r in main])
-    flipped = examples[examples["flip_index"].notna()]
-    close = f"The closest decision was won by {number(steps.loc[~steps['after_flip'], 'margin_a'].min())} logits."
-    if flipped.empty:
-        return [f"No token changed: in all {len(examples)} decodes both paths chose the same tokens. {close}"]
-    return [
-        f"In {len(flipped)} of {len(examples)} decodes the paths chose a different token somewhere, the earliest at step "
-        f"{int(flipped['flip_index'].min())}. {close}"
-    ]
-
-
-def _fall_sentence(rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
-    if not rungs:
-        return []
-    every = [c for group in rungs.values() for c in group]
-    order = list(dict.fromkeys(c.about["dtype"] for c in every))
-    largest = {dtype: max(largest_difference(c) for c in every if c.about["dtype"] == dtype) for dtype in order}
-    text = "On the same problems the largest logit difference was "
-    text += ", ".join(f"{number(size)} in {dtype}" for dtype, size in largest.items()) + "."
-    if falls(rungs):
-        return [
-            f"{text} It falls with every step up in precision, which is how rounding behaves; a mistake in what the cache "
-            "holds would stay."
-        ]
-    return [f"{text} It does not fall at every step up in precision, so rounding alone does not explain it."]
 
 
 # The rest of the page --------------------------------------------------------------------------------------------------
@@ -241,13 +148,18 @@ def _glossary(results: Sequence[Result]) -> list[tuple[str, str]]:
         ("free", _sentence(f"{PROTOCOLS['free']}, and KL from there on measures two texts instead of rounding")),
         (
             "KL (nats)",
-            "0 means equal distributions. Small values are about half the probability-weighted variance of the logit "
+            "0 for equal distributions. Small values are about half the probability-weighted variance of the logit "
             "differences: differences a hundred times smaller give a KL ten thousand times smaller.",
         ),
-        ("exactly 0", "Not a small number: the two results are bitwise the same. Figures give zeros a place of their own."),
+        (
+            "exactly 0",
+            "Not a small number. Logits, vectors, K and V that differ by exactly 0 are the same to the bit; a KL of exactly 0 "
+            "can also be one too small for float64. Figures give zeros a place of their own.",
+        ),
         (
             "margin",
-            "How many logits the chosen token is ahead of the next; rounding can flip a token only where it is tiny.",
+            "How many logits the most likely token is ahead of the next. A greedy choice can flip only where the largest "
+            "logit difference is at least half of it.",
         ),
         ("unit in the last place", "The distance from a number to the next one that its dtype can hold."),
         *[(kind, _sentence(KINDS[kind])) for kind in dict.fromkeys(map(kind_of, results))],

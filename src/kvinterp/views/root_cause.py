@@ -65,34 +65,45 @@ def accumulation_figure(table: pd.DataFrame) -> Figure:
         for (axis, height), (column, to), (product, chosen) in zip(
             axes, [m for m in measures.items() for _ in products], [*products.items()] * 2, strict=True
         ):
-            lines = table[chosen].groupby("accumulate", sort=False)
-            for index, (name, group) in enumerate(lines):
-                axis.plot(group["length"], height(group[column]), **_look(index), label=f"sums kept in {name}")
+            lines = table[chosen].groupby(["accumulate", "length"], sort=False)[column].mean()
+            for index, name in enumerate(dict.fromkeys(table["accumulate"])):
+                axis.plot(lines[name].index, height(lines[name]), **_look(index), label=f"sums kept in {name}")
             axis.set_xscale("log", base=2)
             lengths = sorted(set(table["length"]))[::2]
             axis.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
             axis.set_xlabel("sequence length (positions)")
-            grown = (lines[column].last() / lines[column].first()).median()
-            place_title(axis, f"{product}, to {to}: {grown:.2g}-fold", 6.6)
+            grown = sorted(f"{line.iloc[-1] / line.iloc[0]:.2g}" for _, line in lines.groupby(level=0) if line.iloc[0])
+            fold = f": {' to '.join(dict.fromkeys((grown[0], grown[-1])))}-fold" if grown else ""
+            place_title(axis, f"{product}, to {to}{fold}", 6.6)
         _legend(figure, axes[0][0])
     return figure
 
 
 def propagation_figure(table: pd.DataFrame) -> Figure:
-    """Experiment 2: relative L2 of the residual stream behind one rounded block."""
+    """Experiment 2: absolute and relative L2 of the residual stream behind one rounded block."""
     names = list(dict.fromkeys(table["model"]))
-    middle = table.groupby(["model", "source", "layer"])["relative_l2"].median()
+    measures = {"l2": "L2 of resid_post", "relative_l2": "the same, relative"}
+    middle = table.groupby(["model", "source", "layer"])[list(measures)].median()
     with looks():
-        figure, axes = _panels(len(names), middle, "relative L2 of resid_post\n(median over prompts)")
-        for name, (axis, height) in zip(names, axes, strict=True):
-            for index, (source, line) in enumerate(middle[name].groupby("source")):
-                axis.plot(
-                    line.index.get_level_values("layer"), height(line), **_look(index), label=f"rounded in layer {source}"
-                )
-            axis.set_xlabel("layer")
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure = Figure(figsize=(max(8.4, 2.0 * len(names)), 5.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(2, len(names), squeeze=False, sharex=True)
+        for row, (measure, label) in zip(grid, measures.items(), strict=True):
+            for name, axis in zip(names, row, strict=True):
+                height = zero_aware(axis, [middle[measure].to_numpy(dtype=float)])
+                for index, (source, line) in enumerate(middle[measure][name].groupby("source")):
+                    layers = line.index.get_level_values("layer")
+                    axis.plot(layers, height(line), **_look(index), label=f"rounded in layer {source}")
+                axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+                if axis is row[0]:
+                    axis.set_ylabel(f"{label}\n(median over prompts)")
+                else:
+                    axis.tick_params(labelleft=False)
+        for name, axis in zip(names, grid[0], strict=True):
             place_title(axis, _bare(name), 0.4)
-        _legend(figure, axes[0][0])
+        for axis in grid[1]:
+            axis.set_xlabel("layer")
+        _legend(figure, grid[0][0])
     return figure
 
 
@@ -149,11 +160,30 @@ def ladder_figure(table: pd.DataFrame) -> Figure:
                 beside = np.array(places) + (index - (len(models) - 1) / 2) * 0.12
                 axis.plot(beside, height(group[column]), **_look(index) | {"linestyle": "none"}, label=_bare(name))
             axis.set_ylabel(label)
-        place_title(panels[0], "Precision shrinks the difference; a fixed order of additions removes it in float16")
-        panels[1].set_xticks(range(len(rungs)), [f"{dtype}\n{kernels}" for dtype, kernels in rungs], fontsize=7)
+        place_title(panels[0], ladder_title_of(table))
+        panels[1].set_xticks(
+            range(len(rungs)),
+            [f"{dtype}\n{kernels}".replace("(", "\n(").replace("_inv", "_\ninv") for dtype, kernels in rungs],
+            fontsize=7,
+        )
         panels[1].set_xlabel("dtype, and the order in which kernels add")
         _legend(figure, panels[0])
     return figure
+
+
+def ladder_title_of(table: pd.DataFrame) -> str:
+    """What the ladder shows of precision and of a fixed order, as far as its numbers do."""
+    mean = table.groupby(["model", "dtype", "kernels"])["rms_logit"].mean().unstack("kernels")
+    native = mean.get("native", pd.Series(dtype=float)).unstack("dtype")
+    said = []
+    if {"float16", "float32"} <= set(native):
+        shrinks = (native["float32"] < native["float16"]).sum()
+        said.append(f"float32 shrinks the difference of {shrinks} of {len(native)} models")
+    fixed = mean.get("batch_invariant", pd.Series(dtype=float)).dropna()
+    if len(fixed):
+        said.append(f"a fixed order of additions leaves none in {(fixed == 0).sum()} of {len(fixed)} runs")
+    text = "; ".join(said)
+    return f"{text[:1].upper()}{text[1:]}" or "Every rung"
 
 
 def gqa_figure(table: pd.DataFrame) -> Figure:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from kvinterp.comparison.where import prompts_said
 from kvinterp.patching import ANEW, PARTS
-from kvinterp.views.words import number
+from kvinterp.views.words import machines_of, number
 
 __all__ = ["said_of_decomposition", "said_of_sweep"]
 
@@ -18,35 +21,39 @@ def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
     """What a sweep found, in a few lines; ``summary`` is :meth:`kvinterp.patching.Sweep.summary`."""
     best, distance = summary["best"], summary["distance"]
     lines = [
-        f"{count} of {summary['examples']} prompts: recovery is undefined, for {why}"
+        f"{count} of {prompts_said(summary['examples'])}: recovery is undefined, for {why}"
         for why, count in summary["examples_undefined"].items()
     ]
     if best is None:
         equal = summary["examples_without_difference"] == summary["examples"]
-        return [*lines, *["There is no difference to recover."] * equal]
+        return [*lines, *["There is no difference to recover."] * equal, _measured_on(summary)]
     place = f"layer {best['layer']:g}" + (f", head {best['head']:g}" if best["head"] >= 0 else "")
     place = f"positions {best['positions']}" if summary["sweep"] == "blocks" else place
     what = f"{best['site']} ({best['sweep']}, {summary['direction']})"
-    median, over = f"median recovery of the {_DISTANCES[distance]}", f"over {_prompts(best['defined'])}"
     others = [name for name in summary["distances"] if name != distance]
     beside = "".join(f", of the {_DISTANCES[name]} {_percent(best[f'median_{name}'])}" for name in others)
-    if best["median"] < 0.05:
-        lines.append(
-            f"No place recovers it: the largest {median} by {what} is {best['median']:.1%}, at {place}{beside}, {over}."
-        )
-    else:
-        lines.append(f"Most is recovered by {what} at {place}: {median} {best['median']:.1%}{beside}, {over}.")
+    found = f"the largest median recovery of the {_DISTANCES[distance]}, by {what}, is {best['median']:.1%}, at {place}"
+    found += f"{beside}, over {prompts_said(best['defined'])}"
+    if best["defined"] == 1:
+        found += ", so without an interval"
+    elif np.isfinite(best["interval_low"]):
+        found += f" (mean {best['mean']:.1%}, 95% interval {best['interval_low']:.1%} to {best['interval_high']:.1%})"
+    lines.append(
+        f"No place recovers a twentieth: {found}." if best["median"] < 0.05 else f"{found[:1].upper()}{found[1:]}."
+    )
     if summary["together"]:
         left = ", ".join(f"{found['share']:.1%} of the {_SHORT[name]}" for name, found in summary["together"].items())
         lines.append(f"With {best['site']} of all the layers swept patched together, the median prompt keeps {left}.")
     if summary["floor"]:
         left = ", ".join(f"{_SHORT[name]} {number(found['mean'])}" for name, found in summary["floor"].items())
-        lines.append(f"Floor: with the last residual patched {left} is left, the unembedding's own.")
-    return lines
+        # Only where every step is patched does nothing but the unembedding follow the last residual stream.
+        own = ", what the final norm and the unembedding make" if summary["protocol"] == "matched" else ""
+        lines.append(f"Floor: with the last residual patched {left} is left{own}.")
+    return [*lines, _measured_on(summary)]
 
 
-def _prompts(count: int) -> str:
-    return f"{count:g} prompt" + "s" * (count != 1)
+def _measured_on(summary: Mapping[str, Any]) -> str:
+    return f"Measured on {machines_of([summary['provenance']])}."
 
 
 def _percent(share: float) -> str:
@@ -55,15 +62,18 @@ def _percent(share: float) -> str:
 
 def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
     """What a decomposition found; ``summary`` is :meth:`kvinterp.patching.Decomposition.summary`."""
-    steps, differ = summary["steps"], summary["differ"]
+    steps, differ, of = summary["steps"], summary["differ"], prompts_said(summary["examples"])
     if steps == 0:
         return ["No step was decoded after the prefill: there is nothing to split."]
     if differ == 0:
-        return [f"The paths' logits are bitwise equal at all {steps} decode steps: there is nothing to split."]
+        return [
+            f"The paths' logits are bitwise equal at all {steps} decode steps of {of}: there is nothing to split.",
+            _measured_on(summary),
+        ]
     made = [part for part in PARTS if summary[f"{part}_l2"] > 0]
     lines = [
-        f"The logits differ at {differ} of {steps} decode steps, by L2 {number(summary['total_l2'])} on average over all of "
-        "them (the parts' lengths need not add up):"
+        f"The logits differ at {differ} of {steps} decode steps of {of}, by L2 {number(summary['total_l2'])} on average over "
+        "all of them (the parts' lengths need not add up):"
     ]
     for part in made:
         led = summary["most"].get(part, 0)
@@ -90,7 +100,7 @@ def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"Mean KL in nats: {number(summary['total'])} in all, {kl} (KL is no sum of its parts: two can undo each other)."
     )
-    return lines
+    return [*lines, _measured_on(summary)]
 
 
 def _beside(summary: Mapping[str, Any], part: str) -> str:

@@ -7,23 +7,28 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from kvinterp import metrics
 from kvinterp.comparison import PROTOCOLS, Comparison
+from kvinterp.comparison.where import most, prompts_said
 from kvinterp.results import Result
 from kvinterp.views.plots import FIGURES, draw_attention, draw_drift, draw_kl, draw_kv, figure_of, precision_ladder, save
+from kvinterp.views.precision import fall_of, kl_falls_as_a_square
 from kvinterp.views.words import (
     drift_medians,
     file_name,
     grouped,
     kind_of,
-    largest_difference,
     leading,
     model_of,
     number,
     place_of,
     right_answers,
+    share,
+    site_of,
     unit_roundoff,
     with_protocol,
 )
@@ -100,7 +105,8 @@ _NUMBERS = (
     "mean KL",
     "median KL",
     "largest KL",
-    "mean KL before the flip",
+    "mean KL up to the flip",
+    "95% of a prompt's mean KL up to the flip",
     "mean KL after the flip",
     "answered right, a / b",
 )
@@ -112,21 +118,28 @@ def table_section(results: Sequence[Result]) -> Section:
     head = [Column(name) for name in _NAMES] + [Column(name, number=True) for name in _NUMBERS]
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    about = results[0].comparison.about
-    prompts = max(len(r.prompts) for r in results)
+    counts = {len(r.prompts) for r in results}
     steps = sum(len(r.comparison.steps) for r in results)
+    pairs, strategies = (
+        list(dict.fromkeys(get(r.comparison.about) for r in results))
+        for get in (lambda a: f"path a, {a['paths']['a']}, with path b, {a['paths']['b']}", lambda a: str(a["strategy"]))
+    )
+    of = pairs[0] if len(pairs) == 1 else f"path a with path b ({len(pairs)} pairs of paths, named in the last table)"
+    each = prompts_said(max(counts)) if len(counts) == 1 else f"{min(counts)} to {prompts_said(max(counts))}"
     done = [
-        f"{len(results)} comparison{'s' * (len(results) != 1)} of path a, {about['paths']['a']}, with path b, "
-        f"{about['paths']['b']}, on {'up to ' * (len(results) > 1)}{prompts} prompt{'s' * (prompts != 1)}"
-        f"{' each' * (len(results) > 1)}: {steps} decode steps in all. Tokens are chosen by the strategy "
-        f"{about['strategy']}. KL is KL(a || b) of the next-token distributions, in nats, computed in float64."
+        f"{len(results)} comparison{'s' * (len(results) != 1)} of {of}, on {each}{' each' * (len(results) > 1)}: {steps} "
+        f"decode steps in all. Tokens are chosen by the strategy {' or '.join(strategies)}. KL is KL(a || b) of the "
+        "next-token distributions, in nats, computed in float64. The step at which a token flips counts as up to the flip; "
+        "the interval is a bootstrap over prompts."
     ]
     seen = []
-    if len(results) > 1:
-        seen.append(
-            "Each line is one comparison. Read across protocols for the effect of flipped tokens, across kinds for that of "
-            "other kernels on the same weights, across dtypes for that of precision."
-        )
+    varying = [
+        said
+        for said, names in _ACROSS.items()
+        if len({tuple(str(r.comparison.about[name]) for name in names) for r in results}) > 1
+    ]
+    if varying:
+        seen.append(f"Each line is one comparison. Read {', '.join(varying)}.")
     seen += _protocol_sentence(results)
     interrupted = [r.folder.name for r in results if r.summary.get("interrupted")]
     if interrupted:
@@ -134,11 +147,19 @@ def table_section(results: Sequence[Result]) -> Section:
     return Section("All comparisons" if len(results) > 1 else "The comparison", done, seen, head=head, rows=rows)
 
 
+_ACROSS = {
+    "across protocols for the effect of flipped tokens": ("protocol",),
+    "across kinds for that of other kernels on the same weights": ("kind",),
+    "across dtypes for that of precision": ("dtype",),
+}
+
+
 def _row(result: Result) -> list[str]:
     about, steps, examples = result.comparison.about, result.comparison.steps, result.comparison.examples
     cells = [model_of(result), f"{about['kind']} ({about['attention']})", about["dtype"], about["protocol"]]
     if steps.empty:
-        return [*cells, "0", "0", *["–"] * 8, ""]
+        return [*cells, "0", "0", *["–"] * (len(_NUMBERS) - 3), ""]
+    before = steps[~steps["after_flip"].astype(bool)]
     after, right = steps.loc[steps["after_flip"], "kl"], right_answers(result)
     return [
         *cells,
@@ -150,20 +171,30 @@ def _row(result: Result) -> list[str]:
         number(steps["kl"].mean()),
         number(steps["kl"].median()),
         number(steps["kl"].max()),
-        number(steps.loc[~steps["after_flip"], "kl"].mean()),
-        "no flip" if after.empty else number(after.mean()),
+        number(before["kl"].mean()),
+        _interval(before.groupby("example")["kl"].mean()),
+        number(after.mean()) if len(after) else "–" if examples["flip_index"].notna().any() else "no flip",
         "" if right is None else f"{right[0]} / {right[1]} of {len(examples)}",
     ]
 
 
+def _interval(values: pd.Series) -> str:
+    known = values[values.abs() < float("inf")]
+    if len(known) < 2:
+        return "one prompt" if len(known) else "–"
+    return " to ".join(map(number, metrics.bootstrap_interval(known.to_numpy())))
+
+
 def _protocol_sentence(results: Sequence[Result]) -> list[str]:
-    same = [
-        bool((free.comparison.steps["kl"].to_numpy() == matched.comparison.steps["kl"].to_numpy()).all())
+    pairs = [
+        (free.comparison.steps, matched.comparison.steps)
         for free in with_protocol(results, "free")
         for matched in with_protocol(results, "matched")
-        if place_of(free) == place_of(matched) and len(free.comparison.steps) == len(matched.comparison.steps)
+        if place_of(free) == place_of(matched)
+        and all(free.comparison.about[key] == matched.comparison.about[key] for key in ("dtype", "paths", "strategy"))
     ]
-    if same and all(same):
+    columns = ["example", "step", "kl", "max_abs_logit"]
+    if pairs and all(a[columns].reset_index(drop=True).equals(b[columns].reset_index(drop=True)) for a, b in pairs):
         return ["Matched and free give the same numbers here: as long as no token flips, both paths see the same text."]
     return []
 
@@ -185,7 +216,7 @@ def kl_section(main: Sequence[Result], gallery: Gallery) -> Section:
         "At every step both paths give logits for the next token; the KL divergence says how far apart the two "
         "distributions are. " + " ".join(f"In the {name} protocol, {PROTOCOLS[name]}." for name in protocols)
     ]
-    steps = pd.concat([r.comparison.steps for r in main])
+    steps = pd.concat([_named(r) for r in main])
     first, later = steps[steps["step"] == 0], steps[steps["step"] > 0]
     equal = int((first["max_abs_logit"] == 0).sum())
     seen = [
@@ -193,21 +224,49 @@ def kl_section(main: Sequence[Result], gallery: Gallery) -> Section:
     ]
     if not later.empty:
         same = int((later["max_abs_logit"] == 0).sum())
-        seen.append(f"From step 1 on, {same} of {len(later)} steps are still bitwise equal.")
+        left = ", leaving out those after a flip in the free protocol, whose texts differ" if _left_out(main) else ""
+        seen.append(f"From step 1 on, {same} of {len(later)} steps are bitwise equal{left}.")
         seen += _kl_sentence(later[later["kl"] > 0])
     return Section("KL by step", done, seen, made)
+
+
+def _named(result: Result) -> pd.DataFrame:
+    """The steps at which both paths hold the same text, each with the prompt it is of."""
+    steps = result.comparison.same_text(result.comparison.steps)
+    ids = result.comparison.examples.set_index("example")["id"]
+    return steps.assign(prompt=steps["example"].map(ids))
+
+
+def _left_out(main: Sequence[Result]) -> bool:
+    return any(len(r.comparison.same_text(r.comparison.steps)) < len(r.comparison.steps) for r in main)
 
 
 def _kl_sentence(steps: pd.DataFrame) -> list[str]:
     if steps.empty:
         return []
-    text = f"Where KL is not 0 it ranges from {number(steps['kl'].min())} to {number(steps['kl'].max())} nats."
-    if len(steps) < 20 or steps["margin_a"].nunique() < 2:
-        return [text]
-    by_step, by_margin = (steps[name].corr(steps["kl"], method="spearman") for name in ("step", "margin_a"))
-    text += f" Its rank correlation is {by_step:+.2f} with the step and {by_margin:+.2f} with the margin of path a's token"
-    sure = ": a distribution that is sure of its token hardly moves when its logits do" if by_margin < -0.5 else ""
-    return [f"{text}{sure}."]
+    low, high = number(steps["kl"].min()), number(steps["kl"].max())
+    said = [f"Where KL is above 0 it is {low} nats." if low == high else f"Where KL is above 0 it is {low} to {high} nats."]
+    if len(steps) < 20 or steps["kl"].nunique() < 2:
+        return said
+    found = {}
+    for name, of in (("step", "the step"), ("margin_a", "path a's margin")):
+        if steps[name].nunique() > 1:
+            columns = [steps[key].to_numpy(float) for key in (name, "kl")]
+            low_end, high_end = metrics.clustered_interval(_rank_correlation, steps["prompt"].to_numpy(str), *columns)
+            interval = f" (95% {low_end:+.2f} to {high_end:+.2f})" if low_end == low_end else ""
+            found[name] = high_end
+            said.append(f"{_rank_correlation(*columns):+.2f} with {of}{interval}")
+    if len(said) > 1:
+        prompts = prompts_said(steps["prompt"].nunique())
+        text = f"Its rank correlation over these {len(steps)} steps of {prompts} is {' and '.join(said[1:])}"
+        sure = found.get("margin_a", 0.0) < -0.5
+        text += ": a distribution that is sure of its token hardly moves when its logits do" if sure else ""
+        said = [said[0], f"{text}."]
+    return said
+
+
+def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    return float(pd.Series(a).corr(pd.Series(b), method="spearman")) if min(len(set(a)), len(set(b))) > 1 else np.nan
 
 
 # Drift -----------------------------------------------------------------------------------------------------------------
@@ -226,21 +285,24 @@ def drift_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
         made.append(gallery.add(name, figure, f"{model}, {' and '.join(lines)}: {FIGURES['drift_by_layer']}"))
     sites = sorted({str(site) for r in one for site in r.comparison.layers["site"].unique()})
     done = [
-        f"The residual stream ({', '.join(sites)}) of the newest position was recorded on both paths at every step. "
-        "Relative L2 is the length of the difference over the length of path b's vector. Points are medians over prompts "
-        "and steps from 1 on, bars the quartiles."
+        f"Of the newest position {', '.join(sites)} {'was' if len(sites) == 1 else 'were'} recorded on both paths at every "
+        "step. Relative L2 is the length of the difference over the length of path b's vector. Points are medians over "
+        "prompts and steps from 1 on, bars the quartiles."
     ]
-    seen = ["The median over prompts and steps:"]
+    seen = ["The median over prompts and steps from 1 on:"]
     for result in one:
         medians = drift_medians(result.comparison)
+        if medians.empty:
+            continue
         nonzero = medians[medians > 0]
         if nonzero.empty:
-            said = "exactly 0 at every layer"
+            said = "exactly 0 at every layer recorded"
         else:
-            said = f"first above 0 at layer {nonzero.index[0]}, where it is {number(nonzero.iloc[0])}; "
-            said += f"{number(medians.iloc[-1])} at layer {medians.index[-1]}"
-        seen.append(f"{model_of(result)}, {kind_of(result)}: {said}.")
-    return Section("Drift of the residual stream by layer", done, seen, made)
+            said = f"first above 0 at layer {nonzero.index[0]}, where it is {number(nonzero.iloc[0])}"
+            if nonzero.index[0] != medians.index[-1]:
+                said += f"; {number(medians.iloc[-1])} at layer {medians.index[-1]}"
+        seen.append(f"{model_of(result)}, {kind_of(result)}: {site_of(result.comparison)} {said}.")
+    return Section("Drift by layer", done, seen if len(seen) > 1 else [], made)
 
 
 # Attention -------------------------------------------------------------------------------------------------------------
@@ -248,7 +310,7 @@ def drift_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
 
 def attention_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
     """How far apart the attention patterns are, head by head; and which kinds cannot say."""
-    made, seen = [], ["Mean KL over prompts and steps:"]
+    made, seen = [], ["Mean KL over prompts and steps from 1 on:"]
     for result in leading(main):
         model, kind, heads = model_of(result), kind_of(result), result.comparison.heads
         reason = result.summary["settings"].get("left_out", {}).get("pattern")
@@ -259,13 +321,14 @@ def attention_section(main: Sequence[Result], gallery: Gallery) -> Section | Non
         figure = figure_of(draw_attention, {"": result.comparison}, (5.6, 3.5))
         name = file_name(model, kind, "attention_by_head", main)
         made.append(gallery.add(name, figure, f"{model}, {kind}: {FIGURES['attention_by_head']}"))
-        means = heads[heads["step"] > 0].groupby(["layer", "head"])["kl"].mean()
+        heads = result.comparison.same_text(heads)
+        means = heads[heads["step"] > 0].groupby(["layer", "head"])["kl"].mean().dropna()
         if means.empty:
             continue
         said = f"exactly 0 in {int((means == 0).sum())} of {len(means)} heads"
         if means.max() > 0:
-            layer, head = means.idxmax()  # type: ignore[misc]  # a pair, because the index has two levels
-            said += f"; most in layer {layer}, head {head}: {number(means.max())} nats"
+            largest, place = most(means, ("layer", "head"))
+            said += f"; most in {place}: {number(largest)} nats"
         seen.append(f"{model}, {kind}: {said}.")
     if len(seen) == 1:
         return None
@@ -303,7 +366,8 @@ def kv_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
 
 
 def _kv_sentence(comparison: Comparison) -> str:
-    kv = comparison.kv[comparison.kv["step"] > 0]
+    kv = comparison.same_text(comparison.kv)
+    kv = kv[kv["step"] > 0]
     prompt = kv["example"].map(comparison.examples.set_index("example")["prompt_tokens"])
     said = []
     for name, part in (("prompt", kv[kv["position"] < prompt]), ("decoded", kv[kv["position"] >= prompt])):
@@ -311,11 +375,11 @@ def _kv_sentence(comparison: Comparison) -> str:
         if part.empty:
             continue
         if differing.empty:
-            said.append(f"all {name} vectors are exactly equal")
+            said.append(f"all {len(part)} {name} vectors are exactly equal")
             continue
         said.append(
-            f"{len(differing) / len(part):.1%} of the {name} vectors differ, their elements on average by "
-            f"{number(differing['ulp_mean'].mean())} units in the last place"
+            f"{share(len(differing), len(part))} of the {len(part)} {name} vectors differ, and in those that do the mean "
+            f"element by {number(differing['ulp_mean'].mean())} units in the last place"
         )
     return "; ".join(said)
 
@@ -332,18 +396,32 @@ def precision_section(rungs: Mapping[str, Sequence[Comparison]], gallery: Galler
     for model, group in rungs.items():
         for c in group:
             units.append(unit_roundoff(c.about["dtype"]))
-            ratios.append(largest_difference(c) / units[-1])
-            numbers = (largest_difference(c), units[-1], ratios[-1], c.steps["kl"].mean())
+            largest = float(c.steps["max_abs_logit"].max())
+            ratios.append(largest / units[-1])
+            numbers = (largest, units[-1], ratios[-1], c.steps["kl"].mean())
             rows.append([model, c.about["dtype"], str(len(c.steps)), *map(number, numbers)])
-    kinds = sorted({c.about["kind"] for group in rungs.values() for c in group})
+    kinds, protocols = (sorted({c.about[key] for group in rungs.values() for c in group}) for key in ("kind", "protocol"))
     done = [
-        f"The same weights and the same problems ({', '.join(kinds)}, matched) in more than one precision. Every dtype "
-        "rounds to its own unit roundoff, and a difference that comes from rounding shrinks with it."
+        f"The same weights and the same problems ({', '.join(kinds + protocols)}) in more than one precision. Every dtype "
+        "rounds to its own unit roundoff, and a difference that comes from rounding shrinks with it; how many roundoffs it "
+        "comes to is the kernels' and the model's doing."
     ]
     seen = [
-        f"The unit roundoff shrinks {number(max(units) / min(units))}-fold over the ladder, while the difference counted "
-        f"in unit roundoffs stays between {number(min(ratios))} and {number(max(ratios))}. KL goes with the square of the "
-        "logit difference, so it falls by about twice as many orders of magnitude."
+        f"Over the ladder the unit roundoff shrinks {number(max(units) / min(units))}-fold; counted in unit roundoffs the "
+        + (
+            "difference is 0 everywhere."
+            if not max(ratios)
+            else f"differences are {number(min(ratios))} to {number(max(ratios))}."
+        )
+    ]
+    if kl_falls_as_a_square(rungs):
+        seen[0] += (
+            " KL goes about with the square of a small logit difference: it falls by about twice as many orders of magnitude."
+        )
+    seen += [
+        f"{fall.model} is bitwise equal in {coarse} on this processor: a 0 there is no measure of the others."
+        for fall in (fall_of(model, group) for model, group in rungs.items())
+        for (coarse, _), _ in fall.begins
     ]
     return Section("The same in higher precision", done, seen, [picture], head, rows)
 

@@ -26,7 +26,7 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching import DIRECTIONS, PATCH_SITES, Patch, PatchWatcher, PureRecompute
 from kvinterp.patching.lanes import RunnerLane
 from kvinterp.patching.patch import PATCHED_CACHE, stored_sites
-from kvinterp.paths import Cached, Recompute, run
+from kvinterp.paths import path_named, run
 from kvinterp.paths.runner import check_choice, encode
 from kvinterp.recording import Trace
 from kvinterp.recording.recorder import HEADS
@@ -89,12 +89,13 @@ class PatchBench:
     Args:
         model: A model of any kind, or an adapter.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
+        kernels: The kernel mode of both paths, as in ``split_k(4,float16)``, under which they differ on any machine.
 
     Attributes:
         runs: Runs made so far that do not depend on a patch, the measure of what is remembered.
     """
 
-    def __init__(self, model: Any, max_new_tokens: int = 12) -> None:
+    def __init__(self, model: Any, max_new_tokens: int = 12, kernels: str = "native") -> None:
         if not isinstance(max_new_tokens, int) or max_new_tokens < 2:
             raise InputError(f"max_new_tokens={max_new_tokens!r} was given: expected at least 2, so that one step decodes.")
         self.adapter = wrap(model)
@@ -102,7 +103,8 @@ class PatchBench:
         self.runs = 0
         self._prompt: tuple[int, ...] = ()
         self._traces: dict[tuple[str, str, int | None], Trace] = {}
-        self._pure = PureRecompute(self.adapter, Recompute())
+        self._paths = {form: path_named(f"{form}[kernels={kernels}]") for form in ("cached", "recompute")}
+        self._pure = PureRecompute(self.adapter, self._paths["recompute"])
 
     def ask(
         self,
@@ -160,7 +162,7 @@ class PatchBench:
         if tokens != self._prompt:
             self._prompt = tokens
             self._traces.clear()
-            self._pure = PureRecompute(self.adapter, Recompute())
+            self._pure = PureRecompute(self.adapter, self._paths["recompute"])
 
     def _fed(self) -> tuple[int, ...]:
         return self._any("cached").fed
@@ -184,7 +186,7 @@ class PatchBench:
             self._traces[form, site, at] = run(
                 self.adapter,
                 list(self._prompt),
-                form,
+                self._paths[form],
                 max_new_tokens=self.max_new_tokens if fed is None else len(fed) + 1,
                 continuation=fed,
                 stop="end of sequence" if fed is None else "length",
@@ -203,7 +205,7 @@ class PatchBench:
         if taking == "recompute":
             return torch.stack([self._pure.patched([*prompt, *fed[:step]], step, watcher) for step in steps])
         rows = []
-        with RunnerLane(self.adapter, Cached(), prompt, steps[-1] + 1, [watcher]) as lane:
+        with RunnerLane(self.adapter, self._paths["cached"], prompt, steps[-1] + 1, [watcher]) as lane:
             for step in range(steps[-1] + 1):
                 rows.append(lane.advance(None if step == 0 else fed[step - 1]).clone())
         return torch.stack([rows[step] for step in steps])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
-from kvinterp.comparison import PARTS, Comparison
+from kvinterp import metrics
+from kvinterp.comparison import Comparison
+from kvinterp.comparison.where import machine_of
 from kvinterp.data import TASKS, score
 from kvinterp.models import dtype_named
 from kvinterp.results import Result
@@ -17,19 +19,20 @@ from kvinterp.results import Result
 __all__ = [
     "between",
     "drift_medians",
-    "falls",
     "file_name",
     "flattened",
     "grouped",
+    "interval_said",
     "kind_of",
-    "ladder_of",
-    "largest_difference",
     "leading",
+    "listed",
+    "machines_of",
     "model_of",
     "number",
     "place_of",
     "right_answers",
-    "said_of_root_cause",
+    "share",
+    "site_of",
     "unit_roundoff",
     "with_protocol",
 ]
@@ -55,62 +58,39 @@ def between(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def said_of_root_cause(tables: Mapping[str, pd.DataFrame]) -> list[str]:
-    """What the root-cause experiments found, a sentence each; ``tables`` are those of ``experiments.root_cause``."""
-    sums = tables["accumulation"]
-    sums = sums[(sums["product"] == "values") & (sums["accumulate"] == "float16")].sort_values("length")
-    first, last = sums.iloc[0], sums.iloc[-1]
-    behind = tables["propagation"]
-    deepest = behind[behind["layer"] == behind["layer"].max()]
-    deepest = deepest[deepest["source"] == 0]["amplification"].median()
-    written = tables["kv_write"].groupby("kernels", sort=False)["relative_error"].mean()
-    ladder = tables["ladder"][tables["ladder"]["protocol"] == "matched"]
-    rungs = ladder.groupby(["dtype", "kernels"], sort=False)["rms_logit"].agg(["min", "max"])
-    lines = [
-        f"1. A float16 sum, one term after another, is off by {number(first['mean_relative'])} of what was added at "
-        f"{first['length']} terms and {number(last['mean_relative'])} at {last['length']}; of the result by "
-        f"{number(first['relative_to_result'])} and {number(last['relative_to_result'])}.",
-        f"2. Layer 0's output rounded once to float16 reaches the last layer {number(deepest)} times as large (median).",
-        "3. K and V written alone differ from those written jointly by "
-        + ", ".join(f"{number(error)} ({kernels})" for kernels, error in written.items())
-        + ", mean relative error.",
-        *_said_of_flips(tables["flips"], tables["correlations"]),
-        "5. RMS logit difference, smallest and largest of the models: "
-        + "; ".join(f"{dtype} {kernels} {between(list(found))}" for (dtype, kernels), found in rungs.iterrows())  # type: ignore[misc]
-        + ".",
-    ]
-    if "gqa" in tables:
-        spread = tables["gqa"].groupby("query_heads_per_kv_head")[["heads_touched", "attn_out"]].median()
-        shown = (f"{int(n)} a KV head: {row['heads_touched']:g}, {number(row['attn_out'])}" for n, row in spread.iterrows())
-        lines.append(
-            "6. Query heads touched by one KV head's error, and the attention output's L2: " + "; ".join(shown) + "."
-        )
-    return lines
+def share(part: int, whole: int) -> str:
+    """A share in percent that is 0% or 100% only where it is so."""
+    if part in (0, whole):
+        return f"{part // max(whole, 1):.0%}"
+    percent = 100 * part / whole
+    return "less than 1%" if percent < 1 else "more than 99%" if percent > 99 else f"{percent:.0f}%"
 
 
-_AGAINST = {"mean_kl": "free", "mean_kl_before_flip": "earlier", "matched_mean_kl": "matched"}
+def listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]:
-    lines = []
-    for (strategy, kernels), group in flips.groupby(["strategy", "kernels"], sort=False):
-        flipped = group.dropna(subset=["flip_index"])
-        said = f"4. {strategy}, {kernels} kernels: {len(flipped)} of {len(group)} decodes flip a token"
-        if len(flipped):
-            said += (
-                f"; mean KL {number(flipped['mean_kl'].mean())} nats over all free steps, "
-                f"{number(flipped['mean_kl_before_flip'].mean())} before the flip, "
-                f"{number(flipped['matched_mean_kl'].mean())} matched"
-            )
-        known = correlations[(correlations["strategy"] == strategy) & (correlations["kernels"] == kernels)]
-        known = known.dropna(subset=["pearson"])
-        whole = known[known["model"] == "all"]
-        for row in (whole if len(whole) else known).to_dict("records"):
-            if row["against"] in _AGAINST:
-                name = _AGAINST[row["against"]]
-                said += f"; Pearson of flip step and {name} KL {row['pearson']:.2f} (p {row['pearson_p']:.1g})"
-        lines.append(said + ".")
-    return lines
+def interval_said(values: Any, of: str = "prompt") -> str:
+    """The bootstrap interval of a mean over prompts, or why there is none.
+
+    Args:
+        values: One number for each; NaN and infinity are left out.
+        of: What there is one number for.
+    """
+    known = np.asarray(values, dtype=float)
+    known = known[np.isfinite(known)]
+    if not len(known):
+        return f"no {of} gives a number"
+    if len(known) == 1:
+        return f"one {of}, no interval"
+    low, high = metrics.bootstrap_interval(known)
+    return f"95% interval {number(low)} to {number(high)} over {len(known)} {of}s"
+
+
+def machines_of(abouts: Iterable[Mapping[str, Any]]) -> str:
+    """The hardware some results were measured on, each once."""
+    return listed(list(dict.fromkeys(machine_of(dict(about)) for about in abouts)))
 
 
 def model_of(result: Result) -> str:
@@ -164,11 +144,6 @@ def right_answers(result: Result) -> tuple[int, int] | None:
     return a, b
 
 
-def largest_difference(comparison: Comparison) -> float:
-    """The largest logit difference at any step."""
-    return float(comparison.steps["max_abs_logit"].max())
-
-
 def unit_roundoff(dtype: str) -> float:
     """Half the distance from 1 to the next number of a dtype."""
     named = dtype_named(dtype)
@@ -176,15 +151,17 @@ def unit_roundoff(dtype: str) -> float:
     return float(torch.finfo(named).eps / 2)
 
 
-def drift_medians(comparison: Comparison) -> pd.Series:
-    """Median relative L2 by layer over examples and steps from 1 on, of resid_post or else the first site recorded.
+def site_of(comparison: Comparison) -> str:
+    """The site whose drift is told: resid_post, or else the first recorded; empty where none was."""
+    sites = list(comparison.layers["site"].unique())
+    return "resid_post" if "resid_post" in sites else str(sites[0]) if sites else ""
 
-    Steps after a flip are left out: there the streams are those of two texts.
-    """
-    frame = comparison.layers[(comparison.layers["step"] > 0) & ~comparison.layers["after_flip"].astype(bool)]
-    sites = list(frame["site"].unique())
-    site = "resid_post" if "resid_post" in sites or not sites else sites[0]
-    return frame[frame["site"] == site].groupby("layer")["relative_l2"].median()
+
+def drift_medians(comparison: Comparison) -> pd.Series:
+    """Median relative L2 of :func:`site_of` by layer over prompts and steps from 1 on at which both hold the same text."""
+    frame = comparison.same_text(comparison.layers)
+    frame = frame[(frame["step"] > 0) & (frame["site"] == site_of(comparison))]
+    return frame.groupby("layer")["relative_l2"].median().dropna()
 
 
 def flattened(about: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -196,47 +173,3 @@ def flattened(about: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             rows[f"{prefix}{key}"] = str(value)
     return rows
-
-
-# The ladder of precisions ----------------------------------------------------------------------------------------------
-
-
-def ladder_of(results: Sequence[Result], dtype: str) -> dict[str, list[Comparison]]:
-    """For each model the same kind, protocol and prompts in more than one dtype, ``dtype`` first.
-
-    Args:
-        results: All results.
-        dtype: The dtype in question.
-    """
-    found: dict[str, list[Comparison]] = {}
-    for rung in results:
-        if rung.comparison.about["dtype"] == dtype or rung.comparison.steps.empty:
-            continue
-        base = next((r for r in results if r.comparison.about["dtype"] == dtype and _like(r, rung)), None)
-        if base is None or base.comparison.steps.empty:
-            continue
-        if model_of(rung) not in found:
-            examples = base.comparison.examples
-            shared = examples[examples["id"].isin(rung.comparison.examples["id"])]["example"]
-            found[model_of(rung)] = [_only(base.comparison, shared)]
-        found[model_of(rung)].append(rung.comparison)
-    return found
-
-
-def falls(rungs: Mapping[str, Sequence[Comparison]]) -> bool:
-    """Whether the largest logit difference of every model falls, or is 0, at every step up in precision."""
-    for group in rungs.values():
-        ordered = sorted(group, key=lambda c: unit_roundoff(c.about["dtype"]), reverse=True)
-        sizes = [largest_difference(c) for c in ordered]
-        if any(finer and finer >= coarser for coarser, finer in itertools.pairwise(sizes)):
-            return False
-    return True
-
-
-def _like(one: Result, other: Result) -> bool:
-    return place_of(one) == place_of(other) and one.comparison.about["protocol"] == other.comparison.about["protocol"]
-
-
-def _only(comparison: Comparison, examples: pd.Series) -> Comparison:
-    tables = {n: (t := getattr(comparison, n))[t["example"].isin(examples)] for n in PARTS}
-    return Comparison(**tables, about=comparison.about)

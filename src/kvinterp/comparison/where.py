@@ -1,0 +1,113 @@
+"""What a comparison says in a few sentences: each is chosen by the tables, and false of none of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from kvinterp import metrics
+
+if TYPE_CHECKING:
+    from kvinterp.comparison.comparison import Comparison
+
+__all__ = ["machine_of", "most", "over_prompts", "prompts_said", "where"]
+
+_STREAMS = {"resid_pre", "resid_mid", "resid_post"}
+
+
+def where(comparison: Comparison) -> list[str]:
+    """Whether the paths differ, when, and in which layer, head and cache position most, a sentence each.
+
+    In the free protocol the numbers are those of the steps at which both paths hold the same text; what comes after a flip
+    is told apart.
+
+    Args:
+        comparison: The comparison.
+    """
+    steps, about = comparison.steps, comparison.about
+    setting = ", ".join(about[name] for name in ("kind", "dtype", "protocol"))
+    head = f"{about['paths']['a']} against {about['paths']['b']} on {about['model']} ({setting})"
+    left = len(comparison.failures)
+    out = [f"{prompts_said(left)} {'is' if left == 1 else 'are'} left out; see failures."] if left else []
+    if steps.empty:
+        return [f"{head}: no prompt could be compared.", *out]
+    same = comparison.same_text(steps)
+    count = steps["example"].nunique()
+    differing, machine = same[same["max_abs_logit"] > 0], machine_of(about)
+    if differing.empty and len(same) == len(steps) and not same["flipped"].any():
+        return [f"{head}: bitwise equal at all {len(steps)} steps of {prompts_said(count)}, on {machine}.", *out]
+    after = steps.drop(same.index)
+    flips = int(steps.groupby("example")["flipped"].any().sum())
+    split = not after.empty
+    if differing.empty:
+        first = f"the logits are bitwise equal at all {len(same)} steps" + " up to the flip" * split
+    else:
+        first = f"logits differ at {len(differing)} of {len(same)} steps" + " up to the flip" * split
+        first += f", the earliest step {int(differing['step'].min())}"
+    kl = f"{same['kl'].mean():.2e} nats"
+    if split:
+        kl += f" up to the flip and {after['kl'].mean():.2e} nats after it, where the two texts differ"
+    lines = [
+        f"{head}: {first}; mean KL {kl}; largest logit difference {same['max_abs_logit'].max():.3g}"
+        f"{' up to the flip' * split}; {flips} of {prompts_said(count)} flip{'s' * (count == 1)} a token.",
+        *out,
+        f"Mean KL of a prompt{' up to its flip' * split}: {over_prompts(same.groupby('example')['kl'].mean())}.",
+    ]
+    streams = set(comparison.layers["site"]) <= _STREAMS
+    for frame, value, subject, unit, keys in (
+        (comparison.layers, "relative_l2", "residual stream" if streams else "recorded tensors", "relative L2 {:.2e}",
+         ("site", "layer")),
+        (comparison.heads, "kl", "attention pattern", "KL {:.2e} nats", ("layer", "head")),
+        (comparison.kv, "relative_error", "cache", "relative error {:.2e}", ("tensor", "layer", "kv_head")),
+    ):  # fmt: skip
+        # Step 0 is the prefill's on both paths.
+        frame = comparison.same_text(frame)
+        frame = frame[frame["step"] > 0]
+        verb = "differ" if subject.endswith("s") else "differs"
+        if frame.empty:
+            continue
+        if not frame[value].max() > 0:
+            lines.append(f"From step 1 on the {subject} {verb} nowhere that was compared.")
+            continue
+        largest, place = most(frame.groupby(list(keys))[value].mean(), keys)
+        lines.append(f"From step 1 on the {subject} {verb} most ({unit.format(largest)}) on average at {place}.")
+    return [*lines, f"Measured on {machine}; other kernels add in other orders, so other numbers are to be expected there."]
+
+
+def machine_of(about: dict[str, object]) -> str:
+    """The hardware something was measured on, and its threads."""
+    threads = about["threads"]
+    return f"{about['device']}, {threads} thread{'s' * (threads != 1)}"
+
+
+def prompts_said(count: int) -> str:
+    """``1 prompt``, ``6 prompts``."""
+    return f"{count} prompt{'s' * (count != 1)}"
+
+
+def most(means: pd.Series, names: tuple[str, ...]) -> tuple[float, str]:
+    """The largest of some means and where it is, with how many other places have it too.
+
+    Args:
+        means: By place; NaN is ignored.
+        names: What the place's parts are called.
+    """
+    largest, place = float(means.max()), means.idxmax()
+    parts = place if isinstance(place, tuple) else (place,)
+    said = ", ".join(f"{name.replace('_', ' ')} {part}" for name, part in zip(names, parts, strict=True))
+    others = int((means == largest).sum()) - 1
+    return largest, said + (f" (and as much at {others} other place{'s' * (others != 1)})" if others else "")
+
+
+def over_prompts(values: pd.Series) -> str:
+    """The mean of one number a prompt and its interval, or why there is none."""
+    known = values[np.isfinite(values.astype(float))]
+    if known.empty:
+        return "no finite number"
+    mean = f"{known.mean():.2e}"
+    if len(known) == 1:
+        return f"{mean}, of one prompt, so without an interval"
+    low, high = metrics.bootstrap_interval(known.to_numpy())
+    return f"{mean}, 95% interval {low:.2e} to {high:.2e} over {len(known)} prompts (bootstrap)"

@@ -1,0 +1,93 @@
+"""Experiment 5: the whole pipeline over precisions and orders of additions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.comparison import Comparison, compare
+from kvinterp.models import dtype_named
+
+__all__ = ["LADDER", "precision_ladder"]
+
+LADDER = (
+    ("float16", "native"),
+    ("bfloat16", "native"),
+    ("float32", "native"),
+    ("float64", "native"),
+    ("float16", "batch_invariant"),
+    ("float32", "batch_invariant"),
+    ("float16", "split_k(4,float16)"),
+    ("float16", "split_k(4,float32)"),
+    ("float16", "layer_cast"),
+)
+"""Dtype and kernel mode of each rung: precision changes down the first four, the order of additions in the others.
+
+No mode adds in 16 bits throughout: ``batch_invariant`` and the machine's own matrix products add in float32 and round once.
+A fixed order that makes the paths equal shows that the order of additions matters, not that sums kept in FP16 do."""
+
+
+def precision_ladder(
+    model: Any,
+    prompts: Any,
+    rungs: Sequence[tuple[str, str]] = LADDER,
+    max_new_tokens: int = 32,
+    protocols: Sequence[str] = ("matched",),
+) -> pd.DataFrame:
+    """Experiment 5: the full pipeline in every precision and under every order of additions.
+
+    Args:
+        model: A model of any kind whose weights are in float16.
+        prompts: Prompts, as :func:`kvinterp.compare` takes them.
+        rungs: Dtype and kernel mode of each rung.
+        max_new_tokens: Most steps.
+        protocols: Protocols to run.
+
+    Returns:
+        One row a rung, protocol and prompt: flipped, mean_kl, mean_kl_before_flip (with the step of the flip itself),
+        rms_logit (mean over steps), max_abs_logit, bitwise_equal_steps, steps, kl_over_squared_logit (mean_kl over the mean
+        of rms_logit squared). A prompt that could not be compared has ``failed`` and no numbers.
+    """
+    rows = []
+    for (dtype, kernels), protocol in itertools.product(rungs, protocols):
+        tail = f"[kernels={kernels}]@{dtype}"
+        result = compare(
+            model,
+            prompts,
+            f"cached{tail}",
+            f"recompute{tail}",
+            protocol=protocol,
+            max_new_tokens=max_new_tokens,
+            record="",
+            progress="none",
+        )
+        rung = {
+            "dtype": dtype,
+            "kernels": kernels,
+            "protocol": protocol,
+            "unit_roundoff": unit_roundoff(dtype_named(dtype)),  # type: ignore[arg-type]
+        }
+        for example in result.examples.to_dict("records"):
+            rows.append({**rung, "id": example["id"], "failed": False, **_numbers(result, example)})
+        rows += [{**rung, "id": row["id"], "failed": True} for row in result.failures.to_dict("records")]
+    return pd.DataFrame(rows)
+
+
+def _numbers(result: Comparison, example: Mapping[str, Any]) -> dict[str, Any]:
+    steps = result.steps[result.steps["example"] == example["example"]]
+    squared = float((steps["rms_logit"] ** 2).mean())
+    return {
+        "flipped": not np.isnan(example["flip_index"]),
+        "mean_kl": example["mean_kl"],
+        "mean_kl_before_flip": example["mean_kl_before_flip"],
+        "rms_logit": float(steps["rms_logit"].mean()),
+        "max_abs_logit": float(steps["max_abs_logit"].max()),
+        "bitwise_equal_steps": int((steps["max_abs_logit"] == 0).sum()),
+        "steps": len(steps),
+        "kl_over_squared_logit": example["mean_kl"] / squared if squared else np.nan,
+    }

@@ -1,0 +1,87 @@
+"""Experiment 3: K and V where they are written, one row alone beside the same row among its prefix."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvinterp.auditing.subject import BlockTaps, Subject
+from kvinterp.errors import InputError
+from kvinterp.metrics.kv import relative_error, ulp_error
+from kvinterp.models import Adapter, wrap
+from kvinterp.paths import kernels_named
+
+__all__ = ["kv_write_error"]
+
+
+def kv_write_error(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    kernels: Sequence[str] = ("native", "split_k(4,float16)", "split_k(4,float32)", "batch_invariant"),
+    steps: int = 8,
+) -> pd.DataFrame:
+    """Experiment 3: K and V of one new token, computed alone as a cached step does and jointly with the whole prefix.
+
+    Both are given bitwise the same residual stream, so that what differs is born where the cache is written.
+
+    Args:
+        model: A model of any kind, in the dtype to be measured.
+        prompts: Token ids; the last ``steps`` of each are the new tokens.
+        kernels: Kernel modes to measure under.
+        steps: New tokens a prompt.
+
+    Returns:
+        One row a kernel mode, prompt, position, layer and tensor: relative_error (worst head), ulp_mean, ulp_max,
+        share_differing (of the numbers written).
+    """
+    adapter = wrap(model)
+    rows = []
+    for mode, (number, prompt) in itertools.product(kernels, enumerate(prompts)):
+        if len(prompt) <= steps:
+            raise InputError(f"prompt {number} has {len(prompt)} tokens: expected more than steps={steps}.")
+        taps = BlockTaps(Subject(adapter, kernels_named(mode)))
+        tokens = torch.tensor([list(prompt)], device=adapter.device)
+        with taps.attached():
+            reference = taps.reference(tokens)
+            for position, alone, jointly in _written(adapter, taps, reference, len(prompt) - steps):
+                for (tensor, layer), mine in alone.items():
+                    theirs = jointly[tensor, layer]
+                    ulp = ulp_error(mine, theirs)
+                    rows.append(
+                        {
+                            "kernels": mode,
+                            "prompt": number,
+                            "position": position,
+                            "layer": layer,
+                            "tensor": tensor.upper(),
+                            "relative_error": float(relative_error(mine, theirs).max()),
+                            "ulp_mean": float(ulp["mean"].mean()),
+                            "ulp_max": float(ulp["max"].max()),
+                            "share_differing": float((mine != theirs).double().mean()),
+                        }
+                    )
+    return pd.DataFrame(rows)
+
+
+Written = dict[tuple[str, int], Tensor]
+
+
+def _written(adapter: Adapter, taps: BlockTaps, reference: Any, prefill: int) -> Iterator[tuple[int, Written, Written]]:
+    seen: Written = {}
+    places = [(site, layer) for site in ("k", "v") for layer in range(adapter.facts.layers)]
+
+    def listener(place: tuple[str, int]) -> Callable[[Tensor], None]:
+        return lambda tensor: seen.__setitem__(place, tensor[0, -1].clone())
+
+    with adapter.attached(places), adapter.listening({place: [listener(place)] for place in places}):
+        _, cache = taps.feed(reference, 0, prefill, None)
+        for position in range(prefill, reference.tokens.shape[1]):
+            _, cache = taps.feed(reference, position, position + 1, cache)
+            alone = dict(seen)
+            taps.recompute(reference, position + 1)
+            yield position, alone, dict(seen)
