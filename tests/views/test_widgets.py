@@ -11,6 +11,7 @@ import pytest
 import kvinterp as kv
 from kvinterp import metrics
 from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.paths import path_named
 from kvinterp.views.widgets import PatchAnswer, PatchBench, patch_panel
 from support import Case
 
@@ -77,7 +78,10 @@ def test_what_does_not_depend_on_the_patch_is_run_once(model: Any) -> None:
 @pytest.mark.hooked
 def test_the_last_residual_gives_the_donors_logits(model: Any) -> None:
     """At the last layer nothing follows but the unembedding, which is what the control calls the floor."""
-    answer = PatchBench(model, STEPS).ask(PROMPT, "resid_post", model.facts.layers - 1)
+    bench = PatchBench(model, STEPS)
+    # So that the paths differ on every machine, and before the unembedding.
+    bench._paths["cached"] = path_named("cached+planted(1,256.0)")
+    answer = bench.ask(PROMPT, "resid_post", model.facts.layers - 1)
     assert answer.d_before > 0, "the paths do not differ here: the test shows nothing"
     assert answer.recovery > 0.99
     assert answer.steps["d_before"].idxmax() == answer.steps.index[answer.steps["step"] == answer.shown_step][0]
