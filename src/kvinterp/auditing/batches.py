@@ -239,7 +239,7 @@ def _moved(
     lacking = next((layer for layer in layers if not hasattr(layer, method)), None)
     if lacking is not None:
         return not_run(name, f"{type(lacking).__name__}, of this model's cache, has no {method}().")
-    half = next((layer for layer in layers if _inherits_half(layer, method)), None)
+    half = next((layer for layer in (cache, *layers) if _inherits_half(layer, method)), None)
     if half is not None:
         why = (
             f"{method}() of {type(half).__name__}, of this model's cache, moves keys and values only and leaves its states"
@@ -275,9 +275,12 @@ def _moved(
 
 
 def _inherits_half(layer: Any, method: str) -> bool:
-    """Whether a layer that keeps states beside keys and values has the method of its keys and values alone."""
-    from transformers.cache_utils import DynamicLayer
+    """Whether a layer or cache that keeps states beside keys and values has the method of its keys and values alone."""
+    from transformers.cache_utils import Cache, DynamicLayer
 
+    if isinstance(layer, Cache):
+        own = {name for name, value in vars(layer).items() if isinstance(value, list) and name != "layers"}
+        return bool(own) and getattr(type(layer), method) is getattr(Cache, method)
     keeps_states = any(getattr(layer, name, None) for name in STATES)
     return keeps_states and getattr(type(layer), method) is getattr(DynamicLayer, method, None)
 

@@ -46,6 +46,9 @@ class Check:
         step: Absolute position (pads counted) at which it first failed.
         hint: The likely cause.
         forwards: How many forwards of the model it took.
+        layer: The first block that is wrong, where it failed and that could be found.
+        tensor: The first tensor that attention reads wrongly there.
+        module: The module it was seen in.
     """
 
     name: str
@@ -56,6 +59,9 @@ class Check:
     step: int | None = None
     hint: str = ""
     forwards: int = 0
+    layer: int | None = None
+    tensor: str = ""
+    module: str = ""
 
 
 def not_run(name: str, why: str) -> Check:
@@ -96,6 +102,7 @@ class Bench:
         reach: How far another early token moves the logits: no check can see less than this is large.
         left_out: What was taken away from the model, to be said in every detail.
         own_kernels: The kernels of the subject that was given.
+        asks: Whether what fails is asked for its cause.
     """
 
     runner: Runner
@@ -107,6 +114,7 @@ class Bench:
     reach: float = math.inf
     left_out: str = ""
     own_kernels: Any = None
+    asks: str = "yes"
 
     @classmethod
     def of(cls, subject: Subject, prompts: Sequence[Sequence[int]], steps: int, thorough: bool) -> Bench:
@@ -237,7 +245,7 @@ class Bench:
         first = next(at for at, error in sorted(errors.items()) if error > self.excused * null)
         if worst <= self.beyond * null:
             return Check(name, UNCLEAR, f"{said}; too much for rounding and too little for a bug.", step=first, **common)  # type: ignore[arg-type]
-        cause = _found(hint)
+        cause = _found(hint) if self.asks == "yes" else ""
         also = f"{said}, first at position {first}" + (f"; {cause}." if cause else ".")
         return Check(name, FAILED, also, step=first, hint=cause, **common)  # type: ignore[arg-type]
 

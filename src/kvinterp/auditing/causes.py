@@ -3,12 +3,14 @@
 An excuse is granted only where the error vanishes with its cause, never because it is small:
 
 - *order*: with one fixed order of additions for every sum, the cached step gives the recomputation's very bits.
-- *cast*: with a fixed order, and every cast to a narrower dtype left out, it does.
+- *cast*: with a fixed order, and every cast to a narrower dtype left out, it does; where constants were computed in a
+  narrower dtype when the model was made, also with those computed again in float64.
 - *choice*: the first thing that differs is which experts are chosen, among scores that the difference of the scores can bring
   past each other; with a fixed order the same ones are chosen.
 - *rounding*: the two paths compute the same function in two ways (a recurrence step by step and in chunks). Then both are
   measured against the same block in float64 on the same inputs: the cached step may be no further from it than the
-  recomputation is. In float64 itself the error must be of the size that float64's rounding makes.
+  recomputation is, or, in float32, the error is within float32's rounding and gone in float64. In float64 itself the error
+  must be of the size that float64's rounding makes.
 - *kernel*: larger than rounding with the machine's kernels, gone with a fixed order, and no coarser than a sum in 16 bits.
 
 What none of these takes away is wrong.
@@ -16,9 +18,10 @@ What none of these takes away is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +46,7 @@ __all__ = [
     "coarsest",
     "other_attention",
     "seen_again",
+    "wide_constants",
 ]
 
 EXCUSED = 8 * unit_roundoff(torch.bfloat16)
@@ -113,6 +117,40 @@ class _Widened(TorchDispatchMode):
         if to is not None and to.is_floating_point and narrower(to, self.dtype):
             kwargs = {**kwargs, "dtype": self.dtype}
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def wide_constants(twin: Adapter) -> Iterator[None]:
+    """The model's buffers as its own code computes them in float64, in the place of float32 ones of the same values.
+
+    Decays and frequencies are computed once, when a model is made, and keep the rounding that they got there.
+    """
+    source: Any = twin.source
+    before = torch.get_default_dtype()
+    swapped: list[tuple[Any, str, Tensor]] = []
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.random.fork_rng(), torch.device(twin.device):
+            fresh = dict(type(source)(source.config).named_modules())
+    # A class of the user's own may want other arguments.
+    except Exception:
+        fresh = {}
+    finally:
+        torch.set_default_dtype(before)
+    try:
+        near = 8 * unit_roundoff(torch.float32)
+        for name, module in source.named_modules():
+            for key, held in list(module.named_buffers(recurse=False)):
+                new = getattr(fresh.get(name), key, None)
+                if not isinstance(new, Tensor) or new.dtype != torch.float64 or new.shape != held.shape:
+                    continue
+                if held.is_floating_point() and torch.allclose(new, held.double(), rtol=near, atol=0):
+                    swapped.append((module, key, held))
+                    setattr(module, key, new)
+        yield
+    finally:
+        for module, key, held in swapped:
+            setattr(module, key, held)
 
 
 def coarsest(casts: dict[str, tuple[str, ...]]) -> str:

@@ -158,8 +158,8 @@ def _torchs_own_words() -> Iterator[None]:
     """What torch says of a forward that it cannot run, in one sentence."""
     try:
         yield
-    # transformers' own checks of shapes raise ValueError, as do kvinterp's errors, which are sentences already.
-    except (RuntimeError, ValueError) as error:
+    # Models raise whatever their code meets first; kvinterp's own errors are sentences already.
+    except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         if isinstance(error, KvinterpError):
             raise
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

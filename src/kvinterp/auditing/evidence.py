@@ -146,7 +146,10 @@ class Auditor:
         except (RuntimeError, UnsupportedError):
             twin = None
         for judge in judges:
-            self.seen.judged[judge.name] = judge.settle(twin)
+            finest = self.seen.judged.get("float64")
+            wrong = {j.finding.layer for j in finest or () if not j.cause.word}
+            clean = set() if finest is None else set(range(-1, len(self.adapter.blocks) + 1)) - wrong
+            self.seen.judged[judge.name] = judge.settle(twin, clean)
 
     def _exercise(self, twin: Adapter) -> None:
         if self.checks == "none":

@@ -33,6 +33,7 @@ from kvinterp.auditing.bench import FAILED, PASSED, UNCLEAR, Bench, Check, not_r
 from kvinterp.auditing.causes import WithoutCasts
 from kvinterp.auditing.feeding import Runner
 from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.auditing.placing import placed
 from kvinterp.auditing.subject import Subject
 
 __all__ = ["Check", "exercise"]
@@ -110,6 +111,7 @@ def _tried(bench: Bench, name: str, run: Trial) -> list[Check]:
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
         found = [_confirmed(*pair) for pair in _beside(found, {one.name: one for one in _run(other, name, run)})]
+    found = [placed(bench, one, lambda b: _run(b, name, run)) if one.status == FAILED else one for one in found]
     spent = sum(runner.forwards for runner in runners) - before
     return [dataclasses.replace(one, forwards=spent if n == 0 else 0) for n, one in enumerate(found)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import math
 from collections.abc import Iterator, Sequence
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.subject import Subject
+from kvinterp.auditing.watch import Watch, watching
 from kvinterp.models.native import text_config
 from kvinterp.models.transformers_cache import CACHES
 
-__all__ = ["NARROW", "Runner", "apart"]
+__all__ = ["NARROW", "Runner", "Seen", "apart"]
 
 NARROW = (torch.float16, torch.bfloat16)
 """The dtypes in which rounding is not far below what a bug does."""
@@ -39,6 +41,25 @@ def magnitude(logits: Tensor) -> float:
     return finite.abs().max().item() if finite.numel() else 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """One forward with a block watched.
+
+    Attributes:
+        cached: Whether it fed a cache.
+        batch: Rows of the batch.
+        new: Tokens fed.
+        total: Positions after it.
+        watch: What was seen in the block.
+    """
+
+    cached: bool
+    batch: int
+    new: int
+    total: int
+    watch: Watch
+
+
 class Runner:
     """Feeds a model of any kind, with masks, positions and caches of the caller's.
 
@@ -49,6 +70,8 @@ class Runner:
     Attributes:
         forwards: How many forwards it ran.
         cache_name: What the model calls the cache that it takes and returns.
+        tapped: A block whose output is given in the place of the logits, or None.
+        watched: A block that is watched in every forward, or None; ``seen`` holds what was seen, in order.
     """
 
     def __init__(self, subject: Subject, unit: float | None = None) -> None:
@@ -59,6 +82,9 @@ class Runner:
         self.takes = frozenset(inspect.signature(self.model.forward).parameters)
         self.told_positions = subject.positions == "given" and subject.can_be_told_positions
         self.forwards = 0
+        self.tapped: int | None = None
+        self.watched: int | None = None
+        self.seen: list[Seen] = []
         self.cache_name = next((name for name in CACHES if name in self.takes), "past_key_values")
 
     def tokens(self, *rows: Sequence[int]) -> Tensor:
@@ -103,13 +129,33 @@ class Runner:
             given["attention_mask"] = mask
         if cache is not None:
             given[self.cache_name] = cache
-        with self.subject._running():
+        with self._looking(tokens, start, cached) as made, self.subject._running():
             out = self.model(**given)
+        logits = made[0] if made else out.logits
         name = next((n for n in CACHES if getattr(out, n, None) is not None), None)
         if name is None:
-            return out.logits, None
+            return logits, None
         self.cache_name = name  # The signature may take everything by any name.
-        return out.logits, getattr(out, name)
+        return logits, getattr(out, name)
+
+    @contextlib.contextmanager
+    def _looking(self, tokens: Tensor, start: int, cached: bool) -> Iterator[list[Tensor]]:
+        """The tapped block's output, once the forward is done; and what is seen of the watched one."""
+        made: list[Tensor] = []
+        watches = [] if self.watched is None else [Watch(self.subject, self.watched, tokens.shape[1])]
+        handle = None
+        if self.tapped is not None:
+            handle = self.subject.blocks[self.tapped].register_forward_hook(
+                lambda _, __, output: made.append(output[0] if isinstance(output, tuple | list) else output)
+            )
+        try:
+            with watching(watches):
+                yield made
+        finally:
+            if handle is not None:
+                handle.remove()
+        batch, new = tokens.shape
+        self.seen += [Seen(cached, batch, new, (start if cached else 0) + new, watch) for watch in watches]
 
     def _run_lens(self, tokens: Tensor, cache: Any, mask: Tensor | None, cached: bool) -> tuple[Tensor, Any]:
         if mask is not None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pandas as pd
 import torch
 
-from kvinterp.auditing.causes import EXCUSED, Cause, FixedWithoutCasts, Witness, beyond_truth, coarsest, seen_again
+from kvinterp.auditing.causes import (
+    EXCUSED,
+    Cause,
+    FixedWithoutCasts,
+    Witness,
+    beyond_truth,
+    coarsest,
+    seen_again,
+    wide_constants,
+)
 from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import Plan, Rung, band
 from kvinterp.auditing.subject import Reference, Subject
@@ -22,6 +31,7 @@ __all__ = ["ONE_BY_ONE", "Judged", "RungJudge"]
 
 ONE_BY_ONE = "tokens fed one by one"
 HARD = "gone with a fixed order; the recomputation is as far from float64 on the same inputs"
+FURTHER = "further from float64 on the same inputs than the recomputation"
 LOOKED_AT = 3
 """How many single tokens before a wrong one are looked into as well: a state goes wrong before what it feeds."""
 
@@ -76,8 +86,13 @@ class RungJudge:
         """Lets go of the model, so that it is not kept while another copy is made."""
         self.twin = None
 
-    def settle(self, twin: Adapter | None) -> list[Judged]:
-        """Judges what stayed open beside the model in float64; None where there is none."""
+    def settle(self, twin: Adapter | None, clean: Collection[int] = ()) -> list[Judged]:
+        """Judges what stayed open beside the model in float64.
+
+        Args:
+            twin: The model in float64, or None where there is none.
+            clean: The layers in which the float64 rung found nothing wrong: an error within float32's rounding is gone there.
+        """
         for index, witness in self.open:
             judged = self.found[index]
             try:
@@ -93,8 +108,12 @@ class RungJudge:
                 # Where the recomputation is as far from float64, no kernel is coarse: the tensor is hard to compute.
                 if wrong is None:
                     self.found[index] = dataclasses.replace(judged, cause=Cause("order", detail=HARD))
+            elif wrong is not None and self.dtype == torch.float32 and judged.finding.layer in clean:
+                if wrong.error > self.limit:
+                    cause = Cause("", left=wrong.error, detail=FURTHER)
+                    self.found[index] = dataclasses.replace(judged, finding=wrong, cause=cause)
             elif wrong is not None:
-                cause = Cause("", left=wrong.error, detail="further from float64 on the same inputs than the recomputation")
+                cause = Cause("", left=wrong.error, detail=FURTHER)
                 self.found[index] = dataclasses.replace(judged, finding=wrong, cause=cause)
         self.open = []
         return self._ordered()
@@ -113,7 +132,7 @@ class RungJudge:
             casting = [layer for layer, (sight, _) in found.items() if sight.casts]
             left = self._without_casts(fixed, row, casting) if casting else None
             for layer, (sight, tensors) in found.items():
-                self._explain(row, layer, sight, tensors, reference, None if left is None else left.get(layer, []))
+                self._explain(row, layer, sight, tensors, reference, None if left is None else left.get(layer, []), fixed)
 
     def _explain(
         self,
@@ -123,6 +142,7 @@ class RungJudge:
         tensors: list[Finding],
         reference: Reference,
         left: list[Finding] | None,
+        side: Rung,
     ) -> None:
         """One block that differs with a fixed order: a cast's, rounding's, or nobody's."""
         lower = coarsest(sight.casts)
@@ -142,7 +162,22 @@ class RungJudge:
             self._add(row, tensors[0], Cause("rounding", left=worst, detail="of the size that float64 rounds"))
         else:
             first = next(f for f in remaining if f.error > self.limit and not f.nearly_equal)
-            self._add(row, first, Cause("", left=first.error))
+            left_over = self._constants_left(side, row, layer)
+            if left_over is not None and left_over <= self.limit:
+                said = "gone with the casts left out and constants computed in float64"
+                self._add(row, tensors[0], Cause("cast", "float32", tensors[0].module, left_over, said))
+            else:
+                self._add(row, first, Cause("", left=first.error))
+
+    def _constants_left(self, side: Rung, row: Any, layer: int) -> float | None:
+        """The largest error with casts left out and constants in float64; None where that does not run."""
+        assert self.twin is not None
+        try:
+            with wide_constants(self.twin):
+                _, sights = self._look(side, FixedWithoutCasts(), row, [layer])
+        except (RuntimeError, UnsupportedError):
+            return None
+        return max((f.error for _, found in _first_of(sights, 0.0).values() for f in found), default=0.0)
 
     def _without_casts(self, fixed: Rung, row: Any, layers: Sequence[int]) -> dict[int, list[Finding]] | None:
         """What still differs in these blocks with the casts left out; None where that does not run."""
@@ -206,7 +241,7 @@ class RungJudge:
         for row, layers in _cases(every[every["error"] > 0]):
             reference, sights = self._look(self.rung, None, row, layers)
             for layer, (sight, tensors) in _first_of(sights, 0.0).items():
-                self._explain(row, layer, sight, tensors, reference, None)
+                self._explain(row, layer, sight, tensors, reference, None, self.rung)
 
     # Shared -------------------------------------------------------------------------------------------------------------
 

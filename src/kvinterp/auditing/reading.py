@@ -93,7 +93,8 @@ def hint(judged: Judged, seen: Evidence) -> list[str]:
 
 def failed(check: Check) -> str:
     """An exercise that failed."""
-    return f"{check.name} failed: {check.detail}" + (f" hint: {check.hint}" if check.hint else "")
+    where = "" if check.layer is None else f" First wrong: {check.tensor or 'the output'} of layer {check.layer}."
+    return f"{check.name} failed: {check.detail}{where}"
 
 
 def overflow(own: Rung, others: Sequence[str]) -> list[str]:

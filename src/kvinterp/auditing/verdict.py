@@ -124,7 +124,8 @@ class _Judge:
         failed = [check for check in self.seen.checks if check.status == "failed"]
         if failed:
             first = failed[0]
-            return self._verdict("bug", None, first.step, first.name, "", [say.failed(check) for check in failed])
+            place = (first.layer, first.step, first.tensor or first.name, first.module)
+            return self._verdict("bug", *place, [say.failed(check) for check in failed])
         casts = self._casts()
         if casts:
             name, judged = casts[0]

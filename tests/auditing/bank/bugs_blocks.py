@@ -262,7 +262,7 @@ BUGS = (
     Bug("attention-output-of-one-block-lost", "gpt_neox", _output(_attention(1), torch.zeros_like), (1,), (), 4.5e-01),
     Bug("alibi-slopes-reversed", "bloom", _inputs(_attention(1), _reversed_slopes), (1,), ATTENTION, 9.2e-02),
     Bug("alibi-slopes-doubled", "mpt", _inputs(_attention(0), _doubled_bias), (0,), ATTENTION, 2.0e-01),
-    Bug("learned-position-off-by-one", "gpt2", _learned_position, (None, 0), (), 8.3e-01),
+    Bug("learned-position-off-by-one", "gpt2", _learned_position, (None, -1, 0), (), 8.3e-01),
     Bug(
         "rotary-offset-after-40-tokens",
         "llama",
@@ -277,7 +277,7 @@ BUGS = (
         "embedding-scale-missing",
         "gemma",
         _output(_named("model.embed_tokens"), lambda x: x / 32**0.5),
-        (None, 0),
+        (None, -1, 0),
         ("embedding", "model.embed_tokens"),
         9.9e-01,
     ),

@@ -82,10 +82,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
             "persimmon",
         )
     },
-    **{
-        name: {}
-        for name in ("vaultgemma", "gpt_neox", "gpt_neox_japanese", "gptj", "codegen", "modernbert-decoder", "hrm_text")
-    },
+    **{name: {} for name in ("vaultgemma", "gpt_neox", "gpt_neox_japanese", "gptj", "codegen", "modernbert-decoder")},
     # Positions learned, sinusoidal or ALiBi.
     **{name: {} for name in ("gpt2", "gpt_bigcode", "opt", "bloom", "falcon", "biogpt", "ctrl")},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
@@ -119,7 +116,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, **_layers(SLIDING, FULL, SLIDING, FULL)},
     "gemma4_text": {},
     # Recurrent, and hybrids of recurrence and attention.
-    **{name: {} for name in ("rwkv", "olmo_hybrid", "lfm2", "minimax")},
+    **{name: {} for name in ("olmo_hybrid", "lfm2", "minimax")},
     "mamba2": {"n_groups": 2, "chunk_size": 16},
     "lfm2_moe": _layers("conv", FULL),
     "qwen3_next": _layers(LINEAR, FULL),
@@ -188,7 +185,6 @@ CAST = frozenset(
         "qwen3_5_text",
         "qwen3_next",
         "qwen4_exp_text",
-        "rwkv",
         "solar_open",
         "zamba2",
     ]
@@ -281,7 +277,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-groups": ("deepseek_v3", {"n_routed_experts": 8, "n_group": 2, "topk_group": 1}),
     "mamba2-one-group": ("mamba2", {"n_groups": 1}),
     "mamba2-chunk-256": ("mamba2", {"chunk_size": 256}),
-    "rwkv-three-layers": ("rwkv", {"num_hidden_layers": 3}),
     "qwen3_5-four-layers": ("qwen3_5_text", _layers(LINEAR, LINEAR, LINEAR, FULL)),
     "lfm2-three-layers": ("lfm2", _layers("conv", FULL, "conv")),
 }
@@ -314,8 +309,8 @@ class KnownBug:
 
     Args:
         build: Makes the model, in float32.
-        where: The path that differs: `steps` (token by token), `chunk` (several tokens on a cache) or `positions` (steps
-            without explicit `position_ids`; with them they are right, so `generate` is).
+        where: The path that differs: `steps` (token by token), `chunk` (several tokens on a cache), `batch` (two prompts side
+            by side) or `positions` (steps without explicit `position_ids`; with them they are right, so `generate` is).
         difference: Largest relative difference of the logits, in float64, measured with plain transformers code.
         cause: What in transformers makes it.
     """
@@ -350,6 +345,12 @@ KNOWN_TRANSFORMERS_BUGS: dict[str, KnownBug] = {
         "positions",
         6.1e-2,
         "position_ids default to 0, 1, ... whatever the cache holds",
+    ),
+    "rwkv": KnownBug(
+        partial(small, "rwkv"),
+        "batch",
+        3.6e-1,
+        "two prompts side by side: each row decodes otherwise than alone; without a cache both are right to 1e-15",
     ),
     "mamba": KnownBug(
         partial(small, "mamba"), "chunk", 1.5e-3, "several tokens on a cache start from a recurrent state of zero"
