@@ -7,7 +7,7 @@ STAMP := $(VENV)/.made
 TL4 := .venv-tl4
 WORKERS ?= 2
 
-.PHONY: demo test test-tl4 check bench figures zoo clean env
+.PHONY: demo test test-all test-processors test-tl4 check bench figures zoo clean env
 
 env: $(STAMP)
 
@@ -22,6 +22,15 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# The tests that rest on bits, as five other processors. Minutes each: SHARE=4 runs a quarter of them.
+SHARE ?= 1
+test-processors: $(STAMP)
+	$(BIN)/python tests/processors.py --workers $(WORKERS) --share $(SHARE)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest --everything -n $(WORKERS)
+	$(MAKE) test-processors
 
 # The same package with TransformerLens 4, which has no HookedTransformer.
 test-tl4: $(TL4)/.made

@@ -1,8 +1,9 @@
-"""Fixtures of every test: models loaded once a session, checked signatures, one thread, no network."""
+"""Fixtures of every test: models loaded once a session, checked signatures, one thread unless said, no network."""
 
 from __future__ import annotations
 
 import os
+import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -33,15 +34,22 @@ from support import BARE, TINY, Case, bare_hooked_transformer, has_hooked_transf
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the switch for the long tests."""
-    parser.addoption("--everything", action="store_true", help="run the tests marked `long` as well")
+    """What may be asked of the whole suite."""
+    parser.addoption("--everything", action="store_true", help="also run the tests that take long")
+    parser.addoption("--share", default="1/1", metavar="N/OF", help="run one in OF of the tests: the Nth share of them")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what cannot run here or was not asked for, and says why."""
+    """Takes the share that was asked for, skips what cannot run here, and says why."""
+    share, of = map(int, config.getoption("--share").split("/"))
+    # By name, so that every worker takes the same tests and a new test moves no other.
+    chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % of == share - 1]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
     reasons = {}
     if not config.getoption("--everything"):
-        reasons["long"] = "long: run it with `pytest --everything`"
+        reasons["long"] = "runs only with --everything"
     if any(item.get_closest_marker("hooked") for item in items) and not has_hooked_transformer():
         reasons["hooked"] = "the TransformerLens that is imported has no HookedTransformer (it was removed in 4.0)"
     if not torch.cuda.is_available():
@@ -53,9 +61,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
+def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    # The library's own variable: two threads are tested by setting it.
+    torch.set_num_threads(int(os.environ.setdefault("KVINTERP_THREADS", "1")))
     yield
     torch.set_num_threads(before)
 

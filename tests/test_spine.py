@@ -17,6 +17,8 @@ from kvinterp.paths import strategy_named
 from kvinterp.paths.cache import GrowingStore
 from kvinterp.paths.sampling import uniforms
 
+pytestmark = pytest.mark.bits
+
 KINDS = [pytest.param("hooked", marks=pytest.mark.hooked), "bridge", "native"]
 PROMPT = "Question: Leo shares 4 balls among 2 friends. How many balls does each friend get?\nAnswer:"
 

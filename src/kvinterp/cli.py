@@ -10,7 +10,6 @@ import contextlib
 import enum
 import functools
 import logging
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -38,9 +37,6 @@ app = typer.Typer(
 
 def main() -> None:
     """The entry point ``kvinterp``."""
-    # Before torch is imported: idle threads sleep instead of spinning. It changes no bit, and on two cores that others
-    # use as well the demo takes one minute instead of eight.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
 
 
@@ -188,10 +184,11 @@ def patch_command(
     direction: Annotated[str, typer.Option(help="into-recompute or into-cached.")] = "into-recompute",
     steps: Annotated[str, typer.Option(help="every or first.")] = "every",
     protocol: Annotated[str, typer.Option(help="matched or free.")] = "matched",
-    distance: Annotated[str, typer.Option(help="kl, l2 or margin.")] = "kl",
+    distance: Annotated[str, typer.Option(help="l2, kl or margin; several with commas, the first leads.")] = "l2,kl",
     examples: Annotated[int | None, typer.Option(help="Patch only so many prompts, those of the highest KL.")] = None,
     preset: Annotated[
-        str | None, typer.Option(help="paper or matched: sets site, sweep, direction, steps, protocol and examples.")
+        str | None,
+        typer.Option(help="paper or matched: sets site, sweep, direction, steps, protocol, examples and distance."),
     ] = None,
     prompts: Prompts = "arithmetic:6",
     kind: Kind = "native",
@@ -219,13 +216,14 @@ def patch_command(
         "protocol": protocol,
         "max_new_tokens": max_new_tokens,
         "examples": examples,
+        "distance": distance,
         **(PRESETS[preset] if preset else {}),
     }
     adapter = load_model(model, kind=kind, dtype=dtype, device=device, attention=attention)
-    made = run_sweep(adapter, load_prompts(prompts), **chosen, distance=distance, controls=controls)
+    made = run_sweep(adapter, load_prompts(prompts), **chosen, controls=controls)
     from kvinterp.results import write_tables
     from kvinterp.views import save_sweep_figures
-    from kvinterp.views.words import said_of_sweep
+    from kvinterp.views.said_of_patching import said_of_sweep
 
     summary = made.summary()
     tables = {"recovery": made.recovery, "steps": made.steps, "controls": made.controls}
@@ -246,7 +244,7 @@ def decompose_command(
     attention: Attention = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Split the difference into what earlier K and V carry (state) and what this step's kernels add (fresh)."""
+    """Split the difference by what makes it: rows computed alone (now, or when decoded), the prompt's rows made anew."""
     from kvinterp.data import load_prompts
     from kvinterp.models import load_model
     from kvinterp.patching import decompose
@@ -256,7 +254,7 @@ def decompose_command(
     made = decompose(adapter, load_prompts(prompts), max_new_tokens=max_new_tokens)
     from kvinterp.results import write_tables
     from kvinterp.views import save_decomposition_figure
-    from kvinterp.views.words import said_of_decomposition
+    from kvinterp.views.said_of_patching import said_of_decomposition
 
     summary = made.summary()
     tables = {"decomposition": made.steps, "layers": made.layers}
@@ -382,7 +380,9 @@ def kernels_command(
     random_init: Annotated[bool, typer.Option("--random-init", help="Random weights, from the config alone.")] = False,
     kind: Kind = "native",
     dtype: Dtype = "float16",
-    kernels: Annotated[str, typer.Option(help="native, batch_invariant, split_k(4,float16), layer_cast.")] = "native",
+    kernels: Annotated[
+        str, typer.Option(help="native, batch_invariant, split_k(4,float16), flash_decoding(4), layer_cast.")
+    ] = "native",
     sizes: Annotated[str, typer.Option(help="Numbers of rows, and of keys, to compare.")] = "1,2,17,64,128,257",
     seed: Annotated[int, typer.Option(help="Seeds the prompt.")] = 0,
     device: Device = None,
@@ -547,6 +547,7 @@ class What(str, enum.Enum):
     sites = "sites"
     strategies = "strategies"
     policies = "policies"
+    kernels = "kernels"
     protocols = "protocols"
 
 
@@ -555,7 +556,7 @@ class What(str, enum.Enum):
 def list_command(
     what: Annotated[What | None, typer.Argument(help="Everything, unless said.", show_default=False)] = None,
 ) -> None:
-    """Show the models, kinds, sites, strategies, policies and protocols there are."""
+    """Show the models, kinds, sites, strategies, policies, kernels and protocols there are."""
     from rich.console import Console
 
     from kvinterp.listing import listed

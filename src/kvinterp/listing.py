@@ -11,13 +11,14 @@ __all__ = ["escaped", "listed", "table_of"]
 
 
 def listed(what: str) -> Table:
-    """The table of one kind of thing: models, kinds, sites, strategies, policies or protocols."""
+    """The table of one kind of thing: models, kinds, sites, strategies, policies, kernels or protocols."""
     makers = {
         "models": _models,
         "kinds": _kinds,
         "sites": _sites,
         "strategies": _strategies,
         "policies": _policies,
+        "kernels": _kernels,
         "protocols": _protocols,
     }
     return makers[what]()
@@ -60,6 +61,12 @@ def _policies() -> Table:
     return _fields("policies", POLICIES)
 
 
+def _kernels() -> Table:
+    from kvinterp.paths import KERNELS
+
+    return _fields("kernels", KERNELS)
+
+
 def _protocols() -> Table:
     from kvinterp.comparison import PROTOCOLS
 
@@ -72,7 +79,9 @@ def _fields(title: str, classes: dict[str, type]) -> Table:
     table = table_of(title, "name", "values", "what it does")
     for name, found in classes.items():
         values = ", ".join(
-            field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default}"
+            field.name
+            if field.default is dataclasses.MISSING
+            else f"{field.name}={field.default if field.default != () else 'all'}"
             for field in dataclasses.fields(found)
         )
         table.add_row(name, values, (found.__doc__ or "").strip().splitlines()[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from typing import Any
 
@@ -10,8 +11,24 @@ import torch
 
 from kvinterp._version import __version__
 from kvinterp.models import Adapter
+from kvinterp.models.threads import threads_for
 
-__all__ = ["provenance"]
+__all__ = ["ENVIRONMENT", "kernel_flags", "provenance"]
+
+ENVIRONMENT = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+    "MKL_DYNAMIC",
+)
+"""Environment variables that choose kernels, or in what order they add. How idle threads wait changes no bit."""
 
 
 def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
@@ -28,7 +45,9 @@ def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
         "transformer_lens": _version("transformer-lens"),
         "python": platform.python_version(),
         "device": device_name(adapter.device),
-        "threads": torch.get_num_threads(),
+        "threads": threads_for(adapter),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "model": adapter.facts.name,
         "architecture": adapter.facts.architecture,
         "kind": adapter.kind,
@@ -54,13 +73,31 @@ def device_name(device: torch.device) -> str:
 
 def kernel_flags() -> dict[str, Any]:
     """The switches that change which kernels run or how they accumulate."""
-    matmul = torch.backends.cuda.matmul
+    matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
+    backends = {
+        "flash": cuda.flash_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
+    reductions = {}
+    for name in ("fp16", "bf16"):
+        reduction = f"allow_{name}_reduced_precision_reduction"
+        reductions[reduction] = _plain(getattr(matmul, reduction))
+        # Older versions of torch have no switch for split-K, which is then always allowed.
+        reductions[f"{reduction}_split_k"] = _plain(getattr(matmul, f"{reduction}_split_k", True))
     return {
-        "allow_fp16_reduced_precision_reduction": _plain(matmul.allow_fp16_reduced_precision_reduction),
-        "allow_bf16_reduced_precision_reduction": _plain(matmul.allow_bf16_reduced_precision_reduction),
+        **reductions,
+        "allow_fp16_accumulation": _plain(getattr(matmul, "allow_fp16_accumulation", False)),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "allow_tf32_matmul": torch.get_float32_matmul_precision() != "highest",
         "allow_tf32_cudnn": bool(torch.backends.cudnn.allow_tf32),
+        "cudnn_deterministic": bool(torch.backends.cudnn.deterministic),
+        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
+        "preferred_blas_library": str(cuda.preferred_blas_library()).rpartition(".")[2],
+        "sdpa_backends": [name for name, enabled in backends.items() if enabled],
+        "sdpa_math_reduced_precision": bool(cuda.fp16_bf16_reduction_math_sdp_allowed()),
+        "onednn": bool(torch.backends.mkldnn.enabled),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
 

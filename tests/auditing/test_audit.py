@@ -16,6 +16,8 @@ from kvinterp.auditing import LENGTHS, VERDICTS, audit, random_model
 from kvinterp.models import wrap
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 
+pytestmark = pytest.mark.bits
+
 HIDDEN = {
     "qwen3_5": "linear_attn",
     "mamba": "mixer",

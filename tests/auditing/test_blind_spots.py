@@ -15,6 +15,8 @@ import kvinterp as kv
 from kvinterp.auditing import audit, random_model
 from kvinterp.models import wrap
 
+pytestmark = pytest.mark.bits
+
 
 def quick(model: Any, prompts: Any = None, **more: Any) -> Any:
     prompt = torch.randint(3, 131, (40,), generator=torch.Generator().manual_seed(5)).tolist()

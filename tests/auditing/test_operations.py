@@ -9,6 +9,8 @@ from architectures import build
 import kvinterp as kv
 from kvinterp.auditing import kernels_table
 
+pytestmark = pytest.mark.bits
+
 SIZES = (1, 2, 17, 33)
 
 
@@ -26,14 +28,15 @@ SIZES = (1, 2, 17, 33)
     ],
 )
 def test_every_operation_is_there(name: str, operations: set[str]) -> None:
-    result = kernels_table(build(name), sizes=SIZES)
+    # In float32 a row that is added up in two halves has other bits than a row among many, on every processor.
+    result = kernels_table(build(name), sizes=SIZES, kernels="split_k(2,float32,linear)")
     called = result.table[result.table["calls"] > 0]
     assert set(called["operation"]) == operations
     shapes = {row["shape"] for row in called.to_dict("records") if row["operation"] == "linear"}
     assert len(shapes) >= 2, "each shape of linear has rows of its own"
     assert set(result.table["size"]) >= set(SIZES)
     assert result.first is not None
-    assert result.first["operation"].startswith("linear"), "in float32 one row's product has another order than many rows'"
+    assert result.first["operation"].startswith("linear"), result.first
     assert result.first["operation"] in str(result)
 
 
@@ -126,6 +129,31 @@ def test_flags_are_put_back() -> None:
     before = torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
     kernels_table(build("llama"), sizes=(1, 17))
     assert (torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()) == before
+
+
+@pytest.mark.parametrize("before", [(True, True), (False, True), (False, False)])
+def test_both_switches_of_a_reduction_are_put_back(before: tuple[bool, bool]) -> None:
+    """(False, False), which forbids split-K too, came back as (False, True)."""
+    from kvinterp.auditing.operations import _toggled
+    from kvinterp.provenance import kernel_flags
+
+    matmul, name = torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"
+    original = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
+    try:
+        setattr(matmul, name, before)
+        flags = kernel_flags()
+        assert (flags[name], flags[f"{name}_split_k"]) == before
+        with _toggled(matmul, name):
+            assert (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) == (
+                not before[0],
+                before[1] or not before[0],
+            )
+        assert kernel_flags() == flags
+        with pytest.raises(ZeroDivisionError), _toggled(matmul, name):
+            _ = 1 / 0
+        assert kernel_flags() == flags
+    finally:
+        setattr(matmul, name, original)
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (0, 2), (1, 2.5)])

@@ -15,6 +15,8 @@ from architectures import WINDOW, build
 
 from kvinterp.auditing import audit
 
+pytestmark = pytest.mark.bits
+
 PREFILL = 9
 
 

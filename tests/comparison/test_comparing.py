@@ -16,6 +16,8 @@ from kvinterp.comparison import Comparison
 from kvinterp.models import Adapter
 from synthetic import comparison
 
+pytestmark = pytest.mark.bits
+
 PROMPT = (3, 17, 44, 9, 71, 26, 58, 5, 33, 90, 12, 64)
 SHORT = {"max_new_tokens": 3, "stop": "length"}
 

@@ -9,6 +9,8 @@ import kvinterp as kv
 from kvinterp.paths import Runner
 from support import CASES, PROMPT, Case, cases, hooks_of
 
+pytestmark = pytest.mark.bits
+
 PROMPTS = [[(token * factor + factor) % 90 + 4 for token in PROMPT] for factor in (1, 2, 3, 5)]
 PROMPTS.insert(1, PROMPTS[0][:7])
 """Five prompts of two lengths: the four long ones can be batched, the short one stands between them."""

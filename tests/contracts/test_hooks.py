@@ -12,6 +12,8 @@ from kvinterp.policies import Policy
 from kvinterp.recording import Recorder
 from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward
 
+pytestmark = pytest.mark.bits
+
 TOKENS = torch.tensor([PROMPT])
 
 

@@ -21,6 +21,8 @@ from kvinterp.experiments.root_cause import (
 from kvinterp.views import save_root_cause_figures
 from support import Case
 
+pytestmark = pytest.mark.bits
+
 PROMPT = [5, 9, 2, 30, 7, 7, 41, 12, 3, 8, 19, 22]
 
 

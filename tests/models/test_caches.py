@@ -5,6 +5,8 @@ import pytest
 import kvinterp as kv
 from kvinterp.errors import UnsupportedError
 
+pytestmark = pytest.mark.bits
+
 PROMPT = [3, 5, 7, 9, 2, 4, 8, 10, 6, 1, 3, 7]
 SMALL = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2}
 STATES = {

@@ -8,6 +8,8 @@ from kvinterp import metrics
 from kvinterp.patching import Plant
 from support import PROMPT, Case, cases, hooks_of, plain_forward
 
+pytestmark = pytest.mark.bits
+
 STEPS = 4
 KINDS = [
     Case("llama-mha", "hooked"),
@@ -69,7 +71,7 @@ def test_total_is_the_distance_a_comparison_measures(load, case):
 def test_the_parts_are_sides_of_one_triangle(load, case):
     """total = fresh + state as vectors, so no side is longer than the two others together; at any size of difference."""
     for table, suffix in (
-        (split(load(case)).steps, "_l2"),
+        (split(load(case), cached="cached[kernels=split_k(2,float32)]").steps, "_l2"),
         (split(load(case), **DOUBLE, plant=Plant("row", 0)).layers, ""),
     ):
         sides = table[[f"total{suffix}", f"fresh{suffix}", f"state{suffix}"]].to_numpy()
@@ -105,6 +107,22 @@ def test_a_planted_row_is_fresh_at_the_first_step_and_state_too_from_then_on(loa
     assert first["state_l2"] / first["total_l2"] < 0.01
     # Layer 1 wrote K and V of the planted row: from the second step on there is state.
     assert (steps["state_l2"].iloc[1:] > 100 * first["state_l2"]).all()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
+def test_no_cache_that_gives_back_the_very_rows_keeps_anything(load, cache):
+    """The lanes of one row run on that kind of cache too: on another, a kernel might add in another order."""
+    found = split(load(KINDS[4]), cached=f"cached[cache={cache}]+identity", recompute="recompute")
+    assert (found.steps[["kept", "kept_l2"]] == 0).all(axis=None)
+    assert (found.layers["kept"] == 0).all()
+
+
+def test_what_a_quantised_cache_makes_of_the_rows_is_kept_and_found_where_it_is_made(load):
+    """transformers' cache of 8 bits: it holds the rows in another form, in which none can be replaced for good."""
+    given = {"cached": "cached[cache=quantized(8,fp8)]"}
+    found = from_step(split(load(KINDS[4]), **given).steps, 1)
+    assert (found["most"] == "kept").all()
+    assert kv.localise(load(KINDS[4]), PROMPT, **given).place == "kv"
 
 
 @cases([KINDS[0], KINDS[4]])

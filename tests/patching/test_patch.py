@@ -11,6 +11,8 @@ from kvinterp.patching import PatchWatcher, donor_trace
 from kvinterp.paths import Runner
 from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward
 
+pytestmark = pytest.mark.bits
+
 STEPS = 3
 OTHER = tuple((token * 7 + 5) % 97 for token in PROMPT)
 FED = PROMPT[: STEPS - 1]

@@ -7,6 +7,8 @@ import kvinterp as kv
 from kvinterp.patching import PatchWatcher, PureRecompute
 from support import PROMPT, Case, assert_bitwise, cases, plain_forward
 
+pytestmark = pytest.mark.bits
+
 OTHER = tuple((token * 7 + 5) % 97 for token in PROMPT)
 """As long as PROMPT, with other tokens: what is taken from it changes the logits."""
 

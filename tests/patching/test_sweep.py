@@ -15,11 +15,15 @@ from kvinterp.paths import Runner
 from kvinterp.policies.planted import Planted
 from support import PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases, hooks_of, plain_forward
 
+pytestmark = pytest.mark.bits
+
 STEPS = 5
 OTHER = tuple((token * 7 + 5) % 97 for token in PROMPT)
 HOOKED = Case("llama-mha", "hooked")
 NATIVE = Case("llama-gqa", "native", "sdpa")
 KINDS = [HOOKED, Case("gemma2", "hooked"), Case("llama-mha", "bridge"), NATIVE, Case("mistral-window", "native", "eager")]
+SPLIT = {"cached": "cached[cache=bfloat16,kernels=split_k(2,float32)]"}
+"""Makes the paths differ in every product and in K and V: on some processors both give the same bits by themselves."""
 QUICK = {"max_new_tokens": STEPS, "controls": "none", "stop": "length", "progress": "none"}
 
 
@@ -117,7 +121,7 @@ def test_highest_kl_chooses_what_a_comparison_ranks_highest(load, case):
     assert highest_kl(model, prompts, 9, **settings) == [0, 1, 2, 3, 4]
     sweep = kv.sweep(model, prompts, examples=2, layers=[0], controls="none", protocol="free", **settings)
     assert sweep.recovery["example"].tolist() == ranked[:2]
-    assert sweep.recovery["d_before"].tolist() == pytest.approx(mean[ranked[:2]].tolist(), rel=1e-9)
+    assert sweep.recovery["d_before_kl"].tolist() == pytest.approx(mean[ranked[:2]].tolist(), rel=1e-9)
 
 
 # Recovery --------------------------------------------------------------------------------------------------------------
@@ -132,7 +136,7 @@ def test_recovery_is_what_the_kept_logits_say(load, case, direction):
         ("l2", lambda a, b: (a.double() - b.double()).norm(dim=-1)),
         ("margin", lambda a, b: (metrics.logit_margin(a) - metrics.logit_margin(b)).abs()),
     ):
-        sweep = swept(model, [PROMPT, OTHER], direction=direction, distance=distance, logits="keep", steps=(1, 3))
+        sweep = swept(model, [PROMPT, OTHER], direction=direction, distance=distance, logits="keep", steps=(1, 3), **SPLIT)
         for example in (0, 1):
             logits = sweep.logits[example]
             assert logits.shape == (STEPS, 2 + model.facts.layers, model.facts.vocabulary)
@@ -162,15 +166,59 @@ def test_recovery_is_undefined_where_the_unpatched_paths_are_bitwise_equal(load,
     summary = sweep.summary()
     assert summary["examples_without_difference"] == 1
     assert summary["best"] is None
+    assert summary["together"] == {}
+    assert sweep.recovery["why"].str.startswith("the paths' logits are bitwise equal").all()
     assert sweep.aggregate()["defined"].tolist() == [0] * model.facts.layers
 
 
 @cases(KINDS)
 def test_a_foreign_donor_makes_it_worse_and_the_negative_value_is_kept(load, case):
-    sweep = swept(load(case), [PROMPT, OTHER], layers=[0], controls="quick", site="mlp_out")
+    sweep = swept(load(case), [PROMPT, OTHER], layers=[0], controls="quick", site="mlp_out", **SPLIT)
     other = sweep.controls[sweep.controls["control"] == "other-prompt"]
     assert len(other) == 2
     assert (other["recovery"] < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("steps", "l2", "d_before", "said"),
+    [
+        (3, 1.0, 0.5, ""),
+        (0, 0.0, 0.0, "no patched step was decoded"),
+        (3, 0.0, 0.0, "bitwise equal at the steps patched"),
+        (3, 1e-9, 0.0, "the logits differ and this distance is 0 all the same"),
+    ],
+)
+def test_a_recovery_that_is_not_a_number_says_why_and_what_to_do(steps, l2, d_before, said):
+    why = metrics.why_undefined(steps, l2, d_before)
+    assert (said in why) if said else why == ""
+    assert math.isnan(float(metrics.recovery(torch.tensor(d_before), torch.tensor(0.0)))) == bool(why)
+
+
+@cases([HOOKED, NATIVE])
+def test_both_distances_are_measured_in_one_run(load, case):
+    both = swept(load(case), cached="cached[cache=bfloat16]", controls="quick")
+    assert both.about["distances"] == ["l2", "kl"]
+    for name, behind in (("l2", ""), ("kl", "_kl")):
+        alone = swept(load(case), cached="cached[cache=bfloat16]", distance=name)
+        for column in ("recovery", "d_before", "d_after"):
+            for table in ("recovery", "steps"):
+                assert getattr(both, table)[column + behind].tolist() == getattr(alone, table)[column].tolist()
+    together = both.controls[both.controls["control"] == "together"].iloc[0]
+    assert both.left()["kl"]["share"] == together["d_after_kl"] / together["d_before_kl"]
+    assert both.left()["l2"]["share"] == together["d_after"] / together["d_before"]
+    assert "median_kl" in both.aggregate()
+
+
+@cases([NATIVE])
+def test_what_no_patch_of_a_kind_reaches_is_what_is_left_with_all_layers_patched(load, case):
+    """A planted unembedding: K and V of all layers leave all of it, attention's outputs too; nothing is left of planted K and V."""
+    model = load(case)
+    paths = {"recompute": "recompute@float64", "controls": "quick", "direction": "into-cached", "steps": "first"}
+    kept = swept(model, site="kv", cached=kv.Cached(Planted(1, until=len(PROMPT)), dtype="float64"), **paths)
+    assert kept.left()["l2"]["share"] < 0.01
+    split = "cached[kernels=split_k(4,float16,unembed)]@float64"
+    made = swept(model, site="kv", cached=split, **paths | {"positions": "earlier"})
+    assert made.left()["l2"]["share"] > 0.01 or made.recovery["equal"].all()
 
 
 def test_aggregates_are_over_examples():
@@ -180,6 +228,7 @@ def test_aggregates_are_over_examples():
     rows = [
         {"sweep": "single", "site": "resid_post", "layer": layer, "head": -1, "positions": "newest"}
         | {"example": example, "recovery": value if layer else math.nan, "defined": layer == 1, "d_before": 1.0}
+        | {"equal": layer == 0, "why": "" if layer else "equal"}
         for layer in (0, 1)
         for example, value in enumerate(values)
     ]
@@ -203,7 +252,7 @@ def test_the_best_place_is_not_decided_by_one_example():
 
     rows = [
         {"sweep": "single", "site": "kv", "layer": layer, "head": -1, "positions": "all"}
-        | {"example": example, "recovery": value, "defined": True, "d_before": 1.0}
+        | {"example": example, "recovery": value, "defined": True, "d_before": 1.0, "equal": False, "why": ""}
         for layer, values in ((0, [0.0, 0.0, 0.0]), (1, [0.7, 0.8, -57.0]))
         for example, value in enumerate(values)
     ]
@@ -217,14 +266,16 @@ def test_the_best_place_is_not_decided_by_one_example():
 @cases([NATIVE])
 def test_a_prompt_that_ended_before_any_counted_step_has_no_floor(load, case, monkeypatch):
     model = load(case)
-    settings = {"controls": "quick", "stop": "end of sequence", "layers": [0]}
+    settings = {"controls": "quick", "stop": "end of sequence", "layers": [0], **SPLIT}
     first = kv.run(model, PROMPT, max_new_tokens=1).tokens[0]
     monkeypatch.setattr(type(model), "end_tokens", frozenset({first}))
     alone, both = (swept(model, prompts, **settings) for prompts in ([OTHER], [OTHER, PROMPT]))
     floors = both.controls[both.controls["control"] == "floor"]
     assert floors["steps"].tolist()[1] == 0 < floors["steps"].tolist()[0]
-    assert both.summary()["floor"] == alone.summary()["floor"] > 0
-    assert swept(model, [PROMPT], **settings).summary()["floor"] is None
+    assert both.summary()["floor"] == alone.summary()["floor"]
+    assert set(both.summary()["floor"]) <= {"l2", "kl"}
+    assert swept(model, [PROMPT], **settings).summary()["floor"] == {}
+    assert both.recovery["why"].tolist()[1].startswith("no patched step was decoded")
 
 
 def unembedding(model):
@@ -265,10 +316,14 @@ def test_law_6_the_floor_is_exactly_the_unembeddings_own_difference(load, case, 
             rows[-1] = traces[giver].records[last][step][-1]
             patched = head(rows[None])[0, -1]
             assert_bitwise(sweep.logits[0][step, 2], patched, f"patched logits at step {step}", ("vocab",))
-            after.append(float(metrics.kl_divergence(traces[giver].logits[step], patched)))
+            kl = float(metrics.kl_divergence(traces[giver].logits[step], patched))
+            after.append((float((traces[giver].logits[step].double() - patched.double()).norm()), kl))
     floor = sweep.controls[sweep.controls["control"] == "floor"].iloc[0]
-    assert floor["d_after"] == pytest.approx(np.mean(after), rel=1e-9, abs=1e-300)
-    assert sweep.summary()["floor"] == floor["d_after"]
+    assert (floor["d_after"], floor["d_after_kl"]) == pytest.approx(np.mean(after, 0), rel=1e-9, abs=1e-300)
+    assert sweep.left("floor").get("l2", {"mean": floor["d_after"]})["mean"] == floor["d_after"]
+    # resid_post is what is swept: its floor is what the control patches, to the bit.
+    together = sweep.controls[sweep.controls["control"] == "together"].iloc[0]
+    assert together["d_after"] == floor["d_after"]
 
 
 @pytest.mark.parametrize("protocol", ["matched", "free"])
@@ -278,10 +333,11 @@ def test_controls_stand_beside_every_sweep(load, case, direction, protocol):
     model = load(case)
     plain_forward(model.model, torch.tensor([PROMPT]))  # A bridge hangs hooks of its own on its first forward.
     before = hooks_of(model.model)
-    sweep = swept(model, layers=[0], controls="all", direction=direction, protocol=protocol)
+    split = "cached[kernels=split_k(2,float32,linear,0)]"
+    sweep = swept(model, layers=[0], controls="all", direction=direction, protocol=protocol, cached=split)
     controls = sweep.controls.set_index("control")
     assert list(controls.index) == [
-        "self", "other-prompt", "floor", "all-positions", "planted kv", "planted row", "planted unembedding",
+        "self", "other-prompt", "floor", "all-positions", "together", "planted kv", "planted row", "planted unembedding",
     ]  # fmt: skip
     assert controls.loc["self", "d_after"] == controls.loc["self", "d_before"]
     assert controls.loc["self", "recovery"] == 0
@@ -379,7 +435,7 @@ def test_positions_that_a_sliding_cache_has_forgotten_are_left_as_they_are(load,
 def test_blocks_of_the_stream_that_a_decode_step_does_not_compute_have_no_row(load, case):
     """The cached path computes its newest position only, so nothing of an earlier block was ever patched."""
     model = load(case)
-    blocks = swept(model, over="blocks", block=4, direction="into-cached").recovery
+    blocks = swept(model, over="blocks", block=4, direction="into-cached", **SPLIT).recovery
     assert blocks["positions"].tolist() == ["12:16"]
     assert blocks["d_after"].tolist() != blocks["d_before"].tolist()
     prefill = swept(model, over="blocks", block=4, direction="into-cached", steps=(0, 2)).recovery
@@ -392,7 +448,7 @@ def test_every_site_sweeps_in_both_directions_at_all_positions(load, case, direc
     """Of a cached donor's q, k, v and z at all positions, once only the newest row was moved, silently."""
     model = load(case)
     for site in ("resid_pre", "resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "kv", "cache_k", "cache_v"):
-        sweep = swept(model, site=site, positions="all", direction=direction, max_new_tokens=3)
+        sweep = swept(model, site=site, positions="all", direction=direction, max_new_tokens=3, **SPLIT)
         assert sweep.recovery["defined"].all(), site
         assert np.isfinite(sweep.recovery["d_after"]).all(), site
 
@@ -401,7 +457,7 @@ def test_every_site_sweeps_in_both_directions_at_all_positions(load, case, direc
 def test_a_cached_donor_gives_the_rows_of_every_step(load, case):
     """All positions of v, moved into the recompute path at a late step, are those the cached path wrote: cache_v itself."""
     model = load(case)
-    settings = {"layers": [1], "steps": (4,), "logits": "keep", "positions": "all"}
+    settings = {"layers": [1], "steps": (4,), "logits": "keep", "positions": "all", **SPLIT}
     as_computed, as_stored = (swept(model, site=site, **settings).logits[0] for site in ("v", "cache_v"))
     assert_bitwise(as_computed, as_stored, "logits with v, or cached V, of all positions put in")
     newest = swept(model, site="v", **settings | {"positions": "newest"}).logits[0]

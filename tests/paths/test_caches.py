@@ -32,6 +32,8 @@ ARCHITECTURES = {
     "MiniMax": {"hidden_size": 24, "intermediate_size": 40, "head_dim": 6, "block_size": 8, **EXPERTS},
     "OPT": {"hidden_size": 24, "ffn_dim": 40, "word_embed_proj_dim": 24},
     "Cohere": {"hidden_size": 24, "intermediate_size": 40},
+    # It turns half a head, and transformers turns pairs of numbers: of six it would turn three, and fails by itself.
+    "Phi": {"hidden_size": 32, "intermediate_size": 40},
 }
 
 

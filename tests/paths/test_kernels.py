@@ -10,6 +10,8 @@ from kvinterp.paths import Cached, Recompute, fixed_order, kernels_named, path_n
 from kvinterp.paths.kernels import BatchInvariant, LayerCast, Native, SplitK
 from support import CASES, ZOO_CASES, Case, assert_bitwise, cases, hooks_of
 
+pytestmark = pytest.mark.bits
+
 PROMPT = (1, 60, 200, 33, 470, 81, 12, 9, 301, 44, 18, 77, 90, 121, 305, 6, 270, 55, 31, 402)
 LONG = (*PROMPT, *reversed(PROMPT))
 """Forty tokens: longer than gemma2-mini's window of 32, so that its cache has slid."""
@@ -164,6 +166,8 @@ def test_fixed_orders_agree_with_torch_in_float64() -> None:
         "cached[kernels=split_k(4,float16)]",
         "recompute[kernels=split_k(8,float32,linear+unembed,0+2)]@float64",
         "cached[chunk=16,kernels=split_k(2,float16,all,1)]",
+        "cached[kernels=flash_decoding(4,float32)]",
+        "recompute[kernels=flash_decoding(8,float16,0+2)]",
         "cached[chunk=16,cache=float16,kernels=layer_cast]",
     ],
 )
@@ -184,6 +188,9 @@ def test_modes_by_name_and_by_object() -> None:
     [
         ("batch_invarient", "did you mean 'batch_invariant'"),
         ("split_k(1)", "at least 2"),
+        ("flash_decoding(1)", "at least 2"),
+        ("flash_decoding(4,float8)", "float16, float32"),
+        ("flash_decoding(4,float32,first)", "layers"),
         ("split_k(4,float8)", "float16, float32"),
         ("split_k(4,float16,linears)", "did you mean 'linear'"),
         ("split_k(4,float16,linear,first)", "layers"),
@@ -225,3 +232,95 @@ def test_nothing_stays_behind_after_an_error(load) -> None:
             runner.advance()
         assert hooks_of(adapter.model) == before
         assert _get_current_dispatch_mode() is None
+
+
+# Attention as one kernel ----------------------------------------------------------------------------------------------
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+def one_row(dtype: torch.dtype = torch.float16, keys: int = 37, rows: int = 1) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((1, 4, rows, 16), (1, 4, keys, 16), (1, 4, keys, 16))
+    return tuple((4 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes)
+
+
+def under(text: str, load: object, *tensors: torch.Tensor, **more: object) -> torch.Tensor:
+    with kernels_named(text).mode(load(Case("llama-gqa", "native", "sdpa"))):
+        return SDPA(*tensors, **more)
+
+
+def test_split_k_of_the_values_leaves_the_scores_unrounded(load) -> None:
+    """It rounded them to float16 too, a difference that was none of the values'."""
+    query, key, value = one_row()
+    scores = (query.float() @ key.float().transpose(-1, -2)) * 16**-0.5
+    weights = scores.softmax(-1).half().float()
+    pieces = [
+        (w @ v).half() for w, v in zip(weights.split(10, -1), value.float().split(10, -2), strict=True)
+    ]  # fmt: skip
+    expected = pieces[0] + pieces[1] + pieces[2] + pieces[3]
+    assert_bitwise(under("split_k(4,float16,values)", load, query, key, value), expected)
+    rounded = (query.float() @ key.float().transpose(-1, -2)).half().float() * 16**-0.5
+    assert not torch.equal(rounded.softmax(-1).half(), weights.half()), "rounding the scores would show"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("parts", [2, 4, 37, 50])
+def test_flash_decoding_is_attention(dtype: torch.dtype, parts: int, load) -> None:
+    """Against float64: off by rounding, whatever the number of parts.
+
+    A score of size s is off by up to s and head_dim unit roundoffs, so its probability is too, relatively; the sums over
+    the keys add as many as there are keys, and in 16 bits probabilities, parts and result are rounded besides.
+    """
+    tensors = one_row(dtype)
+    score = float((tensors[0].double() @ tensors[1].double().transpose(-1, -2)).abs().max() / 4)
+    wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    bound = float(tensors[2].abs().max()) * (4 * torch.finfo(dtype).eps + 2 * wide * (score + 16 + 37))
+    mask = torch.arange(37)[None] % 5 != 2
+    for more in ({}, {"attn_mask": mask}, {"attn_mask": torch.zeros(1, 37, dtype=dtype).masked_fill(~mask, -torch.inf)}):
+        wanted = SDPA(
+            *(t.double() for t in tensors), **{k: m if m.dtype == torch.bool else m.double() for k, m in more.items()}
+        )
+        made = under(f"flash_decoding({parts})", load, *tensors, **more)
+        assert made.dtype == dtype
+        assert (made.double() - wanted).abs().max() <= bound
+
+
+def test_flash_decoding_splits_where_a_part_is_masked_whole(load) -> None:
+    query, key, value = one_row(torch.float32)
+    mask = (torch.arange(37) >= 20)[None]
+    wanted = SDPA(query, key[..., 20:, :], value[..., 20:, :])
+    torch.testing.assert_close(
+        under("flash_decoding(4)", load, query, key, value, attn_mask=mask), wanted, rtol=0, atol=1e-5
+    )
+    nowhere = under("flash_decoding(4)", load, query, key, value, attn_mask=torch.zeros(1, 37, dtype=torch.bool))
+    assert (nowhere == 0).all(), "as torch's own kernels give a row that may look nowhere"
+
+
+def test_flash_decoding_changes_one_row_only_and_keeps_parts_as_it_says(load) -> None:
+    many = one_row(rows=3)
+    assert_bitwise(under("flash_decoding(4)", load, *many), SDPA(*many), "three rows")
+    query, key, value = one_row()
+    kept, rounded = (under(f"flash_decoding(4,{dtype})", load, query, key, value) for dtype in ("float32", "float16"))
+    assert not torch.equal(kept, rounded), "PagedAttention's 16-bit parts are other numbers"
+    wide = one_row(torch.float32)
+    assert_bitwise(*(under(f"flash_decoding(4,{dtype})", load, *wide) for dtype in ("float32", "float16")))
+
+
+def test_flash_decoding_of_a_path_changes_the_layers_it_names(load) -> None:
+    adapter = load(Case("zoo:mistral-mini", "native", "sdpa"), "float16")
+    plain, split = (
+        kv.run(adapter, list(PROMPT), path, max_new_tokens=2, record="resid_post", stop="length", continuation=[5])
+        for path in ("cached", "cached[kernels=flash_decoding(3,float16,1)]")
+    )
+    assert_bitwise(split.records["resid_post", 0][1], plain.records["resid_post", 0][1], "layer 0")
+    assert not torch.equal(split.records["resid_post", 1][1], plain.records["resid_post", 1][1])
+
+
+def test_flash_decoding_is_refused_where_attention_is_no_kernel(load) -> None:
+    with pytest.raises(kv.UnsupportedError, match=r"kind='native', attention='sdpa', or use split_k\(4,float32,values\)"):
+        kv.run(load(Case("llama-gqa", "native", "eager")), [5, 6], "cached[kernels=flash_decoding(4)]", max_new_tokens=2)
+    with pytest.raises(kv.InputError, match="has layers 0 to 1"):
+        kv.run(
+            load(Case("llama-gqa", "native", "sdpa")), [5], "cached[kernels=flash_decoding(4,float32,7)]", max_new_tokens=2
+        )

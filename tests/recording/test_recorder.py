@@ -12,6 +12,8 @@ import kvinterp as kv
 from kvinterp.models import Adapter
 from support import PROMPT, TINY_WINDOW, Case
 
+pytestmark = pytest.mark.bits
+
 WINDOW = Case("mistral-window", "native", "eager")
 SHORT = {"max_new_tokens": 3, "stop": "length"}
 

@@ -19,7 +19,7 @@ from kvinterp.views import heatmap, plots, root_cause, sections
 from kvinterp.views.answer import answer_of, question_of
 from kvinterp.views.precision import ladder_of, ladder_said, ladder_title
 from kvinterp.views.root_cause_words import said_of_root_cause
-from kvinterp.views.words import said_of_decomposition, said_of_sweep, share
+from kvinterp.views.words import share
 from synthetic import ABOUT, comparison, failures, result
 
 
@@ -419,61 +419,6 @@ def test_the_title_of_a_split_by_layer() -> None:
     assert heatmap._layer_title(there) == (
         "At the median step state is first above 0 at layer 1 and fresh is 0 in every layer"
     )
-
-
-# Sweeps and splits -----------------------------------------------------------------------------------------------------
-
-BEST: dict[str, Any] = {
-    "layer": 1, "head": -1, "site": "kv", "sweep": "single", "positions": "", "mean": 0.7, "median": 0.8, "defined": 4,
-    "interval_low": 0.5, "interval_high": 0.9,
-}  # fmt: skip
-SWEEP: dict[str, Any] = {
-    "examples": 4, "examples_without_difference": 0, "best": BEST, "distance": "kl", "sweep": "single",
-    "direction": "into-cached", "floor": 1e-9, "protocol": "matched", "provenance": ABOUT,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changed", "wanted", "unwanted"),
-    [
-        ({}, ["The largest median recovery of the KL, by kv (single, into-cached), is 80.0%, at layer 1, over 4 prompts",
-              "95% interval 50.0% to 90.0%", "what the final norm and the unembedding make", "Measured on a processor"],
-         ["No place", "undefined"]),
-        ({"best": {**BEST, "median": -3.0}}, ["No place recovers a twentieth", "-300.0%"], []),
-        ({"best": {**BEST, "defined": 1, "interval_low": np.nan}}, ["over 1 prompt, so without an interval"], ["95%"]),
-        ({"best": None, "examples_without_difference": 4}, ["4 of 4 prompts: the KL between the paths is 0",
-                                                            "no difference to recover"], ["bitwise", "recovery of"]),
-        ({"distance": "l2", "examples_without_difference": 1}, ["the L2 distance of the logits between the paths is 0"],
-         ["KL"]),
-        ({"protocol": "free"}, ["Floor: with the last residual patched"], ["unembedding"]),
-        ({"floor": None}, [], ["Floor"]),
-    ],
-)  # fmt: skip
-def test_what_is_said_of_a_sweep(changed: dict[str, Any], wanted: list[str], unwanted: list[str]) -> None:
-    checked(" ".join(said_of_sweep(SWEEP | changed)), wanted, unwanted)
-
-
-SPLIT: dict[str, Any] = {
-    "steps": 6, "examples": 2, "total": 1e-7, "state": 8e-8, "fresh": 1e-9, "null": 1e-10, "total_l2": 1e-2, "state_l2": 8e-3,
-    "fresh_l2": 2e-3, "null_l2": 1e-3, "provenance": ABOUT,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changed", "wanted", "unwanted"),
-    [
-        ({}, ["mean of 6 steps of 2 prompts", "more by the K and V written earlier", "Measured on"],
-         ["as large as", "as much by one", "one-row"]),
-        ({"fresh_l2": 9e-3}, ["more by this step's own one-row computation"], ["written earlier"]),
-        ({"fresh_l2": 8e-3}, ["as much by one as by the other"], ["more by"]),
-        ({"null_l2": 5e-3}, ["as large as the fresh part"], ["state and the", "state part"]),
-        ({"null_l2": 9e-3}, ["as large as the state and the fresh part"], []),
-        ({"null_l2": 5e-3, "fresh_l2": 0.0}, [], ["as large as"]),
-        ({"total_l2": 0.0, "steps": 1}, ["bitwise equal at all 1 step of"], ["more by", "Null"]),
-    ],
-)  # fmt: skip
-def test_what_is_said_of_a_split(changed: dict[str, Any], wanted: list[str], unwanted: list[str]) -> None:
-    checked(" ".join(said_of_decomposition(SPLIT | changed)), wanted, unwanted)
 
 
 # The root cause --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
+from kvinterp import metrics
 from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.paths import path_named
 from kvinterp.views.widgets import PatchAnswer, PatchBench, patch_panel
 from support import Case
 
@@ -76,7 +78,10 @@ def test_what_does_not_depend_on_the_patch_is_run_once(model: Any) -> None:
 @pytest.mark.hooked
 def test_the_last_residual_gives_the_donors_logits(model: Any) -> None:
     """At the last layer nothing follows but the unembedding, which is what the control calls the floor."""
-    answer = PatchBench(model, STEPS).ask(PROMPT, "resid_post", model.facts.layers - 1)
+    bench = PatchBench(model, STEPS)
+    # So that the paths differ on every machine, and before the unembedding.
+    bench._paths["cached"] = path_named("cached+planted(1,256.0)")
+    answer = bench.ask(PROMPT, "resid_post", model.facts.layers - 1)
     assert answer.d_before > 0, "the paths do not differ here: the test shows nothing"
     assert answer.recovery > 0.99
     assert answer.steps["d_before"].idxmax() == answer.steps.index[answer.steps["step"] == answer.shown_step][0]
@@ -85,8 +90,16 @@ def test_the_last_residual_gives_the_donors_logits(model: Any) -> None:
 
 def test_equal_paths_have_no_recovery() -> None:
     empty = pd.DataFrame({name: [] for name in ("token", "text", "donor", "unpatched", "patched")})
-    shown = PatchAnswer(float("nan"), 0.0, 0.0, pd.DataFrame({"step": [1]}), empty, 1, 0.1).html()
-    assert "Recovery undefined: the paths are bitwise equal here" in shown
+    nan, frame = float("nan"), pd.DataFrame({"step": [1]})
+    why = metrics.why_undefined(1, 0.0, 0.0)
+    shown = PatchAnswer(nan, 0.0, 0.0, frame, empty, 1, 0.1, nan, why).html()
+    assert "bitwise equal at the steps patched" in shown
+    assert "decode more tokens" in shown
+    assert "%" not in shown
+    assert (
+        "Recovery 50.00% of the KL, 40.00% of the L2 distance"
+        in PatchAnswer(0.5, 2.0, 1.0, frame, empty, 1, 0.1, 0.4, "").html()
+    )
     assert "exactly 0 before, exactly 0 after" in shown
 
 

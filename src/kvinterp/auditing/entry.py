@@ -18,6 +18,7 @@ from kvinterp.auditing.verdict import VERDICTS, Verdict, judge
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, unknown
 from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.threads import own_threads
 from kvinterp.provenance import provenance
 
 __all__ = ["LENGTHS", "RUNGS", "Audit", "audit"]
@@ -28,8 +29,8 @@ LENGTHS = (5, 63, 64, 65, 96, 97, 128)
 
 CHECKS = ("default", "thorough", "none")
 
-LONGEST_EDGE, SMALL = 512, 5_000_000
-"""The longest window or chunk that default lengths reach over, and the parameters of a model too small for threads."""
+LONGEST_EDGE = 512
+"""The longest window or chunk that default lengths reach over."""
 
 
 @dataclasses.dataclass
@@ -116,7 +117,7 @@ def audit(
     dtypes = {dtype_name(dtype_named(name)): dtype_named(name) for name in rungs}
     dtypes.setdefault(dtype_name(adapter.dtype), adapter.dtype)
     room = min(adapter.facts.context, max(lengths) + steps)
-    with located(f"audit of {adapter.facts.name}"), _threads(adapter), _torchs_own_words(), _evaluating(adapter.model):
+    with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), _evaluating(adapter.model):
         check_causal(adapter)
         tokens = _tokens(adapter, prompts, room, seed)
         plan = prefix_plan(tokens, lengths, steps, room)
@@ -177,19 +178,6 @@ def _own_lengths(adapter: Adapter) -> tuple[int, ...]:
     chunks = [getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size", "attention_chunk_size")]
     edges = {edge for edge in (*adapter.facts.windows, *chunks) if isinstance(edge, int) and 2 < edge <= LONGEST_EDGE}
     return tuple(sorted({*LENGTHS, *(edge + side for edge in edges for side in (-1, 1))}))
-
-
-@contextlib.contextmanager
-def _threads(adapter: Adapter) -> Iterator[None]:
-    """One thread for a small model on a CPU: two only wait for each other, ten times as long where others compute too."""
-    before = torch.get_num_threads()
-    small = adapter.device.type == "cpu" and sum(p.numel() for p in adapter.model.parameters()) < SMALL
-    try:
-        if small:
-            torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: int) -> list[Sequence[int]]:

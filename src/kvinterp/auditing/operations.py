@@ -26,6 +26,7 @@ from kvinterp.auditing.subject import BlockTaps, Subject, prompts_for
 from kvinterp.errors import InputError
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import KernelMode, Kernels, Native, kernels_named
 from kvinterp.provenance import provenance
 
@@ -116,13 +117,13 @@ def kernels_table(
     tokens = torch.tensor([list(prompt[:length])], device=adapter.device)
     mode = kernels.mode(adapter)
     rows: list[dict[str, Any]] = []
-    with torch.no_grad():
+    with torch.no_grad(), own_threads(adapter):
         operations = collect(adapter, tokens, sorted(sizes))
         for operation in operations:
             # A kernel mode that takes attention over leaves no back end to choose.
             if operation.calls or isinstance(kernels, Native):
                 rows += _measure(operation, sorted(sizes), mode)
-    first = _first(adapter, kernels, prompt, length)
+        first = _first(adapter, kernels, prompt, length)
     about = provenance(adapter, kernels=str(kernels), sizes=list(sizes))
     return KernelsTable(pd.DataFrame(rows), None if first is None else _described(first, operations), about)
 
@@ -235,18 +236,22 @@ def _without_onednn() -> Iterator[None]:
 @contextlib.contextmanager
 def _toggled(holder: Any, name: str) -> Iterator[None]:
     before = getattr(holder, name)
-    setattr(holder, name, not before)
+    # torch keeps two switches under the name of the reduction: setting it by one value turns split-K on, and it refuses a
+    # reduced reduction without split-K.
+    split_k = getattr(holder, f"{name}_split_k", None)
+    setattr(holder, name, not before if split_k is None else (not before, split_k or not before))
     try:
         yield
     finally:
-        setattr(holder, name, before)
+        setattr(holder, name, before if split_k is None else (before, split_k))
 
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(not before, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warns)

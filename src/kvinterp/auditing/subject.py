@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvinterp.auditing.causality import check_causal
 from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.load import ATTENTION, device_named
@@ -241,7 +242,7 @@ class BlockTaps:
 
     def _after(self, layer: int) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
-            made = output[0] if isinstance(output, tuple) else output
+            made = output[0] if isinstance(output, tuple | list) else output
             call = (layer, sum(n == layer for n, _ in self.outputs))
             self.outputs[call] = self._seen(call, made)
             if self.change is not None:
@@ -250,7 +251,7 @@ class BlockTaps:
                 return None
             else:
                 forced = self._forced(call, self.force[0].outputs[call])
-            return (forced, *output[1:]) if isinstance(output, tuple) else forced
+            return (forced, *output[1:]) if isinstance(output, tuple | list) else forced
 
         return hook
 
@@ -365,30 +366,6 @@ def random_model(
     adapter = wrap(model.to(device=place_on, dtype=dtype).eval().requires_grad_(False), name=f"{text} (random weights)")
     check_causal(adapter)
     return adapter
-
-
-def check_causal(adapter: Adapter) -> None:
-    """Refuses a model whose tokens see the ones after them.
-
-    Raises:
-        InputError: Another last token changes the logits of the first one.
-    """
-    count = adapter.facts.vocabulary
-    if count < 2 or adapter.facts.context < 4:
-        return
-    ids = [[t % count for t in (1, 2, 3, last)] for last in (4, 5)]
-    one, other = (torch.tensor([tokens], device=adapter.device) for tokens in ids)
-    subject = Subject(adapter)
-    a, b, again = (subject.recompute(tokens)[0, 0].double() for tokens in (one, other, one))
-    if not torch.equal(a, again):
-        return  # It computes something else each time, which says nothing about what its tokens see.
-    kept = a.isfinite() & b.isfinite()
-    apart, size = (t[kept].abs().max() if bool(kept.any()) else torch.tensor(0.0) for t in (a - b, a))
-    if bool(apart > 4 * torch.finfo(adapter.dtype).eps * size):
-        raise InputError(
-            f"model {adapter.facts.name} ({adapter.facts.architecture}) is not causal, its tokens see the ones after them: "
-            "only a causal decoder can decode from a cache; give one."
-        )
 
 
 def _folder_of(file: Path) -> Path:

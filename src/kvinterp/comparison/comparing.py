@@ -18,9 +18,10 @@ from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.recordable import recordable
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, located
+from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, dtype_named, expand_sites, wrap
 from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Site
+from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.runner import (
     check_choice,
@@ -32,6 +33,7 @@ from kvinterp.paths.runner import (
     listed,
 )
 from kvinterp.paths.sampling import check_seed, uniforms
+from kvinterp.paths.vocabulary import padding_of, sound_rows
 from kvinterp.policies import Place
 from kvinterp.provenance import provenance
 from kvinterp.recording import Trace, Watch, chosen_layers, whole_number
@@ -110,7 +112,7 @@ def compare(
         raise InputError(f"{len(items)} prompts came with the example numbers {numbers}: give each prompt one of its own.")
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
     names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
-    with located(f"model {adapter.facts.name}, {path_a} against {path_b}"):
+    with located(f"model {adapter.facts.name}, {path_a} against {path_b}"), own_threads(adapter):
         pair = _Pair(
             adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, _compared(adapter, record, layers)
         )
@@ -144,7 +146,7 @@ class _Glimpse:
     """Holds what one path shows at the newest position, until the next step."""
 
     def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
-        self.watch = Watch(adapter, wanted, self._see)
+        self.watch, self.architecture = Watch(adapter, wanted, self._see), adapter.facts.architecture
         self.places, self.listeners = self.watch.places, self.watch.listeners
         self.begin_pass, self.seen = self.watch.begin_pass, dict[Site, Tensor]()
 
@@ -156,6 +158,12 @@ class _Glimpse:
 
     def _see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         whole = site in CACHE_SITES
+        if site in RESIDUAL_SITES and tensor.dim() != 3:
+            # Gemma 3n, DeepSeek-V4 and others carry several streams, which are mixed at every block.
+            raise UnsupportedError(
+                f"{site} of {self.architecture} is several residual streams side by side, of shape "
+                f"{tuple(tensor.shape)}, and cannot be compared as one: leave it out, as in record='kv'."
+            )
         self.seen[site, layer] = tensor if whole else tensor[:, :, -1] if site == "pattern" else tensor[:, -1]
 
 
@@ -200,6 +208,7 @@ class _Pair:
         fed: list[Tensor] = []
         finite: list[Tensor] = []
         over = torch.zeros(size, dtype=torch.bool, device=prompt.device)
+        self.padding: Tensor | None = None
         runners = [Runner(self.adapter, p, prompt, length, [g]) for p, g in zip(self.paths, glimpses, strict=True)]
         about = {**self.about, "caches": {side: runner.cache for side, runner in zip("ab", runners, strict=True)}}
         with runners[0], runners[1]:
@@ -207,11 +216,13 @@ class _Pair:
             for step in range(length):
                 logits = [runner.advance(feed).to(prompt.device) for runner, feed in zip(runners, feeds, strict=True)]
                 picks = [self.strategy.choose(row, random[:, step]) for row in logits]
-                differences.add(
-                    step, indices, prompt.shape[1] + step, (logits[0], logits[1]), (glimpses[0].seen, glimpses[1].seen)
-                )
+                if self.padding is None:
+                    self.padding = padding_of(logits)
+                    tokens = (~self.padding).nonzero().flatten() if bool(self.padding.any()) else slice(None)
+                a, b = (row[:, tokens] for row in logits)
+                differences.add(step, indices, prompt.shape[1] + step, (a, b), (glimpses[0].seen, glimpses[1].seen))
                 chosen.append(torch.stack(picks))
-                finite.append(torch.stack([row.isfinite().all(-1) for row in logits]))
+                finite.append(torch.stack([sound_rows(row, self.padding) for row in logits]))
                 lead = picks[0] if forced is None or step >= len(forced) else forced[step].expand(size)
                 feeds = [lead, lead] if self.protocol == "matched" else list(picks)
                 fed.append(torch.stack([feed for feed in feeds if feed is not None]))
@@ -247,7 +258,7 @@ class _Pair:
         count = next((i + 1 for i, pair in enumerate(both) if set(pair) & set(stops)), len(both))
         for side, path in enumerate(self.paths):
             if not finite[side, row, :count].all():
-                message = first_nonfinite(self.adapter, path, prompt, fed[side][row][: count - 1])
+                message = first_nonfinite(self.adapter, path, prompt, fed[side][row][: count - 1], self.padding)
                 return _failed(example, name, message, frames, about)
         steps, layers, heads, kv = (
             f[(f["example"] == example) & (f["step"] < count)].reset_index(drop=True) for f in frames
@@ -284,9 +295,10 @@ def compare_traces(a: Trace, b: Trace) -> Comparison:
     heads = _head_labels(a.heads, b.heads, "query heads", (a, b), ("pattern",))
     kv_heads = _head_labels(a.kv_heads, b.kv_heads, "KV heads", (a, b), CACHE_SITES)
     differences = Differences(layers, heads, kv_heads)
+    padding = padding_of((a.logits[:count], b.logits[:count]))
     for step in range(count):
         seen = (_shown(a, step), _shown(b, step))
-        logits = (a.logits[step : step + 1], b.logits[step : step + 1])
+        logits = (a.logits[step : step + 1, ~padding], b.logits[step : step + 1, ~padding])
         differences.add(step, [0], len(a.prompt) + step, logits, seen)
     steps = _with_tokens(differences.steps.frame(), np.asarray(a.tokens[:count]), np.asarray(b.tokens[:count]))
     examples = pd.DataFrame([_example_row(0, "0", len(a.prompt), steps, {"text_a": "", "text_b": ""})])

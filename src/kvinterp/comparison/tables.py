@@ -122,12 +122,13 @@ class Differences:
         a: Mapping[Site, Tensor],
         b: Mapping[Site, Tensor],
     ) -> None:
-        # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to the shorter.
-        by_length: dict[int, list[int]] = {}
+        # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to the shorter. Layers may
+        # differ in the number and the width of their heads too (Gemma 4).
+        by_shape: dict[tuple[int, int, int], list[int]] = {}
         for layer in layers:
             length = min(a[site, layer].shape[2], b[site, layer].shape[2])
-            by_length.setdefault(length, []).append(layer)
-        for length, group in by_length.items():
+            by_shape.setdefault((length, a[site, layer].shape[1], a[site, layer].shape[3]), []).append(layer)
+        for (length, heads, _), group in by_shape.items():
             first, second = (torch.stack([s[site, x][:, :, s[site, x].shape[2] - length :] for x in group]) for s in (a, b))
             ulp = metrics.ulp_error(first, second)
             errors = {"relative_error": metrics.relative_error(first, second)}
@@ -137,7 +138,7 @@ class Differences:
                 "tensor": [name],
                 "layer": group,
                 "example": examples,
-                "kv_head": self.kv_heads,
+                "kv_head": self.kv_heads[:heads],
                 "position": np.arange(end - length, end),
             }
             self.kv.add(coordinates, errors)

@@ -20,7 +20,7 @@ from kvinterp.metrics.divergence import (
 )
 from kvinterp.metrics.drift import cosine_distance, residual_drift
 from kvinterp.metrics.kv import relative_error, ulp_error, units_in_last_place
-from kvinterp.metrics.recovery import recovery, recovery_percent
+from kvinterp.metrics.recovery import recovery, recovery_percent, why_undefined
 from kvinterp.metrics.registry import REGISTRY
 from kvinterp.metrics.statistics import Interval, bootstrap_interval, clustered_interval, kl_statistics
 
@@ -48,4 +48,5 @@ __all__ = [
     "top_probability_difference",
     "ulp_error",
     "units_in_last_place",
+    "why_undefined",
 ]

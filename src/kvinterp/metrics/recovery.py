@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvinterp.shapes import Measure
 
-__all__ = ["recovery", "recovery_percent"]
+__all__ = ["recovery", "recovery_percent", "why_undefined"]
 
 
 def recovery(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]) -> Measure:
@@ -20,7 +20,8 @@ def recovery(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]
 
     Returns:
         A fraction: 1 where the patch removed everything, 0 where it changed nothing, negative where it made the paths
-        differ more. NaN where there was nothing to remove (``d_before`` is 0), for no share of nothing is defined.
+        differ more. NaN where there was nothing to remove (``d_before`` is 0), for no share of nothing is defined;
+        :func:`why_undefined` says why and what to do instead.
 
     Source: arXiv 2604.15409, eq. (4), there in percent (:func:`recovery_percent`).
     """
@@ -31,3 +32,23 @@ def recovery(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]
 def recovery_percent(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]) -> Measure:
     """The same in percent, as arXiv 2604.15409 reports it, see :func:`recovery`."""
     return recovery(d_before, d_after) * 100
+
+
+def why_undefined(steps: int, l2: float, d_before: float) -> str:
+    """Why a recovery is NaN and what to do instead, as a sentence; empty where it is defined.
+
+    Args:
+        steps: How many steps it is taken over.
+        l2: L2 distance of the unpatched paths' logits over them.
+        d_before: Their divergence, of the metric whose recovery it is.
+    """
+    if d_before > 0:
+        return ""
+    if steps == 0:
+        return "no patched step was decoded: give a prompt that decodes longer, or patch an earlier step."
+    if l2 == 0:
+        return (
+            "the paths' logits are bitwise equal at the steps patched, so there is nothing to recover: decode more tokens, "
+            "take other prompts, or a path that differs (dtype, kernels, policy)."
+        )
+    return "the logits differ and this distance is 0 all the same: read the recovery of their L2 distance."

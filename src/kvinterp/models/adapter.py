@@ -128,8 +128,9 @@ class Facts:
         architecture: The transformers class name, or the nearest there is.
         layers: Number of blocks.
         query_heads: Query heads in a block.
-        kv_heads: Key/value heads in a block; equal to query_heads without grouped-query attention.
-        head_dim: Width of one head.
+        kv_heads: Key/value heads in a block; equal to query_heads without grouped-query attention. The most of any block
+            where blocks differ (Gemma 4).
+        head_dim: Width of one head; the widest where blocks differ.
         width: Width of the residual stream.
         vocabulary: Number of logits.
         context: Most positions the model may be given.

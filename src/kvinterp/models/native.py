@@ -77,14 +77,14 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 def transformers_facts(model: nn.Module, name: str | None, attention: str | None = None) -> Facts:
     """The facts of a transformers model, read from its config."""
     config = text_config(model)
-    heads = getattr(config, "num_attention_heads", None) or 0
+    heads = _widest(config, "num_attention_heads") or 0
     return Facts(
         name=name or getattr(config, "name_or_path", "") or type(model).__name__,
         architecture=type(model).__name__,
         layers=config.num_hidden_layers,
         query_heads=heads,
         kv_heads=_kv_heads(config, heads),
-        head_dim=getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0),
+        head_dim=_widest(config, "head_dim") or (config.hidden_size // heads if heads else 0),
         width=config.hidden_size,
         vocabulary=config.vocab_size,
         context=getattr(config, "max_position_embeddings", None) or 2**31,
@@ -101,7 +101,16 @@ def _kv_heads(config: Any, heads: int) -> int:
         return heads
     if getattr(config, "multi_query", False) is True:
         return 1
-    return getattr(config, "num_key_value_heads", None) or heads
+    return _widest(config, "num_key_value_heads") or heads
+
+
+def _widest(config: Any, name: str) -> int | None:
+    """A number of the config; the largest where each layer has one of its own (Gemma 4's heads), or None."""
+    # transformers raises where a config is asked for what its layers differ in.
+    if name in getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_attributes", ()):
+        found = [getattr(layer, name, None) for layer in config.per_layer_config]
+        return max((value for value in found if value is not None), default=None)
+    return getattr(config, name, None)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -71,7 +71,8 @@ def tap_hooks(tap: Tap, site: str, emit: Callable[[Tensor], Tensor | None]) -> l
         return [tap.module.register_forward_pre_hook(before, with_kwargs=True)]
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
-        raw = output[0] if isinstance(output, tuple) else output
+        # A list where the old OpenAI GPT's blocks return what others return as a tuple.
+        raw = output[0] if isinstance(output, tuple | list) else output
         given = args[0] if args else None
         if isinstance(given, Tensor) and raw.dim() == 2 and given.dim() == 3:
             # Experts may return one row a token; what hears it gets ``[batch, position, width]`` all the same.
@@ -79,7 +80,7 @@ def tap_hooks(tap: Tap, site: str, emit: Callable[[Tensor], Tensor | None]) -> l
             new = None if new is None else new.flatten(0, 1)
         else:
             new = emit(raw)
-        return None if new is None else (new, *output[1:]) if isinstance(output, tuple) else new
+        return None if new is None else (new, *output[1:]) if isinstance(output, tuple | list) else new
 
     return [tap.module.register_forward_hook(after)]
 

@@ -1,43 +1,45 @@
-"""Splits the difference between the paths into what earlier K and V carry and what this step's kernels add.
+"""Splits the difference between the paths into parts of one cause each, every part beside its null.
 
-At every matched step three paths stand on the same tokens: the cached path, the recompute path, and one decode step of the
-cached kind on the recompute path's own keys and values. The last two share their state and differ in this step's one-row
-computation only (**fresh**); the first and the last share the one-row computation and differ in the state only
-(**state**). As logits, and as residual streams, total = fresh + state; their norms and KL divergences need not add up.
+At every matched step lanes lead from the recompute path to the cached one, each of which changes one thing
+(:mod:`kvinterp.patching.splitting` draws them). The parts between them:
 
-The **null** control is a difference that no cache can explain: the recompute path against itself with a longer suffix,
-which a causal model must not see.
+- **fresh**: the newest row, computed alone;
+- **alone**: K and V of the decoded rows, each computed alone at its own step and not among the prefix that it ended;
+- **anew**: K and V of earlier rows, which the recompute path makes anew at every step among another number of rows, while the
+  cache holds them as they were written: the **prompt**'s rows, and the decoded ones (**remade**, with what they take over from
+  the prompt's). No cache makes this part: the recompute path differs from itself;
+- **kept**: what the cached path keeps otherwise (a policy, a narrower cache, a prefill in chunks); 0 without such.
+
+As logits and as residual streams total = fresh + alone + anew + kept and anew = prompt + remade; their norms and KL
+divergences need not add up. **state** is all but fresh, what earlier rows carry; **decoded** is remade + alone, what the
+decoded ones do. **cache** = fresh + alone is what a cache as such contributes: rows computed alone. Each part's **null** is a
+difference of the same kind that no cache can explain: the same rows, computed by the recompute path among more rows (a longer
+suffix, which a causal model must not see).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvinterp import metrics
 from kvinterp.errors import InputError, UnsupportedError, located
-from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.models.adapter import KVStore, Listener, Site
-from kvinterp.models.caches import Dynamic
-from kvinterp.patching.lanes import Donor, RunnerLane, two_paths
-from kvinterp.patching.patch import stored_sites
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.threads import own_threads
+from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import check_finite
+from kvinterp.patching.splitting import DIFFERENCES, PARTS, Shown, Split, leading_part
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.cache import PassThrough
-from kvinterp.paths.runner import LOGITS, check_choice, encode, listed, path_store
-from kvinterp.policies import Identity
+from kvinterp.paths.runner import check_choice, encode, listed
 from kvinterp.provenance import provenance
 from kvinterp.recording import whole_number
 
-__all__ = ["Decomposition", "decompose"]
+__all__ = ["Decomposition", "check_splittable", "decompose", "measured"]
 
 
 @dataclasses.dataclass
@@ -45,10 +47,13 @@ class Decomposition:
     """The split at every step, in nats, and layer by layer.
 
     Attributes:
-        steps: One row an example and step: total, fresh, state, null (KL against the recompute path for total, fresh and
-            null; against the cached path for state), and the same as the L2 distance of the logits (total_l2, ...).
-        layers: One row an example, step and layer: the L2 distance of resid_post for total, fresh, state and null, relative
-            to the recompute path's norm.
+        steps: One row an example and step: the KL in nats of total, of the parts fresh, alone, anew (prompt and remade) and
+            kept, of decoded and state, and of the nulls (null, the whole recompute path among more rows, null_fresh,
+            null_alone, null_anew, null_prompt, null_remade); the same as the L2 distance of the logits (total_l2, ...), and
+            cache_l2 with null_cache_l2; ``most``, the part longer than all others together in L2, ``"spread"`` where there
+            is none, ``"none"`` where the logits are bitwise equal; and ``share``, its share of the lengths.
+        layers: One row an example, step and layer: the L2 distance of resid_post for the same, relative to the recompute
+            path's norm.
         about: Provenance.
     """
 
@@ -57,12 +62,23 @@ class Decomposition:
     about: dict[str, Any]
 
     def summary(self) -> dict[str, Any]:
-        """Means over every step of every example."""
-        means = self.steps.drop(columns=["example", "step"]).mean()
+        """Means over the decode steps of every example (step 0 is the same computation on both paths), and counts.
+
+        ``most`` counts the decode steps by what makes most of their difference; ``without_cache`` those that differ though a
+        cache as such contributes nothing; ``within_null`` those where it contributes something no longer than its null.
+        """
+        later = self.steps[self.steps["step"] > 0]
+        means = later.drop(columns=["example", "step", "most", "share"]).mean()
+        differ = later[later["total_l2"] > 0]
+        parts = differ[["fresh_l2", "alone_l2"]].max(axis=1)
         return {
-            **{name: float(value) for name, value in means.items()},
+            **{name: None if pd.isna(value) else float(value) for name, value in means.items()},
+            "most": {str(name): int(count) for name, count in later["most"].value_counts().items()},
+            "differ": len(differ),
+            "without_cache": int((parts == 0).sum()),
+            "within_null": int(((parts > 0) & (differ["cache_l2"] <= differ["null_cache_l2"])).sum()),
             "examples": int(self.steps["example"].nunique()),
-            "steps": len(self.steps),
+            "steps": len(later),
             **self.about,
         }
 
@@ -80,13 +96,15 @@ def decompose(
 ) -> Decomposition:
     """Splits the difference between cached decoding and recomputation at every matched step.
 
+    A step takes one forward of each path, five more over the whole context and eight more of one row.
+
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list.
         max_new_tokens: Most steps; the tokens are those the cached path chooses greedily.
-        suffix: Tokens put behind the prefix for the null control.
-        cached: The cached path. Its policy on K and V and its cache's dtype belong to the state: the one row is computed
-            without them.
+        suffix: Tokens put behind the prefix for the nulls.
+        cached: The cached path. Its policy on K and V, its cache's dtype and its chunks are the part ``kept``: the other
+            lanes compute one row without them.
         recompute: The recompute path.
         plant: A difference to plant in the cached path first, to check that it is told apart.
         progress: ``"bar"`` or ``"none"``.
@@ -97,13 +115,7 @@ def decompose(
         UnsupportedError: The model keeps more than keys and values (Mamba, Gated DeltaNet).
     """
     adapter = wrap(model)
-    if not adapter.attention_only:
-        raise UnsupportedError(
-            f"{adapter.facts.architecture} keeps other state than keys and values, which cannot be split this way: "
-            "use audit()."
-        )
-    if (whole_number(suffix) or 0) < 1:
-        raise InputError(f"suffix={suffix!r} was given: expected a whole number of tokens of at least 1.")
+    check_splittable(adapter, suffix)
     check_choice("progress", progress, ("bar", "none"))
     paths = two_paths(cached, recompute, "a decomposition")
     if plant is not None:
@@ -114,16 +126,14 @@ def decompose(
     tokens = [encode(adapter, item, max_new_tokens + suffix) for item in items]
     steps: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
-    with located(f"model {adapter.facts.name}"):
+    with located(f"model {adapter.facts.name}"), own_threads(adapter):
         for example, prompt in enumerate(
             tqdm(tokens, "decomposing", unit="prompt", disable=None if progress == "bar" else True)
         ):
-            run = _Example(adapter, paths, prompt, max_new_tokens, suffix, plant)
-            for step, logits, by_layer in run.steps():
-                split = _split(logits)
-                check_finite(torch.tensor(list(split.values()), dtype=torch.float64), f"example {example}, step {step}")
-                steps.append({"example": example, "step": step, **split})
-                layers += [{"example": example, "step": step, **row} for row in by_layer]
+            for step, shown in Split(adapter, paths, prompt, max_new_tokens, suffix, plant).steps():
+                place = {"example": example, "step": step}
+                steps.append(place | measured(shown, f"example {example}, step {step}"))
+                layers += [place | row for row in _by_layer(shown)]
     about = {
         "paths": {"cached": str(paths[0]), "recompute": str(paths[1])},
         "suffix": suffix,
@@ -132,123 +142,36 @@ def decompose(
     return Decomposition(pd.DataFrame(steps), pd.DataFrame(layers), about)
 
 
-class _Example:
-    """One prompt, decomposed step by step."""
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        paths: tuple[ExecutionPath, ExecutionPath],
-        prompt: list[int],
-        room: int,
-        suffix: int,
-        plant: Plant | None,
-    ) -> None:
-        self.adapter, self.prompt, self.room = adapter, prompt, room
-        cached, self.recompute = paths
-        # What is done to K and V, by a policy or a narrower cache, belongs to the state.
-        keeps = cached.cache if cached.cache.exact else Dynamic()
-        self.one_row = dataclasses.replace(cached, policy=Identity(), cache_dtype=None, cache=keeps)
-        self.cached = cached if plant is None else plant.written(cached, len(prompt))
-        self.plant = None if plant is None else plant.watcher()
-        self.filler = (prompt * (suffix // len(prompt) + 1))[:suffix]
-        self.layers = range(adapter.facts.layers)
-        self.row_model = adapter.at(dtype_named(cached.dtype))
-        self.whole_model = adapter.at(dtype_named(self.recompute.dtype))
-        residual: list[Site] = [("resid_post", layer) for layer in self.layers]
-        stored: list[Site] = [(site, layer) for site in stored_sites(adapter, "kv") for layer in self.layers]
-        self.whole = Donor(self.whole_model, [*residual, *stored], len(prompt))
-        self.seen = {
-            name: Donor(model, residual, len(prompt))
-            for name, model in (("cached", self.row_model), ("fresh", self.row_model), ("null", self.whole_model))
-        }
-
-    def steps(self) -> Iterator[tuple[int, dict[str, Tensor], list[dict[str, Any]]]]:
-        """At every step the logits of the four paths and the rows of the table by layer."""
-        planted = [] if self.plant is None else [self.plant]
-        with contextlib.ExitStack() as stack:
-
-            def lane(path: ExecutionPath, watchers: list[Any]) -> RunnerLane:
-                return stack.enter_context(RunnerLane(self.adapter, path, self.prompt, self.room, watchers))
-
-            cached = lane(self.cached, [*planted, self.seen["cached"]])
-            recompute = lane(self.recompute, [self.whole])
-            prefix, feed = list(self.prompt), None
-            for step in range(self.room):
-                logits = {"cached": cached.advance(feed), "recompute": recompute.advance(feed)}
-                if feed is not None:
-                    prefix.append(feed)
-                logits["fresh"] = self._fresh(prefix) if step else logits["recompute"]
-                logits["null"] = self._null(prefix)
-                yield step, logits, self._by_layer(step, len(prefix))
-                feed = int(logits["cached"].argmax())
-                if feed in self.adapter.end_tokens:
-                    break
-
-    def _fresh(self, prefix: list[int]) -> Tensor:
-        """One decode step of the cached kind on the keys and values the recompute path has just shown."""
-        store = path_store(self.row_model, self.one_row, 1, len(self.prompt), self.room, ())
-        keys_site, values_site = stored_sites(self.adapter, "kv")
-        for layer in self.layers:
-            keys, values = (self.whole.window(site, layer)[1][:, :, :-1] for site in (keys_site, values_site))
-            store.update(layer, keys, values)
-        planted = [] if self.plant is None else [self.plant]
-        logits = self._heard(self.row_model, self.one_row, prefix[-1:], store, [*planted, self.seen["fresh"]], len(prefix))
-        logits = logits[:, -1]
-        for watcher in planted:
-            if LOGITS in watcher.listeners:
-                changed = watcher.listeners[LOGITS](logits)
-                logits = logits if changed is None else changed
-        return logits[0]
-
-    def _null(self, prefix: list[int]) -> Tensor:
-        model = self.whole_model
-        # The recompute path's own store, so that the suffix is all that differs.
-        store = PassThrough(model.facts, self.recompute.policy, 1, model.dtype, model.device, ())
-        tokens = [*prefix, *self.filler]
-        return self._heard(model, self.recompute, tokens, store, [self.seen["null"]], len(tokens))[0, len(prefix) - 1]
-
-    @torch.no_grad()
-    def _heard(
-        self, model: Adapter, path: ExecutionPath, tokens: list[int], store: KVStore, watchers: list[Any], end: int
-    ) -> Tensor:
-        kernels = path.kernels.mode(model)
-        listeners: dict[Site, list[Listener]] = {}
-        for watcher in (kernels, *watchers):
-            for place, listener in watcher.listeners.items():
-                listeners.setdefault(place, []).append(listener)
-        for watcher in watchers:
-            watcher.begin_step(end - len(self.prompt))
-        places = [place for place in listeners if place != LOGITS]
-        with model.attached(places), model.listening(listeners), kernels:
-            return model.forward(torch.tensor([tokens], device=model.device), store)
-
-    def _by_layer(self, step: int, length: int) -> list[dict[str, Any]]:
-        def row(donor: Donor, layer: int) -> Tensor:
-            start, tensor = donor.window("resid_post", layer)
-            return tensor[0, length - 1 - start].double()
-
-        rows = []
-        for layer in self.layers:
-            base, cached = row(self.whole, layer), row(self.seen["cached"], layer)
-            fresh = row(self.seen["fresh"], layer) if step else base
-            parts = {
-                "total": cached - base,
-                "fresh": fresh - base,
-                "state": cached - fresh,
-                "null": row(self.seen["null"], layer) - base,
-            }
-            norm = base.norm()
-            rows.append({"layer": layer, **{name: float(part.norm() / norm) for name, part in parts.items()}})
-        return rows
+def check_splittable(adapter: Adapter, suffix: int) -> None:
+    """Raises UnsupportedError for a model whose state cannot be split, InputError for a suffix that is none."""
+    if not adapter.attention_only:
+        raise UnsupportedError(
+            f"{adapter.facts.architecture} keeps other state than keys and values, which cannot be split this way: "
+            "use audit()."
+        )
+    if (whole_number(suffix) or 0) < 1:
+        raise InputError(f"suffix={suffix!r} was given: expected a whole number of tokens of at least 1.")
 
 
-def _split(logits: dict[str, Tensor]) -> dict[str, float]:
-    pairs = {
-        "total": (logits["cached"], logits["recompute"]),
-        "fresh": (logits["fresh"], logits["recompute"]),
-        "state": (logits["cached"], logits["fresh"]),
-        "null": (logits["null"], logits["recompute"]),
-    }
+def measured(shown: dict[str, Shown], where: str) -> dict[str, Any]:
+    """The differences of a step: KL in nats and L2 of the logits, what makes most of it, and its share.
+
+    Raises:
+        NonFiniteError: One of them is not finite.
+    """
+    pairs = {name: (shown[a].logits, shown[b].logits) for name, (a, b) in DIFFERENCES.items()}
     kl = {name: float(metrics.kl_divergence(a, b)) for name, (a, b) in pairs.items()}
-    return kl | {f"{name}_l2": float((a.double() - b.double()).norm()) for name, (a, b) in pairs.items()}
+    l2 = {f"{name}_l2": float((a.double() - b.double()).norm()) for name, (a, b) in pairs.items()}
+    for prefix in ("", "null_"):
+        both = [a.double() - b.double() for a, b in (pairs[f"{prefix}fresh"], pairs[f"{prefix}alone"])]
+        l2[f"{prefix}cache_l2"] = float((both[0] + both[1]).norm())
+    check_finite(torch.tensor([*kl.values(), *l2.values()], dtype=torch.float64), where)
+    most, share = leading_part({part: l2[f"{part}_l2"] for part in PARTS}, l2["total_l2"])
+    return {**kl, **l2, "most": most, "share": share}
+
+
+def _by_layer(shown: dict[str, Shown]) -> list[dict[str, Any]]:
+    streams = {name: lane.stream.double() for name, lane in shown.items()}
+    norms = streams["recompute"].norm(dim=-1)
+    relative = {name: ((streams[a] - streams[b]).norm(dim=-1) / norms).tolist() for name, (a, b) in DIFFERENCES.items()}
+    return [{"layer": layer, **{name: values[layer] for name, values in relative.items()}} for layer in range(len(norms))]

@@ -74,6 +74,12 @@ class Setting:
     stop: str = "end of sequence"
 
     @property
+    def distances(self) -> tuple[str, ...]:
+        """What is measured: the distances asked for, and L2, which tells paths that are bitwise equal."""
+        asked = tuple(name.strip() for name in self.distance.split(","))
+        return tuple(dict.fromkeys([*asked, "l2"]))
+
+    @property
     def donor(self) -> ExecutionPath:
         """The path whose tensors are moved."""
         return self.cached if self.direction == "into-recompute" else self.recompute
@@ -94,13 +100,14 @@ class Advanced:
     """One example, measured.
 
     Attributes:
-        distances: D(donor, base) and then D(donor, lane) for every lane, at every step that ran.
+        distances: D(donor, base) and then D(donor, lane) for every lane, at every step that ran, by every distance of
+            the setting.
         logits: Of donor, base and every lane, where they were asked for.
         forwards: Forwards of the recompute path that ran, resumed ones included.
         blocks: Blocks that ran in them.
     """
 
-    distances: Float64[Tensor, "step path"]
+    distances: Float64[Tensor, "distance step path"]
     logits: Float[Tensor, "step path vocab"] | None
     forwards: int
     blocks: int
@@ -159,7 +166,7 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
                 pure.capture([*unpatched.tokens, *([] if feeds[1] is None else [feeds[1]])])
             base_logits = unpatched.advance(feeds[1])
             rows = [base_logits, *(lane.advance(feed) for lane, feed in zip(taking.values(), feeds[2:], strict=True))]
-            measured.append(_measured(setting.distance, donor_logits, [rows[number] for number in columns]))
+            measured.append(_measured(setting.distances, donor_logits, [rows[number] for number in columns]))
             if setting.logits == "keep":
                 kept.append(
                     torch.stack([row.to(donor_logits) for row in (donor_logits, *(rows[number] for number in columns))])
@@ -169,7 +176,7 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
             if setting.stop == "end of sequence" and lead in adapter.end_tokens:
                 break
     logits = torch.stack(kept) if kept else None
-    return Advanced(torch.stack(measured).cpu(), logits, pure.forwards, pure.blocks_run)
+    return Advanced(torch.stack(measured, 1).cpu(), logits, pure.forwards, pure.blocks_run)
 
 
 def check_finite(distances: Float64[Tensor, "*any"], what: str) -> None:
@@ -190,13 +197,13 @@ def not_the_same(prompts: Sequence[Sequence[int]], example: int, vocabulary: int
     return next(candidate for candidate in candidates if candidate != prompt)
 
 
-def _measured(distance: str, donor: Tensor, rows: Sequence[Tensor]) -> Tensor:
+def _measured(distances: Sequence[str], donor: Tensor, rows: Sequence[Tensor]) -> Float64[Tensor, "distance path"]:
     # Lanes that stand on equal tokens hand over one remembered tensor, which is measured once.
     different = {id(row): row.to(donor.device) for row in rows}
     stacked = torch.stack(list(different.values()))
-    found = DISTANCES[distance](donor.expand_as(stacked), stacked)
+    found = torch.stack([DISTANCES[name](donor.expand_as(stacked), stacked).double() for name in distances])
     index = {key: number for number, key in enumerate(different)}
-    return found[[index[id(row)] for row in rows]]
+    return found[:, [index[id(row)] for row in rows]]
 
 
 def _source(lane: PlannedLane, donor: Donor, mirror: Donor, stranger: Donor) -> Window:

@@ -12,9 +12,11 @@ from tqdm.auto import tqdm
 
 from kvinterp.errors import InputError, located, unknown
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
+from kvinterp.patching.localising import localise
 from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, PatchWatcher, Positions
-from kvinterp.patching.planted import Plant, localise
+from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import (
     DISTANCES,
     PlannedLane,
@@ -59,6 +61,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "protocol": "free",
         "max_new_tokens": 32,
         "examples": 10,
+        "distance": "kl,l2",
     },
     "matched": {
         "site": "resid_post",
@@ -83,7 +86,7 @@ def sweep(
     positions: Positions | None = None,
     layers: Iterable[int] | None = None,
     max_new_tokens: int = 32,
-    distance: str = "kl",
+    distance: str = "l2,kl",
     examples: int | None = None,
     block: int = 16,
     cached: str | ExecutionPath = "cached",
@@ -116,7 +119,9 @@ def sweep(
         positions: ``"newest"`` (default; ``"all"`` for the cache), ``"all"``, ``"earlier"`` or ``(start, stop)``.
         layers: Layers to sweep; all unless said.
         max_new_tokens: Most steps.
-        distance: ``"kl"`` (nats, donor against patched), ``"l2"`` of the logits, or ``"margin"``.
+        distance: ``"kl"`` (nats, donor against patched), ``"l2"`` of the logits, or ``"margin"``; several with commas
+            between. The first leads: figures and summaries are by it. KL alone misleads where a difference is of rounding
+            size, since the one step whose next token is least certain is most of it; L2 is measured always.
         examples: Sweep only so many prompts, those with the highest KL between the paths; see :func:`highest_kl`.
         block: Positions in a block, for ``over="blocks"``.
         cached: The cached path.
@@ -139,7 +144,7 @@ def sweep(
     for name, given, known in (
         ("direction", direction, DIRECTIONS),
         ("protocol", protocol, PROTOCOLS),
-        ("distance", distance, DISTANCES),
+        *(("distance", name.strip(), DISTANCES) for name in str(distance).split(",")),
         ("controls", controls, ("all", "quick", "none")),
         ("logits", logits, ("keep", "discard")),
         ("stop", stop, ("end of sequence", "length")),
@@ -157,8 +162,8 @@ def sweep(
     if examples is not None:
         chosen = _chosen_examples(setting, tokens, examples, progress)
     made = Tables(setting, str(steps))
-    every = lanes + (_controls(adapter, spot, steps) if controls != "none" else [])
-    with located(f"model {adapter.facts.name}, {direction}"):
+    every = lanes + (_controls(adapter, lanes, spot, steps) if controls != "none" else [])
+    with located(f"model {adapter.facts.name}, {direction}"), own_threads(adapter):
         for example in tqdm(chosen, "patching", unit="prompt", disable=None if progress == "bar" else True):
             other = not_the_same(tokens, example, adapter.facts.vocabulary)
             advanced = advance_beside(setting, every, tokens[example], other)
@@ -168,7 +173,7 @@ def sweep(
             made.controls += _planted(adapter, tokens[chosen[0]], chosen[0])
     about = {
         "site": site, "sweep": over, "direction": direction, "protocol": protocol, "steps": str(steps),
-        "distance": distance,
+        "distance": setting.distances[0], "distances": list(setting.distances),
         "paths": {"cached": str(paths[0]), "recompute": str(paths[1])}, "positions": str(spot),
         "work": made.work,
         "provenance": provenance(adapter, max_new_tokens=max_new_tokens),
@@ -222,9 +227,9 @@ def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: i
         return list(range(len(tokens)))
     unpatched = dataclasses.replace(setting, direction="into-recompute", distance="kl", logits="discard")
     means: list[float] = []
-    with located(f"model {setting.adapter.facts.name}"):
+    with located(f"model {setting.adapter.facts.name}"), own_threads(setting.adapter):
         for prompt in tqdm(tokens, "choosing", unit="prompt", disable=None if progress == "bar" else True):
-            after_prefill = advance_beside(unpatched, [], prompt, prompt).distances[1:, 0]
+            after_prefill = advance_beside(unpatched, [], prompt, prompt).distances[0, 1:, 0]
             check_finite(after_prefill, f"example {len(means)}")
             means.append(float(after_prefill.mean()) if len(after_prefill) else 0.0)
     return sorted(range(len(tokens)), key=lambda example: -means[example])[:count]
@@ -319,18 +324,25 @@ def _heads_swept(adapter: Adapter, site: str, over: str) -> int:
     return adapter.facts.query_heads if query else adapter.facts.kv_heads
 
 
-def _controls(adapter: Adapter, positions: Positions, steps: str | tuple[int, ...]) -> list[PlannedLane]:
+def _controls(
+    adapter: Adapter, lanes: Sequence[PlannedLane], positions: Positions, steps: str | tuple[int, ...]
+) -> list[PlannedLane]:
     last, middle = adapter.facts.layers - 1, adapter.facts.layers // 2
+    swept = lanes[0].patches[0]
+    site, layers = swept.site, sorted({at for lane in lanes for patch in lane.patches for at in patch.layers or ()})
 
     def lane(name: str, layer: int, spot: Positions) -> PlannedLane:
         labels = {"site": "resid_post", "layer": layer, "head": -1, "positions": _shown(spot)}
         return PlannedLane(labels, (Patch("resid_post", (layer,), None, spot, steps),), name)
 
+    labels = {"site": site, "layer": -1, "head": -1, "positions": _shown(positions)}
+    together = PlannedLane(labels, (Patch(site, tuple(layers), None, positions, steps),), "together")
     return [
         lane("self", middle, "newest"),
         lane("other-prompt", middle, "newest"),
         lane("floor", last, "newest"),
         lane("all-positions", middle, "all"),
+        together,
     ]
 
 

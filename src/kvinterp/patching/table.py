@@ -29,12 +29,17 @@ class Sweep:
     Attributes:
         recovery: One row an example and patch: sweep, site, layer, head, positions (head and layer are -1 where they do
             not vary), step_set, direction, protocol, example (counted in the prompts given), recovery (a fraction, below 0
-            where the patch made the paths differ more; NaN where the unpatched paths are bitwise equal, and then
-            ``defined`` is False), d_before, d_after, steps (counted in D), first_step.
-        steps: One row an example, patch and counted step: recovery, d_before, d_after.
-        controls: One row an example and control: self (0), other-prompt, floor, all-positions; and one row a planted cause
-            (on the first prompt, in float64: the share of the difference found, at the place found).
-        about: Paths, protocol, distance, provenance, and the work done: forwards and blocks of the recompute path.
+            where the patch made the paths differ more; NaN where there is nothing to recover, and then ``defined`` is
+            False and ``why`` says so), d_before, d_after, equal (whether the unpatched logits are bitwise equal), steps
+            (counted in D), first_step. These are of the first distance asked for; of the others, and of L2 always,
+            recovery_l2, d_before_l2, d_after_l2 and so on.
+        steps: One row an example, patch and counted step: recovery, d_before, d_after, of each distance likewise.
+        controls: One row an example and control: self (0), other-prompt, floor (the last residual, which leaves the
+            unembedding's own), together (the site swept in all layers at once, which leaves what no patch of this kind
+            reaches), all-positions; and one row a planted cause (on the first prompt, in float64: the share of the
+            difference found, at the place found).
+        about: Paths, protocol, distance (the first), distances, provenance, and the work
+            done: forwards and blocks of the recompute path.
         logits: For each example ``[step, path, vocab]``, where asked for: the donor, the unpatched path, then the patches
             in the order of the table.
     """
@@ -48,7 +53,7 @@ class Sweep:
     def aggregate(self) -> pd.DataFrame:
         """Over examples, for each patch: mean, median, quartiles and a bootstrap interval of the mean recovery.
 
-        They are NaN where no example defines a recovery.
+        They are NaN where no example defines a recovery. Of the other distances the median, as median_kl and so on.
         """
         rows = []
         for labels, group in self.recovery.groupby(LABELS, sort=False):
@@ -60,8 +65,37 @@ class Sweep:
                 quartiles = np.quantile(values, (0.25, 0.5, 0.75))
                 row |= {"mean": values.mean(), "median": quartiles[1], "low_quartile": quartiles[0]}
                 row |= {"high_quartile": quartiles[2], "interval_low": interval.low, "interval_high": interval.high}
+            # Those over examples where the first distance is defined, so that the medians are of the same examples.
+            others = group.loc[group["defined"]]
+            row |= {f"median_{name}": others[f"recovery_{name}"].median() for name in self._others}
             rows.append(row)
         return pd.DataFrame(rows)
+
+    @property
+    def _others(self) -> list[str]:
+        return list(self.about.get("distances", ()))[1:]
+
+    def left(self, control: str = "together") -> dict[str, dict[str, float]]:
+        """Of each distance what a control leaves: the mean, and the median share of the unpatched distance.
+
+        Args:
+            control: ``"together"`` leaves what no patch of the site swept reaches, ``"floor"`` the unembedding's own.
+
+        Returns:
+            By distance ``{"mean": ..., "share": ...}``; empty where the controls were not run or nothing is defined.
+        """
+        if "control" not in self.controls:
+            return {}
+        # A prompt that ended before any step that counts has no distance to average.
+        rows = self.controls[(self.controls["control"] == control) & (self.controls["steps"] > 0)]
+        found = {}
+        for at, name in enumerate(self.about.get("distances", ())):
+            behind = f"_{name}" if at else ""
+            known = rows[rows[f"d_before{behind}"] > 0]
+            if len(known):
+                share = (known[f"d_after{behind}"] / known[f"d_before{behind}"]).median()
+                found[str(name)] = {"mean": float(rows[f"d_after{behind}"].mean()), "share": float(share)}
+        return found
 
     def summary(self) -> dict[str, Any]:
         """The numbers of ``summary.json``."""
@@ -70,16 +104,16 @@ class Sweep:
         # By the median, as in the figures: one example whose paths hardly differ decides a mean of ratios.
         best = known.loc[known["median"].idxmax()].to_dict() if len(known) else None
         controls = self.controls.groupby("control")["recovery"].mean() if len(self.controls) else pd.Series(dtype=float)
-        floor = self.controls[self.controls["control"] == "floor"] if len(self.controls) else self.controls
-        # A prompt that ended before any step that counts has no distance to average.
-        floor = floor[floor["steps"] > 0] if len(floor) else floor
+        first = self.recovery.groupby("example")[["equal", "why"]].first()
         return {
             **{k: v for k, v in self.about.items() if k != "provenance"},
             "examples": int(self.recovery["example"].nunique()),
-            "examples_without_difference": int((~self.recovery.groupby("example")["defined"].first()).sum()),
+            "examples_without_difference": int(first["equal"].sum()),
+            "examples_undefined": {str(why): int(count) for why, count in first["why"].value_counts().items() if why},
             "best": best,
             "controls": {name: None if np.isnan(value) else float(value) for name, value in controls.items()},
-            "floor": None if floor.empty else float(floor["d_after"].mean()),
+            "floor": self.left("floor"),
+            "together": self.left("together"),
             "provenance": self.about["provenance"],
         }
 
@@ -99,7 +133,7 @@ class Tables:
         """Adds one example."""
         self.work = {"forwards": self.work["forwards"] + advanced.forwards, "blocks": self.work["blocks"] + advanced.blocks}
         # The newest position of the last step that ran; a block beyond it, or that no step computes, was never there.
-        held = prompt_length + len(advanced.distances) - 1
+        held = prompt_length + advanced.distances.shape[1] - 1
         there = [
             column
             for column, lane in enumerate(lanes)
@@ -109,26 +143,31 @@ class Tables:
             kept = [column for column in there if not lanes[column].control]
             self.logits[example] = advanced.logits[:, [0, 1, *(2 + column for column in kept)]]
         for column in there:
-            self._add_lane(example, lanes[column], advanced.distances[:, 0], advanced.distances[:, 1 + column])
+            self._add_lane(example, lanes[column], advanced.distances[:, :, 0], advanced.distances[:, :, 1 + column])
 
     def _add_lane(
-        self, example: int, lane: PlannedLane, before: Float64[Tensor, " step"], after: Float64[Tensor, " step"]
+        self,
+        example: int,
+        lane: PlannedLane,
+        before: Float64[Tensor, "distance step"],
+        after: Float64[Tensor, "distance step"],
     ) -> None:
-        steps = range(len(before))
+        names = self.setting.distances
         free = self.setting.protocol == "free"
-        counted = [step for step in steps if (step >= 1 if free else lane.active(step))]
+        counted = [step for step in range(before.shape[1]) if (step >= 1 if free else lane.active(step))]
         # Where the end of the sequence came before any step that counts, there is nothing to recover.
-        d_before, d_after = (d[counted].mean() if counted else d.new_zeros(()) for d in (before, after))
+        means = [(d[:, counted].mean(1) if counted else d.new_zeros(len(names))) for d in (before, after)]
+        l2 = float(means[0][names.index("l2")])
         row = {
             **lane.labels,
             "step_set": self.step_set,
             "direction": self.setting.direction,
             "protocol": self.setting.protocol,
             "example": example,
-            "recovery": float(metrics.recovery(d_before, d_after)),
-            "d_before": float(d_before),
-            "d_after": float(d_after),
-            "defined": bool(d_before > 0),
+            **_columns(names, *means),
+            "defined": bool(means[0][0] > 0),
+            "equal": bool(counted) and l2 == 0,
+            "why": metrics.why_undefined(len(counted), l2, float(means[0][0])),
             "steps": len(counted),
             "first_step": counted[0] if counted else -1,
         }
@@ -136,15 +175,19 @@ class Tables:
             self.controls.append({**row, "control": lane.control})
             return
         self.recovery.append(row)
-        by_step = metrics.recovery(before, after)
         self.steps += [
-            {
-                **lane.labels,
-                "example": example,
-                "step": step,
-                "recovery": float(by_step[step]),
-                "d_before": float(before[step]),
-                "d_after": float(after[step]),
-            }
+            {**lane.labels, "example": example, "step": step, **_columns(names, before[:, step], after[:, step])}
             for step in counted
         ]
+
+
+def _columns(
+    names: Sequence[str], before: Float64[Tensor, " distance"], after: Float64[Tensor, " distance"]
+) -> dict[str, float]:
+    """Recovery and both distances: plain for the first distance, with its name behind for every other."""
+    measures = {"recovery": metrics.recovery(before, after), "d_before": before, "d_after": after}
+    return {
+        f"{measure}_{name}" if at else measure: float(values[at])
+        for at, name in enumerate(names)
+        for measure, values in measures.items()
+    }

@@ -1,6 +1,15 @@
 """HOW it runs: execution paths as data, and the two loops that follow them."""
 
-from kvinterp.paths.kernels import KERNELS, BatchInvariant, Kernels, LayerCast, Native, SplitK, kernels_named
+from kvinterp.paths.kernels import (
+    KERNELS,
+    BatchInvariant,
+    FlashDecoding,
+    Kernels,
+    LayerCast,
+    Native,
+    SplitK,
+    kernels_named,
+)
 from kvinterp.paths.path import Cached, ExecutionPath, Recompute, path_named
 from kvinterp.paths.runner import Runner, Watcher, run
 from kvinterp.paths.sampling import STRATEGIES, Greedy, Strategy, TopK, TopP, strategy_named
@@ -11,6 +20,7 @@ __all__ = [
     "BatchInvariant",
     "Cached",
     "ExecutionPath",
+    "FlashDecoding",
     "Greedy",
     "Kernels",
     "LayerCast",

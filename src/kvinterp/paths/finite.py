@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from kvinterp.errors import NonFiniteError
@@ -12,6 +13,7 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import RESIDUAL_SITES
 from kvinterp.paths.loops import Runner
 from kvinterp.paths.path import ExecutionPath
+from kvinterp.paths.vocabulary import padding_of, shown_tokens, sound_rows
 from kvinterp.policies import Place
 from kvinterp.recording import Watch
 
@@ -42,7 +44,13 @@ class _FiniteWatcher:
             raise NonFiniteError(f"{_what(tensor)} first appeared in {site} of layer {layer} at step {self.step}")
 
 
-def first_nonfinite(adapter: Adapter, path: ExecutionPath, prompt: Sequence[int], fed: Sequence[int]) -> str:
+def first_nonfinite(
+    adapter: Adapter,
+    path: ExecutionPath,
+    prompt: Sequence[int],
+    fed: Sequence[int],
+    padding: Bool[Tensor, " vocab"] | None = None,
+) -> str:
     """Where NaN or Inf first appears when these tokens are run along this path, as one sentence.
 
     Args:
@@ -50,17 +58,23 @@ def first_nonfinite(adapter: Adapter, path: ExecutionPath, prompt: Sequence[int]
         path: How to run it.
         prompt: Token ids of the prompt.
         fed: Token ids fed after it.
+        padding: Which ids stand for no token and have minus infinity; as the first step has it, unless given.
     """
+    remedy = "use a dtype with a wider range, such as dtype='bfloat16' or 'float32'"
     watcher = _FiniteWatcher(adapter.at(dtype_named(path.dtype)))
     tokens = torch.tensor([list(prompt)], device=adapter.device)
     try:
         with Runner(adapter, path, tokens, len(fed) + 1, [watcher]) as runner:
             for step in range(len(fed) + 1):
                 logits = runner.advance(None if step == 0 else tokens.new_tensor([fed[step - 1]]))
-                if not bool(logits.isfinite().all()):
-                    raise NonFiniteError(f"{_what(logits)} first appeared in the logits at step {step}")
+                padding = padding_of([logits]) if padding is None else padding
+                if not bool(sound_rows(logits, padding).all()):
+                    wrong = torch.where(padding, logits != -torch.inf, ~logits.isfinite()).any(0)
+                    if not bool(wrong.all()):
+                        remedy += ", or, where these ids stand for no token, give them -inf at every step on both paths"
+                    what = f"{_what(logits[:, wrong])} first appeared in the logits at step {step}"
+                    raise NonFiniteError(f"{what}, of {shown_tokens(wrong)},")
     except NonFiniteError as error:
-        remedy = "use a dtype with a wider range, such as dtype='bfloat16' or 'float32'"
         return f"path {path}: {error} in {str(runner.adapter.dtype).removeprefix('torch.')}: {remedy}."
     return f"path {path}: NaN or Inf appeared in the logits once and not again on a second run of the same tokens."
 

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvinterp.errors import NonFiniteError, located
 from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.threads import own_threads
 from kvinterp.paths.batches import batched, in_batches
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.inputs import check_choice, checked_continuation, encode, end_tokens, listed
@@ -16,6 +18,7 @@ from kvinterp.paths.loops import LOGITS, RecorderWatcher, Runner, Watcher
 from kvinterp.paths.model_cache import CHECKED_NUMBERS, CHECKED_SITES, path_store
 from kvinterp.paths.path import ExecutionPath, path_named
 from kvinterp.paths.sampling import Strategy, check_seed, strategy_named, uniforms
+from kvinterp.paths.vocabulary import padding_of, sound_rows
 from kvinterp.provenance import provenance
 from kvinterp.recording import Recorder, Trace, chosen_heads, chosen_layers, chosen_steps
 
@@ -99,7 +102,7 @@ def run(
     kv_heads = chosen_heads(kv_heads, adapter.facts.kv_heads, "KV head")
     steps = None if steps is None else chosen_steps(steps)
     record = () if record is None else record
-    with located(f"model {adapter.facts.name}, path {path}"):
+    with located(f"model {adapter.facts.name}, path {path}"), own_threads(adapter):
         target = adapter.at(dtype_named(path.dtype))
 
         def one_batch(indices: Sequence[int]) -> list[Trace]:
@@ -148,12 +151,14 @@ def _run_batch(
     kept, chosen, fed, finite = [], [], [], []
     finished = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     watchers = [RecorderWatcher(recorder)] if recorder.kept else []
+    padding: Tensor | None = None
     with Runner(adapter, path, prompt, length, watchers) as runner:
         logits = runner.advance()
         for step in range(length):
             token = strategy.choose(logits, random[:, step])
             chosen.append(token)
-            finite.append(logits.isfinite().all(-1))
+            padding = padding_of([logits]) if padding is None else padding
+            finite.append(sound_rows(logits, padding))
             if keep_logits:
                 kept.append(logits.clone())
             feed = token if forced is None or step >= len(forced) else forced[step].expand(len(prompt))

@@ -27,11 +27,12 @@ class Strategy:
             logits: Logits of the newest position.
             uniform: One number in [0, 1) for each row, the same on both paths.
         """
-        probabilities = self.distribution(logits.double())
-        total = probabilities.cumsum(-1)
+        weights = _quanta(self.distribution(logits.double()))
+        total = weights.cumsum(-1)
         # Vocabulary order, not order of probability: a rounding difference then moves the boundaries by as little.
-        chosen = torch.searchsorted(total, (uniform.double() * total[:, -1])[:, None], right=True)[:, 0]
-        last = probabilities.shape[-1] - 1 - probabilities.flip(-1).gt(0).int().argmax(-1)
+        drawn = (uniform.double() * total[:, -1]).long()
+        chosen = torch.searchsorted(total, drawn[:, None], right=True)[:, 0]
+        last = weights.shape[-1] - 1 - weights.flip(-1).gt(0).int().argmax(-1)
         return torch.minimum(chosen, last)
 
     def distribution(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
@@ -89,9 +90,26 @@ class TopP(Strategy):
         """The softmax at the temperature, cut to the nucleus and scaled back to 1."""
         probabilities = torch.softmax(logits / self.temperature, -1)
         ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        before = ranked.cumsum(-1) - ranked
-        kept = torch.zeros_like(probabilities).scatter(-1, order, torch.where(before < self.p, ranked, 0.0))
+        weights = _quanta(ranked)
+        total = weights.cumsum(-1)
+        before = (total - weights).double()
+        kept = torch.zeros_like(probabilities).scatter(
+            -1, order, torch.where(before < self.p * total[:, -1:].double(), ranked, 0.0)
+        )
         return kept / kept.sum(-1, keepdim=True)
+
+
+QUANTUM = 2.0**-60
+"""The unit in which probabilities are added up: 128 times finer than float64's at 1, and 8 of them fit into 64 bits."""
+
+
+def _quanta(probabilities: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch vocab"]:
+    """Probabilities as whole multiples of QUANTUM, NaN as none.
+
+    Whole numbers have one running sum, in whatever order a device adds them up; of floating-point numbers torch has no
+    deterministic one on CUDA.
+    """
+    return (probabilities / QUANTUM).round().nan_to_num(0.0).long()
 
 
 STRATEGIES: dict[str, type[Strategy]] = {"greedy": Greedy, "top_k": TopK, "top_p": TopP}

@@ -22,6 +22,7 @@ from kvinterp import metrics
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, unknown
 from kvinterp.models import Adapter, load_model, wrap
+from kvinterp.models.threads import own_threads
 from kvinterp.patching import DIRECTIONS, PATCH_SITES, Patch, PatchWatcher, PureRecompute
 from kvinterp.patching.lanes import RunnerLane
 from kvinterp.patching.patch import PATCHED_CACHE, stored_sites
@@ -40,10 +41,12 @@ class PatchAnswer:
     """What one patch did.
 
     Attributes:
-        recovery: ``1 - d_after / d_before``; NaN where the KL between the unpatched paths is 0 at these steps.
+        recovery: ``1 - d_after / d_before``; NaN where there is nothing to recover.
+        l2_recovery: The same of the L2 distance of the logits, which no single step decides.
+        why: Why ``recovery`` is NaN and what to do instead; else empty.
         d_before: Mean KL(donor || unpatched) over the steps patched, in nats.
         d_after: Mean KL(donor || patched) over them.
-        steps: One row a step patched: step, token (fed at it), recovery, d_before, d_after.
+        steps: One row a step patched: step, token (fed at it), recovery, d_before, d_after, l2_recovery.
         tokens: The top tokens of the donor at ``shown_step``: token, text, donor, unpatched, patched (logits).
         shown_step: The step whose logits are shown: the one with the largest d_before.
         seconds: How long the answer took.
@@ -56,12 +59,14 @@ class PatchAnswer:
     tokens: pd.DataFrame
     shown_step: int
     seconds: float
+    l2_recovery: float
+    why: str
 
     def html(self) -> str:
         """The answer as HTML; text that came with the tokens is escaped."""
-        share = (
-            "undefined: the KL between the paths is 0 here" if self.recovery != self.recovery else f"{self.recovery:.2%}"
-        )
+        shares = {"KL": self.recovery, "L2 distance of the logits": self.l2_recovery}
+        share = ", ".join(f"{value:.2%} of the {name}" for name, value in shares.items() if value == value)
+        share = "; ".join(filter(None, (share, self.why and f"undefined: {html.escape(self.why)}")))
         rows = "".join(
             f"<tr><td><code>{html.escape(repr(row.text))}</code></td>"
             + "".join(f"<td>{getattr(row, name):.6g}</td>" for name in ("donor", "unpatched", "patched"))
@@ -136,7 +141,7 @@ class PatchBench:
         spot = "all" if site in PATCHED_CACHE else "newest"
         patch = Patch(site, (layer,), None if head is None else (head,), spot, wanted)
         PatchWatcher(self.adapter, [patch])
-        with located(f"model {self.adapter.facts.name}"), torch.no_grad():
+        with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
             self._turn_to(prompt)
             giving, taking = ("cached", "recompute") if direction == "into-recompute" else ("recompute", "cached")
             patch = dataclasses.replace(patch, donor=self._trace(giving, site, layer))
@@ -211,6 +216,7 @@ class PatchBench:
         before, after = (metrics.kl_divergence(donor, other) for other in (base, patched))
         fed = self._fed()
         by_step = metrics.recovery(before, after)
+        l2 = [(donor.double() - other.double()).norm(dim=-1) for other in (base, patched)]
         frame = pd.DataFrame(
             {
                 "step": list(steps),
@@ -218,6 +224,7 @@ class PatchBench:
                 "recovery": by_step.tolist(),
                 "d_before": before.tolist(),
                 "d_after": after.tolist(),
+                "l2_recovery": metrics.recovery(*l2).tolist(),
             }
         )
         shown = int(before.argmax())
@@ -239,6 +246,8 @@ class PatchBench:
             tokens,
             int(steps[shown]),
             time.perf_counter() - started,
+            float(metrics.recovery(l2[0].mean(), l2[1].mean())),
+            metrics.why_undefined(len(steps), float(l2[0].mean()), float(means[0])),
         )
 
 

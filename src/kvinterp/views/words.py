@@ -11,7 +11,7 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.comparison import Comparison
-from kvinterp.comparison.where import machine_of, prompts_said
+from kvinterp.comparison.where import machine_of
 from kvinterp.data import TASKS, score
 from kvinterp.models import dtype_named
 from kvinterp.results import Result
@@ -31,8 +31,6 @@ __all__ = [
     "number",
     "place_of",
     "right_answers",
-    "said_of_decomposition",
-    "said_of_sweep",
     "share",
     "site_of",
     "unit_roundoff",
@@ -93,75 +91,6 @@ def interval_said(values: Any, of: str = "prompt") -> str:
 def machines_of(abouts: Iterable[Mapping[str, Any]]) -> str:
     """The hardware some results were measured on, each once."""
     return listed(list(dict.fromkeys(machine_of(dict(about)) for about in abouts)))
-
-
-def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
-    """What a sweep found, in a line or two; ``summary`` is :meth:`kvinterp.patching.Sweep.summary`."""
-    alike, best = summary["examples_without_difference"], summary["best"]
-    distance = _DISTANCES[summary["distance"]]
-    lines = []
-    if alike:
-        lines.append(
-            f"{alike} of {prompts_said(summary['examples'])}: the {distance} between the paths is 0 at the steps counted, "
-            "so recovery is undefined."
-        )
-    if best is None:
-        return [*lines, "There is no difference to recover; where the paths are equal, try more steps or another dtype."]
-    place = f"layer {best['layer']:g}" + (f", head {best['head']:g}" if best["head"] >= 0 else "")
-    place = f"positions {best['positions']}" if summary["sweep"] == "blocks" else place
-    what = f"{best['site']} ({best['sweep']}, {summary['direction']})"
-    over = f"over {prompts_said(best['defined'])}"
-    found = f"the largest median recovery of the {distance}, by {what}, is {best['median']:.1%}, at {place}, {over}"
-    low, high = best.get("interval_low", np.nan), best.get("interval_high", np.nan)
-    if best["defined"] > 1 and np.isfinite(low):
-        found += f" (mean {best['mean']:.1%}, 95% interval {low:.1%} to {high:.1%})"
-    elif best["defined"] == 1:
-        found += ", so without an interval"
-    lines.append(
-        f"No place recovers a twentieth: {found}." if best["median"] < 0.05 else f"{found[:1].upper()}{found[1:]}."
-    )
-    if summary["floor"] is not None:
-        # Only where every step is patched does nothing but the unembedding follow the last residual stream.
-        own = ", what the final norm and the unembedding make" if summary.get("protocol") == "matched" else ""
-        lines.append(f"Floor: with the last residual patched {number(summary['floor'])} is left{own}.")
-    return [*lines, *_measured_on(summary)]
-
-
-_DISTANCES = {"kl": "KL", "l2": "L2 distance of the logits", "margin": "margin"}
-
-
-def _measured_on(summary: Mapping[str, Any]) -> list[str]:
-    made = summary.get("provenance")
-    return [f"Measured on {machines_of([made])}."] if made else []
-
-
-def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
-    """What a decomposition found; ``summary`` is :meth:`kvinterp.patching.Decomposition.summary`."""
-    steps = f"{summary['steps']} step{'s' * (summary['steps'] != 1)}"
-    if "examples" in summary:
-        steps += f" of {prompts_said(summary['examples'])}"
-    if summary["total_l2"] == 0:
-        return [f"The paths are bitwise equal at all {steps}: there is nothing to split.", *_measured_on(summary)]
-    split = {name: summary[f"{name}_l2"] for name in ("state", "fresh")}
-    what = {"state": "the K and V written earlier", "fresh": "this step's own one-row computation"}
-    more = "as much by one as by the other"
-    if split["state"] != split["fresh"]:
-        more = f"more by {what[max(split, key=lambda name: split[name])]}"
-    null = summary["null_l2"]
-    as_large = [name for name in split if 0 < split[name] <= null]
-    return [
-        f"L2 distance of the logits, mean of {steps}: {number(summary['total_l2'])} in all, "
-        f"{number(split['state'])} carried by state, {number(split['fresh'])} made fresh: {more}.",
-        f"Null control (a longer suffix, no cache at all): {number(null)}"
-        + (
-            f", as large as the {' and the '.join(as_large)} part: a difference of that size needs no cache."
-            if as_large
-            else "."
-        ),
-        f"Mean KL in nats: {number(summary['total'])} in all, {number(summary['state'])} state, {number(summary['fresh'])} fresh "
-        "(KL is no sum of its parts: two differences can undo each other).",
-        *_measured_on(summary),
-    ]
 
 
 def model_of(result: Result) -> str:

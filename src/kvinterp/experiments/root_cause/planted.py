@@ -14,6 +14,7 @@ from kvinterp import metrics
 from kvinterp.metrics.drift import l2_distance, relative_l2
 from kvinterp.metrics.kv import relative_error
 from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.threads import own_threads
 
 __all__ = ["gqa_spread", "propagation"]
 
@@ -68,7 +69,8 @@ def _residuals(adapter: Adapter, tokens: Tensor, change: tuple[int, Callable[[Te
         return hear
 
     places = [("resid_post", layer) for layer in range(adapter.facts.layers)]
-    with adapter.attached(places), adapter.listening({place: [listener(place[1])] for place in places}):
+    heard = {place: [listener(place[1])] for place in places}
+    with own_threads(adapter), adapter.attached(places), adapter.listening(heard):
         adapter.forward(tokens)
     return [kept[layer] for layer in range(adapter.facts.layers)]
 
@@ -152,6 +154,6 @@ def _attention_of(
             return planted
 
         listeners[site, layer] = [change]
-    with adapter.attached(list(listeners)), adapter.listening(listeners):
+    with own_threads(adapter), adapter.attached(list(listeners)), adapter.listening(listeners):
         seen["logits"] = adapter.forward(tokens)[0, -1]
     return seen

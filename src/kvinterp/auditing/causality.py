@@ -1,0 +1,110 @@
+"""Whether a model's tokens see the ones after them, asked of its structure and not of the size of a number.
+
+A later token may move an earlier one's logits in a causal model too: it changes how many rows each expert is given, another
+number of rows has other bits, and a bit can tip the choice of an expert, after which everything is different. What it cannot
+have is a derivative: a masked score has the weight 0 and hands on a gradient of exactly 0, in every dtype and on every
+processor. So the derivative of the earlier rows by the later ones decides, wherever bits differ at all.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models import Adapter
+from kvinterp.models.threads import own_threads
+from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
+
+__all__ = ["check_causal", "sees_ahead"]
+
+log = logging.getLogger("kvinterp")
+
+LENGTH = 12
+"""Tokens that are looked at."""
+
+
+def check_causal(adapter: Adapter) -> None:
+    """Refuses a model whose tokens see the ones after them.
+
+    Raises:
+        InputError: An earlier token's logits depend on a later token.
+    """
+    if adapter.facts.vocabulary < 2 or adapter.facts.context < 4:
+        return
+    with own_threads(adapter):
+        found = sees_ahead(adapter)
+    if found is None:
+        log.info("%s: whether its tokens see the ones after them could not be told", adapter.facts.name)
+    if found:
+        raise InputError(
+            f"model {adapter.facts.name} ({adapter.facts.architecture}) is not causal, its tokens see the ones after them: "
+            "only a causal decoder can decode from a cache; give one."
+        )
+
+
+def sees_ahead(adapter: Adapter) -> bool | None:
+    """Whether an earlier token's logits depend on a later token; None where it cannot be told."""
+    length = min(LENGTH, adapter.facts.context)
+    tokens = _tokens(adapter, length)
+    other = tokens.clone()
+    other[0, -1] = (other[0, -1] + 1) % adapter.facts.vocabulary
+    if _bits_stay(adapter, tokens, other, Native()):
+        return False
+    reaches = _gradient_reaches(adapter, tokens, length // 2)
+    if reaches is not None:
+        return reaches
+    # Without derivatives (quantised weights, inference tensors), orders of addition that no later row can change.
+    try:
+        return not _bits_stay(adapter, tokens, other, BatchInvariant())
+    except UnsupportedError:
+        return None
+
+
+def _tokens(adapter: Adapter, length: int) -> Tensor:
+    ends = adapter.end_tokens
+    known = range(1, min(adapter.facts.vocabulary, 4 * length))
+    allowed = [token for token in known if token not in ends] or list(known)
+    return torch.tensor([[allowed[n % len(allowed)] for n in range(length)]], device=adapter.device)
+
+
+@torch.no_grad()
+def _bits_stay(adapter: Adapter, tokens: Tensor, other: Tensor, kernels: Kernels) -> bool:
+    """Whether the rows before the last keep their bits with another last token; so too where no run is like another."""
+    mode = kernels.mode(adapter)
+    made = []
+    for given in (tokens, other, tokens):
+        with adapter.own_state({}), mode:
+            made.append(adapter.forward(given)[0, :-1].nan_to_num())
+    first, changed, again = made
+    return torch.equal(first, changed) or not torch.equal(first, again)
+
+
+def _gradient_reaches(adapter: Adapter, tokens: Tensor, rows: int) -> bool | None:
+    """Whether the logits of the first rows have a derivative by what a later token brings into the first block."""
+    entered: list[Tensor] = []
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stream = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
+        entered.append(stream)
+        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
+
+    handle = adapter.blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), adapter.own_state({}):
+            logits = adapter.forward(tokens)[0, :rows]
+            logits = logits.masked_fill(~logits.isfinite(), 0.0)
+            # One number that no two tokens' logits can cancel in, but by chance.
+            weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+            (gradient,) = torch.autograd.grad((logits * weights).sum(), entered[:1])
+    # Each library that has no derivative says so in its own way.
+    except (RuntimeError, NotImplementedError, KeyError, TypeError) as error:
+        log.debug("%s has no derivative: %s", adapter.facts.name, error)
+        return None
+    finally:
+        handle.remove()
+    later = gradient[..., rows:, :]
+    return None if not bool(gradient.isfinite().all()) or not bool(gradient.any()) else bool(later.any())

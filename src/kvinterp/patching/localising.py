@@ -1,0 +1,222 @@
+"""Finding what makes the difference at the first decode step, where nothing has accumulated yet.
+
+The cache then holds the prompt's keys and values, written by the same prefill on both paths, and only the newest row is
+computed alone. The recompute path has meanwhile made the prompt's rows anew, among one row more. So the difference is that
+of :func:`kvinterp.decompose` at step 1, whose parts are here followed into the layers, again lane by lane so that each step
+from lane to lane has one cause:
+
+- **fresh**: the residual stream of the recompute path put back behind layer 0, 1, ...: from one to the next the **one-row
+  computation** of a layer is what goes, and behind the last there is the **unembedding**;
+- **anew**: the prompt's K and V as the recompute path has them now, layer after layer, in place of those it wrote at step 0;
+- **kept**: those of step 0 in place of what the cached path keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+
+from kvinterp.errors import located
+from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.threads import own_threads
+from kvinterp.patching.decomposition import check_splittable, measured
+from kvinterp.patching.lanes import two_paths
+from kvinterp.patching.patch import Patch, PatchWatcher
+from kvinterp.patching.planted import PLACES, Plant
+from kvinterp.patching.splitting import PARTS, KeysValues, Lane, Rows, Shown, Split
+from kvinterp.paths import ExecutionPath
+from kvinterp.paths.runner import encode
+
+__all__ = ["Cause", "localise"]
+
+PLACES_OF = {"fresh": ("row", "unembedding"), "anew": ("prompt",), "kept": ("kv",)}
+"""The places that a part can be made at; there are no decoded rows yet."""
+COLUMNS = ["place", "layer", "l2", "share"]
+
+
+@dataclasses.dataclass
+class Cause:
+    """What makes the difference at the first decode step.
+
+    Attributes:
+        part: The part of PARTS that is longer than all others together, ``"spread"`` where there is none, ``"none"`` where
+            the logits are bitwise equal; as in :func:`kvinterp.decompose`.
+        place: Where it is made: one of PLACES, or ``"none"`` or ``"spread"`` as the part.
+        layer: The layer that makes more than half of it at that place, or -1.
+        share: Share of the L2 lengths of all parts that lies there.
+        table: One row a place and layer: its L2 length and its share; the shares of all places add up to 1.
+        split: KL and L2 of every part and null at this step, as a row of :attr:`Decomposition.steps`.
+        suffix: Tokens behind the prefix in the nulls.
+    """
+
+    part: str
+    place: str
+    layer: int
+    share: float
+    table: pd.DataFrame
+    split: Mapping[str, Any]
+    suffix: int
+
+    def __str__(self) -> str:
+        """Two or three sentences: what makes it, and how long its null is."""
+        if self.part == "none":
+            return "At the first decode step the paths' logits are bitwise equal."
+        lengths = {part: self.split[f"{part}_l2"] for part in PARTS}
+        if self.part == "spread":
+            shares = ", ".join(
+                f"{length / sum(lengths.values()):.0%} {PARTS[part]}" for part, length in lengths.items() if length
+            )
+            return f"At the first decode step no part makes more than half of the difference: {shares}."
+        where = PLACES[self.place] if self.layer < 0 else PLACES[self.place].replace("a layer", f"layer {self.layer}")
+        if self.layer < 0 and "a layer" in where:
+            where = where.replace(" at a layer", "").replace(" of a layer", "") + ", in no single layer"
+        said = f"At the first decode step {self.share:.0%} of the difference is made by {where}."
+        return " ".join([said, *self._null(lengths[self.part])])
+
+    def _null(self, length: float) -> list[str]:
+        if self.part == "kept":
+            return []
+        null = self.split[f"null_{self.part}_l2"]
+        said = f"Null, the same rows among {self.suffix} more and no cache at all: L2 {null:.2g}, here {length:.2g}."
+        if self.part == "anew":
+            return ["No cache makes it: the cache holds those rows as the recompute path wrote them at step 0.", said]
+        return [said] + ["A difference of that size needs no cache."] * (null >= length)
+
+
+def localise(
+    model: Any,
+    prompt: Any,
+    plant: Plant | None = None,
+    *,
+    cached: str | ExecutionPath = "cached",
+    recompute: str | ExecutionPath = "recompute",
+    dtype: str | None = None,
+    suffix: int = 8,
+) -> Cause:
+    """Names what makes the difference between cached and recompute at the first decode step.
+
+    Args:
+        model: A model of any kind, or an adapter.
+        prompt: One prompt.
+        plant: A difference to plant in the cached path first, to check that it is found.
+        cached: The cached path.
+        recompute: The recompute path.
+        dtype: Compute dtype of both paths instead of their own; float64 leaves nothing but what is planted.
+        suffix: Tokens put behind the prefix for the nulls.
+
+    Returns:
+        The part and the place, by the L2 distance of the logits.
+
+    Raises:
+        InputError: The plant's layer does not exist, or the prompt does not fit.
+        NonFiniteError: NaN or Inf appeared in the logits.
+        UnsupportedError: The model keeps more than keys and values (Mamba, Gated DeltaNet).
+    """
+    adapter = wrap(model)
+    check_splittable(adapter, suffix)
+    if plant is not None:
+        plant.check(adapter)
+    tokens = encode(adapter, prompt, 2 + suffix)
+    paths = two_paths(cached, recompute, "this search", dtype)
+    with located(f"model {adapter.facts.name}"), own_threads(adapter):
+        return _Search(adapter, paths, tokens, suffix, plant).cause()
+
+
+class _Search:
+    def __init__(
+        self,
+        adapter: Adapter,
+        paths: tuple[ExecutionPath, ExecutionPath],
+        prompt: Sequence[int],
+        suffix: int,
+        plant: Plant | None,
+    ) -> None:
+        self.split, self.suffix = Split(adapter, paths, prompt, 2, suffix, plant, stop="length"), suffix
+        self.layers = range(adapter.facts.layers)
+
+    def cause(self) -> Cause:
+        (_, first), (_, shown) = self.split.steps()
+        row = measured(shown, "step 1")
+        self.token = int(first["cached"].logits.argmax())
+        table = pd.DataFrame(columns=COLUMNS)
+        if row["most"] != "none":
+            table = self._table(shown, {part: row[f"{part}_l2"] for part in PARTS})
+        if row["most"] not in PLACES_OF:
+            return Cause(row["most"], row["most"], -1, row["share"], table, row, self.suffix)
+        sums = table[table["place"].isin(PLACES_OF[row["most"]])].groupby("place")["share"].sum()
+        place = str(sums.idxmax())
+        here = table[table["place"] == place].sort_values("share")
+        layer, share = int(here["layer"].iloc[-1]), float(here["share"].iloc[-1])
+        if 2 * share <= sums[place]:
+            layer, share = -1, float(sums[place])
+        return Cause(row["most"], place, layer, share, table, row, self.suffix)
+
+    def _table(self, shown: dict[str, Shown], lengths: Mapping[str, float]) -> pd.DataFrame:
+        """The lengths at every place; those of one part are scaled so that their shares add up to the part's."""
+        rows = []
+        for part, follow in (("fresh", self._fresh), ("anew", self._anew), ("kept", self._kept)):
+            found = follow(shown) if lengths[part] else []
+            whole = sum(length for *_, length in found)
+            share = lengths[part] / sum(lengths.values())
+            rows += [
+                {"place": place, "layer": layer, "l2": length, "share": share * length / whole}
+                for place, layer, length in found
+            ]
+        return pd.DataFrame(rows, columns=COLUMNS)
+
+    def _fresh(self, shown: dict[str, Shown]) -> list[tuple[str, int, float]]:
+        model = self.split.adapter.at(dtype_named(self.split.one_row.dtype))
+        streams = shown["recompute"].stream
+        end = len(self.split.prompt) + 1
+
+        def behind(layer: int) -> Shown:
+            def window(_: str, at: int) -> tuple[int, Tensor]:
+                return end - 1, streams[at][None, None]
+
+            back = PatchWatcher(model, [Patch("resid_post", (layer,), None, "newest", "first")], window, end - 1)
+            return self._second(self.split.one_row, self._rows(self.split.now), back)
+
+        lanes = [shown["one_row"], *map(behind, self.layers), shown["recompute"]]
+        places = [*(("row", layer) for layer in self.layers), ("unembedding", -1)]
+        return [(*place, _apart(*two)) for place, two in zip(places, _pairs(lanes), strict=True)]
+
+    def _anew(self, shown: dict[str, Shown]) -> list[tuple[str, int, float]]:
+        def with_new(layer: int) -> Shown:
+            new = self._rows([*self.split.now[: layer + 1], *self.split.at_step_0[layer + 1 :]])
+            return self._second(self.split.one_row, new)
+
+        lanes = [shown["as_written"], *map(with_new, self.layers[:-1]), shown["one_row"]]
+        return [("prompt", layer, _apart(*two)) for layer, two in enumerate(_pairs(lanes))]
+
+    def _kept(self, shown: dict[str, Shown]) -> list[tuple[str, int, float]]:
+        def as_written(layer: int) -> Shown:
+            return self._second(self.split.cached, self._rows(self.split.at_step_0, range(layer + 1)))
+
+        lanes = [shown["cached"], *map(as_written, self.layers), shown["as_written"]]
+        # What is left with all rows of the prompt put back is how the newest row's own K and V are kept.
+        return [("kv", layer, _apart(*two)) for layer, two in zip([*self.layers, -1], _pairs(lanes), strict=True)]
+
+    def _rows(self, held: KeysValues, layers: Sequence[int] | None = None) -> Rows:
+        rows = Rows(layers)
+        rows.held = held
+        return rows
+
+    def _second(self, path: ExecutionPath, rows: Rows, *watchers: Any) -> Shown:
+        """Step 1 of a lane in which the prompt's rows are replaced."""
+        with Lane(self.split, path, [rows, *watchers]) as lane:
+            lane.advance(None)
+            rows.stop = len(self.split.prompt)
+            return lane.advance(self.token)
+
+
+def _pairs(lanes: Sequence[Shown]) -> list[tuple[Shown, Shown]]:
+    return list(itertools.pairwise(lanes))
+
+
+def _apart(one: Shown, other: Shown) -> float:
+    return float((one.logits.double() - other.logits.double()).norm())

@@ -1,0 +1,352 @@
+"""One prompt along both paths and the lanes that stand between them, so that every difference has one cause.
+
+What a cache changes is the company in which a row is computed: alone when it is decoded, among the whole prefix when the
+prefix is recomputed. The recompute path is no fixed truth either: at every step it makes the old rows anew among another
+number of rows. So the lanes go from one path to the other and change one thing at a time, on the same tokens:
+
+==============  =============================  ====================================================  ================
+lane            K and V of the prompt's rows   K and V of the decoded rows                           the newest row
+==============  =============================  ====================================================  ================
+``recompute``   of the recompute path, now     of the recompute path, now                            among the prefix
+``one_row``     of the recompute path, now     of the recompute path, now                            alone
+``old_prompt``  of that path at step 0         of the recompute path, now                            alone
+``among``       of that path at step 0         each made at its own step, among the prefix it ended  alone
+``as_written``  of that path at step 0         each made at its own step, alone                      alone
+``cached``      as the cached path keeps them  as the cached path keeps them                         alone
+==============  =============================  ====================================================  ================
+
+The differences from lane to lane are the **parts** (``fresh``, ``prompt``, ``remade``, ``alone``, ``kept``): as vectors they
+add up to the whole. ``fresh`` and ``alone`` are what a cache as such contributes; ``prompt`` and ``remade``, together
+``anew``, are the recompute path's difference from itself, without a cache. Each part has a **null** in which the same rows are
+computed by the recompute path among more rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvinterp.models import Adapter, dtype_named
+from kvinterp.models.adapter import Listener, Site
+from kvinterp.models.caches import Dynamic
+from kvinterp.patching.lanes import Donor, RunnerLane
+from kvinterp.patching.planted import Plant
+from kvinterp.paths import ExecutionPath
+from kvinterp.paths.cache import PassThrough
+from kvinterp.paths.runner import LOGITS
+from kvinterp.policies import Identity, Place
+
+__all__ = ["ANEW", "DIFFERENCES", "PARTS", "KeysValues", "Lane", "Rows", "Shown", "Split", "leading_part"]
+
+PARTS = {
+    "fresh": "the newest row, computed alone at this step",
+    "alone": "K and V of the decoded rows, each computed alone at its own step",
+    "anew": "K and V of earlier rows, which the recompute path makes anew among another number of rows",
+    "kept": "K and V that the cached path keeps otherwise than they were written",
+}
+"""What makes the difference; as vectors they add up to the whole."""
+ANEW = {
+    "prompt": "K and V of the prompt's rows made anew",
+    "remade": "K and V of the decoded rows made anew",
+}
+"""What ``anew`` consists of."""
+
+DIFFERENCES = {
+    "total": ("cached", "recompute"),
+    "fresh": ("one_row", "recompute"),
+    "prompt": ("old_prompt", "one_row"),
+    "remade": ("among", "old_prompt"),
+    "anew": ("among", "one_row"),
+    "alone": ("as_written", "among"),
+    "kept": ("cached", "as_written"),
+    "decoded": ("as_written", "old_prompt"),
+    "state": ("cached", "one_row"),
+    "null": ("longer", "recompute"),
+    "null_fresh": ("longer_newest", "recompute"),
+    "null_prompt": ("longer_prompt", "one_row"),
+    "null_remade": ("longer_remade", "one_row"),
+    "null_anew": ("longer_rows", "one_row"),
+    "null_alone": ("longer_among", "among"),
+}
+"""Which two lanes each difference is between. ``decoded`` is remade and alone together, ``state`` all but fresh; each
+``null_`` is the same rows computed by the recompute path among more rows, ``null`` the whole path."""
+
+KeysValues = Sequence[tuple[Tensor, Tensor]]
+"""K and V of every layer, each ``[1, kv_head, position, head_dim]`` from position 0 on."""
+
+
+def leading_part(lengths: Mapping[str, float], total: float) -> tuple[str, float]:
+    """The part that is longer than all others together, and its share of the lengths.
+
+    Only then can no way of adding the parts up make another one the cause. ``"none"`` where there is no difference,
+    ``"spread"`` (with the largest share) where no part is that long.
+
+    Args:
+        lengths: L2 length of every part.
+        total: L2 length of the whole difference.
+    """
+    if total == 0:
+        return "none", 0.0
+    name = max(lengths, key=lambda part: lengths[part])
+    share = lengths[name] / sum(lengths.values())
+    return (name if share > 0.5 else "spread"), share
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What a lane shows at a step.
+
+    Attributes:
+        logits: Of the newest row.
+        stream: ``resid_post`` of the newest row, layer by layer.
+    """
+
+    logits: Float[Tensor, " vocab"]
+    stream: Float[Tensor, "layer width"]
+
+
+class Rows:
+    """A watcher that puts given keys and values in place of those of earlier positions, as attention reads them.
+
+    Attributes:
+        held: What to put there; set before a step.
+        stop: One past the last position to replace; 0 replaces nothing.
+    """
+
+    def __init__(self, layers: Collection[int] | None = None) -> None:
+        self.layers = layers
+        self.held: KeysValues = ()
+        self.stop = 0
+        self.places: Sequence[Site] = ()
+        self.listeners: Mapping[Site, Listener] = {}
+
+    def begin_step(self, step: int) -> None:
+        """What follows belongs to this step."""
+
+    def begin_pass(self) -> None:
+        """A forward from position 0 follows."""
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        """Replaces the rows, in the memory where they are: a kernel may add up in another order for other strides.
+
+        They are set anew at every step, so a cache that keeps them in another form than attention reads need not keep them.
+
+        Raises:
+            UnsupportedError: The cache does not say which positions it still holds.
+        """
+        stop = min(self.stop, place.stop)
+        if stop <= place.start or (self.layers is not None and place.layer not in self.layers):
+            return
+        place.check_known("keys and values")
+        for tensor, given in zip((keys, values), self.held[place.layer], strict=True):
+            tensor[:, :, : stop - place.start].copy_(given[:, :, place.start : stop])
+
+
+class _Reads:
+    """A watcher that keeps what attention reads in a forward over the whole context."""
+
+    def __init__(self, layers: int) -> None:
+        self.now: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers = layers
+        self.places: Sequence[Site] = ()
+        self.listeners: Mapping[Site, Listener] = {}
+
+    def begin_step(self, step: int) -> None:
+        self.now = {}
+
+    def begin_pass(self) -> None:
+        pass
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        # The model's own memory, which another watcher may write into.
+        self.now[place.layer] = keys.clone(), values.clone()
+
+    def whole(self) -> KeysValues:
+        return [self.now[layer] for layer in range(self.layers)]
+
+
+class Lane:
+    """A path advanced step by step that shows its logits and its residual stream.
+
+    Args:
+        split: Whose model, prompt and plant.
+        path: How to run it.
+        watchers: More that look in.
+        plants: Whether the planted one-row difference is made here too.
+    """
+
+    def __init__(self, split: Split, path: ExecutionPath, watchers: Sequence[Any] = (), plants: bool = True) -> None:
+        model = split.adapter.at(dtype_named(path.dtype))
+        self._donor = Donor(model, split.residual, len(split.prompt))
+        planted = [] if split.plant is None or not plants else [split.plant.watcher()]
+        self._lane = RunnerLane(split.adapter, path, split.prompt, split.room, [*planted, *watchers, self._donor])
+        self._layers = range(model.facts.layers)
+
+    def __enter__(self) -> Lane:
+        self._lane.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._lane.__exit__(*error)
+
+    def advance(self, token: int | None) -> Shown:
+        """The next step."""
+        logits = self._lane.advance(token)
+        rows = [self._donor.window("resid_post", layer)[1][0, -1] for layer in self._layers]
+        return Shown(logits.clone(), torch.stack(rows))
+
+
+class Split:
+    """The lanes of one prompt.
+
+    Args:
+        adapter: The model.
+        paths: The cached and the recompute path.
+        prompt: Token ids.
+        room: Most steps.
+        suffix: Tokens put behind the prefix for the nulls.
+        plant: A difference to plant in the cached path.
+        stop: ``"end of sequence"`` or ``"length"``.
+
+    Attributes:
+        one_row: The cached path's one-row computation alone: without its policy, its cache's dtype, its chunks and a cache
+            that does not give back the very rows, which all belong to ``kept``.
+        at_step_0: K and V of the prompt as the recompute path wrote them at step 0.
+        now: K and V as the recompute path reads them at this step.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        paths: tuple[ExecutionPath, ExecutionPath],
+        prompt: Sequence[int],
+        room: int,
+        suffix: int,
+        plant: Plant | None,
+        stop: str = "end of sequence",
+    ) -> None:
+        self.adapter, self.prompt, self.room, self.plant = adapter, list(prompt), room, plant
+        self.ends = adapter.end_tokens if stop == "end of sequence" else frozenset()
+        cached, self.recompute = paths
+        # A cache that keeps the very rows keeps them laid out in memory as the cached path's attention reads them.
+        keeps = cached.cache if cached.cache.exact else Dynamic()
+        self.one_row = dataclasses.replace(cached, policy=Identity(), cache_dtype=None, chunk=None, cache=keeps)
+        self.cached = cached if plant is None else plant.written(cached, len(self.prompt))
+        self.filler = (self.prompt * (suffix // len(self.prompt) + 1))[:suffix]
+        self.residual: list[Site] = [("resid_post", layer) for layer in range(adapter.facts.layers)]
+        self.at_step_0: KeysValues = ()
+        self.now: KeysValues = ()
+
+    def steps(self) -> Iterator[tuple[int, dict[str, Shown]]]:
+        """At every step what each lane of DIFFERENCES shows."""
+        reads = _Reads(self.adapter.facts.layers)
+        replaced = {name: Rows() for name in ("as_written", "one_row", "old_prompt", "among", *_ROWS_OF_NULLS)}
+        with contextlib.ExitStack() as stack:
+
+            def lane(path: ExecutionPath, watchers: Sequence[Any], plants: bool = True) -> Lane:
+                return stack.enter_context(Lane(self, path, watchers, plants))
+
+            cached, recompute = lane(self.cached, ()), lane(self.recompute, [reads], plants=False)
+            one_row = {name: lane(self.one_row, [rows]) for name, rows in replaced.items()}
+            fed: list[int] = []
+            among: KeysValues = ()
+            longer_among: KeysValues = ()
+            for step in range(self.room):
+                token, end = (fed[-1] if fed else None), len(self.prompt) + step
+                shown = {"cached": cached.advance(token), "recompute": recompute.advance(token)}
+                self.now = reads.whole()
+                shown["longer"], longer = self._forward(fed, self.now, 0, self.filler)
+                if step == 0:
+                    self.at_step_0 = among = longer_among = self.now
+                    for each in one_row.values():
+                        each.advance(None)
+                    same = [*replaced, "longer_newest"]
+                    shown |= dict.fromkeys(same, shown["recompute"])
+                else:
+                    shown["longer_newest"], _ = self._forward(fed, self.now, end - 1, self.filler)
+                    _, prompt_held = self._forward(fed, self.now, len(self.prompt), self.filler)
+                    given = {
+                        "as_written": self.at_step_0,
+                        "one_row": self.now,
+                        "old_prompt": self._joined(self.at_step_0, self.now),
+                        "among": among,
+                        "longer_prompt": self._joined(longer, self.now),
+                        "longer_remade": prompt_held,
+                        "longer_rows": longer,
+                        "longer_among": longer_among,
+                    }
+                    for name, held in given.items():
+                        replaced[name].held, replaced[name].stop = held, end - 1
+                    replaced["as_written"].stop = len(self.prompt)
+                    shown |= {name: each.advance(token) for name, each in one_row.items()}
+                    # The newest row's K and V, made among the prefix that it ends; in the null among more rows than that.
+                    among = _with_newest(among, self._forward(fed, among, end - 1, ())[1], end)
+                    longer_among = _with_newest(
+                        longer_among, self._forward(fed, longer_among, end - 1, self.filler)[1], end
+                    )
+                yield step, shown
+                fed = [*fed, int(shown["cached"].logits.argmax())]
+                if fed[-1] in self.ends:
+                    break
+
+    def _joined(self, prompt: KeysValues, decoded: KeysValues) -> KeysValues:
+        """The prompt's rows of one and all later ones of another."""
+        n = len(self.prompt)
+        return [
+            (torch.cat([k[:, :, :n], keys[:, :, n:]], 2), torch.cat([v[:, :, :n], values[:, :, n:]], 2))
+            for (k, v), (keys, values) in zip(prompt, decoded, strict=True)
+        ]
+
+    def _forward(self, fed: Sequence[int], held: KeysValues, stop: int, filler: Sequence[int]) -> tuple[Shown, KeysValues]:
+        """The recompute path with some rows held, and more tokens behind the prefix, which a causal model must not see.
+
+        Args:
+            fed: Tokens decoded so far.
+            held: K and V to hold.
+            stop: Of the positions before this one.
+            filler: The tokens behind.
+
+        Returns:
+            What it shows at the newest position of the prefix, and K and V.
+        """
+        model, path = self.adapter.at(dtype_named(self.recompute.dtype)), self.recompute
+        newest = len(self.prompt) + len(fed) - 1
+        tokens = torch.tensor([[*self.prompt, *fed, *filler]], device=model.device)
+        rows, reads = Rows(), _Reads(model.facts.layers)
+        rows.held, rows.stop = held, stop
+        seen: dict[int, Tensor] = {}
+        kernels = path.kernels.mode(model)
+        listeners: dict[Site, list[Listener]] = {place: [hear] for place, hear in kernels.listeners.items()}
+        for site, layer in self.residual:
+            model.tap(site, layer)
+            listeners.setdefault((site, layer), []).append(_keeping(seen, layer, newest))
+        # The recompute path's own store, so that the company is all that differs.
+        store = PassThrough(model.facts, path.policy, 1, model.dtype, model.device, [rows.on_read, reads.on_read])
+        places = [place for place in listeners if place != LOGITS]
+        with torch.no_grad(), model.attached(places), model.listening(listeners), kernels:
+            logits = model.forward(tokens, store)[0, newest].clone()
+        return Shown(logits, torch.stack([seen[layer] for layer in range(model.facts.layers)])), reads.whole()
+
+
+_ROWS_OF_NULLS = ("longer_prompt", "longer_remade", "longer_rows", "longer_among")
+
+
+def _with_newest(held: KeysValues, made: KeysValues, end: int) -> KeysValues:
+    """What is held, and behind it the newest row of another forward over ``end`` positions."""
+    return [
+        (torch.cat([k, keys[:, :, end - 1 : end]], 2), torch.cat([v, values[:, :, end - 1 : end]], 2))
+        for (k, v), (keys, values) in zip(held, made, strict=True)
+    ]
+
+
+def _keeping(seen: dict[int, Tensor], layer: int, position: int) -> Callable[[Tensor], None]:
+    def listener(tensor: Tensor) -> None:
+        seen[layer] = tensor[0, position].clone()
+
+    return listener
