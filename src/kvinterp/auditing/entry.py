@@ -114,7 +114,7 @@ def audit(
         )
     if isinstance(rungs, str) or not rungs:
         raise InputError(f"rungs={rungs!r} was given: expected a list of at least one precision of {', '.join(RUNGS)}.")
-    dtypes = {dtype_name(dtype_named(name)): dtype_named(name) for name in rungs}
+    dtypes = {dtype_name(dtype): dtype for dtype in map(dtype_named, rungs) if dtype is not None}
     dtypes.setdefault(dtype_name(adapter.dtype), adapter.dtype)
     room = min(adapter.facts.context, max(lengths) + steps)
     with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), _evaluating(adapter.model):

@@ -151,7 +151,8 @@ class _Judge:
 
     def _casts(self) -> list[tuple[str, Judged]]:
         """Casts that matter in the precision that serves; those that only matter above it become notes."""
-        fail, note = [], {}
+        fail: list[tuple[str, Judged]] = []
+        note: dict[tuple[str, str], list[Judged]] = {}
         for name, judged in self.seen.judged.items():
             for one in judged:
                 if one.cause.word != "cast":
@@ -226,8 +227,8 @@ class _Judge:
         kernels = self._kernel_lines()
         if kernels:
             where, line = kernels
-            return self._verdict("kernel", *where, [line, *lines])
-        return self._verdict("rounding", *place, lines)
+            return self._verdict("kernel", *where, lines=[line, *lines])
+        return self._verdict("rounding", *place, lines=lines)
 
     def _kernel_lines(self) -> tuple[tuple[Any, ...], str] | None:
         found = [(n, j) for n, judged in self.seen.judged.items() for j in judged if j.cause.word == "kernel"]
