@@ -9,6 +9,7 @@ from xml.etree import ElementTree as Tree
 import torch
 
 from kvinterp.auditing.reading import failed
+from kvinterp.auditing.report import reading_parts
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL
 
@@ -29,6 +30,8 @@ def junit_xml(audit: Audit) -> str:
     each with its sentence.
     """
     verdict = audit.verdict
+    first, reasons, _ = reading_parts(verdict)
+    why = (reasons or [first])[0]
     cases = [(f"ladder {rung.name}", *_of_rung(audit, rung), rung.summary()["seconds"]) for rung in audit.rungs]
     kinds = {"failed": "failure", "not run": "skipped", "cannot tell": "skipped"}
     for check in verdict.checks:
@@ -47,7 +50,7 @@ def junit_xml(audit: Audit) -> str:
         element = Tree.SubElement(suite, "testcase", classname="kvinterp.audit", name=_clean(case), time=f"{seconds:.3f}")
         if kind:
             counts["skipped" if kind == "skipped" else f"{kind}s"] += 1
-            message = _clean(said.splitlines()[0] if said else verdict.verdict)
+            message = _clean(why if said == verdict.reading else said.splitlines()[0] if said else verdict.verdict)
             inner = Tree.SubElement(element, kind, message=message)
             if kind != "skipped":
                 inner.set("type", verdict.verdict)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvinterp.auditing.ladder import Rung
     from kvinterp.auditing.verdict import Verdict
 
-__all__ = ["check_own", "layer_table", "page", "write"]
+__all__ = ["check_own", "layer_table", "page", "reading_parts", "write"]
 
 TABLES = ("steps", "local", "sweep", "chunks")
 NAMES = ("audit.html", *(f"{name}.csv" for name in TABLES), "verdict.json")
@@ -141,7 +141,7 @@ def page(audit: Audit) -> str:
 # The verdict and what was exercised ------------------------------------------------------------------------------------
 
 
-def _lines(verdict: Verdict) -> tuple[str, list[str], str]:
+def reading_parts(verdict: Verdict) -> tuple[str, list[str], str]:
     """The reading's first line, those that say why, and the one on what was run; notes and checks have tables here."""
     first, *rest = verdict.reading.splitlines()
     cut = next((i for i, line in enumerate(rest) if line.startswith("exercised: ")), len(rest))
@@ -149,7 +149,7 @@ def _lines(verdict: Verdict) -> tuple[str, list[str], str]:
 
 
 def _answer(verdict: Verdict) -> str:
-    first, why, _ = _lines(verdict)
+    first, why, _ = reading_parts(verdict)
     mark = {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")
     return f'<div class="answer {mark}"><strong>{_e(first)}</strong>{"".join(f"<p>{_e(line)}</p>" for line in why)}</div>'
 
@@ -171,7 +171,7 @@ def _layer_name(layer: int | None) -> str | None:
 
 
 def _exercised(verdict: Verdict) -> list[str]:
-    run = _lines(verdict)[2]
+    run = reading_parts(verdict)[2]
     parts = [f"<p>{_e(run)}</p>"] if run else []
     if not verdict.checks:
         return [*parts, "<p class='note'>Nothing else was asked for: the audit was made without further checks.</p>"]
