@@ -40,9 +40,9 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.15rem 1.2rem;
 dt { color: var(--soft); } dd { margin: 0; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: 0.3rem 0.7rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: bottom; }
+th, td { padding: 0.3rem 0.7rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
 td { white-space: nowrap; } td.text { white-space: normal; text-align: left; min-width: 20rem; }
-th { line-height: 1.3; color: var(--soft); font-weight: 600; }
+th { vertical-align: bottom; line-height: 1.3; color: var(--soft); font-weight: 600; }
 th:first-child, td:first-child { text-align: left; }
 tr.here td { font-weight: 700; background: var(--card); }
 svg { display: block; width: 100%; max-width: 42rem; height: auto; font: 13px system-ui, sans-serif; }
