@@ -85,8 +85,8 @@ class KernelsTable:
         if self.first is None:
             lines.append(
                 f"Given equal inputs, the newest row of each of {STEPS} tokens fed after a prompt of {self.about['length']} "
-                "has the same bits in every operation, cached and recomputed. Earlier rows, and other lengths, were not asked about: "
-                "kvinterp compare runs whole prompts."
+                "has the same bits in every operation, cached and recomputed. Earlier rows, and other lengths, were not "
+                "asked about: kvinterp compare runs whole prompts."
             )
         else:
             first = self.first
