@@ -58,7 +58,7 @@ def audited(name, checks):
     def count(module, args, kwargs):
         tokens = args[0] if args else kwargs["input_ids"]
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-        shapes[dtype, *tokens.shape, held(kwargs.get("past_key_values"))] += 1
+        shapes[(dtype, *tokens.shape, held(kwargs.get("past_key_values")))] += 1
 
     # A copy in another precision takes the hook along.
     handle = adapter.model.register_forward_pre_hook(count, with_kwargs=True)
