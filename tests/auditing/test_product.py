@@ -162,7 +162,7 @@ def test_a_factory_a_config_and_a_checkpoint_under_a_users_class(here: Path) -> 
         (("users_code:Mine", "--config", "nowhere.json"), "config 'nowhere.json' cannot be read"),
         (("users_code:tiny", "--config", "nowhere.json"), "only such a class takes a config"),
         (("users_code:Mine", "--kind", "hooked"), "leave --kind and --attention out"),
-        (("users_code:Raising",), "KeyError was raised"),
+        (("users_code:Raising",), "no such layer"),
         (("--class", "nothing"), "'nothing' names no class"),
         ((), "no model was given"),
         (("zoo:gqa2-mini", "--config", "small.json"), "it is for package.module:Class"),
