@@ -97,14 +97,13 @@ def test_audit_of_a_clean_model_leaves_with_0(tmp_path: Path) -> None:
     made = kvinterp("audit", MODEL, "--out", tmp_path / "out", *SHORT)
     assert made.exit_code == 0, made.output
     verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
-    fields = {"verdict", "first_layer", "first_position", "tensor", "module", "evidence", "confidence"}
+    fields = {"verdict", "first_layer", "first_position", "tensor", "module", "evidence", "checks", "notes", "exit_code"}
     assert fields <= set(verdict)
     assert verdict["verdict"] in ("equal", "rounding")
-    assert made.stdout.startswith(f"{MODEL}: {verdict['verdict']}. ")
+    assert made.stdout.startswith(f"PASS  {verdict['verdict']}  {MODEL} in float16\n")
     page = (tmp_path / "out" / "audit.html").read_text()
     assert "<svg" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
-    wrong("already holds a result", "audit", MODEL, "--out", tmp_path / "out", *SHORT)
 
 
 def test_audit_of_a_wrong_cache_leaves_with_1_and_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

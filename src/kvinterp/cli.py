@@ -6,24 +6,33 @@ purpose becomes one sentence on stderr and exit code 2; an interrupted run ends 
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import functools
-import logging
-import signal
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvinterp._version import __version__
-from kvinterp.errors import InputError, KvinterpError, unknown
-
-if TYPE_CHECKING:
-    from kvinterp.models import Adapter
-
+from kvinterp.cli_audit import audit_command, kernels_command
+from kvinterp.cli_parts import (
+    NOTHING,
+    RESUMES,
+    Attention,
+    Device,
+    Dtype,
+    Kind,
+    Model,
+    Out,
+    Overwrite,
+    Prompts,
+    free,
+    numbers,
+    say,
+    speak,
+    status,
+    told,
+)
+from kvinterp.errors import KvinterpError, unknown
 
 __all__ = ["app", "main"]
 
@@ -40,41 +49,6 @@ def main() -> None:
     app()
 
 
-RESUMES = "what was finished is on disk; the same command goes on from there"
-NOTHING = "nothing was written; run the same command again"
-
-
-def _told(interrupted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turns kvinterp's own errors and interruptions into one sentence and an exit code.
-
-    Args:
-        interrupted: What an interruption leaves behind.
-    """
-
-    def wrapped(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(*args: Any, **kwargs: Any) -> None:
-            before = signal.signal(signal.SIGTERM, _interrupt)
-            try:
-                command(*args, **kwargs)
-            except KvinterpError as error:
-                typer.echo(f"error: {error}", err=True)
-                raise typer.Exit(2) from error
-            except KeyboardInterrupt as error:
-                typer.echo(f"interrupted: {interrupted}.", err=True)
-                raise typer.Exit(130) from error
-            finally:
-                signal.signal(signal.SIGTERM, before)
-
-        return run
-
-    return wrapped
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False) -> None:
     if version:
@@ -82,22 +56,11 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Show the vers
         raise typer.Exit
 
 
-# Options that several commands take --------------------------------------------------------------------------------------
-
-Model = Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, or a hub id.")]
-Prompts = Annotated[str, typer.Option(help="A .jsonl file, or arithmetic:N, restate:N, instructions:N.")]
-Kind = Annotated[str, typer.Option(help="native, hooked or bridge.")]
-Dtype = Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is one.")]
-Attention = Annotated[str | None, typer.Option(help="For native: sdpa, eager, ...; its own unless given.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder for the tables, figures and report.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is already in the folder.")]
-
 # compare ---------------------------------------------------------------------------------------------------------------
 
 
 @app.command("compare")
-@_told(RESUMES)
+@told(RESUMES)
 def compare_command(
     model: Model,
     out: Out,
@@ -128,7 +91,7 @@ def compare_command(
     """Run a model along two paths on the same prompts and write what differs, step by step."""
     from kvinterp.experiments import Compare
 
-    _speak()
+    speak()
     experiment = Compare(
         model=model,
         prompts=prompts,
@@ -140,7 +103,7 @@ def compare_command(
         strategy=strategy,
         max_new_tokens=max_new_tokens,
         record=record,
-        layers=_numbers("--layers", layers, "0,2,-1"),
+        layers=numbers("--layers", layers, "0,2,-1"),
         seed=seed,
         device=device,
         attention=attention,
@@ -160,22 +123,11 @@ def compare_command(
     _say_where(out, write_report([result], out))
 
 
-def _numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise InputError(
-            f"{option} {text!r} cannot be read: expected whole numbers with commas, as in {example}."
-        ) from error
-
-
 # patch and decompose ---------------------------------------------------------------------------------------------------
 
 
 @app.command("patch")
-@_told(NOTHING)
+@told(NOTHING)
 def patch_command(
     model: Model,
     out: Out,
@@ -205,7 +157,7 @@ def patch_command(
     from kvinterp.patching import PRESETS
     from kvinterp.patching import sweep as run_sweep
 
-    existing = _free(out, overwrite)
+    existing = free(out, overwrite)
     if preset is not None and preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
     chosen = {
@@ -228,11 +180,11 @@ def patch_command(
     summary = made.summary()
     tables = {"recovery": made.recovery, "steps": made.steps, "controls": made.controls}
     files = write_tables(out, tables, summary, existing)
-    _say([*said_of_sweep(summary), ""], [*files, *save_sweep_figures(made, out / "figures")])
+    say([*said_of_sweep(summary), ""], [*files, *save_sweep_figures(made, out / "figures")])
 
 
 @app.command("decompose")
-@_told(NOTHING)
+@told(NOTHING)
 def decompose_command(
     model: Model,
     out: Out,
@@ -249,7 +201,7 @@ def decompose_command(
     from kvinterp.models import load_model
     from kvinterp.patching import decompose
 
-    existing = _free(out, overwrite)
+    existing = free(out, overwrite)
     adapter = load_model(model, kind=kind, dtype=dtype, device=device, attention=attention)
     made = decompose(adapter, load_prompts(prompts), max_new_tokens=max_new_tokens)
     from kvinterp.results import write_tables
@@ -259,175 +211,19 @@ def decompose_command(
     summary = made.summary()
     tables = {"decomposition": made.steps, "layers": made.layers}
     files = write_tables(out, tables, summary, existing)
-    _say([*said_of_decomposition(summary), ""], [*files, *save_decomposition_figure(made, out / "figures")])
-
-
-def _free(out: Path, overwrite: bool, last: str = "summary.json") -> str:
-    """Speaks up, and says how an existing result is treated; raises before anything slow where one is in the way."""
-    from kvinterp.results import check_free
-
-    _speak()
-    existing = "overwrite" if overwrite else "error"
-    check_free(out, existing, last, names=(last,))
-    return existing
-
-
-def _say(lines: Iterable[object], files: Iterable[Path] = ()) -> None:
-    for line in (*lines, *files):
-        typer.echo(str(line))
+    say([*said_of_decomposition(summary), ""], [*files, *save_decomposition_figure(made, out / "figures")])
 
 
 # audit and kernels -----------------------------------------------------------------------------------------------------
 
-
-@app.command("audit")
-@_told(NOTHING)
-def audit_command(
-    model: Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, a hub id; or a config.json.")],
-    out: Out = Path("kvinterp-audit"),
-    random_init: Annotated[bool, typer.Option("--random-init", help="Random weights, from the config alone.")] = False,
-    prompts: Annotated[
-        str | None,
-        typer.Option(help="A .jsonl file, or arithmetic:N, ...; two of random tokens unless given.", show_default=False),
-    ] = None,
-    kind: Kind = "native",
-    dtype: Dtype = "float16",
-    rungs: Annotated[str, typer.Option(help="Precisions to climb.")] = "bfloat16,float16,float32,float64",
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="Prompt lengths after which tokens are fed singly; unless given 5,63,64,65,96,97,128 and those beside the "
-            "model's own window.",
-            show_default=False,
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Tokens fed singly after each.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seeds random prompts and random weights.")] = 0,
-    device: Device = None,
-    attention: Attention = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Say whether cached decoding is right: equal, rounding, a kernel, a hidden cast, a wrong dtype, a bug or overflow.
-
-    Exit code 0 for equal, rounding and kernel; 1 for a bug, a hidden cast, a wrong dtype or overflow; 2 for bad input.
-    """
-    from kvinterp.auditing import audit
-
-    _free(out, overwrite, "verdict.json")
-    given = _prompts(prompts)
-    adapter = _subject(model, random_init, kind, dtype, seed, device, attention)
-    with _status(f"auditing {adapter.facts.name}") as tell:
-        found = audit(
-            adapter,
-            given,
-            rungs=tuple(part.strip() for part in rungs.split(",")),
-            lengths=_numbers("--lengths", lengths, "5,63,64"),
-            steps=steps,
-            seed=seed,
-            out=out,
-            progress=tell,
-        )
-    typer.echo(found.reading)
-    typer.echo("")
-    typer.echo(f"page     {out / 'audit.html'}")
-    typer.echo(f"verdict  {out / 'verdict.json'}")
-    if found.exit_code:
-        raise typer.Exit(found.exit_code)
-
-
-def _prompts(text: str | None) -> Any:
-    from kvinterp.data import load_prompts
-
-    return None if text is None else load_prompts(text)
-
-
-def _subject(
-    model: str, random_init: bool, kind: str, dtype: str, seed: int, device: str | None, attention: str | None
-) -> Adapter:
-    from kvinterp.models import dtype_named, load_model
-
-    if not random_init:
-        return load_model(model, kind=kind, dtype=dtype, device=device, attention=attention)
-    from kvinterp.auditing import random_model
-
-    if kind != "native":
-        raise InputError(f"--kind {kind!r} was given with --random-init: expected native, leave one of the two out.")
-    wanted = dtype_named(dtype)
-    assert wanted is not None
-    return random_model(model, wanted, seed, device, attention)
-
-
-@contextlib.contextmanager
-def _status(what: str) -> Iterator[Callable[[str], None]]:
-    """Says on stderr what runs now: in one line that changes, or line by line where there is no terminal."""
-    from rich.console import Console
-
-    from kvinterp.listing import escaped
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda now: typer.echo(f"{what}: {now}", err=True)
-        return
-    with console.status(escaped(what)) as shown:
-        yield lambda now: shown.update(escaped(f"{what}: {now}"))
-
-
-@app.command("kernels")
-@_told(NOTHING)
-def kernels_command(
-    model: Annotated[str, typer.Option("--model", help="zoo:NAME, a checkpoint folder or a hub id.")] = "zoo:mistral-mini",
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the table; only printed unless given.")] = None,
-    random_init: Annotated[bool, typer.Option("--random-init", help="Random weights, from the config alone.")] = False,
-    kind: Kind = "native",
-    dtype: Dtype = "float16",
-    kernels: Annotated[
-        str, typer.Option(help="native, batch_invariant, split_k(4,float16), flash_decoding(4), layer_cast.")
-    ] = "native",
-    sizes: Annotated[str, typer.Option(help="Numbers of rows, and of keys, to compare.")] = "1,2,17,64,128,257",
-    seed: Annotated[int, typer.Option(help="Seeds the prompt.")] = 0,
-    device: Device = None,
-    attention: Attention = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Measure which of a model's operations give other bits for another number of rows or keys, or another batch."""
-    from rich.console import Console
-
-    from kvinterp.auditing import kernels_table
-    from kvinterp.listing import escaped, table_of
-    from kvinterp.results import write_tables
-
-    _speak()
-    existing = "error" if out is None else _free(out, overwrite)
-    adapter = _subject(model, random_init, kind, dtype, seed, device, attention)
-    with _status(f"measuring the operations of {adapter.facts.name}"):
-        made = kernels_table(adapter, sizes=_numbers("--sizes", sizes, "1,2,17,64") or (), kernels=kernels, seed=seed)
-    varied = ("rows", "keys", "batch")
-    table = table_of(
-        f"{adapter.facts.name} ({kind}, {dtype}, {kernels} kernels)", "operation", "shape", *varied, "fixed by"
-    )
-    for (operation, shape), rows in made.summary().groupby(["operation", "shape"], sort=False):
-        cells = {row["varied"]: _same_bits(row) for row in rows.to_dict("records")}
-        fixes = ", ".join(sorted({text for text in rows["flags_that_fix"] if text}))
-        table.add_row(*map(escaped, (operation, shape, *(cells.get(name, "") for name in varied), fixes)))
-    table.caption = (
-        "=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest"
-    )
-    Console().print(table)
-    typer.echo(str(made))
-    if out is not None:
-        summary = {"first": made.first, "reading": str(made), "provenance": made.about}
-        _say((), write_tables(out, {"kernels": made.table}, summary, existing))
-
-
-def _same_bits(row: dict[str, Any]) -> str:
-    return "=" if row["same_bits"] else f"{row['first_size_that_differs']:g}: {row['max_ulp_of_row']:.2g} ULP"
-
+app.command("audit")(audit_command)
+app.command("kernels")(kernels_command)
 
 # root-cause ------------------------------------------------------------------------------------------------------------
 
 
 @app.command("root-cause")
-@_told(RESUMES)
+@told(RESUMES)
 def root_cause_command(
     models: Annotated[list[str], typer.Argument(help="zoo:NAME, checkpoint folders or hub ids.")],
     out: Out,
@@ -452,7 +248,7 @@ def root_cause_command(
     from kvinterp.views import save_root_cause_figures
     from kvinterp.views.root_cause_words import said_of_root_cause
 
-    existing = _free(out, overwrite)
+    existing = free(out, overwrite)
     given = load_prompts(prompts)
     adapters = [load_model(model, kind=kind, dtype="float16", device=device, attention=attention) for model in models]
     settings = {
@@ -465,7 +261,7 @@ def root_cause_command(
         "device": provenance(adapters[0])["device"],
     }
     parts = Parts(out, settings, existing)
-    with _status("root cause") as tell:
+    with status("root cause") as tell:
         tables, about = root_cause(
             adapters,
             given,
@@ -482,14 +278,14 @@ def root_cause_command(
     files = write_tables(out, tables, {"reading": reading, "provenance": about}, existing)
     figures = save_root_cause_figures(tables, about, out / "figures")
     parts.clear()
-    _say([*reading, ""], [*files, *figures])
+    say([*reading, ""], [*files, *figures])
 
 
 # demo ------------------------------------------------------------------------------------------------------------------
 
 
 @app.command("demo")
-@_told(RESUMES)
+@told(RESUMES)
 def demo_command(
     out: Out = Path("kvinterp-demo"),
     smoke: Annotated[bool, typer.Option("--smoke", help="One problem and few steps: does everything run?")] = False,
@@ -500,7 +296,7 @@ def demo_command(
     from kvinterp.experiments import Demo
     from kvinterp.experiments.demo import SMOKE
 
-    _speak()
+    speak()
     results = (SMOKE if smoke else Demo()).run(out, "overwrite" if overwrite else "error")
     from kvinterp.views import save, write_report
     from kvinterp.views.report import overview_of
@@ -523,19 +319,6 @@ def _say_where(out: Path, page: Path) -> None:
     typer.echo(f"summary  {runs / 'summary.json'}")
 
 
-def _speak() -> None:
-    """Shows kvinterp's own log lines on stderr."""
-    log = logging.getLogger("kvinterp")
-    # Made anew for every command: standard error may be another stream by now.
-    for handler in [h for h in log.handlers if h.get_name() == "kvinterp.cli"]:
-        log.removeHandler(handler)
-    handler = logging.StreamHandler()
-    handler.set_name("kvinterp.cli")
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-
-
 # list ------------------------------------------------------------------------------------------------------------------
 
 
@@ -552,7 +335,7 @@ class What(str, enum.Enum):
 
 
 @app.command("list")
-@_told(NOTHING)
+@told(NOTHING)
 def list_command(
     what: Annotated[What | None, typer.Argument(help="Everything, unless said.", show_default=False)] = None,
 ) -> None:

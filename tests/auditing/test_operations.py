@@ -8,6 +8,7 @@ from architectures import build
 
 import kvinterp as kv
 from kvinterp.auditing import kernels_table
+from kvinterp.paths.kernels import BatchInvariant
 
 pytestmark = pytest.mark.bits
 
@@ -74,7 +75,33 @@ def test_shape_invariant_kernels_are_invariant(name: str) -> None:
     bad = result.table[~result.table["bitwise_equal"]]
     assert bad.empty, bad.to_string()
     assert result.first is None
-    assert "no operation differs" in str(result)
+    assert "the newest row of each of 2 tokens fed after a prompt of 24 has the same bits" in str(result)
+
+
+def test_its_sentence_is_of_the_newest_row_where_an_earlier_one_differs() -> None:
+    """An operation that changes row 0 once there are more rows: no newest row shows it, and yet the paths differ.
+
+    The table once said that no operation differs between a cached step and recomputation, which is false of this model.
+    """
+    model = build("llama")
+
+    def among_more_rows(module: object, args: object, output: torch.Tensor) -> torch.Tensor:
+        if output.shape[1] > 24:
+            output = output.clone()
+            output[:, 0] *= 1.5
+        return output
+
+    model.model.layers[0].mlp.down_proj.register_forward_hook(among_more_rows)
+    result = kernels_table(model, sizes=(1, 2), kernels="batch_invariant")
+    assert result.first is None
+    said = str(result)
+    assert "no operation differs" not in said
+    assert "newest row" in said
+    assert "Earlier rows, and other lengths, were not asked about" in said
+    prompt = list(range(3, 27))
+    same = {"kernels": BatchInvariant()}
+    compared = kv.compare(model, [prompt], kv.Cached(**same), kv.Recompute(**same), max_new_tokens=2, record=())
+    assert compared.steps["kl"].max() > 0, "what it pointed to must show the difference"
 
 
 def test_split_k_shows_in_the_operations_it_is_put_in_and_no_other() -> None:

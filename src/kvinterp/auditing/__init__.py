@@ -1,10 +1,10 @@
 """IS IT CORRECT: cached against recompute over a ladder of precisions, judged at the first tensor that differs."""
 
+from kvinterp.auditing.building import random_model, users_model
 from kvinterp.auditing.entry import CHECKS, LENGTHS, RUNGS, Audit, audit
 from kvinterp.auditing.exercises import Check
 from kvinterp.auditing.ladder import Plan, Rung
 from kvinterp.auditing.operations import KernelsTable, kernels_table
-from kvinterp.auditing.subject import random_model
 from kvinterp.auditing.verdict import VERDICTS, Verdict
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "audit",
     "kernels_table",
     "random_model",
+    "users_model",
 ]

@@ -96,7 +96,8 @@ def audit(
     Raises:
         InputError: Something given does not fit.
     """
-    adapter = wrap(model)
+    with _evaluating(model):
+        adapter = wrap(model)
     if detail not in ("verdict", "everything"):
         raise InputError(f"detail={detail!r} was given: expected 'verdict' or 'everything'.")
     if sweep not in ("yes", "no"):
@@ -116,8 +117,12 @@ def audit(
         raise InputError(f"rungs={rungs!r} was given: expected a list of at least one precision of {', '.join(RUNGS)}.")
     dtypes = {dtype_name(dtype): dtype for dtype in map(dtype_named, rungs) if dtype is not None}
     dtypes.setdefault(dtype_name(adapter.dtype), adapter.dtype)
+    if out is not None:
+        from kvinterp.auditing.report import check_own
+
+        check_own(Path(out))
     room = min(adapter.facts.context, max(lengths) + steps)
-    with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), _evaluating(adapter.model):
+    with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), _evaluating(adapter):
         check_causal(adapter)
         tokens = _tokens(adapter, prompts, room, seed)
         plan = prefix_plan(tokens, lengths, steps, room)
@@ -132,9 +137,11 @@ def audit(
 
 
 @contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def _evaluating(model: Any) -> Iterator[None]:
     """A model fresh from its config drops out at random until it is told not to; it is left as it was."""
-    training = [module for module in model.modules() if module.training]
+    model = model.model if isinstance(model, Adapter) else model
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    training = [module for module in modules if module.training]
     try:
         for module in training:
             module.training = False

@@ -34,6 +34,8 @@ __all__ = ["SIZES", "KernelsTable", "kernels_table"]
 
 SIZES = (1, 2, 17, 64, 128, 257)
 """Numbers of rows, and of keys: one, few, and both sides of the usual tiles."""
+STEPS = 2
+"""Tokens fed one by one after the prompt, to see where the newest row first differs."""
 
 
 @dataclasses.dataclass
@@ -44,8 +46,9 @@ class KernelsTable:
         table: One row an operation, varied dimension and size: operation, shape, where (first module), calls, varied, size,
             bitwise_equal, rows_differing (share), max_ulp (of each number itself, which is large where a sum cancels),
             max_ulp_of_row (of the row's largest number), flags_that_change, flags_that_fix.
-        first: The first operation of the model whose output differs between a cached step and recomputation given equal
-            inputs: operation, layer, tensor, module, position, error; None where none does.
+        first: The first operation of the model whose output in the newest row differs between a cached step and recomputation
+            given equal inputs: operation, layer, tensor, module, position, error; None where none does. Rows before the newest,
+            which a recomputation makes anew among more rows, are not asked about.
         about: Provenance.
     """
 
@@ -80,13 +83,17 @@ class KernelsTable:
         depend = len(variant.groupby(["operation", "shape"])) if len(variant) else 0
         lines = [f"{count} operations; {depend} depend on the shape."]
         if self.first is None:
-            lines.append("Given equal inputs no operation differs between a cached step and recomputation.")
+            lines.append(
+                f"Given equal inputs, the newest row of each of {STEPS} tokens fed after a prompt of {self.about['length']} "
+                "has the same bits in every operation, cached and recomputed. Earlier rows, and other lengths, were not "
+                "asked about: kvinterp compare runs whole prompts."
+            )
         else:
             first = self.first
             what = "" if first["tensor"] == first["module"] else f"{first['tensor']} of "
             by = f" ({first['operation']})" if first["operation"] else ""
             lines.append(
-                f"Given equal inputs, the divergence is born in {what}{first['module']}{by}, layer {first['layer']}, "
+                f"Given equal inputs, the newest row first differs in {what}{first['module']}{by}, layer {first['layer']}, "
                 f"relative error {first['error']:.1e}."
             )
         return " ".join(lines)
@@ -112,8 +119,8 @@ def kernels_table(
     if not isinstance(length, int) or length < 2:
         raise InputError(f"length={length!r} was given: expected a whole number of at least 2.")
     adapter, kernels = wrap(model), kernels_named(kernels)
-    length = min(length, adapter.facts.context - 2)
-    prompt = prompts_for(adapter, 1, length + 2, seed)[0]
+    length = min(length, adapter.facts.context - STEPS)
+    prompt = prompts_for(adapter, 1, length + STEPS, seed)[0]
     tokens = torch.tensor([list(prompt[:length])], device=adapter.device)
     mode = kernels.mode(adapter)
     rows: list[dict[str, Any]] = []
@@ -124,7 +131,7 @@ def kernels_table(
             if operation.calls or isinstance(kernels, Native):
                 rows += _measure(operation, sorted(sizes), mode)
         first = _first(adapter, kernels, prompt, length)
-    about = provenance(adapter, kernels=str(kernels), sizes=list(sizes))
+    about = provenance(adapter, kernels=str(kernels), sizes=list(sizes), length=length)
     return KernelsTable(pd.DataFrame(rows), None if first is None else _described(first, operations), about)
 
 
@@ -144,7 +151,7 @@ def _within(module: str, outer: str) -> bool:
 def _first(adapter: Adapter, kernels: Kernels, prompt: Sequence[int], length: int) -> Finding | None:
     subject = Subject(adapter, kernels)
     taps = BlockTaps(subject)
-    plan = prefix_plan([prompt], (length,), 2, adapter.facts.context)
+    plan = prefix_plan([prompt], (length,), STEPS, adapter.facts.context)
     with taps.attached():
         reference = taps.reference(torch.tensor([list(prompt)], device=adapter.device))
         layers = range(-1, len(subject.blocks) + 1)

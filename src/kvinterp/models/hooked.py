@@ -85,13 +85,16 @@ def convert_checkpoint(folder: Path, name: str, dtype: torch.dtype, device: torc
     hooked_class()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from kvinterp.models.load import quiet_transformers
+    from kvinterp.models.load import not_found, quiet_transformers
 
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise not_found(name, error) from error
     _check_convertible((config.architectures or ["unknown"])[0])
     with quiet_transformers():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=False
         )
     source, loading = loaded
     _check_all_used(loading["unexpected_keys"])

@@ -16,7 +16,7 @@ from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models import zoo
 from kvinterp.models.adapter import Adapter, dtype_named
 
-__all__ = ["ATTENTION", "KINDS", "device_named", "load_model", "wrap"]
+__all__ = ["ATTENTION", "KINDS", "brings_code", "device_named", "load_model", "not_found", "wrap"]
 
 KINDS = {
     "hooked": "TransformerLens HookedTransformer: every activation has a hook; TransformerLens 3 only",
@@ -196,7 +196,7 @@ def _hooked(name: str, folder: Path | None, dtype: torch.dtype, device: torch.de
     try:
         model = model_class.from_pretrained_no_processing(name, dtype=dtype, device=str(device))
     except (ValueError, OSError) as error:
-        raise _not_found(name, error) from error
+        raise not_found(name, error) from error
     return HookedAdapter(lay_out_for_products(model.eval()), name)
 
 
@@ -221,7 +221,7 @@ def _transformers(
             raise UnsupportedError(
                 f"attention {attention!r} cannot be used for {name}: {_first_line(error)}; leave attention out."
             ) from error
-        raise _not_found(name, error) from error
+        raise not_found(name, error) from error
     _check_decoder(model, name)
     plain_experts(model, dtype)
     placed: nn.Module = model.to(device)  # type: ignore[arg-type]  # transformers decorates it untyped
@@ -252,10 +252,27 @@ def _tokenizer(source: Path | str, remote_code: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=remote_code == "trust")
     except (OSError, ValueError) as error:
+        code = brings_code(error, str(source))
+        if code is not None:
+            raise code from error
         raise InputError(f"the tokenizer of {source} cannot be loaded: {_first_line(error)}") from error
 
 
-def _not_found(name: str, error: Exception) -> InputError:
+def brings_code(error: Exception, name: str = "") -> InputError | None:
+    """What to say where transformers refused to run a checkpoint's own code; None where that is not what happened."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return InputError(
+        f"model {name!r} brings code of its own (auto_map in its config.json), which is not run unless it is trusted: read that "
+        "code, then say remote_code='trust' (kvinterp audit --remote-code), or give a model that transformers knows."
+    )
+
+
+def not_found(name: str, error: Exception) -> InputError:
+    """What to say where transformers cannot load a model."""
+    code = brings_code(error, name)
+    if code is not None:
+        return code
     known = ", ".join(f"zoo:{n}" for n in zoo.names())
     return InputError(
         f"model {name!r} cannot be loaded ({_first_line(error)}): expected a hub id that can be reached from here, "

@@ -1,0 +1,252 @@
+"""Models that are made, not loaded: random weights from a config alone, or whatever a user's own code makes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvinterp.auditing.subject import check_causal
+from kvinterp.errors import InputError, unknown
+from kvinterp.models import Adapter, wrap, zoo
+from kvinterp.models.load import ATTENTION, brings_code, device_named
+
+__all__ = ["is_code", "random_model", "users_model"]
+
+_CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+MOST = 300_000_000
+"""Parameters of a model made from its class's defaults, which are those of a released model as a rule."""
+
+
+def random_model(
+    source: str | Path,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: str | torch.device | None = "cpu",
+    attention: str | None = None,
+    remote_code: str = "refuse",
+) -> Adapter:
+    """A model of random weights from a config alone.
+
+    Args:
+        source: A config.json, a folder that holds one, ``zoo:NAME``, or a hub id.
+        dtype: Dtype of the weights.
+        seed: Seeds the weights.
+        device: Where to put it; CUDA where there is one for None.
+        attention: An attention implementation transformers knows, or None for its own choice.
+        remote_code: ``"refuse"`` or ``"trust"``: whether code that comes with the config may run. Nothing asks.
+
+    Raises:
+        InputError: There is no such config, or transformers knows no causal model for it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if attention is not None and attention not in ATTENTION:
+        raise unknown("attention implementation", attention, ATTENTION)
+    if remote_code not in ("refuse", "trust"):
+        raise unknown("remote_code", remote_code, ("refuse", "trust"))
+    place_on, trust = device_named(device), remote_code == "trust"
+    text = str(source)
+    place: Path | str = zoo.folder(text.removeprefix("zoo:")) if text.startswith("zoo:") else text
+    if Path(place).suffix == ".json":
+        place = _folder_of(Path(place))
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=trust)
+    # transformers has no error of its own for a config it cannot use.
+    except Exception as error:
+        code = brings_code(error, text)
+        if code is not None:
+            raise code from error
+        raise InputError(
+            f"no model can be made from the config of {text!r} ({_said(error)}): expected a config.json of a causal "
+            "transformers model, a folder that holds one, zoo:NAME or a hub id that can be reached from here."
+        ) from error
+    return _made(model, dtype, place_on, f"{text} (random weights)")
+
+
+def _made(model: nn.Module, dtype: torch.dtype, device: torch.device, name: str) -> Adapter:
+    adapter = wrap(model.to(device=device, dtype=dtype).eval().requires_grad_(False), name=name)
+    check_causal(adapter)
+    return adapter
+
+
+def _said(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+
+
+def _folder_of(file: Path) -> Path:
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"config {str(file)!r} cannot be read ({error}): expected a transformers config.json.") from error
+    if file.name != "config.json":
+        raise InputError(
+            f"config {str(file)!r}: transformers reads a file named config.json; give that one, or its folder."
+        )
+    return file.parent
+
+
+# A user's own code -----------------------------------------------------------------------------------------------------
+
+
+def is_code(text: str) -> bool:
+    """Whether a text has the form ``package.module:Class``."""
+    return not text.startswith("zoo:") and _CODE.fullmatch(text) is not None
+
+
+def users_model(
+    code: str,
+    source: str | Path | None = None,
+    *,
+    weights: str = "random",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: str | torch.device | None = "cpu",
+    remote_code: str = "refuse",
+) -> Adapter:
+    """A model that a user's own code makes.
+
+    Args:
+        code: ``package.module:Class``, a transformers model class; or ``package.module:function``, which is called without
+            arguments and returns a model.
+        source: For a class: a config.json or a folder that holds one; None for the defaults of the class's own config.
+        weights: ``"random"``, or ``"loaded"``: those of the checkpoint folder or hub id ``source``.
+        dtype: Dtype of the weights.
+        seed: Seeds the weights.
+        device: Where to put it; CUDA where there is one for None.
+        remote_code: ``"refuse"`` or ``"trust"``: whether other code, that comes with a checkpoint, may run.
+
+    Raises:
+        InputError: There is no such module or name in it, or no model can be made of it; the message says what is needed.
+    """
+    place_on, found = device_named(device), _imported(code)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if _is_transformers_class(found):
+            shown = code if source is None else f"{code} ({source})"
+            load = weights == "loaded"
+            model = _loaded(code, found, str(source), remote_code) if load else _from_config(code, found, source)
+        elif source is not None:
+            raise InputError(
+                f"{code!r} is no transformers model class, and only such a class takes a config: leave the config out, and "
+                "let it be a function without arguments that returns a model."
+            )
+        else:
+            shown, model = code, found if isinstance(found, nn.Module) else _called(code, found)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{code!r} gave a {type(model).__name__}: expected a model, a torch.nn.Module.")
+    return _made(model, dtype, place_on, shown)
+
+
+def _imported(code: str) -> Any:
+    if not is_code(code):
+        raise InputError(f"{code!r} names no class: expected package.module:Class, as in mypackage.modeling:MyForCausalLM.")
+    module, _, path = code.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    # A user's module may raise anything, or leave.
+    except (Exception, SystemExit) as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(error.name)
+        why = "there is no such module" if missing else f"importing it raised {type(error).__name__}: {_said(error)}"
+        raise InputError(
+            f"module {module!r} of {code!r} cannot be imported ({why}): it must be installed, or lie in the current folder."
+        ) from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise unknown(f"name in module {module!r}", name, [n for n in vars(found) if not n.startswith("_")])
+        found = getattr(found, name)
+    return found
+
+
+def _is_transformers_class(found: Any) -> bool:
+    return inspect.isclass(found) and "PreTrainedModel" in {base.__name__ for base in found.__mro__}
+
+
+def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
+    config_class = getattr(found, "config_class", None)
+    if config_class is None:
+        raise InputError(
+            f"{code!r} has no config_class, so nothing says which config it takes: set config_class on it, or give a function "
+            "without arguments that returns a model."
+        )
+    try:
+        config = config_class() if source is None else config_class.from_json_file(_config_file(Path(source)))
+        if source is None:
+            with torch.device("meta"):
+                count = sum(p.numel() for p in found(config).parameters())
+            if count > MOST:
+                raise InputError(
+                    f"{code!r} with the defaults of {config_class.__name__} has {count:.1e} parameters, too many to be made "
+                    f"for an audit (at most {MOST:.0e}): give a config.json of a small one with --config."
+                )
+        model: nn.Module = found(config)
+    except InputError:
+        raise
+    # Nor is there one kind of error for a config that a class cannot use.
+    except Exception as error:
+        of = f"the defaults of {config_class.__name__}" if source is None else f"the config {str(source)!r}"
+        raise InputError(
+            f"{code!r} cannot be made from {of} ({type(error).__name__}: {_said(error)}): give a config.json that it takes "
+            "with --config, or a function without arguments that returns a model."
+        ) from error
+    return model
+
+
+def _config_file(place: Path) -> Path:
+    file = place / "config.json" if place.is_dir() else place
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"config {str(file)!r} cannot be read ({error}): expected a transformers config.json.") from error
+    return file
+
+
+def _loaded(code: str, found: Any, source: str, remote_code: str) -> nn.Module:
+    place = zoo.folder(source.removeprefix("zoo:")) if source.startswith("zoo:") else source
+    try:
+        model: nn.Module = found.from_pretrained(place, use_safetensors=True, trust_remote_code=remote_code == "trust")
+    except Exception as error:
+        own = brings_code(error, source)
+        if own is not None:
+            raise own from error
+        raise InputError(
+            f"{code!r} cannot be loaded from {source!r} ({type(error).__name__}: {_said(error)}): expected a transformers "
+            "checkpoint folder or a hub id that this class can read."
+        ) from error
+    return model
+
+
+def _called(code: str, found: Any) -> Any:
+    if not callable(found):
+        raise InputError(
+            f"{code!r} is a {type(found).__name__}: expected a transformers model class, a model, or a function without "
+            "arguments that returns one."
+        )
+    try:
+        signature: inspect.Signature | None = inspect.signature(found)
+    except (TypeError, ValueError):
+        signature = None
+    needed = [
+        name
+        for name, p in ({} if signature is None else signature.parameters).items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise InputError(
+            f"{code!r} needs the arguments {', '.join(needed)}: expected a transformers model class, or a function without "
+            "arguments that returns a model."
+        )
+    try:
+        return found()
+    except Exception as error:
+        raise InputError(f"{code!r} was called and raised {type(error).__name__}: {_said(error)}.") from error

@@ -1,0 +1,94 @@
+"""An audit as JUnit XML, which test runners and their pages read: a case for each precision and for each check."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as Tree
+
+import torch
+
+from kvinterp.auditing.reading import failed
+from kvinterp.auditing.report import reading_parts
+from kvinterp.auditing.values import narrower
+from kvinterp.auditing.verdict import CANNOT_TELL
+
+if TYPE_CHECKING:
+    from kvinterp.auditing.entry import Audit
+    from kvinterp.auditing.ladder import Rung
+
+__all__ = ["junit_xml"]
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML 1.0 cannot hold, whichever way they are written."""
+
+
+def junit_xml(audit: Audit) -> str:
+    """The audit as JUnit XML: it has failures or errors just where the exit code is not 0.
+
+    What failed in a verdict that is allowed, what could not be told beside one that passes, and what was not run are skipped,
+    each with its sentence.
+    """
+    verdict = audit.verdict
+    first, reasons, _ = reading_parts(verdict)
+    why = (reasons or [first])[0]
+    cases = [(f"ladder {rung.name}", *_of_rung(audit, rung), rung.summary()["seconds"]) for rung in audit.rungs]
+    kinds = {"failed": "failure", "not run": "skipped", "cannot tell": "skipped"}
+    for check in verdict.checks:
+        said = failed(check) if check.status == "failed" else check.detail
+        cases.append((check.name, kinds.get(check.status, ""), said, 0.0))
+    if verdict.exit_code == 0:
+        cases = [(name, "skipped" if kind else "", said, seconds) for name, kind, said, seconds in cases]
+    elif not any(kind in ("failure", "error") for _, kind, _, _ in cases):
+        # What the verdict says of the whole stands with the precision that serves.
+        own, kind = f"ladder {_own(audit)}", "error" if verdict.verdict == CANNOT_TELL else "failure"
+        cases = [(n, kind, verdict.reading, s) if n == own else (n, k, said, s) for n, k, said, s in cases]
+    counts = {f"{kind}s" if kind != "skipped" else kind: 0 for kind in ("failure", "error", "skipped")}
+    name = f"kvinterp audit of {audit.about['model']}"
+    suite = Tree.Element("testsuite", name=_clean(name), tests=str(len(cases)))
+    for case, kind, said, seconds in cases:
+        element = Tree.SubElement(suite, "testcase", classname="kvinterp.audit", name=_clean(case), time=f"{seconds:.3f}")
+        if kind:
+            counts["skipped" if kind == "skipped" else f"{kind}s"] += 1
+            message = _clean(why if said == verdict.reading else said.splitlines()[0] if said else verdict.verdict)
+            inner = Tree.SubElement(element, kind, message=message)
+            if kind != "skipped":
+                inner.set("type", verdict.verdict)
+                inner.text = _clean(said)
+    for key, count in counts.items():
+        suite.set(key, str(count))
+    suite.set("time", f"{sum(case[3] for case in cases):.3f}")
+    Tree.SubElement(suite, "system-out").text = _clean(verdict.reading)
+    root = Tree.Element("testsuites")
+    root.append(suite)
+    Tree.indent(root)
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{Tree.tostring(root, encoding="unicode")}\n'
+
+
+def _clean(text: object) -> str:
+    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", str(text))
+
+
+def _own(audit: Audit) -> str:
+    return str(audit.about["dtype"])
+
+
+def _of_rung(audit: Audit, rung: Rung) -> tuple[str, str]:
+    """What a precision's case is, and its sentence."""
+    verdict, own = audit.verdict, _own(audit)
+    if rung.nonfinite:
+        where = rung.nonfinite
+        said = f"{where['value']} in {where['module'] or 'the logits'} on the {where['path']} path in {rung.name}"
+        return ("failure", f"{said}\n{verdict.reading}") if rung.name == own else ("skipped", said)
+    shown: dict[str, Any] = verdict.evidence.get(rung.name, {})
+    first, account = shown.get("first_tensor"), shown.get("parts_account_for_the_whole")
+    cast = first and first["taken_away_by"] == "cast" and narrower(getattr(torch, first["cast_to"]), getattr(torch, own))
+    wrong = {
+        "bug": first is not None and first["taken_away_by"] == "",
+        "hidden-cast": bool(cast),
+        "unexplained": account is not None and account["found"] > account["explained"],
+        "wrong-dtype": bool(rung.grid) and rung.unit < 1e-5,
+    }
+    if wrong.get(verdict.verdict):
+        return "failure", verdict.reading
+    return "", ""

@@ -1,0 +1,147 @@
+"""What the commands share: errors as one sentence, options that several take, and what is said where.
+
+Heavy things are imported where they are used, so that ``kvinterp --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from kvinterp.errors import InputError, KvinterpError
+
+__all__ = [
+    "NOTHING",
+    "RESUMES",
+    "Attention",
+    "Device",
+    "Dtype",
+    "Kind",
+    "Model",
+    "Out",
+    "Overwrite",
+    "Prompts",
+    "free",
+    "numbers",
+    "say",
+    "speak",
+    "status",
+    "told",
+]
+
+RESUMES = "what was finished is on disk; the same command goes on from there"
+NOTHING = "nothing was written; run the same command again"
+
+
+def told(interrupted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turns kvinterp's own errors and interruptions into one sentence and an exit code.
+
+    Args:
+        interrupted: What an interruption leaves behind.
+    """
+
+    def wrapped(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(*args: Any, **kwargs: Any) -> None:
+            before = signal.signal(signal.SIGTERM, _interrupt)
+            try:
+                command(*args, **kwargs)
+            except KvinterpError as error:
+                typer.echo(f"error: {error}", err=True)
+                raise typer.Exit(2) from error
+            except KeyboardInterrupt as error:
+                typer.echo(f"interrupted: {interrupted}.", err=True)
+                raise typer.Exit(130) from error
+            finally:
+                signal.signal(signal.SIGTERM, before)
+
+        return run
+
+    return wrapped
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+# Options that several commands take --------------------------------------------------------------------------------------
+
+Model = Annotated[str, typer.Argument(help="zoo:NAME, a transformers checkpoint folder, or a hub id.")]
+Prompts = Annotated[str, typer.Option(help="A .jsonl file, or arithmetic:N, restate:N, instructions:N.")]
+Kind = Annotated[str, typer.Option(help="native, hooked or bridge.")]
+Dtype = Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is one.")]
+Attention = Annotated[str | None, typer.Option(help="For native: sdpa, eager, ...; its own unless given.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for the tables, figures and report.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is already in the folder.")]
+
+
+# What is read and said --------------------------------------------------------------------------------------------------
+
+
+def numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | None:
+    """Whole numbers with commas between them; None where nothing was given.
+
+    Raises:
+        InputError: Something else was given.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(
+            f"{option} {text!r} cannot be read: expected whole numbers with commas, as in {example}."
+        ) from error
+
+
+def free(out: Path, overwrite: bool, last: str = "summary.json") -> str:
+    """Speaks up, and says how an existing result is treated; raises before anything slow where one is in the way."""
+    from kvinterp.results import check_free
+
+    speak()
+    existing = "overwrite" if overwrite else "error"
+    check_free(out, existing, last, names=(last,))
+    return existing
+
+
+def say(lines: Iterable[object], files: Iterable[Path] = ()) -> None:
+    """Prints lines, and the names of the files that were written."""
+    for line in (*lines, *files):
+        typer.echo(str(line))
+
+
+@contextlib.contextmanager
+def status(what: str) -> Iterator[Callable[[str], None]]:
+    """Says on stderr what runs now: in one line that changes, or line by line where there is no terminal."""
+    from rich.console import Console
+
+    from kvinterp.listing import escaped
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda now: typer.echo(f"{what}: {now}", err=True)
+        return
+    with console.status(escaped(what)) as shown:
+        yield lambda now: shown.update(escaped(f"{what}: {now}"))
+
+
+def speak() -> None:
+    """Shows kvinterp's own log lines on stderr."""
+    log = logging.getLogger("kvinterp")
+    # Made anew for every command: standard error may be another stream by now.
+    for handler in [h for h in log.handlers if h.get_name() == "kvinterp.cli"]:
+        log.removeHandler(handler)
+    handler = logging.StreamHandler()
+    handler.set_name("kvinterp.cli")
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)

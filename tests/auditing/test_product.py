@@ -1,0 +1,358 @@
+"""The audit as its users meet it: the command line, JSON, JUnit, the pytest helper and the page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree as Tree
+
+import pytest
+import torch
+from architectures import build
+
+import kvinterp as kv
+from command_line import kvinterp, wrong
+from kvinterp.auditing import Check, audit
+from kvinterp.auditing.junit import junit_xml
+from kvinterp.auditing.report import page
+from kvinterp.testing import CacheInconsistency, assert_cache_consistent
+
+QUICK = {"lengths": (5,), "steps": 2, "rungs": ("float32",)}
+OPTIONS = (
+    "--lengths",
+    "5",
+    "--steps",
+    "2",
+    "--rungs",
+    "float32",
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+    "--checks",
+    "none",
+)
+
+MODULE = '''
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+print("a module may print")
+SMALL = dict(vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.12)
+
+class TinyConfig(LlamaConfig):
+    def __init__(self, **kwargs):
+        super().__init__(**{**SMALL, **kwargs})
+
+class Mine(LlamaForCausalLM):
+    config_class = TinyConfig
+
+class Stale(Mine):
+    """Decodes with keys that are too large."""
+    def __init__(self, config):
+        super().__init__(config)
+        def late(module, args, output):
+            return output * 1.05 if output.shape[1] == 1 else output
+        self.model.layers[1].self_attn.k_proj.register_forward_hook(late)
+
+class Noisy(Mine):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].register_forward_hook(lambda m, a, o: o + 0.01 * torch.randn_like(o))
+
+class Raising(Mine):
+    def forward(self, *args, past_key_values=None, **kwargs):
+        if past_key_values is not None:
+            raise KeyError("no such layer")
+        return super().forward(*args, **kwargs)
+
+class Large(LlamaForCausalLM):
+    config_class = LlamaConfig
+
+def tiny():
+    return Mine(TinyConfig())
+
+def needs(path):
+    return tiny()
+
+def text():
+    return "no model"
+
+number = 3
+'''
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder with a user's module in it."""
+    (tmp_path / "users_code.py").write_text(MODULE)
+    (tmp_path / "users_broken.py").write_text("raise RuntimeError('not today')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in ("users_code", "users_broken"):
+        sys.modules.pop(name, None)
+
+
+# The command line ------------------------------------------------------------------------------------------------------
+
+
+def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_same_folder(here: Path) -> None:
+    made = kvinterp("audit", "users_code:Mine", "--junit", here / "ci.xml", *OPTIONS)
+    assert made.exit_code == 0, made.output
+    first = made.stdout.splitlines()[0]
+    assert first.startswith("PASS  ")
+    assert first.endswith("users_code:Mine in float32")
+    folder = here / "kvinterp-audit"
+    assert json.loads((folder / "verdict.json").read_text())["exit_code"] == 0
+    assert (folder / "sweep.csv").is_file()
+    suite = Tree.parse(here / "ci.xml").getroot()[0]
+    assert suite.get("failures") == suite.get("errors") == "0"
+    # Again, of another model, without --overwrite; what an audit writes is all of this one.
+    again = kvinterp("audit", "users_code:Stale", "--json", *OPTIONS)
+    assert again.exit_code == 1, again.output
+    verdict = json.loads(again.stdout)
+    assert verdict == json.loads((folder / "verdict.json").read_text())
+    assert (verdict["verdict"], verdict["first_layer"], verdict["exit_code"]) == ("bug", 1, 1)
+    assert "a module may print" in made.stderr, "what a user's code prints stays out of standard output"
+    # A file that somebody else put there is not replaced, and nothing slow is begun.
+    (folder / "audit.html").write_text("mine")
+    wrong("holds 'audit.html', which kvinterp did not write", "audit", "users_code:Mine", *OPTIONS)
+    assert (folder / "audit.html").read_text() == "mine"
+
+
+def test_allow_and_cannot_tell(here: Path) -> None:
+    allowed = kvinterp("audit", "users_code:Stale", "--allow", "bug", "--allow", "overflow", *OPTIONS)
+    assert allowed.exit_code == 0, allowed.output
+    assert allowed.stdout.startswith("PASS  bug (allowed)")
+    noisy = kvinterp("audit", "users_code:Noisy", "--junit", here / "ci.xml", *OPTIONS)
+    assert noisy.exit_code == 3, noisy.output
+    assert noisy.stdout.startswith("CANNOT TELL  cannot-tell")
+    suite = Tree.parse(here / "ci.xml").getroot()[0]
+    assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
+
+
+def test_a_factory_a_config_and_a_checkpoint_under_a_users_class(here: Path) -> None:
+    factory = kvinterp("audit", "users_code:tiny", *OPTIONS)
+    assert factory.exit_code == 0, factory.output
+    (here / "small.json").write_text(json.dumps({"num_hidden_layers": 3}))
+    given = kvinterp("audit", "users_code:Stale", "--config", "small.json", *OPTIONS)
+    assert given.exit_code == 1, given.output
+    assert "users_code:Stale (small.json)" in given.stdout.splitlines()[0]
+    import users_code
+
+    users_code.tiny().save_pretrained(here / "saved")
+    loaded = kvinterp("audit", "saved", "--class", "users_code:Stale", *OPTIONS)
+    assert loaded.exit_code == 1, loaded.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("users_code:Mien",), "unknown name in module 'users_code' 'Mien': did you mean 'Mine'"),
+        (("no_such_module:Mine",), "module 'no_such_module' of 'no_such_module:Mine' cannot be imported (there is no such"),
+        (("users_broken:Mine",), "importing it raised RuntimeError: not today"),
+        (("users_code:number",), "is a int: expected a transformers model class"),
+        (("users_code:needs",), "needs the arguments path"),
+        (("users_code:text",), "gave a str: expected a model"),
+        (("users_code:Large",), "too many to be made for an audit"),
+        (("users_code:Mine", "--config", "nowhere.json"), "config 'nowhere.json' cannot be read"),
+        (("users_code:tiny", "--config", "nowhere.json"), "only such a class takes a config"),
+        (("users_code:Mine", "--kind", "hooked"), "leave --kind and --attention out"),
+        (("users_code:Raising",), "no such layer"),
+        (("--class", "nothing"), "'nothing' names no class"),
+        ((), "no model was given"),
+        (("zoo:gqa2-mini", "--config", "small.json"), "it is for package.module:Class"),
+        (("zoo:gqa2-mini", "--allow", "hiden-cast"), "did you mean 'hidden-cast'"),
+        (("zoo:gqa2-mini", "--thorough"), "--thorough was given with --checks 'none'"),
+        (("zoo:gqa2-mini", "--out", "users_code.py"), "is a file, and an audit writes a folder"),
+        (("zoo:gqa2-mini", "--junit", "."), "is a folder: expected the name of a file"),
+    ],
+)
+def test_bad_input_is_one_sentence(here: Path, arguments: tuple[str, ...], said: str) -> None:
+    wrong(said, "audit", *arguments, *OPTIONS)
+    assert not (here / "kvinterp-audit").exists()
+
+
+@pytest.mark.parametrize("options", [("--random-init",), (), ("--kind", "hooked")])
+def test_code_that_comes_with_a_checkpoint_is_refused_and_nothing_asks(
+    here: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """transformers asks on standard input and waits, and loads the code on a yes."""
+    monkeypatch.setattr("builtins.input", lambda *a: pytest.fail("it asked"))
+    folder = here / "repository"
+    folder.mkdir()
+    auto = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "their_own", "auto_map": auto}))
+    (folder / "code.py").write_text("from pathlib import Path\nPath('it_ran').write_text('')\n")
+    target = folder / "config.json" if "--random-init" in options else folder
+    wrong("--remote-code", "audit", target, *options, *OPTIONS)
+    assert not (here / "it_ran").exists()
+
+
+def test_code_that_comes_with_a_checkpoint_runs_where_it_is_trusted(here: Path) -> None:
+    folder = here / "repository"
+    folder.mkdir()
+    auto = {"AutoConfig": "code.TheirConfig", "AutoModelForCausalLM": "code.Their"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "their_own", "auto_map": auto}))
+    code = MODULE.replace("TinyConfig", "TheirConfig").replace("Mine", "Their")
+    (folder / "code.py").write_text(
+        code.replace("    def __init__(self, **kwargs)", "    model_type = 'their_own'\n    def __init__(self, **kwargs)")
+    )
+    made = kvinterp("audit", folder / "config.json", "--random-init", "--remote-code", *OPTIONS)
+    assert made.exit_code == 0, made.output
+
+
+def test_help_tells_the_exit_codes() -> None:
+    said = " ".join(kvinterp("audit", "--help").stdout.split())
+    for text in ("0 it passes", "1 it fails", "2 bad input", "3 cannot tell", "--remote-code", "--junit", "--allow"):
+        assert text in said
+
+
+# JUnit and the page ----------------------------------------------------------------------------------------------------
+
+EVIL = "<script>&\x00\x1b]]>"
+
+
+@pytest.fixture(scope="module")
+def passing() -> kv.auditing.Audit:
+    return audit(build("llama"), **{**QUICK, "rungs": ("float32", "float64")}, checks="none", detail="everything")
+
+
+@pytest.fixture(scope="module")
+def failing() -> kv.auditing.Audit:
+    model = build("llama")
+    projection = model.model.layers[1].self_attn.k_proj
+    projection.register_forward_hook(lambda m, a, out: out * 1.05 if out.shape[1] == 1 else out)
+    return audit(model, **QUICK, checks="none", detail="everything")
+
+
+def _with(made: kv.auditing.Audit, **changed: object) -> kv.auditing.Audit:
+    import dataclasses
+
+    return dataclasses.replace(made, verdict=dataclasses.replace(made.verdict, **changed))
+
+
+def test_junit_counts_what_it_holds_and_escapes_everything(passing: kv.auditing.Audit, failing: kv.auditing.Audit) -> None:
+    checks = (
+        Check("batch", "passed", "fine", 0.0, 0.0),
+        Check(f"left padding {EVIL}", "failed", EVIL, 0.5, 1e-7, 9, "the positions"),
+        Check("window", "not run", "no layer has one."),
+        Check("StaticCache", "cannot tell", "it raised."),
+    )
+    for made, failures in ((_with(failing, checks=checks), 2), (_with(passing, checks=checks), 0)):
+        suite = Tree.fromstring(junit_xml(made))[0]
+        cases = suite.findall("testcase")
+        assert int(suite.get("tests")) == len(cases) == len(made.rungs) + len(checks)
+        assert int(suite.get("failures")) == len(suite.findall("testcase/failure")) == failures
+        assert int(suite.get("skipped")) == len(suite.findall("testcase/skipped"))
+        assert suite.find("testcase[@name='window']/skipped").get("message") == "no layer has one."
+        assert "<script>&" in cases[len(made.rungs) + 1].get("name")
+    rung = Tree.fromstring(junit_xml(failing)).find(".//testcase[@name='ladder float32']/failure")
+    assert rung.get("type") == "bug"
+    assert rung.get("message") == failing.verdict.reading.splitlines()[1]
+
+
+def test_junit_fails_wherever_the_verdict_does(passing: kv.auditing.Audit) -> None:
+    """What no rung and no check shows by itself must not be green."""
+    for word, kind in (("unexplained", "failure"), ("wrong-dtype", "failure"), ("cannot-tell", "error")):
+        suite = Tree.fromstring(junit_xml(_with(passing, verdict=word)))[0]
+        assert [one.get("type") for one in suite.findall(f"testcase/{kind}")] == [word]
+    allowed = Tree.fromstring(junit_xml(_with(passing, verdict="unexplained", allowed="yes")))[0]
+    assert not allowed.findall("testcase/failure")
+
+
+def test_the_page_says_what_the_verdict_says(passing: kv.auditing.Audit, failing: kv.auditing.Audit) -> None:
+    for made, mark in ((passing, "good"), (failing, "bad"), (_with(passing, verdict="cannot-tell"), "unsure")):
+        text = page(made)
+        assert f'<div class="answer {mark}"><strong>{made.verdict.reading.splitlines()[0]}' in text
+        assert "the audit was made without further checks" in text
+        assert "fixed order: equal checks" in text
+        assert "<script" not in text
+    text = page(failing)
+    assert "first wrong: layer" in text
+    assert '<tr class="here"><td>1</td>' in text
+    assert "nothing: it is further from float64" in text
+    rows = failing.rung("float32").top["difference"]
+    assert (rows > 0).any()
+    assert f"<td>{rows.max():.6e}</td>" in text
+    assert "first wrong" not in page(passing)
+
+
+def test_the_page_never_explains_what_nothing_took_away(failing: kv.auditing.Audit) -> None:
+    """An old page wrote "explained by: rounding" beside an error of 161 where rounding explains 32."""
+    first = failing.verdict.evidence["float32"]["first_tensor"]
+    assert first["taken_away_by"] == ""
+    table = page(failing).split("First tensor that differs")[1].split("</table>")[0]
+    assert "rounding" not in table
+    for word, said in (("order", "a fixed order of additions"), ("cast", "leaving out the cast to bfloat16")):
+        told = {**first, "taken_away_by": word, "cast_to": "bfloat16", "detail": ""}
+        shown = page(_with(failing, evidence={"float32": {**failing.verdict.evidence["float32"], "first_tensor": told}}))
+        assert said in shown
+        assert said not in table
+
+
+def test_the_page_of_what_is_equal_has_no_table_of_zeros() -> None:
+    """In a fixed order every logit is equal, and five differences of 0 say nothing."""
+    made = audit(build("llama"), **QUICK, checks="none", detail="everything")
+    rung = made.rung("float32")
+    rung.fixed.name = rung.name
+    made.rungs[0] = rung.fixed
+    assert not (rung.fixed.steps["max_abs"] != 0).any()
+    text = page(made)
+    assert "every layer's output and every logit is the same on both paths." in text
+    assert f"So is every logit of all {len(rung.fixed.steps)} steps." in text
+    assert "Abs Diff" not in text
+
+
+def test_the_page_names_the_step_it_shows_and_escapes_the_model(failing: kv.auditing.Audit) -> None:
+    layers = failing.rung("float32").layers
+    assert f"position {layers['position'].iloc[0]}, fed after a prompt of {layers['prefill'].iloc[0]} tokens" in page(
+        failing
+    )
+    failing_page = page(
+        _with(
+            failing,
+            reading=f"FAIL  bug  {EVIL}\n{EVIL}\nexercised: {EVIL}",
+            module=EVIL,
+            notes=(EVIL,),
+            checks=(Check(EVIL, "failed", EVIL, 0.5, 1e-9, 3, EVIL),),
+        )
+    )
+    assert "<script" not in failing_page
+    assert failing_page.count("&lt;script&gt;") >= 7
+
+
+# The pytest helper -----------------------------------------------------------------------------------------------------
+
+
+def test_the_helper_takes_a_model_in_training_mode_and_leaves_it_there() -> None:
+    model = build("gpt2")  # Its config drops out.
+    model.train()
+    model.transformer.h[0].eval()
+    before = [module.training for module in model.modules()]
+    assert_cache_consistent(model, lengths=(5,), steps=2, rungs=("float32",), checks="none")
+    assert [module.training for module in model.modules()] == before
+    assert kv.audit(model, **QUICK, checks="none").exit_code == 0
+    with pytest.raises(kv.InputError, match="training mode"):
+        kv.wrap(model)
+
+
+def test_the_helper_says_the_reading_hides_itself_and_allows() -> None:
+    model = build("llama")
+    model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda m, a, out: out * 1.05 if out.shape[1] == 1 else out)
+    quick = {**QUICK, "checks": "none"}
+    with pytest.raises(CacheInconsistency) as caught:
+        assert_cache_consistent(model, **quick)
+    assert str(caught.value) == caught.value.verdict.reading
+    assert str(caught.value).startswith("FAIL  bug  ")
+    frames = [entry for entry in caught.traceback if entry.name == "assert_cache_consistent"]
+    assert frames
+    assert all(entry.locals["__tracebackhide__"] for entry in frames)
+    assert assert_cache_consistent(model, **quick, allow=("bug",)).allowed == "yes"
+    model.model.layers[0].register_forward_hook(lambda m, a, out: out + 0.01 * torch.randn_like(out))
+    with pytest.raises(CacheInconsistency):
+        assert_cache_consistent(model, **quick)
