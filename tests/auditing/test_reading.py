@@ -133,7 +133,7 @@ def test_a_bug_names_the_precisions_that_do_not_show_it() -> None:
 @pytest.mark.parametrize(
     ("cause", "said"),
     [
-        ({}, "A fixed order of additions does not take it away."),
+        ({}, "With a fixed order of additions it is there all the same."),
         ({"detail": "gone with a fixed order, but more than any order of additions can be off"}, "the kernel's own result"),
         ({"detail": "further from float64 on the same inputs than the recomputation"}, "further from float64"),
     ],

@@ -44,7 +44,7 @@ class Judged:
     Attributes:
         finding: Its first tensor that differs, or that nothing takes away.
         cause: What takes the error away; its word is empty where nothing does.
-        kernels: The kernels it was seen with.
+        kernels: How it was seen: ``fixed order``, ``native`` (a fixed order was tried too) or ``none fixed``.
         fed: How the tokens were fed: one by one, or several at once and how.
         numbered: Whether it is gone once the model is told its tokens' positions: then it numbers them wrongly.
     """
@@ -146,6 +146,7 @@ class RungJudge:
         side: Rung,
     ) -> None:
         """One block that differs with a fixed order: a cast's, rounding's, or nobody's."""
+        kernels = "fixed order" if side is self.rung.fixed else "none fixed"
         lower = coarsest(sight.casts)
         remaining = tensors if left is None else left
         worst = max((f.error for f in remaining), default=0.0)
@@ -153,22 +154,22 @@ class RungJudge:
         if lower and left is not None and (worst == 0 or (finest and worst <= self.limit)):
             casting = sight.casts[lower]
             module = next((m for m in casting if m.startswith(tensors[0].module)), casting[0])
-            self._add(row, tensors[0], Cause("cast", lower, module, worst, "gone with the casts left out"))
+            self._add(row, tensors[0], Cause("cast", lower, module, worst, "gone with the casts left out"), kernels)
         elif not finest:
             said = "as far from float64 on the same inputs as the recomputation"
             numbered = worst > self.limit and self._numbered(row, tensors[0])
-            self._add(row, tensors[0], Cause("rounding", left=worst, detail=said), numbered=numbered)
+            self._add(row, tensors[0], Cause("rounding", left=worst, detail=said), kernels, numbered)
             self.open.append((len(self.found) - 1, Witness(reference, sight)))
         elif all(f.error <= self.limit or f.nearly_equal for f in remaining):
-            self._add(row, tensors[0], Cause("rounding", left=worst, detail="of the size that float64 rounds"))
+            self._add(row, tensors[0], Cause("rounding", left=worst, detail="of the size that float64 rounds"), kernels)
         else:
             first = next(f for f in remaining if f.error > self.limit and not f.nearly_equal)
             left_over = self._constants_left(side, row, layer)
             if left_over is not None and left_over <= self.limit:
                 said = "gone with the casts left out and constants computed in float64"
-                self._add(row, tensors[0], Cause("cast", "float32", tensors[0].module, left_over, said))
+                self._add(row, tensors[0], Cause("cast", "float32", tensors[0].module, left_over, said), kernels)
             else:
-                self._add(row, first, Cause("", left=first.error))
+                self._add(row, first, Cause("", left=first.error), kernels)
 
     def _constants_left(self, side: Rung, row: Any, layer: int) -> float | None:
         """The largest error with casts left out and constants in float64; None where that does not run."""

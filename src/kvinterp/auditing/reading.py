@@ -67,12 +67,11 @@ def _tried(judged: Judged) -> str:
     cause = judged.cause
     if cause.detail.startswith("gone with a fixed order"):
         return f"It is {cause.detail}: the kernel's own result is wrong."
-    if cause.detail:
-        return f"It is {cause.detail}."
-    what = "a fixed order of additions" if judged.kernels == "fixed order" else "nothing that could be tried"
-    return f"{what[0].upper()}{what[1:]} does not take it away" + (
-        ", nor leaving out its casts." if judged.finding.casts else "."
-    )
+    said = {
+        "fixed order": "With a fixed order of additions it is there all the same.",
+        "native": "A fixed order of additions does not take it away.",
+    }.get(judged.kernels, "No fixed order of additions could be run.")
+    return f"{said} It is {cause.detail}." if cause.detail else said
 
 
 def hint(judged: Judged, seen: Evidence) -> list[str]:
@@ -84,7 +83,8 @@ def hint(judged: Judged, seen: Evidence) -> list[str]:
             "position_ids it numbers cached tokens wrongly"
         ]
     if found.tensor == "K":
-        length = min((int(p) for p in seen.rungs[seen.own].local["prefill"]), default=0)
+        every = seen.rungs[seen.own].every_error
+        length = int(every["prefill"].min()) if len(every) else 0
         first = "new keys as they are written" if found.position >= length else "old keys: a stale, lost or shifted cache"
         return [f"hint: {first}"]
     known = HINTS.get(found.tensor)
@@ -261,8 +261,8 @@ def checks(seen: Evidence) -> list[str]:
         by.setdefault(check.status, []).append(check.name)
     lines = [f"exercised: {seen.exercised}"]
     if by.get("passed"):
-        lines.append(f"passed too: {', '.join(by['passed'])}")
+        lines.append(f"passed too: {'; '.join(by['passed'])}")
     for status in ("cannot tell", "not run"):
         if by.get(status):
-            lines.append(f"{status}: {', '.join(by[status])}")
+            lines.append(f"{status}: {'; '.join(by[status])}")
     return lines

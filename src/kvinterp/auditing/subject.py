@@ -9,23 +9,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvinterp.auditing.causality import check_causal
-from kvinterp.errors import InputError, UnsupportedError, unknown
-from kvinterp.models import Adapter, wrap
-from kvinterp.models.load import ATTENTION, device_named
+from kvinterp.errors import UnsupportedError
+from kvinterp.models import Adapter
 from kvinterp.models.native import plain_experts
 from kvinterp.models.transformers_cache import CACHES
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
+from kvinterp.paths.vocabulary import padding_of
 
-__all__ = ["BlockTaps", "Reference", "Subject", "check_causal", "prompts_for", "random_model"]
+__all__ = ["BlockTaps", "Reference", "Subject", "check_causal", "prompts_for"]
 
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
 
@@ -280,8 +278,7 @@ class BlockTaps:
             logits = self.subject.recompute(tokens)[0]
         finally:
             self._count = None
-        nowhere = (logits == -torch.inf).all(0)
-        self.subject.padding = nowhere if not bool(nowhere.all()) else torch.zeros_like(nowhere)
+        self.subject.padding = padding_of([logits])
         logits = self.subject.unpadded(logits)
         inputs, outputs = ({c: t.clone() for c, t in side.items()} for side in (self.inputs, self.outputs))
         return Reference(tokens, logits, inputs, outputs)
@@ -319,65 +316,6 @@ def _stream(given: dict[str, Any]) -> str:
         return "hidden_states"
     floats = (name for name, value in given.items() if isinstance(value, Tensor) and value.is_floating_point())
     return next(floats)
-
-
-def random_model(
-    source: str | Path,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    device: str | torch.device | None = "cpu",
-    attention: str | None = None,
-) -> Adapter:
-    """A model of random weights from a config alone.
-
-    Args:
-        source: A config.json, a folder that holds one, ``zoo:NAME``, or a hub id.
-        dtype: Dtype of the weights.
-        seed: Seeds the weights.
-        device: Where to put it; CUDA where there is one for None.
-        attention: An attention implementation transformers knows, or None for its own choice.
-
-    Raises:
-        InputError: There is no such config, or transformers knows no causal model for it.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from kvinterp.models import zoo
-
-    if attention is not None and attention not in ATTENTION:
-        raise unknown("attention implementation", attention, ATTENTION)
-    place_on = device_named(device)
-    text = str(source)
-    place: Path | str = zoo.folder(text.removeprefix("zoo:")) if text.startswith("zoo:") else text
-    if Path(place).suffix == ".json":
-        place = _folder_of(Path(place))
-    try:
-        config = AutoConfig.from_pretrained(place)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    # transformers has no error of its own for a config it cannot use.
-    except Exception as error:
-        why = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-        raise InputError(
-            f"no model can be made from the config of {text!r} ({why}): expected a config.json of a causal transformers "
-            "model, a folder that holds one, zoo:NAME or a hub id that can be reached from here."
-        ) from error
-    adapter = wrap(model.to(device=place_on, dtype=dtype).eval().requires_grad_(False), name=f"{text} (random weights)")
-    check_causal(adapter)
-    return adapter
-
-
-def _folder_of(file: Path) -> Path:
-    try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"config {str(file)!r} cannot be read ({error}): expected a transformers config.json.") from error
-    if file.name != "config.json":
-        raise InputError(
-            f"config {str(file)!r}: transformers reads a file named config.json; give that one, or its folder."
-        )
-    return file.parent
 
 
 def prompts_for(adapter: Adapter, count: int, length: int, seed: int = 0) -> list[Sequence[int]]:
