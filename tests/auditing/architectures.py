@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,13 @@ NAMES = (
     "llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "qwen3_5", "gpt2", "gpt_neox", "phi", "olmo2", "falcon", "bloom",
     "mamba", "mamba2", "bamba", "falcon_h1", "jamba", "lfm2", "mixtral", "olmoe", "opt", "phi3", "starcoder2", "cohere", "gpt_oss",
 )  # fmt: skip
+
+
+def some(names: Sequence[str], always: Sequence[str]) -> list[Any]:
+    """All of them as parameters of a test; those not named run with ``--everything`` only."""
+    import pytest
+
+    return [name if name in always else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def build(name: str, seed: int = 11) -> Any:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from bank.bugs import BUGS
 from bank.clean import CLEAN, KNOWN_TRANSFORMERS_BUGS
-from bank.measure import NoFloat32, chunk, in_float64, steps
+from bank.measure import NoFloat32, batch, chunk, in_float64, steps
 from bank.measure_bugs import measured
 from bank.small import small
 
 ROUNDING = 1e-9
-STEPS_DIFFER = {"steps": (steps,), "positions": (steps,), "chunk": (chunk,)}
+STEPS_DIFFER = {"steps": (steps,), "positions": (steps,), "chunk": (chunk,), "batch": (batch,)}
 
 
 def _sampled(names: list[str], count: int = 6) -> list[object]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import NAMES, build
+from architectures import NAMES, build, some
 from test_blind_spots import in_attention, small
 
 from kvinterp.auditing.exercises import CHECKS, Check, exercise
@@ -63,8 +63,12 @@ def not_to_be_run(name: str) -> set[str]:
     return missing | ({"StaticCache"} if name in NO_STATIC else set())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long)], ids=["float64", "float32"]
+)
+@pytest.mark.parametrize(
+    "name", some(NAMES, ("llama", "mistral", "gemma2", "gpt2", "bloom", "mixtral", "mamba2", "falcon_h1"))
+)
 def test_a_clean_model_passes_every_check_it_can_run(name: str, dtype: torch.dtype) -> None:
     found = run(build(name), dtype)
     assert set(found) == set(CHECKS)

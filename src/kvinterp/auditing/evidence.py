@@ -117,8 +117,8 @@ class Auditor:
                 self.seen.accounts[name] = account(twin, rung, self.plan, self.seen.terms)
                 if name in (self.seen.own, "float32") and self.seen.onset is None:
                     self.seen.onset = onset(twin, rung, self.plan)
+                judge.release()
                 if judge.open:
-                    judge.release()
                     judges.append(judge)
             if rung.grid and not self.seen.grid_module:
                 tokens = torch.tensor([list(self.plan.prompts[0])], device=twin.device)

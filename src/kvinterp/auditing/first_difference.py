@@ -82,6 +82,7 @@ class Sight:
         hidden: For each attention: the position of the first key that only one side sees, where one has no mask.
         lost: For each attention: the position of the first key that the cached run no longer has.
         casts: Narrower dtypes cast to on either side.
+        both_cast: Those that both sides cast to.
     """
 
     feed: Feed
@@ -91,6 +92,7 @@ class Sight:
     hidden: dict[str, int] = dataclasses.field(default_factory=dict)
     lost: dict[str, int] = dataclasses.field(default_factory=dict)
     casts: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    both_cast: frozenset[str] = frozenset()
 
     def pairs(self) -> Iterator[tuple[Event, Event | None]]:
         """Each of the cached run's events with the recomputation's of the same name, module and turn."""
@@ -178,6 +180,7 @@ def look(taps: BlockTaps, reference: Reference, feeds: Sequence[Feed], layers: S
             if layer in inner:
                 watches = mine[layer], theirs[layer]
                 sights[layer] = Sight(feed, layer, [*ends[layer][0]], [*again[layer][0]], casts=_both(*watches))
+                sights[layer].both_cast = frozenset(mine[layer].casts) & frozenset(theirs[layer].casts)
                 _attention(sights[layer], *watches, feed.stop - 1)
                 held = states_of(subject, fresh, mine[layer], layer) if layer in kept else []
                 sights[layer].mine += [*_in_order(mine[layer].events, kept.get(layer, [])), *ends[layer][1]]

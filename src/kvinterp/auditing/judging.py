@@ -238,6 +238,8 @@ class RungJudge:
         if left > self.limit:
             return None
         lower = coarsest(sight.casts)
+        if lower not in sight.both_cast:
+            return None  # What only a cached step casts, and a fixed order takes away, is inside its kernel.
         casting = sight.casts[lower]
         module = next((m for m in casting if m.startswith(first.module)), casting[0])
         return Cause("cast", lower, module, left, "gone with the casts left out, and with a fixed order")

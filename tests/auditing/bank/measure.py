@@ -54,6 +54,15 @@ def steps(model: nn.Module, length: int, count: int = 3) -> float:
 
 
 @torch.no_grad()
+def batch(model: nn.Module, length: int, count: int = 3) -> float:
+    """As :func:`steps`, of two prompts side by side, each against the full forward of its own."""
+    ids = torch.cat([tokens(length + count, seed) for seed in (0, 1)])
+    found = cached(model, ids, length, *[1] * count)[:, length:]
+    alone = torch.cat([model(row[None], use_cache=False).logits[:, length:] for row in ids])
+    return relative(found, alone)
+
+
+@torch.no_grad()
 def chunk(model: nn.Module, length: int = 9, count: int = 4) -> float:
     """Relative difference of `count` tokens fed at once after a prompt."""
     ids = tokens(length + count)
