@@ -226,9 +226,10 @@ class _Judge:
         lines = [say.benign(r, self.seen) for r in finite] + say.choices(self.seen)
         kernels = self._kernel_lines()
         if kernels:
-            where, line = kernels
-            return self._verdict("kernel", *where, lines=[line, *lines])
-        return self._verdict("rounding", *place, lines=lines)
+            (layer, position, tensor, module), line = kernels
+            return self._verdict("kernel", layer, position, tensor, module, [line, *lines])
+        layer, position, tensor, module = place
+        return self._verdict("rounding", layer, position, tensor, module, lines)
 
     def _kernel_lines(self) -> tuple[tuple[Any, ...], str] | None:
         found = [(n, j) for n, judged in self.seen.judged.items() for j in judged if j.cause.word == "kernel"]
