@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,10 +222,17 @@ TINY_CASES = [case for name in TINY for case in _ways(name, name in CONVERTED)] 
 CASES = ZOO_CASES + TINY_CASES
 
 
-def cases(chosen: list[Case] = CASES) -> Any:
-    """Parametrises a test over cases; those that need HookedTransformer carry its mark."""
-    marks = {"hooked": [pytest.mark.hooked]}
-    return pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=marks.get(c.kind, [])) for c in chosen])
+def cases(chosen: list[Case] = CASES, always: Container[str] | None = None) -> Any:
+    """Parametrises a test over cases; those that need HookedTransformer carry its mark.
+
+    Where ``always`` names models, the other models' cases run with ``--everything`` only.
+    """
+
+    def marks(case: Case) -> list[Any]:
+        hooked = [pytest.mark.hooked] if case.kind == "hooked" else []
+        return hooked if always is None or case.model in always else [*hooked, pytest.mark.long]
+
+    return pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=marks(c)) for c in chosen])
 
 
 # Asserts that explain themselves ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from kvinterp.models import zoo
 from kvinterp.paths import strategy_named
 from kvinterp.paths.cache import GrowingStore
 from kvinterp.paths.sampling import uniforms
+from support import Case
 
 pytestmark = pytest.mark.bits
 
@@ -269,8 +270,9 @@ def test_out_of_memory_on_a_cpu_halves_the_batch_too(model, monkeypatch):
         kv.run(model, prompts, max_new_tokens=2, batch_size=4)
 
 
-def test_a_prompt_may_fill_the_context(model):
+def test_a_prompt_may_fill_the_context(load):
     """The last token that is decided is not fed, so it needs no position: one too few was allowed."""
+    model = load(Case("llama-gqa", "native"))
     context = model.facts.context
     assert len(kv.run(model, [5] * context, max_new_tokens=1, stop="length").tokens) == 1
     assert len(kv.run(model, [[5] * (context - 1)] * 2, max_new_tokens=2, stop="length", batch_size=2)) == 2

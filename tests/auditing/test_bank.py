@@ -9,19 +9,29 @@ from __future__ import annotations
 import random
 
 import pytest
+from architectures import some
 from bank.bugs import BUGS
 from bank.clean import CLEAN, KNOWN_TRANSFORMERS_BUGS
 from bank.run import CANNOT_TELL, FAIL, PASS, audited, audited_bug, wrong_about
 
-SAMPLE, SEED = 8, 20261121
+SAMPLE, SEED = 6, 20261121
 """How many of either run by default, and the seed that draws them."""
+
+SLOW = {
+    "delta-net-state-in-bfloat16",
+    "delta-net-state-zero",
+    "falcon-float64",
+    "long-window-full-zeroes-keys",
+    "state-decays",
+}
+"""Cases of half a minute and more, which are not drawn."""
 
 CANNOT_TELL_SHARE = 0.03
 _told: dict[str, dict[str, int]] = {"clean": {}, "bugs": {}}
 
 
 def _cases(names: dict[str, object]) -> list[object]:
-    drawn = set(random.Random(SEED).sample(sorted(names), SAMPLE))
+    drawn = set(random.Random(SEED).sample(sorted(set(names) - SLOW), SAMPLE))
     marks = [pytest.mark.bank]
     return [pytest.param(name, marks=marks if name in drawn else [*marks, pytest.mark.long], id=name) for name in names]
 
@@ -59,7 +69,10 @@ def test_it_can_tell_in_nearly_all_cases(kind: str) -> None:
 
 @pytest.mark.bank
 @pytest.mark.parametrize(
-    "name", [name for name, known in KNOWN_TRANSFORMERS_BUGS.items() if known.where == "steps" and known.difference > 0.1]
+    "name",
+    some(
+        [name for name, known in KNOWN_TRANSFORMERS_BUGS.items() if known.where == "steps" and known.difference > 0.1], ()
+    ),
 )
 def test_a_bug_of_transformers_itself_fails(name: str) -> None:
     """What plain transformers code shows to differ in float64 by far more than any rounding is no pass."""
