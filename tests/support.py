@@ -217,6 +217,9 @@ def _ways(model: str, hooked: bool = True) -> list[Case]:
     return [Case(model, "hooked"), *ways] if hooked else ways
 
 
+SUITES_OWN_SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "KVINTERP_THREADS", "HF_HUB_OFFLINE", "TQDM_DISABLE")
+"""Variables that these tests, or a shell they are run from, set, and a new user's does not."""
+
 ZOO_CASES = [case for name in zoo.names() for case in _ways(f"zoo:{name}")]
 TINY_CASES = [case for name in TINY for case in _ways(name, name in CONVERTED)] + [Case(name, "hooked") for name in BARE]
 CASES = ZOO_CASES + TINY_CASES

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support import has_hooked_transformer
+from support import SUITES_OWN_SETTINGS, has_hooked_transformer
 
 nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install 'kvinterp[notebook]'")
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install 'kvinterp[notebook]'")
@@ -40,8 +40,8 @@ def execute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any]
     """Executes notebooks one after another in one kernel, emptied in between: importing torch is most of the time."""
     folder = tmp_path_factory.mktemp("notebooks")
     patch = pytest.MonkeyPatch()
-    for variable, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}.items():
-        patch.setenv(variable, value)
+    for variable in SUITES_OWN_SETTINGS:
+        patch.delenv(variable, raising=False)
     client = nbclient.NotebookClient(
         nbformat.v4.new_notebook(), timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
@@ -62,6 +62,7 @@ def execute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any]
     patch.undo()
 
 
+@pytest.mark.bits
 @EVERY
 def test_it_runs_on_the_zoo(name: str, execute: Callable[[Any], Path]) -> None:
     notebook = _read(name)

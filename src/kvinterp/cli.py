@@ -297,15 +297,17 @@ def demo_command(
     from kvinterp.experiments.demo import SMOKE
 
     speak()
-    results = (SMOKE if smoke else Demo()).run(out, "overwrite" if overwrite else "error")
+    demo = SMOKE if smoke else Demo()
+    results = demo.run(out, "overwrite" if overwrite else "error")
+    flips = demo.flips(out, "overwrite" if overwrite else "use")
     from kvinterp.views import save, write_report
     from kvinterp.views.report import overview_of
 
-    page = write_report(results, out)
+    page = write_report(results, out, flips)
     if picture is not None:
         save(overview_of(results), picture)
         typer.echo(f"picture  {picture}")
-    for result in results:
+    for result in [*results, flips]:
         typer.echo(result.comparison.where().splitlines()[0])
     _say_where(out, page)
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvinterp.cli import app
 from kvinterp.errors import InputError
 from kvinterp.experiments import Compare, Demo
-from kvinterp.experiments.demo import SMOKE
+from kvinterp.experiments.demo import FLIPS, SMOKE
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_it_plans_two_models_two_kinds_two_protocols_and_a_ladder() -> None:
 
 def test_it_writes_tables_figures_report_and_picture(smoke: Path) -> None:
     out = smoke / "out"
-    assert {p.name for p in (out / "runs").iterdir()} == set(SMOKE.plan())
+    assert {p.name for p in (out / "runs").iterdir()} == {*SMOKE.plan(), FLIPS}
     for name in SMOKE.plan():
         summary = json.loads((out / "runs" / name / "summary.json").read_text())
         assert summary["counts"]["failed"] == 0
@@ -50,6 +50,13 @@ def test_it_writes_tables_figures_report_and_picture(smoke: Path) -> None:
     assert html.count("data:image/png;base64,") == len(list((out / "figures").glob("*.png"))) >= 12
     assert "mistral-mini, native: not recorded, because site" in html
     assert (smoke / "demo.png").stat().st_size > 20_000
+
+
+@pytest.mark.bits
+def test_it_holds_a_case_in_which_a_token_flips(tmp_path: Path) -> None:
+    """On every processor: eight bits for K and V move the logits a thousand times further than the order of additions does."""
+    made = Demo(flip_problems=32).flips(tmp_path, progress="none")
+    assert made.comparison.examples["flip_index"].notna().any()
 
 
 def test_a_finished_demo_is_not_touched(smoke: Path) -> None:

@@ -14,9 +14,11 @@ import pandas as pd
 import pytest
 
 from kvinterp.comparison import Comparison
+from kvinterp.data import Prompt
 from kvinterp.results import Result
 from kvinterp.views import heatmap, plots, root_cause, sections
 from kvinterp.views.answer import answer_of, question_of
+from kvinterp.views.flips import flip_section
 from kvinterp.views.precision import ladder_of, ladder_said, ladder_title
 from kvinterp.views.root_cause_words import said_of_root_cause
 from kvinterp.views.words import share
@@ -502,3 +504,53 @@ def test_the_title_of_the_root_cause_ladder(native: dict[str, float], fixed: flo
     rows = [{"model": "m", "dtype": dtype, "kernels": "native", "rms_logit": size} for dtype, size in native.items()]
     rows.append({"model": "m", "dtype": "float16", "kernels": "batch_invariant", "rms_logit": fixed})
     assert title in root_cause.ladder_title_of(pd.DataFrame(rows))
+
+
+# A token that flips ----------------------------------------------------------------------------------------------------
+
+FLIP = {"flip": 2, "protocol": "free", "paths": {"a": "cached[cache=quantized(8,fp8)]", "b": "recompute"}}
+EIGHT = "What the flips changed"
+
+
+def said_of_flips(one: Comparison, **more: Any) -> str:
+    section = flip_section(result(one, **more))
+    cells = [cell for row in section.rows for cell in row]
+    return " ".join([*section.done, *section.seen, *cells])
+
+
+def sums(*texts: str) -> list[Prompt]:
+    """Prompts that can be judged: their right answer is 7."""
+    return [Prompt(id=f"p{n}", text=text, task="arithmetic", answer="7") for n, text in enumerate(texts)]
+
+
+def decoded(example: int, a: str, b: str) -> Change:
+    where = f"example == {example}"
+    return both(setting("examples", "text_a", a, where), setting("examples", "text_b", b, where))
+
+
+RIGHT, WRONG = " 3 + 4 = 7. #### 7", " 3 + 4 = 8. #### 8"
+
+
+@pytest.mark.parametrize(
+    ("one", "wanted", "unwanted"),
+    [
+        (made(), ["No token flipped in 2 decodes of at most 5 steps"], ["A token flipped", EIGHT, "Shown is"]),
+        (made(both(decoded(0, WRONG, RIGHT), decoded(1, RIGHT, WRONG)), **FLIP),
+         ["A token flipped in 2 of 2 decodes (95% interval of the share 34% to 100%)",
+          "of these 2, path a alone answered right in 1, path b alone in 1, and in 0", "Shown is p0.", "before step 2.",
+          "Mean KL over the 2 steps after it"], ["No token flipped"]),
+        (made(both(decoded(0, WRONG, WRONG), decoded(1, WRONG, RIGHT)), **FLIP),
+         ["path a alone answered right in 0, path b alone in 1, and in 1", "Shown is p1."], ["Shown is p0"]),
+        (made(both(decoded(0, RIGHT, RIGHT), decoded(1, RIGHT, RIGHT)), **FLIP),
+         ["path a alone answered right in 0, path b alone in 0, and in 2", "Shown is p0."], []),
+        (made(both(decoded(0, WRONG, RIGHT), setting("examples", "flip_index", np.nan, "example == 1")), **FLIP),
+         ["A token flipped in 1 of 2 decodes", "of it, path a alone answered right in 0, path b alone in 1"], ["p1"]),
+        (made(decoded(0, WRONG, RIGHT), examples=ONE, **{**FLIP, "flip": 4}), ["before step 4."], ["steps after it"]),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_flip(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
+    checked(said_of_flips(one, prompts=sums("a", "b")), wanted, unwanted)
+
+
+def test_a_flip_that_cannot_be_judged_says_so() -> None:
+    checked(said_of_flips(made(**FLIP)), ["A token flipped in 2 of 2", "not judged"], [EIGHT, " right ", "wrong"])

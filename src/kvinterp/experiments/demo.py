@@ -30,6 +30,7 @@ class Demo(Experiment):
         problems: How many generated problems.
         rung_problems: How many of them on a rung.
         max_new_tokens: Most steps.
+        flip_problems: Of how many problems those are sought in which a token flips.
     """
 
     models: tuple[str, ...] = ("zoo:mistral-mini", "zoo:gemma2-mini")
@@ -40,6 +41,7 @@ class Demo(Experiment):
     problems: int = 6
     rung_problems: int = 2
     max_new_tokens: int = 48
+    flip_problems: int = 40
 
     def plan(self) -> dict[str, Compare]:
         """Every comparison it makes, by the name of its folder."""
@@ -89,8 +91,30 @@ class Demo(Experiment):
             results += run.run(Path(out) / "runs" / name, kept, progress)
         return results
 
+    def flips(self, out: str | Path, existing: str = "use", progress: str = "bar") -> Result:
+        """A comparison in which tokens flip on any machine: a cache kept in eight bits beside the recomputation.
 
-SMOKE = Demo(problems=1, rung_problems=1, max_new_tokens=5)
+        What rounding does is the kernels' choice, and may be nothing; this is coarse enough to change a token in some of
+        these problems whatever the kernels.
+
+        Args:
+            out: The demo's folder, after :meth:`run`.
+            existing: ``"use"`` reads what is there already, ``"overwrite"`` makes it again.
+            progress: ``"bar"`` or ``"none"``.
+        """
+        run = Compare(
+            "zoo:mqa-mini", f"arithmetic:{self.flip_problems}", a="cached[cache=quantized(8,fp8)]", kind="native",
+            protocol="free", dtype=self.dtype, max_new_tokens=self.max_new_tokens, record="",
+        )  # fmt: skip
+        log.info("and one in which tokens flip: %s, %s beside %s", run.model, run.a, run.b)
+        (made,) = run.run(Path(out) / "runs" / FLIPS, existing, progress)
+        return made
+
+
+FLIPS = "a-token-that-flips"
+"""The folder of that comparison."""
+
+SMOKE = Demo(problems=1, rung_problems=1, max_new_tokens=5, flip_problems=1)
 
 
 def _available(kinds: tuple[str, ...]) -> list[str]:

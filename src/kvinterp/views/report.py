@@ -17,6 +17,7 @@ from kvinterp.models import KINDS
 from kvinterp.results import Result, write_whole
 from kvinterp.views import sections
 from kvinterp.views.answer import answer_of, question_of
+from kvinterp.views.flips import flip_section
 from kvinterp.views.page import render
 from kvinterp.views.plots import overview
 from kvinterp.views.precision import ladder_of
@@ -28,13 +29,14 @@ __all__ = ["overview_of", "write_report"]
 _TEXTS = 12
 
 
-def write_report(results: Sequence[Result], out: str | Path) -> Path:
+def write_report(results: Sequence[Result], out: str | Path, flips: Result | None = None) -> Path:
     """Writes ``report.html`` and ``figures/*.png`` into a folder.
 
     Args:
         results: The results. Those in the dtype of the first are the matter of the report; the same in other dtypes are
             its ladder of precisions.
         out: The folder.
+        flips: A comparison in which to show what a flipped token changes; it counts in nothing else on the page.
 
     Returns:
         The page's path.
@@ -57,7 +59,8 @@ def write_report(results: Sequence[Result], out: str | Path) -> Path:
         sections.attention_section(main, gallery),
         sections.kv_section(main, gallery),
         sections.precision_section(rungs, gallery) if rungs else None,
-        sections.failures_section(results),
+        flip_section(flips) if flips is not None else None,
+        sections.failures_section(results if flips is None else [*results, flips]),
     ]
     page = render(
         title=f"kvinterp: {about['paths']['a']} against {about['paths']['b']}",
@@ -67,7 +70,7 @@ def write_report(results: Sequence[Result], out: str | Path) -> Path:
         sections=[part for part in parts if part is not None],
         texts=_texts(main),
         glossary=_glossary(results),
-        provenance=_provenance(results),
+        provenance=_provenance(results if flips is None else [*results, flips]),
         files=_files(results, folder),
     )
     path = folder / "report.html"

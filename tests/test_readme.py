@@ -1,0 +1,123 @@
+"""The README's snippets run as they stand, but smaller, in a process that has none of this suite's settings."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvinterp.paths import path_named
+from support import SUITES_OWN_SETTINGS, has_hooked_transformer, write_checkpoint
+
+pytestmark = pytest.mark.bits
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+SMALLER = {"arithmetic:4": "arithmetic:2", "max_new_tokens=32": "max_new_tokens=10", 'kind="hooked")': "kind=KIND)"}
+"""What is replaced in the first snippet; each must be found once."""
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", README)
+
+
+def snippet(first_words: str) -> str:
+    (found,) = [block for block in blocks("python") if block.startswith(first_words)]
+    return found
+
+
+def run(source: str, folder: Path) -> str:
+    """Runs a program as a new user would; returns what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name not in SUITES_OWN_SETTINGS}
+    made = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr[-3000:]
+    return made.stdout
+
+
+def test_every_python_block_is_run_here() -> None:
+    """A snippet that is added must be added to these tests."""
+    assert len(blocks("python")) == 3
+
+
+def test_in_a_notebook(tmp_path: Path) -> None:
+    source = snippet("import kvinterp as kv")
+    for old, new in SMALLER.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    source = f"KIND = {'hooked' if has_hooked_transformer() else 'bridge'!r}\n{source}"
+    printed = run(f"{source}\nprint(len(both.steps), len(both.layers), len(both.heads), len(both.kv))", tmp_path)
+    first, *_, cause, counts = printed.strip().splitlines()
+    # On any processor they differ or are equal, and where() says which.
+    assert first.startswith("cached against recompute on zoo:mistral-mini")
+    assert re.search(r"logits differ at \d+ of \d+ steps|bitwise equal at all \d+ steps", first), first
+    assert cause.strip()
+    assert all(int(count) > 0 for count in counts.split())
+
+
+def test_in_another_projects_tests(tmp_path: Path) -> None:
+    given = (
+        "import torch\nfrom transformers import LlamaConfig as Config, LlamaForCausalLM as MyModelForCausalLM\n"
+        "torch.manual_seed(3)\n"
+        "config = Config(vocab_size=61, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,\n"
+        "                num_key_value_heads=1, max_position_embeddings=128)\n"
+    )
+    run(f"{given}{snippet('from kvinterp.testing')}\n\ntest_cache()", tmp_path)
+
+
+def test_your_own_model(tmp_path: Path) -> None:
+    folder = write_checkpoint("llama-mha", tmp_path / "checkpoint")
+    source = snippet('kv.load_model("/path/to')
+    assert source.count("/path/to/checkpoint") == 1
+    assert source.count("my_model, tokenizer=my_tokenizer") == 1
+    # The one name that the snippet leaves to its reader for a whole object is a transformers model, its layers three.
+    given = (
+        "import torch\nimport kvinterp as kv\nfrom transformers import AutoModelForCausalLM\n"
+        f"my_model = AutoModelForCausalLM.from_pretrained({str(folder)!r}).eval()\nmy_tokenizer = None\n"
+        "tokens = torch.tensor([[5, 6, 7, 8]])\nother_ids = [9, 8, 7, 6]\n"
+    )
+    source = source.replace("/path/to/checkpoint", str(folder)).replace("layers=(3,)", "layers=(2,)")
+    source = source.replace('"resid_post", 3]', '"resid_post", 2]')
+    run(given + source, tmp_path)
+
+
+def commands() -> list[list[str]]:
+    """Every kvinterp command of the README."""
+    lines = "\n".join(blocks("bash")).splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("kvinterp ")]
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_a_command_is_one_that_there_is(command: list[str]) -> None:
+    """Its verb and options are parsed as the command line would; nothing is run."""
+    import typer
+
+    from kvinterp.cli import app
+
+    root = typer.main.get_command(app)
+    verb = root.commands[command[0]]  # type: ignore[attr-defined]  # a group, as there is more than one verb
+    verb.make_context(command[0], command[1:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_a_command_runs(command: list[str], tmp_path: Path) -> None:
+    run(f"import sys\nfrom kvinterp.cli import main\nsys.argv[1:] = {command!r}\nmain()", tmp_path)
+
+
+def test_every_path_that_is_written_is_one() -> None:
+    written = re.findall(r"`((?:cached|recompute)[^`]*)`", README)
+    assert len(written) > 8
+    for text in written:
+        path_named(text)
