@@ -343,7 +343,7 @@ def test_a_patched_cache_stays_patched(stem, cache):
 
 
 def one_patch(model, cache, donor, steps):
-    from kvinterp.patching.patch import PatchWatcher
+    from kvinterp.patching import PatchWatcher
     from kvinterp.paths import Runner
 
     adapter = kv.wrap(model)

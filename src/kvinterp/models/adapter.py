@@ -31,8 +31,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.models.attaching import Attaching, Listener, Site
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
-from kvinterp.models.taps import Tap, remove_own_hooks, tap_hooks
+from kvinterp.models.taps import Tap, remove_own_hooks
 from kvinterp.models.weights import WeightsMark, weights_mark
 
 __all__ = [
@@ -80,11 +81,6 @@ DTYPES = {
 
 CacheRead = Callable[[int, int, Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
 """Called with layer, absolute position of the first key, keys and values."""
-
-Site = tuple[str, int]
-"""A site's name and the layer."""
-
-Listener = Callable[[Tensor], "Tensor | None"]
 
 
 def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -157,17 +153,16 @@ ModuleState = dict["tuple[nn.Module, str]", Any]
 """What modules keep between forwards, by module and name of the attribute."""
 
 
-class Adapter(abc.ABC):
+class Adapter(Attaching):
     """A model, its tokenizer and its facts behind the one face the rest of kvinterp talks to."""
 
     kind: str
 
     def __init__(self, model: nn.Module, facts: Facts, tokenizer: Any = None) -> None:
+        super().__init__()
         self.model = model
         self.facts = facts
         self.tokenizer = tokenizer
-        self._listeners: Mapping[Site, Sequence[Listener]] = {}
-        self._attachments: dict[Site, list[Any]] = {}
         self._variants: dict[torch.dtype, tuple[WeightsMark, Adapter]] = {}
         self._fingerprint: tuple[WeightsMark, str] | None = None
         self.checked_batches: dict[tuple[str, int, int, int], bool] = {}
@@ -196,27 +191,27 @@ class Adapter(abc.ABC):
         """
 
     @abc.abstractmethod
-    def tap(self, site: str, layer: int) -> Tap:
-        """Where a site is found; raises UnsupportedError, saying why and what to do, where this kind lacks it."""
-
-    @abc.abstractmethod
     def cast(self, dtype: torch.dtype) -> Adapter:
         """A copy of the model computing in another dtype, from the same weights."""
 
     @abc.abstractmethod
-    def read_cache(self, site: str, layer: int, arguments: dict[str, Any], output: Any) -> Tensor | None:
-        """A cache site after a forward the user ran on their own, from that forward's arguments and output."""
+    def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The cache that a block is handed in a forward the user runs on their own, or None."""
 
     @abc.abstractmethod
-    def cached_length(self, arguments: Mapping[str, Any]) -> int:
-        """Positions held by the cache in the arguments of a forward the user runs on their own; 0 without one."""
+    def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
+        """A cache site after a block ran, from the cache that it was handed; None where that does not hold it."""
 
     @abc.abstractmethod
-    def intercept_cache(self, arguments: Mapping[str, Any], on_read: CacheRead) -> list[Callable[[], None]]:
-        """Lets ``on_read`` replace what attention reads from the user's own cache; returns how to undo that.
+    def cached_length(self, cache: Any) -> int:
+        """Positions held by the cache that a block is handed; 0 without one."""
+
+    @abc.abstractmethod
+    def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
+        """Lets ``on_read`` replace what a block's attention reads from the user's own cache; returns how to undo that.
 
         Raises:
-            InputError: The forward is given no cache.
+            InputError: The block is handed no cache.
         """
 
     @property
@@ -228,11 +223,6 @@ class Adapter(abc.ABC):
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values, so that a store can also sit in a pass without a cache."""
         return True
-
-    @property
-    @abc.abstractmethod
-    def blocks(self) -> nn.ModuleList:
-        """The blocks, in order; each takes the residual stream first and returns it first."""
 
     # What every kind shares ----------------------------------------------------------------------------------------
 
@@ -329,78 +319,3 @@ class Adapter(abc.ABC):
                 digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
             self._fingerprint = mark, digest.hexdigest()
         return self._fingerprint[1]
-
-    # Hooks ---------------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def attached(self, places: Sequence[Site]) -> Iterator[None]:
-        """Hooks the places once, for as long as the context lasts; :meth:`listening` says who hears them.
-
-        Every hook goes through torch's own handles, so leaving the context, by an exception too, removes exactly the
-        hooks it made and nothing of the user's. Nested contexts share a hook and the last one out removes it.
-        """
-        mine: list[Site] = []
-        try:
-            for place in dict.fromkeys(places):
-                if place not in self._attachments:
-                    self._attachments[place] = [0, self._attach(place)]
-                self._attachments[place][0] += 1
-                mine.append(place)
-            yield
-        finally:
-            for place in mine:
-                self._attachments[place][0] -= 1
-                if not self._attachments[place][0]:
-                    for handle in self._attachments.pop(place)[1]:
-                        handle.remove()
-
-    @contextlib.contextmanager
-    def listening(self, listeners: Mapping[Site, Sequence[Listener]]) -> Iterator[None]:
-        """Sends what the attached hooks see to these listeners, in order.
-
-        A tensor that a listener returns replaces the site's, for the listeners after it too.
-        """
-        before = self._listeners
-        # Contexts may nest, as a run inside a user's record() does: the outer ones hear first.
-        self._listeners = (
-            {p: [*before.get(p, ()), *listeners.get(p, ())] for p in {**before, **listeners}} if before else listeners
-        )
-        try:
-            yield
-        finally:
-            self._listeners = before
-
-    @contextlib.contextmanager
-    def resumed(self, layer: int, outputs: Sequence[Any]) -> Iterator[None]:
-        """Makes forwards begin at a block: the blocks before it return what they returned before, without running.
-
-        Args:
-            layer: The first block that runs.
-            outputs: What each block before it returned on the same tokens, as the block itself returns it.
-        """
-        skipped = list(self.blocks)[:layer]
-        # Libraries that spread a model over devices put a forward of their own there, which must come back.
-        before = [block.__dict__.get("forward") for block in skipped]
-        try:
-            for block, output in zip(skipped, outputs, strict=False):
-                # Straight into __dict__: a bridge's blocks pass attributes that are set on to what they wrap.
-                block.__dict__["forward"] = lambda *_, kept=output, **__: kept
-            yield
-        finally:
-            for block, forward in zip(skipped, before, strict=True):
-                if forward is None:
-                    block.__dict__.pop("forward", None)
-                else:
-                    block.__dict__["forward"] = forward
-
-    def _attach(self, place: Site) -> list[Any]:
-        tap = self.tap(*place)
-
-        def emit(raw: Tensor) -> Tensor | None:
-            changed: Tensor | None = None
-            for listener in self._listeners.get(place, ()):
-                new = listener(tap.get(raw) if changed is None else changed)
-                changed = changed if new is None else new
-            return None if changed is None else tap.put(raw, changed)
-
-        return tap_hooks(tap, place[0], emit)

@@ -25,6 +25,7 @@ from kvinterp.models.native import (
 )
 from kvinterp.models.transformers_cache import (
     TransformersCache,
+    cache_among,
     cached_positions,
     cached_tensor,
     check_used,
@@ -69,6 +70,7 @@ class BridgeAdapter(Adapter):
         source: Any = model.original_model
         facts = transformers_facts(source, name, attention="bridge")
         super().__init__(model, facts, tokenizer if tokenizer is not None else getattr(model, "tokenizer", None))
+        self._blocks = decoder_layers(source)
         self.hooks: dict[str, nn.Module] = dict(model.hook_dict)  # type: ignore[arg-type]
 
     @property
@@ -79,7 +81,7 @@ class BridgeAdapter(Adapter):
     @property
     def blocks(self) -> nn.ModuleList:
         """The blocks of the transformers model inside, which the bridge runs through."""
-        return decoder_layers(self.source)
+        return self._blocks
 
     @property
     def attention_only(self) -> bool:
@@ -137,14 +139,18 @@ class BridgeAdapter(Adapter):
         model.cfg.dtype = dtype
         return BridgeAdapter(model, self.facts.name, self.tokenizer)
 
-    def cached_length(self, arguments: Mapping[str, Any]) -> int:
+    def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The user's transformers cache."""
+        return cache_among(args, kwargs)
+
+    def cached_length(self, cache: Any) -> int:
         """Positions in the user's transformers cache."""
-        return cached_positions(arguments.get("past_key_values"))
+        return cached_positions(cache)
 
-    def intercept_cache(self, arguments: Mapping[str, Any], on_read: CacheRead) -> list[Callable[[], None]]:
+    def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
         """Wraps ``update`` of the user's own transformers cache."""
-        return intercept(arguments.get("past_key_values"), on_read)
+        return intercept(layer, cache, on_read)
 
-    def read_cache(self, site: str, layer: int, arguments: dict[str, Any], output: Any) -> Tensor | None:
-        """What the transformers cache of the user's own forward holds after it."""
-        return cached_tensor(arguments.get("past_key_values"), site, layer)
+    def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
+        """What the transformers cache of the user's own forward holds after the block."""
+        return cached_tensor(cache, site, layer)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
-from kvinterp.models.caches import CacheKind, check_plain
+from kvinterp.models.caches import CacheKind, check_plain, lead
 
 __all__ = ["HookedAdapter", "convert_checkpoint", "hooked_class", "hooked_from_transformers", "lay_out_for_products"]
 
@@ -387,29 +387,30 @@ class HookedAdapter(Adapter):
                 "give a decoder."
             )
 
-    def cached_length(self, arguments: Mapping[str, Any]) -> int:
-        """Positions in the user's TransformerLensKeyValueCache."""
-        cache = arguments.get("past_kv_cache")
-        return 0 if cache is None else cache[0].past_keys.shape[1]
+    @property
+    def alike_in_training(self) -> bool:
+        """TransformerLens has no dropout; two ways of reading long texts are all that asks for the mode."""
+        config: Any = self.model.cfg
+        return not (getattr(config, "use_logn_attn", False) or getattr(config, "use_dynamic_ntk_rope", False))
 
-    def intercept_cache(self, arguments: Mapping[str, Any], on_read: CacheRead) -> list[Callable[[], None]]:
-        """Wraps ``append`` of the user's own cache entries."""
-        cache = arguments.get("past_kv_cache")
+    def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The layer's entry of the user's TransformerLensKeyValueCache."""
+        return kwargs.get("past_kv_cache_entry")
+
+    def cached_length(self, cache: Any) -> int:
+        """Positions in the layer's entry."""
+        return 0 if cache is None else cache.past_keys.shape[1]
+
+    def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
+        """Wraps ``append`` of the user's own cache entry."""
         if cache is None:
             raise InputError("a patch of the cache needs a forward with a cache: call the model with past_kv_cache=...")
-        return [self._intercept(entry, layer, on_read) for layer, entry in enumerate(cache.entries)]
 
-    @staticmethod
-    def _intercept(entry: Any, layer: int, on_read: CacheRead) -> Callable[[], None]:
-        append = entry.append
-
-        def wrapped(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            read = append(keys, values)
+        def reader(read: tuple[Tensor, Tensor], *_: Any) -> tuple[Tensor, Tensor] | None:
             new = on_read(layer, 0, read[0].transpose(1, 2), read[1].transpose(1, 2))
-            return read if new is None else (new[0].transpose(1, 2), new[1].transpose(1, 2))
+            return None if new is None else (new[0].transpose(1, 2), new[1].transpose(1, 2))
 
-        entry.append = wrapped
-        return lambda: entry.__dict__.pop("append", None)
+        return lead(cache, "append", reader)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -470,10 +471,8 @@ class HookedAdapter(Adapter):
                 attention.rotary_sin, attention.rotary_cos = sin.to(self.device), cos.to(self.device)
         return HookedAdapter(model, self.facts.name, self.tokenizer)
 
-    def read_cache(self, site: str, layer: int, arguments: dict[str, Any], output: Any) -> Tensor | None:
-        """What the user's own TransformerLensKeyValueCache holds after the forward."""
-        cache = arguments.get("past_kv_cache")
+    def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
+        """What the layer's entry of the user's own TransformerLensKeyValueCache holds after the block."""
         if cache is None or site == "cache_k":
             return None
-        entry = cache[layer]
-        return (entry.past_keys if site == "cache_k_pre" else entry.past_values).transpose(1, 2)
+        return (cache.past_keys if site == "cache_k_pre" else cache.past_values).transpose(1, 2)

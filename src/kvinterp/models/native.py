@@ -26,6 +26,7 @@ from kvinterp.models.taps import hooks_suspended
 from kvinterp.models.transformers_cache import (
     CACHES,
     TransformersCache,
+    cache_among,
     cached_positions,
     cached_tensor,
     check_used,
@@ -290,7 +291,8 @@ class NativeAdapter(Adapter):
         if site not in INSIDE:
             return found
         if self._checked is None:
-            with self.own_state({}):
+            # What is seen once is kept: a user's autocast must not round what it is judged by.
+            with self.own_state({}), torch.autocast(self.device.type, enabled=False):
                 self._checked = check_sites(self, self._sites)
         why = self._checked.refused.get((site, layer))
         if why is not None:
@@ -320,20 +322,23 @@ class NativeAdapter(Adapter):
         twin._checked = self._checked
         return twin
 
-    def cached_length(self, arguments: Mapping[str, Any]) -> int:
+    def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The user's transformers cache."""
+        return cache_among(args, kwargs)
+
+    def cached_length(self, cache: Any) -> int:
         """Positions in the user's transformers cache."""
-        return cached_positions(arguments.get("past_key_values"))
+        return cached_positions(cache)
 
-    def intercept_cache(self, arguments: Mapping[str, Any], on_read: CacheRead) -> list[Callable[[], None]]:
+    def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
         """Wraps ``update`` of the user's own transformers cache."""
-        return intercept(arguments.get("past_key_values"), on_read)
+        return intercept(layer, cache, on_read)
 
-    def read_cache(self, site: str, layer: int, arguments: dict[str, Any], output: Any) -> Tensor | None:
-        """What the transformers cache of the user's own forward holds after it."""
+    def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
+        """What the transformers cache of the user's own forward holds after the block."""
         if site == "cache_k_pre":
             raise InputError(
                 "site 'cache_k_pre' cannot be read from a transformers cache, which holds keys after RoPE: "
                 "record 'k', the new keys before RoPE, or use run() or compare()."
             )
-        cache = getattr(output, "past_key_values", None)
-        return cached_tensor(cache if cache is not None else arguments.get("past_key_values"), site, layer)
+        return cached_tensor(cache, site, layer)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Tap", "hooks_suspended", "remove_own_hooks", "softmax_hooks", "tap_hooks"]
+__all__ = ["Closing", "Tap", "hooks_suspended", "own_hook", "remove_own_hooks", "softmax_hooks", "tap_hooks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +57,47 @@ class Tap:
         return replaced
 
 
-def tap_hooks(tap: Tap, site: str, emit: Callable[[Tensor], Tensor | None]) -> list[Any]:
-    """Hooks a tap's module: ``emit`` is called with the raw tensor, and what it returns goes in its place."""
+def own_hook(
+    module: nn.Module, hook: Callable[..., Any], side: str, *, first: bool = False, always_call: bool = False
+) -> RemovableHandle:
+    """Registers a hook of kvinterp's, which hears this module and no copy of it, and which Dynamo does not trace.
+
+    A deep copy of a module carries the hooks of the original. One that a copy calls takes itself off it, unheard.
+
+    Args:
+        module: The module.
+        hook: Called as torch calls hooks that take keyword arguments.
+        side: ``"input"`` or ``"output"``.
+        first: Whether it goes before the hooks that are there.
+        always_call: Whether it is called after an exception too.
+    """
+
+    def own(called: nn.Module, *given: Any) -> Any:
+        if called is not module:
+            _take_off(called, registered)
+            return None
+        return hook(called, *given)
+
+    # Without Dynamo there is nothing to keep from tracing, and importing it takes seconds.
+    registered = torch.compiler.disable(own) if "torch._dynamo" in sys.modules else own
+    if side == "input":
+        return module.register_forward_pre_hook(registered, prepend=first, with_kwargs=True)
+    return module.register_forward_hook(registered, prepend=first, with_kwargs=True, always_call=always_call)
+
+
+def tap_hooks(
+    tap: Tap, site: str, emit: Callable[[Tensor], Tensor | None], mine: Callable[[], bool] = lambda: True
+) -> list[Any]:
+    """Hooks a tap's module: ``emit`` is called with the raw tensor, and what it returns goes in its place.
+
+    Args:
+        tap: Where.
+        site: Which site it is.
+        emit: Called with the raw tensor.
+        mine: Whether the thread that runs the module is the one that hears it.
+    """
     if tap.side == "softmax":
-        return softmax_hooks(tap.module, site, emit)
+        return softmax_hooks(tap.module, site, emit, mine)
     if tap.side == "input":
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -68,9 +107,9 @@ def tap_hooks(tap: Tap, site: str, emit: Callable[[Tensor], Tensor | None]) -> l
             new = emit(kwargs["hidden_states"])
             return None if new is None else (args, {**kwargs, "hidden_states": new})
 
-        return [tap.module.register_forward_pre_hook(before, with_kwargs=True)]
+        return [own_hook(tap.module, before, "input")]
 
-    def after(_: nn.Module, args: Any, output: Any) -> Any:
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         # A list where the old OpenAI GPT's blocks return what others return as a tuple.
         raw = output[0] if isinstance(output, tuple | list) else output
         given = args[0] if args else None
@@ -82,7 +121,7 @@ def tap_hooks(tap: Tap, site: str, emit: Callable[[Tensor], Tensor | None]) -> l
             new = emit(raw)
         return None if new is None else (new, *output[1:]) if isinstance(output, tuple | list) else new
 
-    return [tap.module.register_forward_hook(after)]
+    return [own_hook(tap.module, after, "output")]
 
 
 class _SoftmaxMode(torch.overrides.TorchFunctionMode):
@@ -105,43 +144,55 @@ class _SoftmaxMode(torch.overrides.TorchFunctionMode):
         return probabilities if new is None else new.to(probabilities.dtype)
 
 
-def softmax_hooks(module: nn.Module, site: str, emit: Callable[[Tensor], Tensor | None]) -> list[Any]:
+def softmax_hooks(
+    module: nn.Module, site: str, emit: Callable[[Tensor], Tensor | None], mine: Callable[[], bool] = lambda: True
+) -> list[Any]:
     """Hooks the softmax inside one eager attention module, the only place where scores and pattern exist."""
     open_modes: list[_SoftmaxMode] = []
 
-    def enter(_: nn.Module, __: Any) -> None:
-        mode = _SoftmaxMode(site, emit)
-        mode.__enter__()
-        open_modes.append(mode)
-
-    def leave(_: nn.Module | None, __: Any, ___: Any) -> None:
+    def close() -> None:
         if open_modes:
             open_modes.pop().__exit__(None, None, None)
 
-    return [
-        module.register_forward_pre_hook(enter),
-        module.register_forward_hook(leave, always_call=True),
-        _Closing(leave),
-    ]
+    def enter(*_: Any) -> None:
+        if mine():
+            mode = _SoftmaxMode(site, emit)
+            mode.__enter__()
+            open_modes.append(mode)
+
+    def leave(*_: Any) -> None:
+        # Torch keeps modes by thread: another one's forward has none open here.
+        if mine():
+            close()
+
+    return [own_hook(module, enter, "input"), own_hook(module, leave, "output", always_call=True), Closing(close)]
 
 
-class _Closing:
+class Closing:
     """Leaves what an interruption left open: torch calls hooks after errors, but not after a KeyboardInterrupt."""
 
-    def __init__(self, leave: Callable[[nn.Module | None, Any, Any], None]) -> None:
-        self._leave = leave
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
 
     def remove(self) -> None:
         """Called where the hooks themselves are removed."""
-        self._leave(None, None, None)
+        self._close()
 
 
 def remove_own_hooks(model: nn.Module) -> None:
     """Takes kvinterp's hooks off a copy of a model that was made while something was recorded."""
     for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [k for k, hook in hooks.items() if getattr(hook, "__module__", "").startswith("kvinterp.")]:
-                del hooks[key]
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if getattr(hook, "__module__", "").startswith("kvinterp."):
+                _take_off(module, hook)
+
+
+def _take_off(module: nn.Module, hook: Callable[..., Any]) -> None:
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = module.__dict__[name]
+        for key in [key for key, held in hooks.items() if held is hook]:
+            for kind in (name, f"{name}_with_kwargs", f"{name}_always_called"):
+                module.__dict__.get(kind, {}).pop(key, None)
 
 
 @contextlib.contextmanager

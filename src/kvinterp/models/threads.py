@@ -47,12 +47,19 @@ def threads_for(adapter: Adapter) -> int:
 
 @contextlib.contextmanager
 def own_threads(adapter: Adapter) -> Iterator[None]:
-    """Runs what is inside with the threads this model is run with, and puts the number back."""
-    before, wanted = torch.get_num_threads(), threads_for(adapter)
-    try:
-        if wanted != before:
-            torch.set_num_threads(wanted)
-        yield
-    finally:
-        if wanted != before:
-            torch.set_num_threads(before)
+    """Runs what is inside with the threads this model is run with, and with no other thread's hooks on it.
+
+    Raises:
+        InputError: Another thread has the model, in a context that its user left open.
+        UnsupportedError: A part of the model is compiled.
+    """
+    wanted = threads_for(adapter)
+    with adapter.alone():
+        before = torch.get_num_threads()
+        try:
+            if wanted != before:
+                torch.set_num_threads(wanted)
+            yield
+        finally:
+            if wanted != before:
+                torch.set_num_threads(before)

@@ -10,7 +10,7 @@ that keep something else (Mamba and Gated DeltaNet states, indexers) stay transf
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,12 +27,13 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import CacheRead, KVStore
-from kvinterp.models.caches import CacheKind, Dynamic, KeysValues
+from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, lead
 
 __all__ = [
     "CACHES",
     "StoreLayer",
     "TransformersCache",
+    "cache_among",
     "cached_positions",
     "cached_tensor",
     "check_used",
@@ -164,9 +165,18 @@ def check_used(cache: Cache, architecture: str) -> None:
         )
 
 
+def cache_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cache | None:
+    """The transformers cache among a block's arguments, which every architecture names its own way."""
+    return next((given for given in (*args, *kwargs.values()) if isinstance(given, Cache)), None)
+
+
 def cached_positions(cache: Cache | None) -> int:
-    """Positions a transformers cache of the user's has seen."""
-    return 0 if cache is None else int(cache.get_seq_length())
+    """Positions a transformers cache of the user's has seen; 0 for one that keeps a state and no positions."""
+    if cache is None:
+        return 0
+    layers = getattr(cache, "layers", [])
+    states = bool(layers) and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
+    return 0 if states else int(cache.get_seq_length())
 
 
 def _check_readable(cache: Cache) -> None:
@@ -178,8 +188,8 @@ def _check_readable(cache: Cache) -> None:
         )
 
 
-def intercept(cache: Cache | None, on_read: CacheRead) -> list[Callable[[], None]]:
-    """Lets ``on_read`` replace what a transformers cache of the user's hands to attention; returns how to undo that.
+def intercept(layer: int, cache: Cache | None, on_read: CacheRead) -> Callable[[], None]:
+    """Lets ``on_read`` replace what a transformers cache of the user's hands to a layer; returns how to undo that.
 
     A static cache hands over all its room, of which ``on_read`` sees the slots that are filled.
 
@@ -190,21 +200,21 @@ def intercept(cache: Cache | None, on_read: CacheRead) -> list[Callable[[], None
     if cache is None:
         raise InputError("a patch of the cache needs a forward with a cache: call the model with past_key_values=...")
     _check_readable(cache)
-    update = cache.update
 
-    def wrapped(
-        key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = update(key_states, value_states, layer_idx, *args, **kwargs)
+    def reader(
+        read: KeysValues, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> KeysValues | None:
+        if layer_idx != layer:
+            return None
+        keys, values = read
         stop = int(cache.get_seq_length(layer_idx))
         filled = min(stop, keys.shape[2])
         new = on_read(layer_idx, stop - filled, keys[:, :, :filled], values[:, :, :filled])
         if new is None:
-            return keys, values
+            return None
         return torch.cat([new[0], keys[:, :, filled:]], 2), torch.cat([new[1], values[:, :, filled:]], 2)
 
-    cache.update = wrapped  # type: ignore[method-assign]
-    return [lambda: cache.__dict__.pop("update", None)]
+    return lead(cache, "update", reader)
 
 
 def cached_tensor(cache: Cache | None, site: str, layer: int) -> Tensor | None:

@@ -1,13 +1,16 @@
 """WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh."""
 
 from kvinterp.patching.decomposition import Decomposition, decompose
+from kvinterp.patching.donors import donor_trace
 from kvinterp.patching.localising import Cause, localise
-from kvinterp.patching.patch import PATCH_SITES, Patch, PatchWatcher, donor_trace, patched
+from kvinterp.patching.patch import PATCH_SITES, Patch
+from kvinterp.patching.patched import patched
 from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.splitting import ANEW, PARTS
 from kvinterp.patching.sweeping import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, highest_kl, sweep
 from kvinterp.patching.table import Sweep
+from kvinterp.patching.watcher import PatchWatcher
 
 __all__ = [
     "ANEW",

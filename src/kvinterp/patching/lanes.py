@@ -13,8 +13,8 @@ from torch import Tensor
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import CACHE_SITES, Site
-from kvinterp.patching.patch import PatchWatcher
 from kvinterp.patching.recompute import PureRecompute
+from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.paths import ExecutionPath, Runner, Watcher, path_named
 from kvinterp.policies import Place
 from kvinterp.recording import Watch

@@ -26,9 +26,10 @@ from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.decomposition import check_splittable, measured
 from kvinterp.patching.lanes import two_paths
-from kvinterp.patching.patch import Patch, PatchWatcher
+from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.splitting import PARTS, KeysValues, Lane, Rows, Shown, Split
+from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.runner import encode
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.patching.patch import PatchWatcher
+from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.cache import PassThrough
 

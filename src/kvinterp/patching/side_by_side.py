@@ -16,8 +16,9 @@ from kvinterp.errors import NonFiniteError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import CACHE_SITES, Site
 from kvinterp.patching.lanes import Donor, PureLane, RunnerLane
-from kvinterp.patching.patch import PATCHED_CACHE, Patch, PatchWatcher, Window, stored_sites
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
 from kvinterp.patching.recompute import PureRecompute
+from kvinterp.patching.watcher import PatchWatcher, Window
 from kvinterp.paths import ExecutionPath
 from kvinterp.recording import chosen_layers
 

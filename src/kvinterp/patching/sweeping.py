@@ -15,7 +15,7 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.localising import localise
-from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, PatchWatcher, Positions
+from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, Positions
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import (
     DISTANCES,
@@ -26,6 +26,7 @@ from kvinterp.patching.side_by_side import (
     not_the_same,
 )
 from kvinterp.patching.table import Sweep, Tables
+from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.runner import check_choice, encode, listed
 from kvinterp.provenance import provenance

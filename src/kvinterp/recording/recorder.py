@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError
-from kvinterp.models import Adapter, expand_sites, wrap
+from kvinterp.models import Adapter, expand_sites
 from kvinterp.models.adapter import CACHE_SITES, Site
 from kvinterp.policies import Place
 from kvinterp.recording.watch import Watch, chosen_heads, chosen_layers, chosen_steps
 
-__all__ = ["Recorder", "record"]
+__all__ = ["HEADS", "Recorder"]
 
 # Which dimension of the common layout numbers heads, and whether they are query or KV heads.
 HEADS = {
@@ -37,7 +34,7 @@ POSITION_LAST_BUT_ONE = {"attn_scores", "pattern", "cache_k", "cache_k_pre", "ca
 class Recorder:
     """Records sites of one path, step by step.
 
-    Used by ``run`` and ``compare``, and by :func:`record` around a user's own forwards.
+    Used by ``run`` and ``compare``, and by :func:`kvinterp.record` around a user's own forwards.
 
     Args:
         adapter: The model.
@@ -128,6 +125,14 @@ class Recorder:
         """A forward from position 0 follows."""
         self.watch.begin_pass()
 
+    def keep(self, site: str, layer: int, tensor: Tensor) -> None:
+        """Keeps a site that no hook shows, of the step that was begun."""
+        self._keep(site, layer, 0, tensor)
+
+    def unheard(self) -> list[Site]:
+        """What is to be kept and was not shown since the step was begun."""
+        return [place for place in self.kept if place not in self._pieces]
+
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Hears what attention reads from the cache; changes nothing."""
         self.watch.on_read(place, keys, values)
@@ -161,73 +166,3 @@ class Recorder:
             have = ", ".join(f"{s} at {layer}" for s, layer in self.kept)
             raise InputError(f"nothing was recorded as {place!r}: expected one of {have}.")
         return self.kept[place]
-
-
-@contextlib.contextmanager
-def record(
-    model: Any,
-    sites: str | Sequence[str],
-    layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
-    kv_heads: Iterable[int] | None = None,
-    positions: str = "newest",
-) -> Iterator[Recorder]:
-    """Records the user's own forwards on anyone's model; each call of the model is one step.
-
-    A forward that an error or an interruption cuts off is no step, and leaves nothing in what is kept.
-
-    Cache sites are read from the cache that the user's forward used or returned.
-
-    Args:
-        model: A HookedTransformer, TransformerBridge, transformers model or adapter.
-        sites: As for :class:`Recorder`.
-        layers: As for :class:`Recorder`.
-        heads: As for :class:`Recorder`.
-        kv_heads: As for :class:`Recorder`.
-        positions: As for :class:`Recorder`.
-
-    Yields:
-        The recorder; ``recorder["resid_post", 3]`` is a list with one tensor a forward.
-
-    Example:
-        >>> with kvinterp.record(model, "resid_post,pattern") as seen:  # doctest: +SKIP
-        ...     model(tokens)
-        >>> seen["pattern", 0][0].shape  # doctest: +SKIP
-    """
-    adapter = wrap(model)
-    recorder = Recorder(adapter, sites, layers, heads, kv_heads, None, positions)
-    from_cache = [p for p in recorder.kept if p[0] in CACHE_SITES and p not in recorder.watch.listeners]
-
-    hooks = contextlib.ExitStack()
-
-    def before(*_: Any) -> None:
-        if recorder.abandon_step():
-            # After a KeyboardInterrupt torch calls no hook that would undo what the cut off forward began.
-            hooks.close()
-            hooks.enter_context(adapter.attached(recorder.places))
-        recorder.begin_step(len(recorder.recorded_steps))
-        recorder.begin_pass()
-
-    signature = inspect.signature(adapter.model.forward)
-
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-        arguments |= arguments.pop("kwargs", {})
-        for site, layer in from_cache:
-            tensor = adapter.read_cache(site, layer, arguments, output)
-            if tensor is None:
-                raise InputError(
-                    f"site {site!r} was asked for, but this forward used no cache that holds it: call the model with "
-                    f"a cache ({'past_kv_cache' if adapter.kind == 'hooked' else 'past_key_values or use_cache=True'})."
-                )
-            recorder._keep(site, layer, 0, tensor)
-        recorder.end_step()
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(recorder.abandon_step)
-        stack.enter_context(hooks)
-        hooks.enter_context(adapter.attached(recorder.places))
-        stack.callback(adapter.model.register_forward_pre_hook(before).remove)
-        stack.callback(adapter.model.register_forward_hook(after, with_kwargs=True).remove)
-        stack.enter_context(adapter.listening({place: [heard] for place, heard in recorder.watch.listeners.items()}))
-        yield recorder

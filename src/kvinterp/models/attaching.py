@@ -1,0 +1,177 @@
+"""How an adapter's hooks are attached, who hears them, and how a forward begins in the middle."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from kvinterp.models.holding import Hold, hold_of
+from kvinterp.models.ready import check_evaluating, check_uncompiled
+from kvinterp.models.taps import Closing, Tap, tap_hooks
+
+if TYPE_CHECKING:
+    from kvinterp.models.adapter import Facts
+
+__all__ = ["Attaching", "Listener", "Site"]
+
+Site = tuple[str, int]
+"""A site's name and the layer."""
+
+Listener = Callable[[Tensor], "Tensor | None"]
+
+
+class Attaching(abc.ABC):
+    """The hooks on one model: attached once, heard by whoever listens, gone without a trace."""
+
+    model: nn.Module
+    facts: Facts
+
+    def __init__(self) -> None:
+        self._heard: list[list[Mapping[Site, Sequence[Listener]]]] = []
+        self._listeners: Mapping[Site, Sequence[Listener]] = {}
+        self._attachments: dict[Site, list[Any]] = {}
+
+    @property
+    @abc.abstractmethod
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, in order; each takes the residual stream first and returns it first."""
+
+    @abc.abstractmethod
+    def tap(self, site: str, layer: int) -> Tap:
+        """Where a site is found; raises UnsupportedError, saying why and what to do, where this kind lacks it."""
+
+    @property
+    def alike_in_training(self) -> bool:
+        """Whether the model computes the same in training mode."""
+        return False
+
+    @property
+    def hold(self) -> Hold:
+        """Which thread has the model."""
+        return hold_of(self.blocks)
+
+    @contextlib.contextmanager
+    def alone(self, context: str = "") -> Iterator[None]:
+        """Keeps other threads from hooking the model; see :mod:`kvinterp.models.holding`.
+
+        Args:
+            context: What the user leaves open, such as ``"kv.record"``; empty for work that ends by itself.
+
+        Raises:
+            InputError: Another thread has the model in a context that its user left open.
+            UnsupportedError: The model, or a part of it, is compiled, so that it runs no hook.
+        """
+        with self.hold.taken(self.facts.name, context):
+            check_uncompiled(self.model, self.facts.name)
+            yield
+
+    @contextlib.contextmanager
+    def attached(self, places: Sequence[Site], context: str = "") -> Iterator[None]:
+        """Hooks the places once, for as long as the context lasts; :meth:`listening` says who hears them.
+
+        Every hook goes through torch's own handles, so leaving the context, by an exception too, removes exactly the
+        hooks it made and nothing of the user's. Nested contexts share a hook and the last one out removes it.
+
+        Args:
+            places: Sites and layers.
+            context: As for :meth:`alone`.
+
+        Raises:
+            InputError: Another thread has the model, or a part of it is in training mode.
+            UnsupportedError: A part of the model is compiled.
+        """
+        mine: list[Site] = []
+        hold = self.hold
+        with self.alone(context):
+            if not self.alike_in_training:
+                check_evaluating(self.model, self.facts.name)
+            try:
+                for place in dict.fromkeys(places):
+                    if place not in self._attachments:
+                        self._attachments[place] = [0, self._attach(place, hold)]
+                    self._attachments[place][0] += 1
+                    mine.append(place)
+                yield
+            finally:
+                for place in mine:
+                    self._attachments[place][0] -= 1
+                    if not self._attachments[place][0]:
+                        for handle in self._attachments.pop(place)[1]:
+                            handle.remove()
+
+    @contextlib.contextmanager
+    def listening(self, listeners: Mapping[Site, Sequence[Listener]]) -> Iterator[None]:
+        """Sends what the attached hooks see to these listeners, in order.
+
+        A tensor that a listener returns replaces the site's, for the listeners after it too. Contexts may nest, as a run
+        inside a user's record() does: what was entered first hears first. They may be left in any order.
+        """
+        entry = [listeners]
+        self._heard = [*self._heard, entry]
+        self._listeners = _together(self._heard)
+        try:
+            yield
+        finally:
+            self._heard = [held for held in self._heard if held is not entry]
+            self._listeners = _together(self._heard)
+
+    @contextlib.contextmanager
+    def resumed(self, layer: int, outputs: Sequence[Any]) -> Iterator[None]:
+        """Makes forwards begin at a block: the blocks before it return what they returned before, without running.
+
+        Args:
+            layer: The first block that runs.
+            outputs: What each block before it returned on the same tokens, as the block itself returns it.
+        """
+        skipped = list(self.blocks)[:layer]
+        hold = self.hold
+        # Libraries that spread a model over devices put a forward of their own there, which must come back.
+        before = [block.__dict__.get("forward") for block in skipped]
+        try:
+            for block, output in zip(skipped, outputs, strict=False):
+                # Straight into __dict__: a bridge's blocks pass attributes that are set on to what they wrap.
+                block.__dict__["forward"] = _returning(output, block.forward, hold)
+            yield
+        finally:
+            for block, forward in zip(skipped, before, strict=True):
+                if forward is None:
+                    block.__dict__.pop("forward", None)
+                else:
+                    block.__dict__["forward"] = forward
+
+    def close_interrupted(self) -> None:
+        """Closes what hooks left open in a forward that a KeyboardInterrupt cut off, of which torch tells no hook."""
+        for _, handles in self._attachments.values():
+            for handle in handles:
+                if isinstance(handle, Closing):
+                    handle.remove()
+
+    def _attach(self, place: Site, hold: Hold) -> list[Any]:
+        tap, mine = self.tap(*place), hold.mine
+
+        def emit(raw: Tensor) -> Tensor | None:
+            changed: Tensor | None = None
+            for listener in self._listeners.get(place, ()) if mine() else ():
+                new = listener(tap.get(raw) if changed is None else changed)
+                changed = changed if new is None else new
+            return None if changed is None else tap.put(raw, changed)
+
+        return tap_hooks(tap, place[0], emit, mine)
+
+
+def _together(heard: Sequence[Sequence[Mapping[Site, Sequence[Listener]]]]) -> Mapping[Site, Sequence[Listener]]:
+    if len(heard) == 1:
+        return heard[0][0]
+    places = dict.fromkeys(place for [listeners] in heard for place in listeners)
+    return {place: [one for [listeners] in heard for one in listeners.get(place, ())] for place in places}
+
+
+def _returning(kept: Any, forward: Callable[..., Any], hold: Hold) -> Callable[..., Any]:
+    def returned(*args: Any, **kwargs: Any) -> Any:
+        return kept if hold.mine() else forward(*args, **kwargs)
+
+    return returned

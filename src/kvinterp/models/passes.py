@@ -1,0 +1,195 @@
+"""Hears forward passes where the model computes them: at its blocks, whoever called what.
+
+``model(...)``, ``model.forward(...)``, ``generate``, ``run_with_hooks``, a decoder without its head and a block alone all go
+through the blocks, and not all of them through the model's own call. So a pass begins at the first block that runs and ends
+when the last block returns. One that stops before (``stop_at_layer``) ends where the model returns, or at the latest where
+the next pass begins. An error or an interruption within a block cuts a pass off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from kvinterp.errors import InputError
+from kvinterp.models.adapter import Adapter
+from kvinterp.models.taps import own_hook
+
+__all__ = ["Passes", "WatchesPasses"]
+
+log = logging.getLogger("kvinterp")
+
+
+class WatchesPasses(Protocol):
+    """What is told of passes and of the blocks in them."""
+
+    def pass_begins(self, new: int, held: int) -> None:
+        """A pass begins that computes ``new`` positions after ``held`` ones in a cache."""
+
+    def block_begins(self, layer: int, cache: Any) -> Callable[[], None] | None:
+        """A block is about to run, with the cache that it was handed, or None; returns what is called when it was left."""
+
+    def block_ends(self, layer: int, cache: Any) -> None:
+        """A block ran."""
+
+    def pass_ends(self, ran: Sequence[int]) -> None:
+        """A pass ended in which these blocks ran."""
+
+    def pass_cut(self) -> None:
+        """A pass was cut off by an error or an interruption."""
+
+
+class Passes:
+    """Tells a watcher of every pass through a model's blocks, for as long as :meth:`heard` is open.
+
+    Args:
+        adapter: The model.
+        watcher: What is told.
+        context: What its user has opened, such as ``"kv.record"``, for messages.
+
+    Attributes:
+        count: Passes that ended.
+        cut: Passes that were cut off.
+        elsewhere: Passes that other threads began, which are not told of, by the thread's name.
+    """
+
+    def __init__(self, adapter: Adapter, watcher: WatchesPasses, context: str) -> None:
+        self.adapter, self.watcher, self.context = adapter, watcher, context
+        self.count = self.cut = 0
+        self.elsewhere: dict[str, int] = {}
+        self._ran: list[int] | None = None
+        self._inside: int | None = None
+        self._undo: Callable[[], None] | None = None
+        self._errors: BaseException | None = None
+        self._last = adapter.facts.layers - 1
+        self._mine = adapter.hold.mine
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Hooks the blocks. To be entered when everything that hears a site is attached: a pass ends after that."""
+        handles = []
+        blocks = list(self.adapter.blocks)
+        try:
+            for layer, block in enumerate(blocks):
+                enter, leave = (functools.partial(each, layer) for each in (self._enter, self._leave))
+                handles.append(own_hook(block, _unbound(enter), "input", first=True))
+                handles.append(own_hook(block, _unbound(leave), "output", always_call=True))
+            handles.append(own_hook(self.adapter.model, self._returned, "output"))
+            yield
+            self._settle()
+        except BaseException:
+            # What was whole before the error stays.
+            with contextlib.suppress(InputError):
+                self._settle()
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+        if self.count and self.elsewhere:
+            log.warning("%s of %s: %s", self.context, self.adapter.facts.name, self._said_of_others())
+
+    def silence(self) -> str:
+        """Why no pass was heard, and what to do."""
+        name = self.adapter.facts.name
+        if self.elsewhere:
+            return self._said_of_others()
+        if self.cut:
+            return f"every forward of {name} in it was cut off by an error or an interruption: run one that ends."
+        return (
+            f"no forward of {name} ran in it. Run this very model inside: a copy of it, a run in another dtype (which runs on a "
+            "copy), and code that torch.compile compiled before are not heard."
+        )
+
+    def _said_of_others(self) -> str:
+        threads = ", ".join(map(repr, self.elsewhere))
+        return (
+            f"{sum(self.elsewhere.values())} forwards of {self.adapter.facts.name} ran in another thread ({threads}), and only "
+            f"those of the thread that opened it are heard: open {self.context} in the thread that runs the model."
+        )
+
+    def _enter(self, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self._mine():
+            if layer == 0:
+                thread = threading.current_thread().name
+                self.elsewhere[thread] = self.elsewhere.get(thread, 0) + 1
+            return
+        if self._inside is not None or (self._ran and layer <= self._ran[-1]):
+            self._settle()
+        cache = self.adapter.block_cache(args, kwargs)
+        if self._ran is None:
+            stream = next((given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)), None)
+            self._ran = []
+            with self._cut_by_errors():
+                self.watcher.pass_begins(0 if stream is None else stream.shape[1], self.adapter.cached_length(cache))
+        # A user may run the model where an error of his own is being handled.
+        self._inside, self._errors = layer, sys.exc_info()[1]
+        with self._cut_by_errors():
+            self._undo = self.watcher.block_begins(layer, cache)
+
+    def _leave(self, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
+        if not self._mine() or self._inside != layer:
+            return
+        self._left()
+        error = sys.exc_info()[1]
+        if error is not None and error is not self._errors:
+            # The bridge stops at a layer by an error, which its forward catches.
+            if type(error).__name__ != "StopAtLayerException":
+                self._cut()
+            return
+        with self._cut_by_errors():
+            self.watcher.block_ends(layer, self.adapter.block_cache(args, kwargs))
+        if self._ran is not None:
+            self._ran.append(layer)
+            if layer == self._last:
+                self._settle()
+
+    def _returned(self, *_: Any) -> None:
+        if self._mine():
+            self._settle()
+
+    def _settle(self) -> None:
+        """Ends the pass that is under way, if one is: whole where no block was left in the middle."""
+        if self._inside is not None:
+            self.adapter.close_interrupted()
+            self._left()
+            self._cut()
+        elif self._ran:
+            ran, self._ran = self._ran, None
+            self.watcher.pass_ends(ran)
+            self.count += 1
+        elif self._ran is not None:
+            self._cut()
+
+    def _left(self) -> None:
+        undo, self._undo, self._inside = self._undo, None, None
+        if undo is not None:
+            undo()
+
+    def _cut(self) -> None:
+        self._ran = self._inside = None
+        self.cut += 1
+        self.watcher.pass_cut()
+
+    @contextlib.contextmanager
+    def _cut_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._cut()
+            raise
+
+
+def _unbound(hook: Any) -> Any:
+    """A hook without torch's first argument, the module."""
+
+    def called(_: nn.Module, *given: Any) -> Any:
+        return hook(*given)
+
+    return called

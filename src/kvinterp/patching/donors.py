@@ -1,0 +1,112 @@
+"""Where a patch takes from: a trace's rows, by step and absolute position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models import Adapter
+from kvinterp.models.adapter import CACHE_SITES
+from kvinterp.patching.patch import Patch, stored_sites
+from kvinterp.recording import Recorder, Trace, chosen_layers
+from kvinterp.recording.recorder import HEADS
+
+__all__ = ["check_donor", "donor_trace", "rows_of"]
+
+
+def check_donor(adapter: Adapter, patch: Patch, donor: Trace) -> None:
+    """Refuses a donor that does not hold what a patch moves.
+
+    Raises:
+        InputError: It lacks a site, a layer or a step, or is of another tokenisation.
+    """
+    for site in stored_sites(adapter, patch.site):
+        for layer in chosen_layers(adapter, patch.layers):
+            if (site, layer) not in donor.records:
+                have = ", ".join(sorted({s for s, _ in donor.records})) or "nothing"
+                raise InputError(
+                    f"the donor trace holds no {site!r} of layer {layer} (it recorded {have}): run the donor with "
+                    f"record={site!r}."
+                )
+    named = patch.steps if isinstance(patch.steps, tuple) else (1,) if patch.steps == "first" else ()
+    missing = next((step for step in named if step not in donor.steps), None)
+    if missing is not None:
+        raise _no_step(donor, missing)
+    wrong = next((t for t in donor.prompt if t >= adapter.facts.vocabulary), None)
+    if wrong is not None:
+        raise InputError(
+            f"the donor trace holds token id {wrong}, which {adapter.facts.name} does not have: it was made with "
+            "another tokenisation; run the donor with the same model."
+        )
+
+
+def _no_step(donor: Trace, step: int) -> InputError:
+    shown = ", ".join(map(str, donor.steps[:8])) + (", ..." if len(donor.steps) > 8 else "")
+    return InputError(
+        f"the donor trace did not record step {step} (it has {shown or 'none'}): run it for as many steps, or name "
+        "the steps to patch, such as steps=(0,)."
+    )
+
+
+def rows_of(donor: Trace, site: str, layer: int, step: int, rows: int) -> tuple[int, Tensor]:
+    """The donor's rows at a step with the absolute position of the first, gathered over steps for a cached donor."""
+    if step not in donor.steps:
+        raise _no_step(donor, step)
+    index = donor.steps.index(step)
+    kept = donor.records[site, layer]
+    whole = _dimensions(site)
+    if kept[index].dim() < whole:
+        # Recorded at the newest position: one row, without the dimension.
+        return len(donor.prompt) + step - 1, kept[index].unsqueeze(rows - 1)[None]
+    here = kept[index]
+    held = len(donor.prompt) + step
+    if site == "pattern" and here.shape[-1] > held:
+        raise UnsupportedError(
+            f"the donor's pattern at layer {layer} has {here.shape[-1]} keys in a context of {held} positions, as with a "
+            "static cache, so keys cannot be matched: record it with a cache that grows."
+        )
+    gathers = site not in CACHE_SITES and site != "pattern" and donor.path.startswith("cached")
+    if gathers and list(donor.steps[: index + 1]) == list(range(step + 1)):
+        here = torch.cat(kept[: index + 1], rows - 1)
+    return len(donor.prompt) + step - here.shape[rows - 1], here[None]
+
+
+def _dimensions(site: str) -> int:
+    """Dimensions of a site's record at all positions, without the batch."""
+    return 3 if site in HEADS else 2
+
+
+def donor_trace(recorder: Recorder, prompt: Sequence[int], fed: Sequence[int] = ()) -> Trace:
+    """What :func:`kvinterp.record` kept of the user's own forwards, as a trace that patches can take from.
+
+    Args:
+        recorder: What recorded them, one prompt at a time.
+        prompt: Token ids of the first forward.
+        fed: Token ids fed after it, one a forward (alone with a cache, or behind the whole prefix without one).
+
+    Raises:
+        InputError: The forwards were of several prompts at once, or are not as many as the tokens say.
+
+    Example:
+        >>> with kv.record(model, "resid_pre", positions="all") as clean:  # doctest: +SKIP
+        ...     model(clean_tokens)
+        >>> donor = donor_trace(clean, clean_tokens[0].tolist())  # doctest: +SKIP
+    """
+    recorder.end_step()
+    steps = tuple(recorder.recorded_steps)
+    if len(steps) != 1 + len(fed):
+        raise InputError(
+            f"{len(steps)} forwards were recorded, and a prompt with {len(fed)} tokens fed after it takes {1 + len(fed)}: "
+            "give the tokens that were fed, one for each forward after the first."
+        )
+    if any(tensor.shape[0] != 1 for kept in recorder.kept.values() for tensor in kept):
+        raise InputError("the recorded forwards hold several prompts at once: record one prompt at a time.")
+    # Every row from position 0 in a later forward means that it ran without a cache.
+    rows = [kept[-1].shape[1] for (site, _), kept in recorder.kept.items() if site not in CACHE_SITES and site != "pattern"]
+    cached = bool(fed) and recorder.positions == "all" and bool(rows) and rows[0] == 1
+    records = {place: [tensor[0] for tensor in kept] for place, kept in recorder.kept.items()}
+    form = "cached" if cached else "recompute"
+    return Trace(form, tuple(prompt), (), tuple(fed), records, steps)

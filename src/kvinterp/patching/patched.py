@@ -1,0 +1,120 @@
+"""Patches in a user's own forwards, applied where the model computes them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvinterp.errors import InputError
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.passes import Passes
+from kvinterp.patching.patch import Patch
+from kvinterp.patching.watcher import PatchWatcher
+from kvinterp.policies import Place
+from kvinterp.recording import chosen_layers
+
+__all__ = ["patched"]
+
+CONTEXT = "kv.patched"
+
+
+@contextlib.contextmanager
+def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatcher]:
+    """Patches the user's own forwards on anyone's model; each pass through its blocks is one step, from 0.
+
+    Passes are counted where the model computes, as :func:`kvinterp.record` counts them, and every one of them is patched
+    unless ``steps`` names some: inside ``generate`` step 0 is the prompt and step 1 the first token fed after it.
+
+    Cache patches change what attention reads from the cache of the forward; the cache itself is left as it is, so that a
+    recorder of cache sites shows it unpatched.
+
+    Args:
+        model: A HookedTransformer, TransformerBridge, transformers model or adapter.
+        patches: Patches that each carry a donor trace, which recorded every step that is patched.
+
+    Raises:
+        InputError: A patch does not fit the model or its donor, several prompts are run at once, a patch moved nothing
+            until the end, or another thread has the model.
+        UnsupportedError: The model cannot be patched there, or a part of it is compiled.
+
+    Example:
+        >>> clean = kv.run(model, prompt, "cached", record="resid_post", positions="all")  # doctest: +SKIP
+        >>> with kv.patched(model, kv.Patch("resid_post", (3,), donor=clean)):  # doctest: +SKIP
+        ...     logits = model(other_prompt_of_the_same_length)
+    """
+    adapter = wrap(model)
+    given = (patches,) if isinstance(patches, Patch) else tuple(patches)
+    for patch in given:
+        if patch.donor is None:
+            raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
+    with adapter.alone(CONTEXT):
+        watcher = PatchWatcher(adapter, given, every_from=0)
+        patching = _Patching(adapter, watcher)
+        passes = Passes(adapter, patching, CONTEXT)
+        listeners = {place: [heard] for place, heard in watcher.listeners.items()}
+        with adapter.attached(watcher.places, CONTEXT), adapter.listening(listeners), passes.heard():
+            yield watcher
+    if not passes.count:
+        raise InputError(f"{CONTEXT} changed nothing: {passes.silence()}")
+    for patch, moved in zip(given, watcher.moved, strict=True):
+        if not moved:
+            raise InputError(f"{CONTEXT} changed nothing by the patch of {patch.site!r}: {patching.why_not(patch)}")
+
+
+class _Patching:
+    """Makes a step of every pass, and leads what attention reads from the user's cache through the patches."""
+
+    def __init__(self, adapter: Adapter, watcher: PatchWatcher) -> None:
+        self.adapter, self.watcher = adapter, watcher
+        self.step = 0
+        self.ran: set[int] = set()
+
+    def pass_begins(self, new: int, held: int) -> None:
+        """Begins a step."""
+        self.watcher.at(self.step, held + new)
+        for patch in self.watcher.patches:
+            if patch.active(self.step, self.watcher.every_from) and patch.starts_at >= self.watcher.end:
+                raise InputError(
+                    f"position {patch.starts_at} does not exist: the context holds {self.watcher.end} positions at step "
+                    f"{self.step}."
+                )
+
+    def block_begins(self, layer: int, cache: Any) -> Callable[[], None] | None:
+        """Lets patches of the cache replace what this block's attention reads."""
+        if not self.watcher.reads_cache_of(layer, self.step):
+            return None
+        return self.adapter.intercept_cache(layer, cache, self._reads)
+
+    def block_ends(self, layer: int, cache: Any) -> None:
+        """Hooks did what there was to do."""
+
+    def pass_ends(self, ran: Sequence[int]) -> None:
+        """Ends the step."""
+        self.step += 1
+        self.ran.update(ran)
+
+    def pass_cut(self) -> None:
+        """The step is the next pass's."""
+
+    def why_not(self, patch: Patch) -> str:
+        """Why a patch moved nothing, and what to do."""
+        seen = f"{self.step} forward{'s' if self.step > 1 else ''} ran, step 0{f' to {self.step - 1}' if self.step > 1 else ''}"
+        if not any(patch.active(step, self.watcher.every_from) for step in range(self.step)):
+            named = "step 1" if patch.steps == "first" else f"steps={patch.steps!r}"
+            return f"it is for {named}, and {seen}. Name a step that runs, such as steps=(0,), or leave steps out for all of them."
+        layers = chosen_layers(self.adapter, patch.layers)
+        if not self.ran.intersection(layers):
+            return (
+                f"it is for layer {', '.join(map(str, layers))}, and the forwards ran the layers {sorted(self.ran)} only."
+            )
+        return (
+            f"{seen}, and none computed the positions it names, positions={patch.positions!r}: with a cache a forward computes "
+            "the new positions only, so patch them where they are computed, or patch site 'kv' for those in the cache."
+        )
+
+    def _reads(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        place = Place(layer, start, start + keys.shape[2], self.adapter.facts.cached_keys_rotated)
+        return self.watcher.on_read(place, keys, values)

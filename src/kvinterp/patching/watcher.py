@@ -1,0 +1,236 @@
+"""The watcher that applies patches: it moves tensors of one trace into the other path.
+
+Nothing is edited in place: a patch hands the model a copy in which its rows are the donor's. What it changes in a cache it
+changes in the store's own memory, so a patched cache stays patched for the steps that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models import Adapter
+from kvinterp.models.adapter import CACHE_SITES, Listener, Site
+from kvinterp.patching.donors import check_donor, rows_of
+from kvinterp.patching.midstream import carry_on
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
+from kvinterp.policies import Place
+from kvinterp.recording import chosen_layers
+from kvinterp.recording.recorder import HEADS
+
+__all__ = ["PatchWatcher", "Window"]
+
+Window = Callable[[str, int], "tuple[int, Tensor]"]
+"""Given a site and layer, the donor's tensor at this step and the absolute position of its first row."""
+
+
+class PatchWatcher:
+    """Applies patches to the forwards of one path.
+
+    Args:
+        adapter: The model that is patched.
+        patches: What to move.
+        window: Where the donor's tensors come from, for patches that carry no trace of their own.
+        prompt_length: Tokens in the prompt of the path that is patched, when a Runner drives it.
+        every_from: The first step that ``steps="every"`` means: 1 where both paths do the same at step 0.
+
+    Attributes:
+        moved: How often each patch moved something, in their order.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        patches: Iterable[Patch],
+        window: Window | None = None,
+        prompt_length: int | None = None,
+        every_from: int = 1,
+    ) -> None:
+        self.adapter, self.patches, self.window = adapter, tuple(patches), window
+        self.prompt_length, self.every_from = prompt_length, every_from
+        self.moved = [0] * len(self.patches)
+        self.step, self.end = 0, 0
+        self.listeners: dict[Site, Listener] = {}
+        self._cache: dict[int, list[Patch]] = {}
+        for patch in self.patches:
+            self._check(patch)
+            for layer in chosen_layers(adapter, patch.layers):
+                if patch.site in PATCHED_CACHE:
+                    self._cache.setdefault(layer, []).append(patch)
+                else:
+                    adapter.tap(patch.site, layer)
+                    self.listeners[patch.site, layer] = self._listener(
+                        patch, layer, self.listeners.get((patch.site, layer))
+                    )
+        carry_on(adapter, self.listeners)
+
+    @property
+    def places(self) -> list[Site]:
+        """The hooks it needs."""
+        return list(self.listeners)
+
+    @property
+    def first_layer(self) -> int:
+        """The first block whose computation it changes."""
+        return min([layer for _, layer in self.listeners] + list(self._cache), default=self.adapter.facts.layers)
+
+    def only_output(self, layer: int) -> Listener | None:
+        """What it does to a block's output, where that is all it does to the block; else None."""
+        sites = {site for site, at in self.listeners if at == layer}
+        return self.listeners["resid_post", layer] if sites == {"resid_post"} and layer not in self._cache else None
+
+    def reads_cache(self, step: int) -> bool:
+        """Whether it changes what attention reads from the cache at a step."""
+        return any(self.reads_cache_of(layer, step) for layer in self._cache)
+
+    def reads_cache_of(self, layer: int, step: int) -> bool:
+        """Whether it changes what attention reads from one layer's cache at a step."""
+        return any(patch.active(step, self.every_from) for patch in self._cache.get(layer, ()))
+
+    def active(self, step: int) -> bool:
+        """Whether any patch applies at a step."""
+        return any(patch.active(step, self.every_from) for patch in self.patches)
+
+    def begin_step(self, step: int) -> None:
+        """What follows belongs to this step."""
+        if self.prompt_length is not None:
+            self.at(step, self.prompt_length + step)
+
+    def begin_pass(self) -> None:
+        """A forward from position 0 follows."""
+
+    def at(self, step: int, end: int) -> None:
+        """Says which step runs and how many positions the context then holds."""
+        self.step, self.end = step, end
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Replaces cached keys and values by the donor's."""
+        changed = False
+        for patch in self._cache.get(place.layer, ()):
+            if not patch.active(self.step, self.every_from):
+                continue
+            place.check_known(patch.site)
+            for site in stored_sites(self.adapter, patch.site):
+                held = values if site == "cache_v" else keys
+                new = self._moved(patch, site, place.layer, held, 2, 1, place.start, place.stop)
+                keys, values = (keys, new) if site == "cache_v" else (new, values)
+            changed = True
+        return (keys, values) if changed else None
+
+    def _listener(self, patch: Patch, layer: int, before: Listener | None) -> Listener:
+        # Rows are positions; for scores and patterns they are query positions. Heads are numbered by HEADS.
+        rows = 2 if patch.site == "pattern" else 1
+        heads = HEADS[patch.site][0] if patch.site in HEADS else None
+
+        def listener(tensor: Tensor) -> Tensor | None:
+            earlier = before(tensor) if before is not None else None
+            if not patch.active(self.step, self.every_from):
+                return earlier
+            tensor = tensor if earlier is None else earlier
+            end = self.end or tensor.shape[rows]
+            return self._moved(patch, patch.site, layer, tensor, rows, heads, end - tensor.shape[rows], end)
+
+        return listener
+
+    def _moved(
+        self, patch: Patch, site: str, layer: int, tensor: Tensor, rows: int, heads: int | None, start: int, stop: int
+    ) -> Tensor:
+        low, high = patch.span(stop)
+        low, high = max(low, start), min(high, stop)
+        if low >= high:
+            return tensor
+        donor_start, donor = self._donor(patch, site, layer, rows, stop)
+        if site in CACHE_SITES and self.adapter.facts.windows[layer] is not None:
+            # A cache that slides has forgotten the first positions, and the newest query does not read them.
+            low = max(low, donor_start)
+            if low >= high:
+                return tensor
+        donor_stop = donor_start + donor.shape[rows]
+        if low < donor_start or high > donor_stop:
+            raise InputError(
+                f"the donor's {site} at layer {layer} covers positions {donor_start} to {donor_stop - 1} at step "
+                f"{self.step}, and {low} to {high - 1} are to be moved: {self._remedy(patch)}."
+            )
+        new = tensor.clone()
+        into, taken = new.narrow(rows, low - start, high - low), donor.narrow(rows, low - donor_start, high - low)
+        if patch.heads is not None and heads is not None:
+            index = torch.tensor(patch.heads, device=new.device)
+            into.index_copy_(heads, index, self._fitted(site, layer, taken, into).index_select(heads, index))
+        else:
+            into.copy_(self._fitted(site, layer, taken, into))
+        # By identity: patches that differ in their donors alone are equal.
+        for index, each in enumerate(self.patches):
+            self.moved[index] += each is patch
+        return new
+
+    def _fitted(self, site: str, layer: int, taken: Tensor, into: Tensor) -> Tensor:
+        """The donor's rows in the shape, dtype and place of those they replace."""
+        taken = taken.to(into)
+        if site == "pattern" and into.shape[-1] > self.end > 0:
+            raise UnsupportedError(
+                f"the pattern at layer {layer} has {into.shape[-1]} keys in a context of {self.end} positions, as with a "
+                "static cache, so keys cannot be matched: use a cache that grows."
+            )
+        if site == "pattern" and taken.shape[-1] != into.shape[-1]:
+            # One of the two keeps a sliding window of keys: the newest keys are the last of both.
+            fitted = taken.new_zeros(*taken.shape[:-1], into.shape[-1])
+            keys = min(taken.shape[-1], into.shape[-1])
+            fitted[..., -keys:] = taken[..., -keys:]
+            taken = fitted
+        if taken.shape[1:] != into.shape[1:]:
+            raise InputError(
+                f"the donor's {site} at layer {layer} has shape {tuple(taken.shape[1:])} and cannot be put where "
+                f"{tuple(into.shape[1:])} is: give a donor of the same model, recorded with all its heads."
+            )
+        if taken.shape[0] != into.shape[0]:
+            raise InputError(
+                f"{into.shape[0]} prompts are run at once and the donor holds {taken.shape[0]}: patch one prompt at a time, "
+                "each with a donor of its own."
+            )
+        return taken
+
+    @staticmethod
+    def _remedy(patch: Patch) -> str:
+        if patch.site == "pattern":
+            return "a cached path computes one row of the pattern a step, so use positions='newest'"
+        return "record the donor from step 0 with positions='all', or use positions='newest'"
+
+    def _donor(self, patch: Patch, site: str, layer: int, rows: int, stop: int) -> tuple[int, Tensor]:
+        if patch.donor is None:
+            if self.window is None:
+                raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
+            return self.window(site, layer)
+        held = len(patch.donor.prompt) + self.step
+        if held != stop:
+            raise InputError(
+                f"the donor trace holds {held} positions at step {self.step} and the patched context {stop}, so positions "
+                "cannot be matched: give a donor whose prompt is tokenised to the same length."
+            )
+        return rows_of(patch.donor, site, layer, self.step, rows)
+
+    def _check(self, patch: Patch) -> None:
+        facts = self.adapter.facts
+        if patch.site in PATCHED_CACHE and not self.adapter.attention_only:
+            raise UnsupportedError(
+                f"site {patch.site!r} needs a cache of keys and values in every layer, and {facts.architecture} keeps "
+                "other state in some: patch resid_post, attn_out or mlp_out instead."
+            )
+        if patch.heads is not None:
+            if patch.site not in HEADS and patch.site != "kv":
+                raise InputError(f"site {patch.site!r} has no heads, and heads={patch.heads} was given: leave heads out.")
+            query = patch.site in HEADS and HEADS[patch.site][1] == "query"
+            count, what = (facts.query_heads, "query head") if query else (facts.kv_heads, "KV head")
+            for head in patch.heads:
+                if not 0 <= head < count:
+                    raise InputError(
+                        f"{what} {head} does not exist for site {patch.site!r}: {facts.name} has {what}s 0 to {count - 1}."
+                    )
+        if isinstance(patch.positions, tuple) and patch.positions[1] > facts.context:
+            raise InputError(
+                f"position {patch.positions[1] - 1} does not exist: {facts.name} has positions 0 to {facts.context - 1}."
+            )
+        if patch.donor is not None:
+            check_donor(self.adapter, patch, patch.donor)

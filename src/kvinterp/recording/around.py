@@ -1,0 +1,122 @@
+"""The recorder around a user's own forwards, heard where the model computes them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from kvinterp.errors import InputError
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.adapter import CACHE_SITES
+from kvinterp.models.passes import Passes
+from kvinterp.recording.recorder import Recorder
+
+__all__ = ["record"]
+
+CONTEXT = "kv.record"
+
+
+@contextlib.contextmanager
+def record(
+    model: Any,
+    sites: str | Sequence[str],
+    layers: Iterable[int] | None = None,
+    heads: Iterable[int] | None = None,
+    kv_heads: Iterable[int] | None = None,
+    positions: str = "newest",
+) -> Iterator[Recorder]:
+    """Records the user's own forwards on anyone's model; each pass through its blocks is one step.
+
+    Passes are counted where the model computes, not where it is called: ``model(...)``, ``model.forward(...)``, ``generate``
+    (a step a forward, whatever it decodes with), ``run_with_hooks``, ``run_with_cache`` and a decoder inside the model are
+    all heard. A forward that an error or an interruption cuts off is no step, and leaves nothing in what is kept. Every
+    forward of the thread that opened it is heard until it is left, whoever runs it; those of other threads are not.
+
+    Cache sites are read from the cache that the user's forward used or made.
+
+    Args:
+        model: A HookedTransformer, TransformerBridge, transformers model or adapter.
+        sites: As for :class:`Recorder`.
+        layers: As for :class:`Recorder`.
+        heads: As for :class:`Recorder`.
+        kv_heads: As for :class:`Recorder`.
+        positions: As for :class:`Recorder`.
+
+    Yields:
+        The recorder; ``recorder["resid_post", 3]`` is a list with one tensor a forward.
+
+    Raises:
+        InputError: No forward was heard until it was left, or one did not run a layer that was asked for, or another
+            thread has the model.
+        UnsupportedError: The model cannot give a site, or a part of it is compiled.
+
+    Example:
+        >>> with kvinterp.record(model, "resid_post,pattern") as seen:  # doctest: +SKIP
+        ...     model(tokens)
+        >>> seen["pattern", 0][0].shape  # doctest: +SKIP
+    """
+    adapter = wrap(model)
+    with adapter.alone(CONTEXT):
+        recorder = Recorder(adapter, sites, layers, heads, kv_heads, None, positions)
+        passes = Passes(adapter, _Recording(adapter, recorder), CONTEXT)
+        listeners = {place: [heard] for place, heard in recorder.watch.listeners.items()}
+        with adapter.attached(recorder.places, CONTEXT), adapter.listening(listeners), passes.heard():
+            yield recorder
+    if not passes.count:
+        raise InputError(f"{CONTEXT} heard nothing: {passes.silence()}")
+
+
+class _Recording:
+    """Makes a step of every pass."""
+
+    def __init__(self, adapter: Adapter, recorder: Recorder) -> None:
+        self.adapter, self.recorder = adapter, recorder
+        self._from_cache: dict[int, list[str]] = {}
+        for site, layer in recorder.kept:
+            if site in CACHE_SITES and (site, layer) not in recorder.watch.listeners:
+                self._from_cache.setdefault(layer, []).append(site)
+
+    def pass_begins(self, new: int, held: int) -> None:
+        """Begins a step."""
+        self.recorder.begin_step(len(self.recorder.recorded_steps))
+        self.recorder.begin_pass()
+
+    def block_begins(self, layer: int, cache: Any) -> None:
+        """Hooks hear what a block computes."""
+
+    def block_ends(self, layer: int, cache: Any) -> None:
+        """Reads what no hook shows."""
+        for site in self._from_cache.get(layer, ()):
+            tensor = self.adapter.read_cache(site, layer, cache)
+            if tensor is None:
+                raise InputError(
+                    f"site {site!r} was asked for, but this forward used no cache that holds it: call the model with "
+                    f"a cache ({'past_kv_cache' if self.adapter.kind == 'hooked' else 'past_key_values or use_cache=True'})."
+                )
+            self.recorder.keep(site, layer, tensor)
+
+    def pass_ends(self, ran: Sequence[int]) -> None:
+        """Ends the step, if it showed everything that was asked for."""
+        unheard = self.recorder.unheard()
+        if unheard:
+            self.recorder.abandon_step()
+            site, layer = unheard[0]
+            raise InputError(self._missing(site, layer, ran))
+        self.recorder.end_step()
+
+    def pass_cut(self) -> None:
+        """Forgets the step."""
+        self.recorder.abandon_step()
+
+    def _missing(self, site: str, layer: int, ran: Sequence[int]) -> str:
+        name = self.adapter.facts.name
+        if layer in ran:
+            return (
+                f"a forward of {name} ran layer {layer} and did not show its {site!r}, as where a part of the model was replaced "
+                "or compiled after kv.record was opened: open it afterwards."
+            )
+        return (
+            f"{site!r} of layer {layer} was asked for, and a forward of {name} ran the layers {ran[0]} to {ran[-1]} only: leave "
+            f"out what stops it there, or ask for those, layers=range({ran[0]}, {ran[-1] + 1})."
+        )
