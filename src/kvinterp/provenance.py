@@ -13,7 +13,7 @@ from kvinterp._version import __version__
 from kvinterp.models import Adapter
 from kvinterp.models.threads import threads_for
 
-__all__ = ["ENVIRONMENT", "kernel_flags", "provenance"]
+__all__ = ["ENVIRONMENT", "autocast", "kernel_flags", "provenance"]
 
 ENVIRONMENT = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -53,6 +53,7 @@ def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
         "kind": adapter.kind,
         "attention": adapter.facts.attention,
         "dtype": str(adapter.dtype).removeprefix("torch."),
+        "autocast": autocast(adapter.device),
         "weights": adapter.fingerprint(),
         "kernel_flags": kernel_flags(),
         **more,
@@ -69,6 +70,13 @@ def device_name(device: torch.device) -> str:
     except OSError:
         found = ""
     return f"{found or platform.processor() or platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def autocast(device: torch.device) -> str:
+    """The dtype in which torch's autocast runs products on a device just now, such as ``"bfloat16"``, or ``"off"``."""
+    if not torch.is_autocast_enabled(device.type):
+        return "off"
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
 
 
 def kernel_flags() -> dict[str, Any]:

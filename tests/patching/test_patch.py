@@ -285,7 +285,7 @@ def test_patched_leaves_positions_that_a_sliding_donor_has_forgotten(load, case)
         return out.logits[0, -1]
 
     plain = second_call()
-    with kv.patched(model.model, forgotten):
+    with pytest.raises(kv.InputError, match="its donor's cache slid past them"), kv.patched(model.model, forgotten):
         assert_bitwise(second_call(), plain, "logits with forgotten positions patched")
     with kv.patched(model.model, held):
         assert not torch.equal(second_call(), plain)
@@ -452,10 +452,9 @@ def test_law_7_nothing_survives_an_error(load, case):
             work()
 
     def nested_with_the_inner_failing():
-        # The forward that fails is the outer patch's call 0, so its donor has as many positions at call 1.
-        shorter = traced(model, "recompute", OTHER[:-1], record="resid_post", positions="all")
+        # The forward that fails is no step, of the outer patch neither.
         with (
-            kv.patched(model, kv.Patch("resid_post", (0,), positions="all", steps=(1,), donor=shorter)),
+            kv.patched(model, kv.Patch("resid_post", (0,), positions="all", steps=(0,), donor=donor)),
             kv.record(model, "mlp_out"),
         ):
             with pytest.raises(kv.InputError), kv.patched(model, wrong):
@@ -685,7 +684,13 @@ def test_a_cache_patch_of_a_forward_without_a_cache_is_refused(load, case):
     donor = traced(model, "recompute", OTHER, record=[keys_site, "cache_v"], positions="all")
     patch = kv.Patch("kv", (0,), steps=(0,), donor=donor)
     with pytest.raises(kv.InputError, match="needs a forward with a cache"), kv.patched(model.model, patch):
-        plain_forward(model.model, torch.tensor([PROMPT]))
+        model.model(torch.tensor([PROMPT]), **({} if case.kind == "hooked" else {"use_cache": False}))
+    if case.kind == "native":
+        # The cache that a forward makes by itself is as good as one that it is given.
+        with kv.patched(model.model, patch):
+            assert not torch.equal(
+                plain_forward(model.model, torch.tensor([PROMPT])), model.forward(torch.tensor([PROMPT]))
+            )
 
 
 def test_a_cache_patch_of_a_model_that_keeps_other_state_is_refused(load, monkeypatch):

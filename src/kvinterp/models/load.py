@@ -111,6 +111,11 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
 
         _check_decoder(model, name)
         return NativeAdapter(model, name, tokenizer)
+    if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
+        raise InputError(
+            f"cannot wrap what torch.compile returned, which runs no hooks: give the model that was compiled "
+            f"(model._orig_mod, a {type(model._orig_mod).__name__})."
+        )
     raise InputError(
         f"cannot wrap a {type(model).__name__}: expected a HookedTransformer, a TransformerBridge or a transformers "
         "model; give one of these, or a name to load_model()."

@@ -45,6 +45,9 @@ class WatchesPasses(Protocol):
     def pass_cut(self) -> None:
         """A pass was cut off by an error or an interruption."""
 
+    def pass_undone(self) -> None:
+        """The pass that ended last is none: an error cut its forward off behind the blocks."""
+
 
 class Passes:
     """Tells a watcher of every pass through a model's blocks, for as long as :meth:`heard` is open.
@@ -68,6 +71,7 @@ class Passes:
         self._inside: int | None = None
         self._undo: Callable[[], None] | None = None
         self._errors: BaseException | None = None
+        self._before: tuple[int, BaseException | None] = (0, None)
         self._last = adapter.facts.layers - 1
         self._mine = adapter.hold.mine
 
@@ -81,7 +85,8 @@ class Passes:
                 enter, leave = (functools.partial(each, layer) for each in (self._enter, self._leave))
                 handles.append(own_hook(block, _unbound(enter), "input", first=True))
                 handles.append(own_hook(block, _unbound(leave), "output", always_call=True))
-            handles.append(own_hook(self.adapter.model, self._returned, "output"))
+            handles.append(own_hook(self.adapter.model, self._called, "input", first=True))
+            handles.append(own_hook(self.adapter.model, self._returned, "output", always_call=True))
             yield
             self._settle()
         except BaseException:
@@ -95,13 +100,16 @@ class Passes:
         if self.count and self.elsewhere:
             log.warning("%s of %s: %s", self.context, self.adapter.facts.name, self._said_of_others())
 
+    @property
+    def silent(self) -> bool:
+        """Whether there was no pass, nor one that an error cut off and so was not silent."""
+        return not self.count and not self.cut
+
     def silence(self) -> str:
         """Why no pass was heard, and what to do."""
         name = self.adapter.facts.name
         if self.elsewhere:
             return self._said_of_others()
-        if self.cut:
-            return f"every forward of {name} in it was cut off by an error or an interruption: run one that ends."
         return (
             f"no forward of {name} ran in it. Run this very model inside: a copy of it, a run in another dtype (which runs on a "
             "copy), and code that torch.compile compiled before are not heard."
@@ -150,9 +158,20 @@ class Passes:
             if layer == self._last:
                 self._settle()
 
-    def _returned(self, *_: Any) -> None:
+    def _called(self, *_: Any) -> None:
         if self._mine():
+            self._before = self.count, sys.exc_info()[1]
+
+    def _returned(self, *_: Any) -> None:
+        if not self._mine():
+            return
+        (count, handled), error = self._before, sys.exc_info()[1]
+        if error is None or error is handled:
             self._settle()
+            return
+        while self.count > count:
+            self.count, self.cut = self.count - 1, self.cut + 1
+            self.watcher.pass_undone()
 
     def _settle(self) -> None:
         """Ends the pass that is under way, if one is: whole where no block was left in the middle."""

@@ -57,10 +57,10 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatch
         listeners = {place: [heard] for place, heard in watcher.listeners.items()}
         with adapter.attached(watcher.places, CONTEXT), adapter.listening(listeners), passes.heard():
             yield watcher
-    if not passes.count:
+    if passes.silent:
         raise InputError(f"{CONTEXT} changed nothing: {passes.silence()}")
     for patch, moved in zip(given, watcher.moved, strict=True):
-        if not moved:
+        if not moved and not passes.cut:
             raise InputError(f"{CONTEXT} changed nothing by the patch of {patch.site!r}: {patching.why_not(patch)}")
 
 
@@ -99,12 +99,16 @@ class _Patching:
     def pass_cut(self) -> None:
         """The step is the next pass's."""
 
+    def pass_undone(self) -> None:
+        """The step is the next pass's."""
+        self.step -= 1
+
     def why_not(self, patch: Patch) -> str:
         """Why a patch moved nothing, and what to do."""
         seen = f"{self.step} forward{'s' if self.step > 1 else ''} ran, step 0{f' to {self.step - 1}' if self.step > 1 else ''}"
         if not any(patch.active(step, self.watcher.every_from) for step in range(self.step)):
             named = "step 1" if patch.steps == "first" else f"steps={patch.steps!r}"
-            return f"it is for {named}, and {seen}. Name a step that runs, such as steps=(0,), or leave steps out for all of them."
+            return f"it is for {named}, and {seen}: name one that runs, such as steps=(0,), or leave steps out for all of them."
         layers = chosen_layers(self.adapter, patch.layers)
         if not self.ran.intersection(layers):
             return (
@@ -112,7 +116,8 @@ class _Patching:
             )
         return (
             f"{seen}, and none computed the positions it names, positions={patch.positions!r}: with a cache a forward computes "
-            "the new positions only, so patch them where they are computed, or patch site 'kv' for those in the cache."
+            "the new positions only, so patch them where they are computed, or patch site 'kv' for those in the cache. A patch "
+            "of the cache also leaves positions alone where its donor's cache slid past them."
         )
 
     def _reads(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:

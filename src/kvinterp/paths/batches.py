@@ -15,6 +15,7 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.paths.loops import RecorderWatcher, Runner
 from kvinterp.paths.model_cache import CHECKED_NUMBERS, CHECKED_SITES
 from kvinterp.paths.path import ExecutionPath
+from kvinterp.provenance import autocast
 from kvinterp.recording import Recorder
 
 __all__ = ["batched", "in_batches"]
@@ -94,7 +95,7 @@ def batched(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
 
 def _same_bits(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence[int]], steps: int) -> bool:
     """Whether a batch of this shape gives each prompt the bits it gets alone, at its first and at its last lengths."""
-    shape = (str(path), len(prompts), len(prompts[0]), steps)
+    shape = (f"{path}, autocast {autocast(adapter.device)}", len(prompts), len(prompts[0]), steps)
     if shape not in adapter.checked_batches:
         tokens = torch.tensor(list(map(list, prompts)), device=adapter.device)
         alike, turn, numbers = True, 0, 0

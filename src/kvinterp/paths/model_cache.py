@@ -20,6 +20,7 @@ from kvinterp.models.caches import Preallocated
 from kvinterp.paths.cache import GrowingStore, OwnStore, PassThrough, ReadListener
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.policies import Place
+from kvinterp.provenance import autocast
 from kvinterp.recording import Recorder
 
 __all__ = [
@@ -150,7 +151,7 @@ def same_bits(adapter: Adapter, path: ExecutionPath, batch: int, length: int, ro
         length: Positions of the prompt.
         room: Most positions that are fed after it.
     """
-    shape = (str(path), batch, length, room)
+    shape = (f"{path}, autocast {autocast(adapter.device)}", batch, length, room)
     if shape not in adapter.checked_caches:
         alike, turn, numbers = True, 0, 0
         while alike and numbers < CHECKED_NUMBERS:

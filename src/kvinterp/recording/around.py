@@ -63,7 +63,7 @@ def record(
         listeners = {place: [heard] for place, heard in recorder.watch.listeners.items()}
         with adapter.attached(recorder.places, CONTEXT), adapter.listening(listeners), passes.heard():
             yield recorder
-    if not passes.count:
+    if passes.silent:
         raise InputError(f"{CONTEXT} heard nothing: {passes.silence()}")
 
 
@@ -109,12 +109,16 @@ class _Recording:
         """Forgets the step."""
         self.recorder.abandon_step()
 
+    def pass_undone(self) -> None:
+        """Forgets the newest step."""
+        self.recorder.forget_step()
+
     def _missing(self, site: str, layer: int, ran: Sequence[int]) -> str:
         name = self.adapter.facts.name
         if layer in ran:
             return (
-                f"a forward of {name} ran layer {layer} and did not show its {site!r}, as where a part of the model was replaced "
-                "or compiled after kv.record was opened: open it afterwards."
+                f"a forward of {name} ran layer {layer} and did not show its {site!r}: that part of the model was replaced after "
+                "kv.record was opened, or torch.compile compiled it before, so that it runs no hooks: run the model uncompiled."
             )
         return (
             f"{site!r} of layer {layer} was asked for, and a forward of {name} ran the layers {ran[0]} to {ran[-1]} only: leave "

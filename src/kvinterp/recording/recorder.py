@@ -112,6 +112,12 @@ class Recorder:
         self._pieces = {}
         self._on = self._begun = False
 
+    def forget_step(self) -> None:
+        """Forgets the step that ended last."""
+        self.recorded_steps.pop()
+        for kept in self.kept.values():
+            kept.pop()
+
     def abandon_step(self) -> bool:
         """Forgets a step that was begun and never ended, because its forward was cut off; whether there was one."""
         begun = self._begun
