@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
@@ -329,6 +331,47 @@ def plain_forward(model: nn.Module, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         out = model(tokens)
     return getattr(out, "logits", out)
+
+
+@contextlib.contextmanager
+def nothing_left(model: nn.Module, warm: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Hooks, torch's modes and the bits of a plain forward are the same at the end as they were before.
+
+    Args:
+        model: A bare model of any kind.
+        warm: What is run beforehand: transformers and TransformerLens hang hooks of their own on a model the first time.
+    """
+    tokens = torch.tensor([PROMPT])
+    warm()
+    bits = plain_forward(model, tokens)
+    before = hooks_of(model)
+    yield
+    assert hooks_of(model) == before
+    assert_bitwise(plain_forward(model, tokens), bits, "logits afterwards")
+
+
+def in_threads(works: list[Callable[[], Any]]) -> list[Any]:
+    """Runs them at once; raises the first error there was."""
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(works))
+
+    def one(number: int) -> None:
+        start.wait()
+        try:
+            results[number] = works[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,), name=f"worker {number}") for number in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "the threads wait for each other"
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(len(works))]
 
 
 def steps_of(tokens: list[int]) -> Iterator[Tensor]:

@@ -1,0 +1,304 @@
+"""What record and patched say when they heard nothing, and what they leave behind: errors, copies, threads, compiled code."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import kvinterp as kv
+from support import (
+    PROMPT,
+    Case,
+    assert_bitwise,
+    bare_hooked_transformer,
+    cases,
+    hooks_of,
+    in_threads,
+    nothing_left,
+    plain_forward,
+)
+
+KINDS = [Case("llama-gqa", "hooked"), Case("llama-gqa", "bridge"), Case("llama-gqa", "native", "eager")]
+TOKENS = torch.tensor([PROMPT])
+OTHER = torch.tensor([PROMPT[::-1]])
+SITES = "resid_pre,resid_post,z"
+
+
+# Silence ---------------------------------------------------------------------------------------------------------------
+
+
+@cases(KINDS)
+def test_what_heard_nothing_or_moved_nothing_says_why(load: Any, case: Case) -> None:
+    adapter = load(case)
+    model = adapter.model
+    donor = kv.run(adapter, PROMPT, "recompute", record="resid_post", positions="all", max_new_tokens=3, stop="length")
+
+    def patch(**more: Any) -> kv.Patch:
+        return kv.Patch("resid_post", (0,), donor=donor, **more)
+
+    with torch.no_grad(), nothing_left(model):
+        with (
+            pytest.raises(kv.InputError, match=r"kv.record heard nothing: no forward of .* ran in it"),
+            kv.record(model, SITES),
+        ):
+            pass
+        with pytest.raises(kv.InputError, match=r"changed nothing: no forward of .* ran in it"), kv.patched(model, patch()):
+            pass
+        for steps, said in (
+            ((2,), r"it is for steps=\(2,\), and 1 forward ran, step 0:"),
+            ("first", "it is for step 1, and"),
+        ):
+            with pytest.raises(kv.InputError, match=said), kv.patched(model, patch(steps=steps)):
+                model(TOKENS)
+        with pytest.raises(kv.InputError, match="donor trace did not record step 3"), kv.patched(model, patch()):
+            for step in range(4):
+                model(torch.tensor([[*PROMPT, *PROMPT[:step]]]))
+        # A patch beside one that moves something is not silent either.
+        beside = [patch(), patch(steps=(1,))]
+        with pytest.raises(kv.InputError, match="by the patch of 'resid_post'"), kv.patched(model, beside):
+            model(TOKENS)
+        with pytest.raises(ZeroDivisionError), kv.record(model, SITES), kv.patched(model, patch()):
+            raise ZeroDivisionError
+        copied = copy.deepcopy(model)
+        with pytest.raises(kv.InputError, match="a copy of it"), kv.record(model, SITES):
+            copied(TOKENS)
+        with pytest.raises(kv.InputError, match="a run in another dtype"), kv.record(model, SITES):
+            kv.run(model, PROMPT, "cached@float64", max_new_tokens=1)
+
+
+@cases([Case("llama-gqa", "hooked"), Case("llama-gqa", "bridge")])
+@pytest.mark.parametrize("call", ["__call__", "forward"])
+def test_a_forward_that_stops_at_a_layer_is_whole_or_a_sentence(load: Any, case: Case, call: str) -> None:
+    """Layers that did not run had an entry less than those that did, and every later entry was of another forward."""
+    adapter = load(case)
+    model = adapter.model
+    forward = getattr(model, call)
+    with torch.no_grad(), nothing_left(model):
+        with kv.record(model, "resid_post", layers=[0]) as seen:
+            forward(TOKENS, stop_at_layer=1)
+            forward(TOKENS)
+            forward(OTHER, stop_at_layer=1)
+        assert len(seen["resid_post", 0]) == 3
+        assert_bitwise(seen["resid_post", 0][0], seen["resid_post", 0][1], "resid_post")
+        with pytest.raises(kv.InputError, match="ran the layers 0 to 0 only"), kv.record(model, "resid_post"):
+            forward(TOKENS, stop_at_layer=1)
+            forward(TOKENS)
+        if case.kind == "hooked":
+            middle = model(TOKENS, stop_at_layer=1)
+            with kv.record(model, "resid_post", layers=[1]) as seen:
+                forward(middle, start_at_layer=1)
+            assert len(seen["resid_post", 1]) == 1
+
+
+# Errors ----------------------------------------------------------------------------------------------------------------
+
+
+@cases(KINDS)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["inside a block", "behind the blocks"])
+def test_a_forward_that_was_cut_off_is_no_step(load: Any, case: Case, error: type[BaseException], where: str) -> None:
+    adapter = load(case)
+    model, armed = adapter.model, [False]
+    if where == "behind the blocks" and error is KeyboardInterrupt:
+        pytest.skip("torch tells no hook of it: the blocks ran, so the forward is a step")
+    inside = getattr(list(adapter.blocks)[1], "mlp", None)
+    head = model.unembed if case.kind == "hooked" else adapter.source.get_output_embeddings()
+
+    def fault(*_: Any) -> None:
+        if armed[0]:
+            raise error("planted")
+
+    # Its step 1 is the third forward: the second, which has no step, would need a donor of as many positions.
+    donor = kv.run(adapter, PROMPT[:-1], "recompute", record="resid_post", positions="all", max_new_tokens=2, stop="length")
+    patch = kv.Patch("resid_post", (0,), positions="all", steps=(1,), donor=donor)
+    with torch.no_grad(), nothing_left(model):
+        handle = (inside if where == "inside a block" else head).register_forward_pre_hook(fault)
+        with kv.patched(model, patch) as watcher, kv.record(model, SITES, positions="all") as seen:
+            model(TOKENS[:, :5])
+            armed[0] = True
+            with pytest.raises(error):
+                model(OTHER)
+            armed[0] = False
+            moved = watcher.moved[0]
+            model(TOKENS)
+            assert watcher.moved[0] == moved + 1
+        handle.remove()
+    assert seen.recorded_steps == [0, 1]
+    assert [tensor.shape[1] for tensor in seen["resid_post", 1]] == [5, 12]
+    assert {len(kept) for kept in seen.kept.values()} == {2}
+
+
+# Contexts, copies and threads -------------------------------------------------------------------------------------------
+
+
+@cases(KINDS)
+@pytest.mark.parametrize("same", ["one adapter", "the bare model"])
+def test_contexts_left_in_the_wrong_order(load: Any, case: Case, same: str) -> None:
+    """The one that was left last went deaf, and the one that was left first went on listening."""
+    adapter = load(case)
+    model = adapter if same == "one adapter" else adapter.model
+    bare = adapter.model
+    with torch.no_grad(), nothing_left(bare):
+        first, second = kv.record(model, SITES), kv.record(model, "resid_post,mlp_out")
+        one, other = first.__enter__(), second.__enter__()
+        bare(TOKENS)
+        first.__exit__(None, None, None)
+        bare(OTHER)
+        second.__exit__(None, None, None)
+        bare(TOKENS)
+    assert [len(kept) for kept in one.kept.values()] == [1] * len(one.kept)
+    assert [len(kept) for kept in other.kept.values()] == [2] * len(other.kept)
+    assert_bitwise(one["resid_post", 1][0], other["resid_post", 1][0], "resid_post as both heard it")
+
+
+@cases(KINDS)
+def test_a_deep_copy_inside_is_another_model(load: Any, case: Case) -> None:
+    adapter = load(case)
+    model = adapter.model
+    donor = kv.run(adapter, PROMPT[::-1], "recompute", record="resid_post", positions="all", max_new_tokens=1)
+    with torch.no_grad(), nothing_left(model):
+        plain, before = plain_forward(model, TOKENS), hooks_of(copy.deepcopy(model))
+        with kv.patched(model, kv.Patch("resid_post", (0,), donor=donor)), kv.record(model, SITES) as seen:
+            copied = copy.deepcopy(model)
+            assert_bitwise(plain_forward(copied, TOKENS), plain, "logits of the copy")
+            assert not torch.equal(plain_forward(model, TOKENS), plain)
+        assert len(seen["resid_post", 0]) == 1
+        assert {place: len(kept) for place, kept in hooks_of(copied).items()} == {
+            place: len(kept) for place, kept in before.items()
+        }
+
+
+@cases(KINDS)
+def test_another_thread_runs_the_model_as_it_is(load: Any, case: Case, caplog: Any) -> None:
+    """A plain forward of another thread got patched logits, and was recorded as one of this thread's."""
+    adapter = load(case)
+    model = adapter.model
+    sites = SITES if case.attention == "sdpa" else f"{SITES},pattern"
+    donor = kv.run(adapter, PROMPT[::-1], "recompute", record="resid_post", positions="all", max_new_tokens=1)
+    patch = kv.Patch("resid_post", (0,), donor=donor)
+    with torch.no_grad(), nothing_left(model):
+        plain = plain_forward(model, TOKENS)
+        with caplog.at_level(logging.WARNING, "kvinterp"), kv.patched(model, patch), kv.record(model, sites) as seen:
+            [theirs] = in_threads([lambda: plain_forward(model, TOKENS)])
+            assert_bitwise(theirs, plain, "logits in the other thread")
+            assert not torch.equal(plain_forward(model, TOKENS), plain)
+        assert len(seen["resid_post", 0]) == 1
+        assert "1 forwards of" in caplog.text
+        assert "worker 0" in caplog.text
+        for opened in (lambda: kv.record(model, sites), lambda: kv.patched(model, patch)):
+            with pytest.raises(kv.InputError, match="ran in another thread \\('worker 0'\\)"), opened():
+                in_threads([lambda: plain_forward(model, TOKENS)])
+
+
+@cases(KINDS)
+def test_another_thread_may_not_hook_a_model_that_is_open_here(load: Any, case: Case) -> None:
+    adapter = load(case)
+    model = adapter.model
+
+    def recorded() -> None:
+        with kv.record(model, SITES):
+            model(TOKENS)
+
+    with torch.no_grad(), nothing_left(model):
+        with kv.record(model, SITES):
+            model(TOKENS)
+            for work in (recorded, lambda: kv.run(model, PROMPT, max_new_tokens=1)):
+                with pytest.raises(kv.InputError, match=r"in use by the thread 'MainThread', which has kv\.record open"):
+                    in_threads([work])
+        in_threads([recorded])
+
+
+# What cannot be heard --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(checkpoint: Any) -> Any:
+    """A native model of this test's own, which it may compile and train; Dynamo forgets it."""
+    model = kv.load_model(str(checkpoint("llama-gqa")), kind="native", dtype="float32", device="cpu").model
+    torch._dynamo.reset()
+    yield model
+    torch._dynamo.reset()
+
+
+USES = [
+    lambda model: kv.run(model, PROMPT, max_new_tokens=1),
+    lambda model: kv.compare(model, [list(PROMPT)], max_new_tokens=2, progress="none"),
+    lambda model: recording(model, model),
+]
+
+
+def recording(model: Any, called: Any) -> kv.recording.Recorder:
+    with torch.no_grad(), kv.record(model, SITES) as seen:
+        called(TOKENS)
+    return seen
+
+
+def compiled_forward(model: Any) -> None:
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("compile_it", "said"),
+    [
+        (lambda model: model.compile(backend="eager"), "set its _compiled_call_impl to None"),
+        (
+            lambda model: model.model.layers[1].compile(backend="eager"),
+            r"the module 'model.layers.1' of model .* is compiled",
+        ),
+        (compiled_forward, "delete its attribute 'forward'"),
+    ],
+)
+def test_a_compiled_model_is_a_sentence(fresh: Any, compile_it: Any, said: str) -> None:
+    """Warmed up, it ran no hook: record heard nothing, and under patched Dynamo unrolled a counter until memory ended."""
+    donor = kv.run(fresh, PROMPT, "recompute", record="resid_post", max_new_tokens=1)
+    before = hooks_of(fresh)
+    compile_it(fresh)
+    plain_forward(fresh, TOKENS)
+    for use in (*USES, lambda model: kv.patched(model, kv.Patch("resid_post", donor=donor)).__enter__()):
+        with pytest.raises(kv.UnsupportedError, match=said):
+            use(fresh)
+    assert hooks_of(fresh) == before
+
+
+@pytest.mark.long
+def test_what_torch_compile_returns_is_heard_or_a_sentence(fresh: Any) -> None:
+    plain = recording(fresh, fresh)
+    before = hooks_of(fresh)
+    compiled = torch.compile(fresh, backend="eager")
+    with pytest.raises(kv.InputError, match="give the model that was compiled"):
+        kv.run(compiled, PROMPT)
+    # Compiled while it is heard: Dynamo leaves the hooks alone.
+    heard = recording(fresh, compiled)
+    for place, kept in plain.kept.items():
+        assert torch.allclose(heard[place][0], kept[0], atol=1e-5), place
+    assert len(heard["resid_post", 0]) == 1
+    torch._dynamo.reset()
+    plain_forward(compiled, TOKENS)
+    with pytest.raises(kv.InputError, match=r"heard nothing: .* torch.compile compiled before"):
+        recording(fresh, compiled)
+    assert hooks_of(fresh) == before
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.1.self_attn"])
+def test_training_mode_after_wrap_is_a_sentence(fresh: Any, part: str) -> None:
+    """Dropout was reported as a difference of paths."""
+    adapter = kv.wrap(fresh)
+    fresh.get_submodule(part).train()
+    if part:
+        fresh.get_submodule(part).attention_dropout = 0.5
+    for use in (*USES[:2], lambda model: recording(model, model.model)):
+        with pytest.raises(kv.InputError, match="is in training mode"):
+            use(adapter)
+    fresh.eval()
+    kv.run(adapter, PROMPT, max_new_tokens=1)
+
+
+@pytest.mark.hooked
+def test_training_mode_means_nothing_to_a_hooked_transformer() -> None:
+    model = bare_hooked_transformer("rotary")
+    calm = kv.run(model, PROMPT, max_new_tokens=1, logits="keep")
+    assert_bitwise(kv.run(model.train(), PROMPT, max_new_tokens=1, logits="keep").logits, calm.logits, "logits")
