@@ -1,10 +1,10 @@
 """WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh."""
 
+from kvinterp.patching.around import patched
 from kvinterp.patching.decomposition import Decomposition, decompose
 from kvinterp.patching.donors import donor_trace
 from kvinterp.patching.localising import Cause, localise
 from kvinterp.patching.patch import PATCH_SITES, Patch
-from kvinterp.patching.patched import patched
 from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.splitting import ANEW, PARTS

@@ -162,8 +162,8 @@ class PatchWatcher:
         else:
             into.copy_(self._fitted(site, layer, taken, into))
         # By identity: patches that differ in their donors alone are equal.
-        for index, each in enumerate(self.patches):
-            self.moved[index] += each is patch
+        for number, each in enumerate(self.patches):
+            self.moved[number] += each is patch
         return new
 
     def _fitted(self, site: str, layer: int, taken: Tensor, into: Tensor) -> Tensor:
