@@ -33,6 +33,7 @@ from kvinterp.cli_parts import (
     told,
 )
 from kvinterp.errors import KvinterpError, unknown
+from kvinterp.listing import echo, listed
 
 __all__ = ["app", "main"]
 
@@ -52,7 +53,7 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False) -> None:
     if version:
-        typer.echo(f"kvinterp {__version__}")
+        echo(f"kvinterp {__version__}")
         raise typer.Exit
 
 
@@ -112,10 +113,10 @@ def compare_command(
     )
     (result,) = experiment.run(out, "overwrite" if overwrite else "error")
     for line in result.comparison.where().splitlines():
-        typer.echo(line)
+        echo(line)
     failures = result.comparison.failures
     for row in failures.to_dict("records"):
-        typer.echo(f"prompt {row['id']} is left out: {row['message']}", err=True)
+        echo(f"prompt {row['id']} is left out: {row['message']}", err=True)
     if result.comparison.steps.empty:
         raise KvinterpError(f"none of the {len(failures)} prompts could be compared; {out / 'summary.json'} says why.")
     from kvinterp.views import write_report
@@ -243,12 +244,16 @@ def root_cause_command(
     from kvinterp.data import load_prompts
     from kvinterp.experiments.root_cause import root_cause
     from kvinterp.models import load_model
+    from kvinterp.paths import strategy_named
+    from kvinterp.paths.kernels import kernels_named
     from kvinterp.provenance import provenance
     from kvinterp.results import Parts, write_tables
     from kvinterp.views import save_root_cause_figures
     from kvinterp.views.root_cause_words import said_of_root_cause
 
     existing = free(out, overwrite)
+    kernels_named(flip_kernels)
+    strategy_named(flip_strategy)
     given = load_prompts(prompts)
     adapters = [load_model(model, kind=kind, dtype="float16", device=device, attention=attention) for model in models]
     settings = {
@@ -306,19 +311,19 @@ def demo_command(
     page = write_report(results, out, flips)
     if picture is not None:
         save(overview_of(results), picture)
-        typer.echo(f"picture  {picture}")
+        echo(f"picture  {picture}")
     for result in [*results, flips]:
-        typer.echo(result.comparison.where().splitlines()[0])
+        echo(result.comparison.where().splitlines()[0])
     _say_where(out, page)
 
 
 def _say_where(out: Path, page: Path) -> None:
-    typer.echo("")
-    typer.echo(f"report   {page}")
-    typer.echo(f"figures  {out / 'figures'}")
+    echo("")
+    echo(f"report   {page}")
+    echo(f"figures  {out / 'figures'}")
     runs = out / "runs" / "*" if (out / "runs").is_dir() else out
-    typer.echo(f"tables   {runs / 'steps.parquet'}, examples, layers, heads, kv")
-    typer.echo(f"summary  {runs / 'summary.json'}")
+    echo(f"tables   {runs / 'steps.parquet'}, examples, layers, heads, kv")
+    echo(f"summary  {runs / 'summary.json'}")
 
 
 # list ------------------------------------------------------------------------------------------------------------------
@@ -343,8 +348,6 @@ def list_command(
 ) -> None:
     """Show the models, kinds, sites, strategies, policies, kernels and protocols there are."""
     from rich.console import Console
-
-    from kvinterp.listing import listed
 
     console = Console()
     for item in What if what is None else (what,):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvinterp.checks import shown
 from kvinterp.cli_parts import (
     NOTHING,
     Attention,
@@ -28,6 +29,7 @@ from kvinterp.cli_parts import (
     told,
 )
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError
+from kvinterp.listing import echo, escaped, table_of
 
 if TYPE_CHECKING:
     from kvinterp.models import Adapter
@@ -111,8 +113,15 @@ def audit_command(
     if thorough and checks not in ("default", "thorough"):
         raise InputError(f"--thorough was given with --checks {checks!r}: leave one of the two out.")
     check_own(out)
-    if junit is not None and junit.is_dir():
-        raise InputError(f"--junit {str(junit)!r} is a folder: expected the name of a file.")
+    if junit is not None:
+        try:
+            is_folder = junit.is_dir()
+        except OSError as error:
+            raise InputError(
+                f"--junit {shown(junit)} cannot be written ({error.strerror}): expected the name of a file."
+            ) from error
+        if is_folder:
+            raise InputError(f"--junit {shown(junit)} is a folder: expected the name of a file.")
     given = _prompts(prompts)
     # What a user's code prints is no part of what this command says.
     with contextlib.redirect_stdout(sys.stderr):
@@ -136,11 +145,11 @@ def audit_command(
     if junit is not None:
         write_whole(junit, junit_xml(found))
     verdict = found.verdict
-    typer.echo(verdict.to_json() if as_json else f"{verdict.reading}\n")
+    echo(verdict.to_json() if as_json else f"{verdict.reading}\n")
     written = {"page": out / "audit.html", "verdict": out / "verdict.json", "junit": junit}
     for what, path in written.items():
         if path is not None:
-            typer.echo(f"{what:<8} {path}", err=as_json)
+            echo(f"{what:<8} {path}", err=as_json)
     if verdict.exit_code:
         raise typer.Exit(verdict.exit_code)
 
@@ -242,7 +251,6 @@ def kernels_command(
     from rich.console import Console
 
     from kvinterp.auditing import kernels_table
-    from kvinterp.listing import escaped, table_of
     from kvinterp.results import write_tables
 
     speak()
@@ -262,7 +270,7 @@ def kernels_command(
         "=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest"
     )
     Console().print(table)
-    typer.echo(str(made))
+    echo(str(made))
     if out is not None:
         summary = {"first": made.first, "reading": str(made), "provenance": made.about}
         say((), write_tables(out, {"kernels": made.table}, summary, existing))

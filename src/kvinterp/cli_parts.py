@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from kvinterp.errors import InputError, KvinterpError
+from kvinterp.listing import VisibleFormatter, echo, escaped
 
 __all__ = [
     "NOTHING",
@@ -55,10 +56,10 @@ def told(interrupted: str) -> Callable[[Callable[..., None]], Callable[..., None
             try:
                 command(*args, **kwargs)
             except KvinterpError as error:
-                typer.echo(f"error: {error}", err=True)
+                echo(f"error: {error}", err=True)
                 raise typer.Exit(2) from error
             except KeyboardInterrupt as error:
-                typer.echo(f"interrupted: {interrupted}.", err=True)
+                echo(f"interrupted: {interrupted}.", err=True)
                 raise typer.Exit(130) from error
             finally:
                 signal.signal(signal.SIGTERM, before)
@@ -116,7 +117,7 @@ def free(out: Path, overwrite: bool, last: str = "summary.json") -> str:
 def say(lines: Iterable[object], files: Iterable[Path] = ()) -> None:
     """Prints lines, and the names of the files that were written."""
     for line in (*lines, *files):
-        typer.echo(str(line))
+        echo(line)
 
 
 @contextlib.contextmanager
@@ -124,11 +125,9 @@ def status(what: str) -> Iterator[Callable[[str], None]]:
     """Says on stderr what runs now: in one line that changes, or line by line where there is no terminal."""
     from rich.console import Console
 
-    from kvinterp.listing import escaped
-
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda now: typer.echo(f"{what}: {now}", err=True)
+        yield lambda now: echo(f"{what}: {now}", err=True)
         return
     with console.status(escaped(what)) as shown:
         yield lambda now: shown.update(escaped(f"{what}: {now}"))
@@ -142,6 +141,6 @@ def speak() -> None:
         log.removeHandler(handler)
     handler = logging.StreamHandler()
     handler.set_name("kvinterp.cli")
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(VisibleFormatter("%(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)

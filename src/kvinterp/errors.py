@@ -8,13 +8,36 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 
-__all__ = ["InputError", "KvinterpError", "NonFiniteError", "UnsupportedError", "located", "unknown"]
+__all__ = ["InputError", "KvinterpError", "NonFiniteError", "UnsupportedError", "located", "unknown", "visible"]
+
+
+def visible(text: object) -> str:
+    r"""Text that is safe on a terminal: control and direction characters are shown as escapes, as in ``\x1b``.
+
+    Names, ids and keys come from files that others wrote; printed as they are, they could move the cursor, recolour what
+    follows or retitle the window. Line feeds and tabs stay.
+    """
+    return "".join(c if c in "\n\t" or not _commands(c) else ascii(c)[1:-1] for c in str(text))
+
+
+def _commands(character: str) -> bool:
+    return not character.isprintable() and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+_LINES, _LONG_WORD, _LONGEST = re.compile(r"\s*\n\s*"), re.compile(r"\S{400,}"), 2000
 
 
 class KvinterpError(Exception):
-    """Base of every error kvinterp raises on purpose."""
+    """Base of every error kvinterp raises on purpose; its sentence is safe to print."""
+
+    def __str__(self) -> str:
+        # One line, of which whatever was given may fill only a part.
+        said = _LONG_WORD.sub(lambda found: f"{found[0][:80]}...{found[0][-30:]}", _LINES.sub(" ", super().__str__()))
+        return visible(said if len(said) <= _LONGEST else f"{said[: _LONGEST // 2]} ... {said[-_LONGEST // 2 :]}")
 
 
 class InputError(KvinterpError, ValueError):
@@ -42,7 +65,7 @@ def unknown(what: str, given: object, known: Iterable[str], hint: str = "") -> I
         The error, to be raised by the caller.
     """
     names = sorted(known)
-    near = difflib.get_close_matches(str(given), names, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(str(given)[:80], names, n=3, cutoff=0.5)
     guess = f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
     return InputError(f"unknown {what} {given!r}: {guess}known are {', '.join(names)}.{' ' + hint if hint else ''}")
 

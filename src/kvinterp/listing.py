@@ -1,13 +1,36 @@
-"""What `kvinterp list` shows: everything that can be named, and how."""
+"""What the commands print: lines that are safe on a terminal, and tables of everything that can be named."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
+
+from kvinterp.errors import visible
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["escaped", "listed", "table_of"]
+__all__ = ["VisibleFormatter", "echo", "escaped", "listed", "table_of"]
+
+
+def echo(text: object = "", err: bool = False) -> None:
+    """Prints a line with its control characters shown: what every command prints goes through here.
+
+    Args:
+        text: The line, or several.
+        err: Whether it goes to standard error.
+    """
+    import typer
+
+    typer.echo(visible(text), err=err)
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats log lines with their control characters shown."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        return visible(super().format(record))
 
 
 def listed(what: str) -> Table:
@@ -96,10 +119,10 @@ def _pairs(title: str, name: str, entries: dict[str, str]) -> Table:
 
 
 def escaped(text: object) -> str:
-    """Text that rich shows as it is; a name in brackets is no markup."""
+    """Text that rich shows as it is: a name in brackets is no markup, and control characters are shown."""
     from rich.markup import escape
 
-    return escape(str(text))
+    return escape(visible(text))
 
 
 def table_of(title: str, *columns: str) -> Table:

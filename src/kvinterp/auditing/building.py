@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,14 @@ import torch
 from torch import nn
 
 from kvinterp.auditing.subject import check_causal
+from kvinterp.checks import check_seed, shown
 from kvinterp.errors import InputError, unknown
-from kvinterp.models import Adapter, wrap, zoo
-from kvinterp.models.load import ATTENTION, brings_code, device_named
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
+from kvinterp.models.door import config_of, loading
+from kvinterp.models.finding import cached_folder, local_folder, reach
+from kvinterp.models.load import ATTENTION, device_named
+from kvinterp.models.soundness import check_finite, check_loaded
 
 __all__ = ["is_code", "random_model", "users_model"]
 
@@ -46,52 +50,37 @@ def random_model(
     Raises:
         InputError: There is no such config, or transformers knows no causal model for it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if attention is not None and attention not in ATTENTION:
         raise unknown("attention implementation", attention, ATTENTION)
     if remote_code not in ("refuse", "trust"):
         raise unknown("remote_code", remote_code, ("refuse", "trust"))
-    place_on, trust = device_named(device), remote_code == "trust"
-    text = str(source)
-    place: Path | str = zoo.folder(text.removeprefix("zoo:")) if text.startswith("zoo:") else text
-    if Path(place).suffix == ".json":
-        place = _folder_of(Path(place))
-    try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=trust)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=trust)
-    # transformers has no error of its own for a config it cannot use.
-    except Exception as error:
-        code = brings_code(error, text)
-        if code is not None:
-            raise code from error
-        raise InputError(
-            f"no model can be made from the config of {text!r} ({_said(error)}): expected a config.json of a causal "
-            "transformers model, a folder that holds one, zoo:NAME or a hub id that can be reached from here."
-        ) from error
-    return _made(model, dtype, place_on, f"{text} (random weights)")
+    check_seed(seed)
+    place_on, text = device_named(device), str(source)
+    folder = _folder_of(Path(text)) if text.endswith(".json") else local_folder(text)
+    options = {} if folder is not None else reach(text)
+    config = config_of(folder or text, text, remote_code, weights="none", options=options)
+    with loading(text, config=config), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, trust_remote_code=remote_code == "trust"
+        )
+    return _made(model, dtype, place_on, text, f"{text} (random weights)")
 
 
-def _made(model: nn.Module, dtype: torch.dtype, device: torch.device, name: str) -> Adapter:
-    adapter = wrap(model.to(device=device, dtype=dtype).eval().requires_grad_(False), name=name)
-    check_causal(adapter)
+def _made(model: nn.Module, dtype: torch.dtype, device: torch.device, given: str, name: str) -> Adapter:
+    with loading(given, config=getattr(model, "config", None)):
+        adapter = wrap(model.to(device=device, dtype=dtype).eval().requires_grad_(False), name=name)
+        check_causal(adapter)
     return adapter
 
 
-def _said(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-
-
 def _folder_of(file: Path) -> Path:
-    try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"config {str(file)!r} cannot be read ({error}): expected a transformers config.json.") from error
+    read_object(file, "a transformers config")
     if file.name != "config.json":
         raise InputError(
-            f"config {str(file)!r}: transformers reads a file named config.json; give that one, or its folder."
+            f"config {shown(file)}: transformers reads a file named config.json; give that one, or its folder."
         )
     return file.parent
 
@@ -129,11 +118,12 @@ def users_model(
     Raises:
         InputError: There is no such module or name in it, or no model can be made of it; the message says what is needed.
     """
+    check_seed(seed)
     place_on, found = device_named(device), _imported(code)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if _is_transformers_class(found):
-            shown = code if source is None else f"{code} ({source})"
+            called = code if source is None else f"{code} ({source})"
             load = weights == "loaded"
             model = _loaded(code, found, str(source), remote_code) if load else _from_config(code, found, source)
         elif source is not None:
@@ -142,10 +132,10 @@ def users_model(
                 "let it be a function without arguments that returns a model."
             )
         else:
-            shown, model = code, found if isinstance(found, nn.Module) else _called(code, found)
+            called, model = code, found if isinstance(found, nn.Module) else _called(code, found)
     if not isinstance(model, nn.Module):
         raise InputError(f"{code!r} gave a {type(model).__name__}: expected a model, a torch.nn.Module.")
-    return _made(model, dtype, place_on, shown)
+    return _made(model, dtype, place_on, called, called)
 
 
 def _imported(code: str) -> Any:
@@ -157,7 +147,7 @@ def _imported(code: str) -> Any:
     # A user's module may raise anything, or leave.
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(error.name)
-        why = "there is no such module" if missing else f"importing it raised {type(error).__name__}: {_said(error)}"
+        why = "there is no such module" if missing else f"importing it raised {type(error).__name__}: {reason(error)}"
         raise InputError(
             f"module {module!r} of {code!r} cannot be imported ({why}): it must be installed, or lie in the current folder."
         ) from error
@@ -196,7 +186,7 @@ def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
     except Exception as error:
         of = f"the defaults of {config_class.__name__}" if source is None else f"the config {str(source)!r}"
         raise InputError(
-            f"{code!r} cannot be made from {of} ({type(error).__name__}: {_said(error)}): give a config.json that it takes "
+            f"{code!r} cannot be made from {of} ({type(error).__name__}: {reason(error)}): give a config.json that it takes "
             "with --config, or a function without arguments that returns a model."
         ) from error
     return model
@@ -204,26 +194,28 @@ def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
 
 def _config_file(place: Path) -> Path:
     file = place / "config.json" if place.is_dir() else place
-    try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"config {str(file)!r} cannot be read ({error}): expected a transformers config.json.") from error
+    check_config(read_object(file, "a transformers config"), shown(file))
     return file
 
 
 def _loaded(code: str, found: Any, source: str, remote_code: str) -> nn.Module:
-    place = zoo.folder(source.removeprefix("zoo:")) if source.startswith("zoo:") else source
-    try:
-        model: nn.Module = found.from_pretrained(place, use_safetensors=True, trust_remote_code=remote_code == "trust")
-    except Exception as error:
-        own = brings_code(error, source)
-        if own is not None:
-            raise own from error
-        raise InputError(
-            f"{code!r} cannot be loaded from {source!r} ({type(error).__name__}: {_said(error)}): expected a transformers "
-            "checkpoint folder or a hub id that this class can read."
-        ) from error
-    return model
+    folder = local_folder(source)
+    options = {} if folder is not None else reach(source)
+    if folder is not None:
+        check_files(folder)
+    with loading(source, f"{code!r}"):
+        model, report = found.from_pretrained(
+            folder or source,
+            use_safetensors=True,
+            trust_remote_code=remote_code == "trust",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    check_loaded(report, source)
+    check_finite(model, source, folder or cached_folder(source))
+    made: nn.Module = model
+    return made
 
 
 def _called(code: str, found: Any) -> Any:
@@ -249,4 +241,4 @@ def _called(code: str, found: Any) -> Any:
     try:
         return found()
     except Exception as error:
-        raise InputError(f"{code!r} was called and raised {type(error).__name__}: {_said(error)}.") from error
+        raise InputError(f"{code!r} was called and raised {type(error).__name__}: {reason(error)}.") from error

@@ -15,8 +15,18 @@ from kvinterp.auditing.evidence import Auditor
 from kvinterp.auditing.ladder import Plan, Rung, band, difference, dtype_name, prefix_plan
 from kvinterp.auditing.subject import Subject, check_causal, prompts_for
 from kvinterp.auditing.verdict import VERDICTS, Verdict, judge
+from kvinterp.checks import (
+    check_callable,
+    check_choice,
+    check_instance,
+    check_known,
+    check_seed,
+    given_list,
+    shown,
+    whole_number,
+)
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, unknown
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.provenance import provenance
@@ -28,6 +38,9 @@ LENGTHS = (5, 63, 64, 65, 96, 97, 128)
 """Prompt lengths on and beside the usual tile, window and chunk sizes."""
 
 CHECKS = ("default", "thorough", "none")
+
+LONGEST, MOST_STEPS = 32_768, 4_096
+"""The longest prompt of an audit, and the most tokens that are fed singly in all."""
 
 LONGEST_EDGE = 512
 """The longest window or chunk that default lengths reach over."""
@@ -98,28 +111,26 @@ def audit(
     """
     with _evaluating(model):
         adapter = wrap(model)
-    if detail not in ("verdict", "everything"):
-        raise InputError(f"detail={detail!r} was given: expected 'verdict' or 'everything'.")
-    if sweep not in ("yes", "no"):
-        raise InputError(f"sweep={sweep!r} was given: expected 'yes' or 'no'.")
-    if checks not in CHECKS:
-        raise unknown("checks", checks, CHECKS)
-    for word in (allow,) if isinstance(allow, str) else allow:
-        if word not in VERDICTS:
-            raise unknown("verdict to allow", str(word), VERDICTS)
-    allow = (allow,) if isinstance(allow, str) else tuple(allow)
-    lengths = _own_lengths(adapter) if lengths is None else lengths
-    if isinstance(lengths, str) or not lengths or not all(map(_counts, [*lengths, steps])):
-        raise InputError(
-            f"lengths={lengths!r}, steps={steps!r}: expected whole numbers of at least 1, as in lengths=(5, 63, 64), steps=3."
-        )
-    if isinstance(rungs, str) or not rungs:
-        raise InputError(f"rungs={rungs!r} was given: expected a list of at least one precision of {', '.join(RUNGS)}.")
+    check_choice("detail", detail, ("verdict", "everything"))
+    check_choice("sweep", sweep, ("yes", "no"))
+    check_known("checks", checks, CHECKS)
+    check_seed(seed)
+    check_callable("progress", progress)
+    words = ", ".join(VERDICTS)
+    allow = (allow,) if isinstance(allow, str) else tuple(given_list("allow", allow, f"a list of words of {words}"))
+    for word in allow:
+        check_known("verdict to allow", word, VERDICTS)
+    lengths, steps = _checked_lengths(_own_lengths(adapter) if lengths is None else lengths, steps)
+    expected = f"a list of at least one precision of {', '.join(RUNGS)}"
+    rungs = given_list("rungs", rungs, expected)
+    if not rungs:
+        raise InputError(f"rungs={shown(rungs)} was given: expected {expected}.")
     dtypes = {dtype_name(dtype): dtype for dtype in map(dtype_named, rungs) if dtype is not None}
     dtypes.setdefault(dtype_name(adapter.dtype), adapter.dtype)
     if out is not None:
         from kvinterp.auditing.report import check_own
 
+        check_instance("out", out, (str, os.PathLike), "the name of a folder, or None")
         check_own(Path(out))
     room = min(adapter.facts.context, max(lengths) + steps)
     with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), _evaluating(adapter):
@@ -176,8 +187,20 @@ def _torchs_own_words() -> Iterator[None]:
         ) from error
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _checked_lengths(lengths: Any, steps: Any) -> tuple[tuple[int, ...], int]:
+    """The lengths and steps as whole numbers, where an audit of them ends."""
+    expected = "whole numbers of at least 1, as in lengths=(5, 63, 64), steps=3"
+    counts = [whole_number(value) or 0 for value in (*given_list("lengths", lengths, expected), steps)]
+    if len(counts) < 2 or min(counts) < 1:
+        raise InputError(f"lengths={shown(lengths)}, steps={shown(steps)} was given: expected {expected}.")
+    *lengths, steps = counts
+    if max(lengths) > LONGEST or len(set(lengths)) * steps > MOST_STEPS:
+        raise InputError(
+            f"{len(set(lengths)):,} lengths up to {max(lengths):,} with {steps:,} steps each were asked for, and each step "
+            f"recomputes its whole prefix at every precision: expected lengths up to {LONGEST:,} and at most {MOST_STEPS:,} "
+            "steps in all; give fewer."
+        )
+    return tuple(lengths), steps
 
 
 def _own_lengths(adapter: Adapter) -> tuple[int, ...]:
@@ -190,8 +213,7 @@ def _own_lengths(adapter: Adapter) -> tuple[int, ...]:
 def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: int) -> list[Sequence[int]]:
     if prompts is None:
         return prompts_for(adapter, 2, length, seed)
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        raise InputError(f"prompts={str(prompts)[:40]!r} was given: expected a list of prompts, each text or token ids.")
+    prompts = given_list("prompts", prompts, "a list of prompts, each text or token ids")
     found: list[Sequence[int]] = []
     for prompt in prompts:
         text = prompt.text if isinstance(prompt, Prompt) else prompt

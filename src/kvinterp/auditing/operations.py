@@ -23,6 +23,7 @@ from kvinterp.auditing.calls import BACKENDS, Operation, Variant, collect
 from kvinterp.auditing.first_difference import Feed, Finding, find
 from kvinterp.auditing.ladder import prefix_plan
 from kvinterp.auditing.subject import BlockTaps, Subject, prompts_for
+from kvinterp.checks import check_whole, given_list, shown, whole_number
 from kvinterp.errors import InputError
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import Adapter, wrap
@@ -36,6 +37,10 @@ SIZES = (1, 2, 17, 64, 128, 257)
 """Numbers of rows, and of keys: one, few, and both sides of the usual tiles."""
 STEPS = 2
 """Tokens fed one by one after the prompt, to see where the newest row first differs."""
+
+
+LARGEST = 16_384
+"""The most rows or keys that are worth the memory: a product of that many with itself is a gigabyte in float32."""
 
 
 @dataclasses.dataclass
@@ -114,10 +119,11 @@ def kernels_table(
     Raises:
         InputError: The sizes are not at least two whole numbers from 1 on.
     """
-    if len(sizes) < 2 or any(not isinstance(n, int) or n < 1 for n in sizes):
-        raise InputError(f"sizes={tuple(sizes)!r} was given: expected at least two whole numbers of at least 1.")
-    if not isinstance(length, int) or length < 2:
-        raise InputError(f"length={length!r} was given: expected a whole number of at least 2.")
+    expected = f"at least two whole numbers from 1 to {LARGEST}, as in (1, 2, 17, 64)"
+    sizes = [whole_number(size) or 0 for size in given_list("sizes", sizes, expected)]
+    if len(sizes) < 2 or not all(1 <= size <= LARGEST for size in sizes):
+        raise InputError(f"sizes={shown(tuple(sizes))} was given: expected {expected}.")
+    check_whole("length", length, 2)
     adapter, kernels = wrap(model), kernels_named(kernels)
     length = min(length, adapter.facts.context - STEPS)
     prompt = prompts_for(adapter, 1, length + STEPS, seed)[0]

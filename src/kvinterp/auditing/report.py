@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import math
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,8 @@ def check_own(folder: Path) -> None:
         InputError: It is no folder, or holds a file that kvinterp did not write under a name that an audit needs.
     """
     with told(folder):
+        with contextlib.suppress(FileNotFoundError):
+            folder.lstat()  # A name that none can have is said now, not after the work.
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{str(folder)!r} is a file, and an audit writes a folder: choose another with --out.")
         refuse_foreign(Record(folder), NAMES)

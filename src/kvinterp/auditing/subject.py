@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.auditing.causality import check_causal
+from kvinterp.checks import check_seed
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.native import plain_experts
@@ -320,7 +321,7 @@ def _stream(given: dict[str, Any]) -> str:
 
 def prompts_for(adapter: Adapter, count: int, length: int, seed: int = 0) -> list[Sequence[int]]:
     """Random prompts: every token id equally likely, none of those that end a sequence."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(check_seed(seed))
     ends = adapter.end_tokens
     known = range(min(adapter.facts.vocabulary, 50_000))
     allowed = torch.tensor([t for t in known if t not in ends] or list(known))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kvinterp.checks import SEEDS, check_callable, check_choice, check_instance, check_seed, given_list, shown, whole_number
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.recordable import recordable
 from kvinterp.comparison.tables import Differences
@@ -24,7 +25,6 @@ from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Site
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.runner import (
-    check_choice,
     checked_continuation,
     encode,
     end_tokens,
@@ -32,11 +32,11 @@ from kvinterp.paths.runner import (
     in_batches,
     listed,
 )
-from kvinterp.paths.sampling import check_seed, uniforms
+from kvinterp.paths.sampling import uniforms
 from kvinterp.paths.vocabulary import padding_of, sound_rows
 from kvinterp.policies import Place
 from kvinterp.provenance import provenance
-from kvinterp.recording import Trace, Watch, chosen_layers, whole_number
+from kvinterp.recording import Trace, Watch, chosen_layers
 
 log = logging.getLogger("kvinterp")
 
@@ -99,15 +99,18 @@ def compare(
     check_choice("stop", stop, ("end of sequence", "length"))
     check_choice("progress", progress, ("bar", "none"))
     check_seed(seed)
+    check_callable("done", done)
     items, _ = listed(prompts)
     if continuation is not None and (len(items) != 1 or protocol != "matched"):
         raise InputError("continuation feeds one prompt in the matched protocol: give one prompt, or leave it out.")
     forced = checked_continuation(continuation, len(items), adapter)
     # Made into a list here: it is asked for more than once.
     layers = None if layers is None else chosen_layers(adapter, layers)
-    numbers = list(range(len(items))) if examples is None else [-1 if n is None else n for n in map(whole_number, examples)]
-    if min(numbers, default=0) < 0:
-        raise InputError(f"examples={examples!r} was given: expected whole numbers of at least 0, one a prompt.")
+    expected = "whole numbers of at least 0, one a prompt"
+    given = range(len(items)) if examples is None else given_list("examples", examples, expected)
+    numbers = [-1 if n is None else n for n in map(whole_number, given)]
+    if min(numbers, default=0) < 0 or max(numbers, default=0) > SEEDS[1]:
+        raise InputError(f"examples={shown(examples)} was given: expected {expected}.")
     if len(numbers) != len(items) or len(set(numbers)) != len(numbers):
         raise InputError(f"{len(items)} prompts came with the example numbers {numbers}: give each prompt one of its own.")
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
@@ -284,6 +287,8 @@ def compare_traces(a: Trace, b: Trace) -> Comparison:
     Raises:
         InputError: They are not of the same prompt, hold no logits, or were recorded with different heads.
     """
+    for name, trace in (("a", a), ("b", b)):
+        check_instance(name, trace, Trace, "a trace, which kv.run(..., logits='keep') makes")
     if a.prompt != b.prompt:
         raise InputError(
             f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."

@@ -13,6 +13,7 @@ from itertools import islice
 from random import Random
 from typing import Any, Literal, get_args
 
+from kvinterp.checks import check_text
 from kvinterp.errors import InputError, unknown
 
 __all__ = ["Example", "Prompt", "Split", "check_split", "distinct", "draws", "split_of"]
@@ -39,6 +40,10 @@ class Prompt:
     answer: str = ""
     facts: tuple[str, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("id", "text", "task", "answer"):
+            check_text(f"a prompt's {name}", getattr(self, name), "Prompt(id='mine', text='2 + 2 =')")
 
 
 @dataclass(frozen=True)
@@ -82,14 +87,28 @@ def draws(draw: Callable[[Random], Example], seed: int, split: Split) -> Iterato
             yield example
 
 
-def distinct(draw: Callable[[Random], Example], count: int, seed: int, split: Split) -> list[Example]:
+def distinct(
+    draw: Callable[[Random], Example], count: int, seed: int, split: Split, most: int | None = None
+) -> list[Example]:
     """Collects ``count`` examples with pairwise different problem texts.
+
+    Args:
+        draw: Makes one example from a random state.
+        count: How many.
+        seed: Seed of the stream.
+        split: Which split the problems are taken from.
+        most: How many different ones the split has, where they were counted: more are refused without a search for them.
 
     Raises:
         InputError: If ``count`` is below one, the split is unknown, or the task has too few different problems.
     """
     if count < 1:
         raise InputError(f"asked for {count} problems: expected a positive number; ask for at least 1.")
+    check_split(split)
+    if most is not None and count > most:
+        raise InputError(
+            f"asked for {count:,} different {split} problems, but the generator has only {most:,}: ask for fewer."
+        )
     found: dict[str, Example] = {}
     for example in islice(draws(draw, seed, split), 200 + 20 * count):
         found.setdefault(example.prompt.text, example)

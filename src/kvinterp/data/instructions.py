@@ -18,6 +18,10 @@ from kvinterp.errors import unknown
 __all__ = ["draw", "generate", "score"]
 
 
+MOST = {"train": 110_917, "heldout": 12_283}
+"""How many different instructions there are; a test makes them all."""
+
+
 def generate(count: int, seed: int, split: Split = "heldout") -> list[Example]:
     """Makes ``count`` different instructions, each with an answer that follows it.
 
@@ -26,7 +30,7 @@ def generate(count: int, seed: int, split: Split = "heldout") -> list[Example]:
         seed: Seed of the generator; the same count, seed and split give the same instructions.
         split: ``"train"`` or ``"heldout"``; no instruction is ever in both.
     """
-    return distinct(draw, count, seed, split)
+    return distinct(draw, count, seed, split, MOST.get(split))
 
 
 def score(prompt: Prompt, completion: str) -> bool:

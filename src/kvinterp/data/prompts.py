@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvinterp.checks import is_file
 from kvinterp.data.example import Prompt
 from kvinterp.data.tasks import TASKS
 from kvinterp.errors import InputError, unknown
@@ -29,7 +30,7 @@ def load_prompts(source: Any) -> list[Prompt]:
     Raises:
         InputError: If there is nothing to load or something cannot be read; one sentence says what and where.
     """
-    if isinstance(source, Mapping) or not isinstance(source, str | Path | Iterable):
+    if isinstance(source, Mapping) or not isinstance(source, str | Path | Iterable) or getattr(source, "ndim", 1) == 0:
         raise InputError(f"prompts of type {type(source).__name__} were given: {_FORMS}, or a list of texts.")
     if isinstance(source, Path):
         return _unique(_from_file(source), str(source))
@@ -47,15 +48,7 @@ def _looks_like_file(source: str) -> bool:
     head = source.split(":", 1)[0]
     if head in TASKS:
         return False
-    return source.endswith((".jsonl", ".json", ".txt")) or "/" in source or "\\" in source or _is_file(Path(source))
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        # Longer than a name can be, or with a character that no name can have.
-        return False
+    return source.endswith((".jsonl", ".json", ".txt")) or "/" in source or "\\" in source or is_file(Path(source))
 
 
 def _generated(source: str) -> list[Prompt]:
@@ -116,7 +109,7 @@ def _from_item(index: int, item: object) -> Prompt:
 
 
 def _from_file(path: Path) -> list[Prompt]:
-    if not _is_file(path):
+    if not is_file(path):
         raise InputError(f"prompt file {str(path)!r} does not exist or is no file: {_FORMS}; check the path.")
     if path.suffix != ".jsonl":
         raise InputError(f"prompt file {path.name!r} ends with {path.suffix!r}: expected .jsonl, one JSON object a line.")

@@ -30,6 +30,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from kvinterp.checks import check_known, given_list
 from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models.attaching import Attaching, Listener, Site
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
@@ -106,11 +107,11 @@ def expand_sites(sites: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         InputError: A name is not a site; the near names are offered.
     """
-    names = [part.strip() for part in sites.split(",")] if isinstance(sites, str) else list(sites)
+    if isinstance(sites, str):
+        sites = [part.strip() for part in sites.split(",") if part.strip()]
     expanded: list[str] = []
-    for name in filter(None, names):
-        if name not in SITES and name not in GROUPS:
-            raise unknown("site", name, [*SITES, *GROUPS])
+    for name in given_list("sites", sites, "names such as 'resid_post,kv', or a list of them"):
+        check_known("site", name, [*SITES, *GROUPS])
         expanded += [site for site in GROUPS.get(name, (name,)) if site not in expanded]
     return tuple(expanded)
 

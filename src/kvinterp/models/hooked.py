@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
 from kvinterp.models.caches import CacheKind, check_plain, lead
+from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights
 
 __all__ = ["HookedAdapter", "convert_checkpoint", "hooked_class", "hooked_from_transformers", "lay_out_for_products"]
 
@@ -69,38 +70,42 @@ def hooked_class() -> type[nn.Module]:
     return HookedTransformer
 
 
-def convert_checkpoint(folder: Path, name: str, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> nn.Module:
+def convert_checkpoint(
+    folder: Path, name: str, config: Any, dtype: torch.dtype, device: torch.device, tokenizer: Any
+) -> nn.Module:
     """Loads a local Llama, Mistral or Gemma-2 checkpoint as an unprocessed HookedTransformer.
 
     Args:
         folder: A transformers checkpoint.
         name: The name to give the model.
+        config: Its config.
         dtype: Weight and compute dtype.
         device: Where to put it.
         tokenizer: The checkpoint's tokenizer, or None.
 
     Raises:
+        InputError: Weights are missing, or hold NaN or Inf.
         UnsupportedError: The architecture is none of the three families.
     """
     hooked_class()
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from kvinterp.models.load import not_found, quiet_transformers
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise not_found(name, error) from error
     _check_convertible((config.architectures or ["unknown"])[0])
-    with quiet_transformers():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=False
-        )
-    source, loading = loaded
-    _check_all_used(loading["unexpected_keys"])
-    if loading["missing_keys"]:
-        missing = ", ".join(sorted(loading["missing_keys"])[:3])
-        raise InputError(f"checkpoint {name} lacks weights that its config needs ({missing}): give a whole checkpoint.")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        # Said by check_loaded, with the tensor's name.
+        ignore_mismatched_sizes=True,
+    )
+    source, found = loaded
+    check_loaded(found, name)
+    _check_all_used(found["unexpected_keys"])
+    check_plain_weights(source, name)
+    check_finite(source, name, folder)
     model: Any = hooked_from_transformers(source, config, name, dtype, device)
     model.generation_config = source.generation_config
     if tokenizer is not None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from kvinterp.checks import check_text, shown
 from kvinterp.errors import InputError, UnsupportedError, unknown
-from kvinterp.models import zoo
 from kvinterp.models.adapter import Adapter, dtype_named
+from kvinterp.models.checkpoint import reason
+from kvinterp.models.door import check_hooked_code, config_of, loading
+from kvinterp.models.finding import cached_folder, local_folder, reach
+from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights, check_runs
 
-__all__ = ["ATTENTION", "KINDS", "brings_code", "device_named", "load_model", "not_found", "wrap"]
+__all__ = ["ATTENTION", "KINDS", "device_named", "load_model", "wrap"]
 
 KINDS = {
     "hooked": "TransformerLens HookedTransformer: every activation has a hook; TransformerLens 3 only",
@@ -54,7 +56,7 @@ def load_model(
         InputError: The name, kind, dtype, device or attention is not one there is.
         UnsupportedError: This kind cannot run this architecture; the message names the kinds that can.
     """
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     if attention is not None and kind != "native":
         raise InputError(
@@ -65,22 +67,40 @@ def load_model(
         raise unknown("attention implementation", attention, ATTENTION)
     if remote_code not in ("refuse", "trust"):
         raise unknown("remote_code", remote_code, ("refuse", "trust"))
+    if not isinstance(name, str | Path):
+        raise InputError(
+            f"model {shown(name)} is a {type(name).__name__}: expected a name or a folder; use wrap() for a model."
+        )
     wanted = dtype_named(dtype) or torch.float16
     place = device_named(device)
-    shown = str(name)
-    folder = _folder(shown)
-    log.info("loading %s as %s in %s on %s", shown, kind, str(wanted).removeprefix("torch."), place)
+    called = str(name)
+    folder = local_folder(called)
+    log.info("loading %s as %s in %s on %s", called, kind, str(wanted).removeprefix("torch."), place)
+    adapter = _loaded(called, folder, kind, wanted, place, attention, remote_code)
+    check_runs(adapter)
+    return adapter
+
+
+def _loaded(
+    name: str,
+    folder: Path | None,
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str | None,
+    remote_code: str,
+) -> Adapter:
     if kind == "hooked":
-        return _hooked(shown, folder, wanted, place)
-    source = _transformers(shown, folder, wanted, place, "eager" if kind == "bridge" else attention, remote_code)
-    tokenizer = _tokenizer(folder or shown, remote_code)
-    if kind == "bridge":
-        from kvinterp.models.bridge import BridgeAdapter, build_bridge
+        return _hooked(name, folder, dtype, device, remote_code)
+    source, tokenizer = _transformers(name, folder, dtype, device, "eager" if kind == "bridge" else attention, remote_code)
+    with loading(name):
+        if kind == "bridge":
+            from kvinterp.models.bridge import BridgeAdapter, build_bridge
 
-        return BridgeAdapter(build_bridge(source, shown), shown, tokenizer)
-    from kvinterp.models.native import NativeAdapter
+            return BridgeAdapter(build_bridge(source, name), name, tokenizer)
+        from kvinterp.models.native import NativeAdapter
 
-    return NativeAdapter(source, shown, tokenizer)
+        return NativeAdapter(source, name, tokenizer)
 
 
 def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
@@ -96,6 +116,8 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
     """
     if isinstance(model, Adapter):
         return model
+    if name is not None:
+        check_text("name", name, "'my-model'")
     known = {base.__name__ for base in type(model).__mro__}
     if "HookedTransformer" in known:
         from kvinterp.models.hooked import HookedAdapter
@@ -105,12 +127,17 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
         from kvinterp.models.bridge import BridgeAdapter
 
         _check_decoder(model.original_model, name)
+        check_plain_weights(model.original_model, _called(model, name))
         return BridgeAdapter(model, name, tokenizer)
     if "PreTrainedModel" in known:
         from kvinterp.models.native import NativeAdapter
 
         _check_decoder(model, name)
-        return NativeAdapter(model, name, tokenizer)
+        check_plain_weights(model, _called(model, name))
+        made = NativeAdapter(model, name, tokenizer)
+        if len({p.dtype for p in model.parameters() if p.is_floating_point()}) > 1:
+            check_runs(made, given=True)  # Some architectures keep a few weights in float32 and run so.
+        return made
     if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
         raise InputError(
             f"cannot wrap what torch.compile returned, which runs no hooks: give the model that was compiled "
@@ -120,6 +147,10 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
         f"cannot wrap a {type(model).__name__}: expected a HookedTransformer, a TransformerBridge or a transformers "
         "model; give one of these, or a name to load_model()."
     )
+
+
+def _called(model: Any, name: str | None) -> str:
+    return name or type(model).__name__
 
 
 def device_named(device: str | torch.device | None) -> torch.device:
@@ -132,10 +163,18 @@ def device_named(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-    except RuntimeError as error:
-        raise InputError(f"unknown device {str(device)!r}: expected cpu, cuda or cuda:N.") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"unknown device {shown(device)}: expected cpu, cuda or cuda:N.") from error
+    if place.type == "meta":
+        raise InputError("device 'meta' holds no numbers, so nothing can be computed there: use device='cpu' or 'cuda'.")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device {str(device)!r} was asked for, but torch sees no CUDA device here: use device='cpu'.")
+    count = torch.cuda.device_count() if place.type == "cuda" else 1
+    if (place.index or 0) >= count and place.type in ("cpu", "cuda"):
+        raise InputError(
+            f"device {str(device)!r} was asked for, but there are {count} of that kind here, counted from 0: use "
+            f"device={place.type!r}."
+        )
     if place.type not in ("cpu", "cuda"):
         try:
             torch.empty(1, device=place)
@@ -171,119 +210,83 @@ def _check_decoder(model: Any, name: str | None) -> None:
         raise InputError(f"{what} is in training mode, in which dropout changes what it computes: call model.eval() first.")
 
 
-def _folder(name: str) -> Path | None:
-    """The local checkpoint a name stands for, or None for a hub id."""
-    if name.startswith("zoo:"):
-        return zoo.folder(name.removeprefix("zoo:"))
-    path = Path(name).expanduser()
-    looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    if not path.exists() and not looks_local:
-        return None
-    if not path.is_dir():
-        raise InputError(f"model folder {name!r} does not exist: give a transformers checkpoint folder or zoo:NAME.")
-    config = path / "config.json"
-    if not config.is_file():
-        raise InputError(f"model folder {name!r} has no config.json: expected a transformers checkpoint folder.")
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{config} is not JSON ({error}): expected a transformers checkpoint folder.") from error
-    return path
-
-
-def _hooked(name: str, folder: Path | None, dtype: torch.dtype, device: torch.device) -> Adapter:
+def _hooked(name: str, folder: Path | None, dtype: torch.dtype, device: torch.device, remote_code: str) -> Adapter:
     from kvinterp.models.hooked import HookedAdapter, convert_checkpoint, hooked_class, lay_out_for_products
 
-    if folder is not None:
-        tokenizer = _tokenizer(folder, "refuse")
-        return HookedAdapter(convert_checkpoint(folder, name, dtype, device, tokenizer), name, tokenizer)
     model_class: Any = hooked_class()
-    try:
-        model = model_class.from_pretrained_no_processing(name, dtype=dtype, device=str(device))
-    except (ValueError, OSError) as error:
-        raise not_found(name, error) from error
-    return HookedAdapter(lay_out_for_products(model.eval()), name)
+    if folder is not None:
+        # Its conversion is of three families that transformers has, whatever comes with the checkpoint.
+        config = config_of(folder, name)
+        tokenizer = _tokenizer(folder, name, "refuse")
+        with loading(name, config=config):
+            return HookedAdapter(convert_checkpoint(folder, name, config, dtype, device, tokenizer), name, tokenizer)
+    official = check_hooked_code(name, remote_code)
+    with loading(name):
+        model = model_class.from_pretrained_no_processing(
+            official, dtype=dtype, device=str(device), trust_remote_code=remote_code == "trust"
+        )
+    check_finite(model, name)
+    with loading(name):
+        return HookedAdapter(lay_out_for_products(model.eval()), name)
 
 
 def _transformers(
     name: str, folder: Path | None, dtype: torch.dtype, device: torch.device, attention: str | None, remote_code: str
-) -> nn.Module:
+) -> tuple[nn.Module, Any]:
+    """The model and its tokenizer."""
+    options = {} if folder is not None else reach(name)
+    source = folder or name
+    config = config_of(source, name, remote_code, options=options)
     from transformers import AutoModelForCausalLM
 
     from kvinterp.models.native import plain_experts
 
-    try:
-        with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder or name,
+    with loading(name, config=config):
+        try:
+            made: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
                 dtype=dtype,
                 attn_implementation=attention,
                 use_safetensors=True,
                 trust_remote_code=remote_code == "trust",
+                output_loading_info=True,
+                # Said by check_loaded, with the tensor's name.
+                ignore_mismatched_sizes=True,
+                **options,
             )
-    except (ImportError, OSError, ValueError) as error:
-        if isinstance(error, ImportError) or "attention implementation" in str(error):
-            raise UnsupportedError(
-                f"attention {attention!r} cannot be used for {name}: {_first_line(error)}; leave attention out."
-            ) from error
-        raise not_found(name, error) from error
+        except (ImportError, ValueError, RuntimeError) as error:
+            if getattr(config, "quantization_config", None):
+                raise UnsupportedError(
+                    f"model {shown(name)} is quantised ({reason(error)}): give the checkpoint that is not quantised, or "
+                    "install what it needs."
+                ) from error
+            if attention is not None and (isinstance(error, ImportError) or "attention implementation" in str(error)):
+                raise UnsupportedError(
+                    f"attention {attention!r} cannot be used for {shown(name)}: {reason(error)}; leave attention out."
+                ) from error
+            if isinstance(error, ImportError):
+                raise UnsupportedError(
+                    f"model {shown(name)} needs a package that is not installed ({reason(error)}): install it."
+                ) from error
+            raise
+        model, found = made
     _check_decoder(model, name)
+    check_loaded(found, name)
+    check_plain_weights(model, name)
+    check_finite(model, name, folder or cached_folder(name))
     plain_experts(model, dtype)
-    placed: nn.Module = model.to(device)  # type: ignore[arg-type]  # transformers decorates it untyped
-    return placed.eval().requires_grad_(False)
+    with loading(name):
+        placed: nn.Module = model.to(device)
+    return placed.eval().requires_grad_(False), _tokenizer(source, name, remote_code, options)
 
 
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keeps transformers' own progress bars off the screen, and puts them back."""
-    from transformers.utils import logging as transformers_logging
-
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
-def _tokenizer(source: Path | str, remote_code: str) -> Any:
+def _tokenizer(source: Path | str, name: str, remote_code: str, options: Mapping[str, Any] | None = None) -> Any:
     """The checkpoint's tokenizer, or None where it has none (token ids still work)."""
-    from transformers import AutoTokenizer
-
     has_one = not isinstance(source, Path) or any(source.glob("tokenizer*")) or any(source.glob("*.model"))
     if not has_one:
         return None
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=remote_code == "trust")
-    except (OSError, ValueError) as error:
-        code = brings_code(error, str(source))
-        if code is not None:
-            raise code from error
-        raise InputError(f"the tokenizer of {source} cannot be loaded: {_first_line(error)}") from error
+    from transformers import AutoTokenizer
 
-
-def brings_code(error: Exception, name: str = "") -> InputError | None:
-    """What to say where transformers refused to run a checkpoint's own code; None where that is not what happened."""
-    if "trust_remote_code" not in str(error):
-        return None
-    return InputError(
-        f"model {name!r} brings code of its own (auto_map in its config.json), which is not run unless it is trusted: read that "
-        "code, then say remote_code='trust' (kvinterp audit --remote-code), or give a model that transformers knows."
-    )
-
-
-def not_found(name: str, error: Exception) -> InputError:
-    """What to say where transformers cannot load a model."""
-    code = brings_code(error, name)
-    if code is not None:
-        return code
-    known = ", ".join(f"zoo:{n}" for n in zoo.names())
-    return InputError(
-        f"model {name!r} cannot be loaded ({_first_line(error)}): expected a hub id that can be reached from here, "
-        f"a transformers checkpoint folder, or one of {known}."
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+    with loading(name, "its tokenizer"):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=remote_code == "trust", **(options or {}))

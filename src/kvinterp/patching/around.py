@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvinterp.checks import check_instance, given_list
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.passes import Passes
@@ -46,8 +47,10 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatch
         ...     logits = model(other_prompt_of_the_same_length)
     """
     adapter = wrap(model)
-    given = (patches,) if isinstance(patches, Patch) else tuple(patches)
+    expected = "a Patch, or a list of them"
+    given = (patches,) if isinstance(patches, Patch) else tuple(given_list("patches", patches, expected))
     for patch in given:
+        check_instance("patches", patch, Patch, expected)
         if patch.donor is None:
             raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
     with adapter.alone(CONTEXT):

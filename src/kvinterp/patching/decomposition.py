@@ -27,6 +27,7 @@ import torch
 from tqdm.auto import tqdm
 
 from kvinterp import metrics
+from kvinterp.checks import check_choice, check_instance, check_whole
 from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
@@ -35,9 +36,8 @@ from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import check_finite
 from kvinterp.patching.splitting import DIFFERENCES, PARTS, Shown, Split, leading_part
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.runner import check_choice, encode, listed
+from kvinterp.paths.runner import encode, listed
 from kvinterp.provenance import provenance
-from kvinterp.recording import whole_number
 
 __all__ = ["Decomposition", "check_splittable", "decompose", "measured"]
 
@@ -119,7 +119,9 @@ def decompose(
     check_choice("progress", progress, ("bar", "none"))
     paths = two_paths(cached, recompute, "a decomposition")
     if plant is not None:
+        check_instance("plant", plant, Plant, "a Plant, such as kv.Plant('kv', layer=1), or None")
         plant.check(adapter)
+    check_whole("max_new_tokens", max_new_tokens)
     items, _ = listed(prompts)
     if not items:
         raise InputError("the list of prompts is empty: give at least one.")
@@ -149,8 +151,7 @@ def check_splittable(adapter: Adapter, suffix: int) -> None:
             f"{adapter.facts.architecture} keeps other state than keys and values, which cannot be split this way: "
             "use audit()."
         )
-    if (whole_number(suffix) or 0) < 1:
-        raise InputError(f"suffix={suffix!r} was given: expected a whole number of tokens of at least 1.")
+    check_whole("suffix", suffix)
 
 
 def measured(shown: dict[str, Shown], where: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvinterp.checks import check_instance, given_list, shown, whole_number
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import CACHE_SITES
@@ -95,8 +96,16 @@ def donor_trace(recorder: Recorder, prompt: Sequence[int], fed: Sequence[int] = 
         ...     model(clean_tokens)
         >>> donor = donor_trace(clean, clean_tokens[0].tolist())  # doctest: +SKIP
     """
+    check_instance(
+        "recorder", recorder, Recorder, "what kv.record(...) gave: with kv.record(model, 'resid_pre') as recorder"
+    )
+    prompt, fed = _token_ids("prompt", prompt), _token_ids("fed", fed)
     recorder.end_step()
     steps = tuple(recorder.recorded_steps)
+    if not steps:
+        raise InputError("nothing was recorded: run the model within kv.record(...), and call donor_trace() after it.")
+    if not prompt:
+        raise InputError("prompt=[] was given: expected the token ids of the first forward.")
     if len(steps) != 1 + len(fed):
         raise InputError(
             f"{len(steps)} forwards were recorded, and a prompt with {len(fed)} tokens fed after it takes {1 + len(fed)}: "
@@ -110,3 +119,12 @@ def donor_trace(recorder: Recorder, prompt: Sequence[int], fed: Sequence[int] = 
     records = {place: [tensor[0] for tensor in kept] for place, kept in recorder.kept.items()}
     form = "cached" if cached else "recompute"
     return Trace(form, tuple(prompt), (), tuple(fed), records, steps)
+
+
+def _token_ids(name: str, given: object) -> list[int]:
+    expected = "a list of token ids"
+    items = given.tolist() if isinstance(given, Tensor) else given_list(name, given, expected)
+    tokens = [whole_number(item) for item in items] if isinstance(items, list) else [None]
+    if None in tokens:
+        raise InputError(f"{name}={shown(given)} was given: expected {expected}.")
+    return [token for token in tokens if token is not None]

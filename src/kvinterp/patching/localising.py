@@ -21,6 +21,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
+from kvinterp.checks import check_instance
 from kvinterp.errors import located
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
@@ -121,6 +122,7 @@ def localise(
     adapter = wrap(model)
     check_splittable(adapter, suffix)
     if plant is not None:
+        check_instance("plant", plant, Plant, "a Plant, such as kv.Plant('kv', layer=1), or None")
         plant.check(adapter)
     tokens = encode(adapter, prompt, 2 + suffix)
     paths = two_paths(cached, recompute, "this search", dtype)

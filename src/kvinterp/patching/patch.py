@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from kvinterp.errors import InputError, unknown
+from kvinterp.checks import check_instance, check_known, given_list, shown, whole_number
+from kvinterp.errors import InputError
 from kvinterp.models import SITES, Adapter
 from kvinterp.models.adapter import CACHE_SITES
 from kvinterp.recording import Trace
@@ -48,32 +50,35 @@ class Patch:
     donor: Trace | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.site not in PATCH_SITES:
-            raise unknown("patch site", self.site, PATCH_SITES)
-        if self.donor is not None and not isinstance(self.donor, Trace):
-            raise InputError(
-                f"donor is a {type(self.donor).__name__}: expected a trace, of kv.run(...) or of kv.donor_trace(recorder, "
-                "prompt)."
-            )
+        check_known("patch site", self.site, PATCH_SITES)
+        if self.donor is not None:
+            check_instance("donor", self.donor, Trace, "a trace, of kv.run(...) or of kv.donor_trace(recorder, prompt)")
         for name in ("layers", "heads"):
-            given = getattr(self, name)
-            if given is not None and not (given and all(isinstance(number, int) for number in given)):
-                raise InputError(f"{name}={given!r} was given: expected whole numbers such as (0, 2), or None for all.")
-        if not (isinstance(self.positions, tuple) or self.positions in ("newest", "all", "earlier")):
-            raise InputError(
-                f"positions={self.positions!r} was given: expected 'newest', 'all', 'earlier' or absolute positions "
-                "(start, stop)."
-            )
-        if isinstance(self.positions, tuple) and not (
+            self._keep(name, "whole numbers such as (0, 2), or None for all", None)
+        self._keep(
+            "positions", "'newest', 'all', 'earlier' or absolute positions (start, stop)", "newest", "all", "earlier"
+        )
+        if not isinstance(self.positions, str) and not (
             len(self.positions) == 2 and 0 <= self.positions[0] < self.positions[1]
         ):
             raise InputError(
-                f"positions={self.positions!r} holds no position: expected (start, stop) with 0 <= start < stop."
+                f"positions={shown(self.positions)} holds no position: expected (start, stop) with 0 <= start < stop."
             )
-        if not (isinstance(self.steps, tuple) or self.steps in ("every", "first")):
-            raise InputError(f"steps={self.steps!r} was given: expected 'every', 'first' or a tuple of steps.")
-        if isinstance(self.steps, tuple) and not (self.steps and all(isinstance(s, int) and s >= 0 for s in self.steps)):
-            raise InputError(f"steps={self.steps!r} names no step: expected whole numbers from 0, such as (1, 4).")
+        self._keep("steps", "'every', 'first' or whole numbers from 0, such as (1, 4)", "every", "first")
+        if not isinstance(self.steps, str) and min(self.steps) < 0:
+            raise InputError(f"steps={shown(self.steps)} names no step: expected whole numbers from 0, such as (1, 4).")
+
+    def _keep(self, name: str, expected: str, *words: str | None) -> None:
+        """Keeps a field that is one of these words, or some whole numbers of any library's type, as a tuple of ints."""
+        given = getattr(self, name)
+        kept: Any = ()
+        if given is None or isinstance(given, str):
+            kept = given if given in words else ()
+        else:
+            kept = tuple(map(whole_number, given_list(name, given, expected)))
+        if kept == () or (isinstance(kept, tuple) and None in kept):
+            raise InputError(f"{name}={shown(given)} was given: expected {expected}.")
+        object.__setattr__(self, name, kept)
 
     def active(self, step: int, every_from: int = 1) -> bool:
         """Whether it applies at a step.

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from kvinterp.errors import InputError, unknown
+from kvinterp.checks import check_known, check_whole
+from kvinterp.errors import InputError
 from kvinterp.models import SITES, Adapter
 from kvinterp.models.adapter import CACHE_SITES, Listener, Site
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.runner import LOGITS
 from kvinterp.policies import Place
-from kvinterp.policies.planted import Planted, nudged
+from kvinterp.policies.planted import Planted, check_size, nudged
 
 __all__ = ["ONE_ROW", "PLACES", "PLANTED", "Plant", "PlantWatcher"]
 
@@ -56,12 +57,11 @@ class Plant:
     steps: str = "every"
 
     def __post_init__(self) -> None:
-        if self.place not in PLANTED:
-            raise unknown("place to plant a difference", self.place, PLANTED)
-        if self.steps not in STEPS:
-            raise unknown("steps to plant a difference at", self.steps, STEPS)
-        if self.site not in ONE_ROW:
-            raise unknown("site to plant a difference at", self.site, ONE_ROW)
+        check_known("place to plant a difference", self.place, PLANTED)
+        check_known("steps to plant a difference at", self.steps, STEPS)
+        check_known("site to plant a difference at", self.site, ONE_ROW)
+        check_whole("layer", self.layer, 0)
+        check_size(self.units, self.bits)
 
     def check(self, adapter: Adapter) -> None:
         """Raises InputError where the model has no such layer."""

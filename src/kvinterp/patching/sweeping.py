@@ -10,7 +10,8 @@ from typing import Any
 import pandas as pd
 from tqdm.auto import tqdm
 
-from kvinterp.errors import InputError, located, unknown
+from kvinterp.checks import check_choice, check_known, check_text, check_whole
+from kvinterp.errors import InputError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
@@ -28,9 +29,9 @@ from kvinterp.patching.side_by_side import (
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.runner import check_choice, encode, listed
+from kvinterp.paths.runner import encode, listed
 from kvinterp.provenance import provenance
-from kvinterp.recording import chosen_layers, whole_number
+from kvinterp.recording import chosen_layers
 from kvinterp.recording.recorder import HEADS
 
 __all__ = ["DIRECTIONS", "DISTANCES", "PRESETS", "SWEEPS", "Sweep", "highest_kl", "sweep"]
@@ -222,8 +223,7 @@ def highest_kl(
 
 
 def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: int, progress: str) -> list[int]:
-    if (whole_number(count) or 0) < 1:
-        raise InputError(f"{count!r} examples were asked for: expected a whole number of at least 1.")
+    count = check_whole("examples", count, hint=", or None for all")
     if count >= len(tokens):
         return list(range(len(tokens)))
     unpatched = dataclasses.replace(setting, direction="into-recompute", distance="kl", logits="discard")
@@ -277,11 +277,8 @@ def _planned(
     block: int,
     length: int,
 ) -> list[PlannedLane]:
-    if site not in PATCH_SITES:
-        raise unknown("patch site", site, PATCH_SITES)
+    check_known("patch site", site, PATCH_SITES)
     facts, chosen = adapter.facts, chosen_layers(adapter, layers)
-    if not chosen:
-        raise InputError(f"layers={layers!r} names no layer: expected numbers such as (0, 2), or None for all.")
     shadowed = direction == "into-recompute" and site in STREAM and positions in ("newest", "all")
 
     def lane(where: Sequence[int], layer: int, head: int = -1, spot: Positions = positions) -> PlannedLane:
@@ -292,9 +289,8 @@ def _planned(
         return PlannedLane(labels, (patch,))
 
     made: list[PlannedLane] = []
-    for name in map(str.strip, over.split(",")):
-        if name not in SWEEPS:
-            raise unknown("sweep", name, SWEEPS)
+    for name in map(str.strip, check_text("over", over, "'single' or 'single,cumulative'").split(",")):
+        check_known("sweep", name, SWEEPS)
         if name == "single":
             made += [lane([layer], layer) for layer in chosen]
         elif name == "cumulative":
@@ -302,8 +298,7 @@ def _planned(
         elif name == "cumulative-from":
             made += [lane(range(layer, facts.layers), layer) for layer in chosen]
         elif name == "blocks":
-            if (whole_number(block) or 0) < 1:
-                raise InputError(f"block={block!r} was given: expected a whole number of positions of at least 1.")
+            check_whole("block", block)
             spans = [(start, min(start + block, length)) for start in range(0, length, block)]
             made += [lane(chosen, -1, -1, span) for span in spans]
         else:

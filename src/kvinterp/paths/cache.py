@@ -42,6 +42,7 @@ class _Store:
         device: torch.device,
         listeners: Sequence[ReadListener],
     ) -> None:
+        policy.check(facts.layers)
         self.facts, self.policy, self.listeners = facts, policy, listeners
         self.dressed: Any = None
         self._empty = torch.empty(batch, facts.kv_heads, 0, facts.head_dim, dtype=dtype, device=device)

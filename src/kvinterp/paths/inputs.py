@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvinterp.checks import check_choice, check_whole, shown, whole_number
 from kvinterp.data import TASKS, Prompt, check_text
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
-from kvinterp.recording import whole_number
 
 __all__ = ["check_choice", "checked_continuation", "encode", "end_tokens", "listed"]
 
@@ -56,8 +56,7 @@ def encode(adapter: Adapter, prompt: Any, max_new_tokens: int) -> list[int]:
     Raises:
         InputError: There is nothing to run, or it does not fit.
     """
-    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-        raise InputError(f"max_new_tokens={max_new_tokens!r} was given: expected a whole number of at least 1.")
+    max_new_tokens = check_whole("max_new_tokens", max_new_tokens)
     if isinstance(prompt, str) and _GENERATOR.fullmatch(prompt):
         raise InputError(f"prompt {prompt!r} names a generator: give kv.load_prompts({prompt!r}), which makes the prompts.")
     text = prompt.text if isinstance(prompt, Prompt) else prompt
@@ -85,19 +84,13 @@ def _token_ids(given: Any, what: str) -> list[int]:
     items = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
     tokens = [whole_number(item) for item in items] if isinstance(items, Iterable) else [None]
     if None in tokens:
-        raise InputError(f"{what} {str(given)[:40]} was given: expected whole numbers, the ids of tokens.")
+        raise InputError(f"{what} {shown(given)} was given: expected whole numbers, the ids of tokens.")
     return [token for token in tokens if token is not None]
 
 
 def end_tokens(adapter: Adapter, device: torch.device) -> Tensor:
     """The token ids that end a sequence, as a tensor."""
     return torch.tensor(sorted(adapter.end_tokens), dtype=torch.long, device=device)
-
-
-def check_choice(name: str, given: str, known: Sequence[str]) -> None:
-    """Raises InputError where ``given`` is not one of the known words."""
-    if given not in known:
-        raise InputError(f"{name}={given!r} was given: expected {' or '.join(map(repr, known))}.")
 
 
 def checked_continuation(continuation: Any, prompts: int, adapter: Adapter) -> list[int] | None:

@@ -24,6 +24,7 @@ import dataclasses
 import re
 from typing import Any, ClassVar
 
+from kvinterp.checks import check_text
 from kvinterp.errors import InputError, unknown
 from kvinterp.models import Adapter
 from kvinterp.paths.batch_invariant import BatchInvariant
@@ -68,6 +69,7 @@ def kernels_named(text: str | Kernels) -> Kernels:
     """
     if isinstance(text, Kernels):
         return text
+    text = check_text("kernels", text, "'batch_invariant', or a kernel mode such as SplitK(4)")
     match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
     if match is None or match.group(1) not in KERNELS:
         raise unknown("kernel mode", text, KERNELS, "Values go in brackets, as in split_k(4,float16).")

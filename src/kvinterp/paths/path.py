@@ -6,7 +6,8 @@ import dataclasses
 import re
 from typing import Any
 
-from kvinterp.errors import InputError, unknown
+from kvinterp.checks import check_instance, check_known, check_whole, shown
+from kvinterp.errors import InputError
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.caches import CacheKind, Dynamic, cache_named
@@ -43,8 +44,11 @@ class ExecutionPath:
     cache: CacheKind = dataclasses.field(default_factory=Dynamic)
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise unknown("form of path", self.form, FORMS)
+        check_known("form of path", self.form, FORMS)
+        check_instance(
+            "kernels", self.kernels, Kernels, "a kernel mode, such as SplitK(4), or use Cached(kernels='native')"
+        )
+        check_instance("cache", self.cache, CacheKind, "a kind of cache, or use Cached(cache='static')")
         if self.cache_dtype is not None and self.form == "recompute":
             raise InputError(
                 f"cache_dtype={self.cache_dtype!r} was given for recompute, which keeps no cache: use Cached(...)."
@@ -53,12 +57,12 @@ class ExecutionPath:
             raise InputError(f"cache={self.cache} was given for recompute, which keeps no cache: use Cached(...).")
         if not isinstance(self.policy, Policy):
             raise InputError(
-                f"policy={self.policy!r} was given: expected a Policy, such as kvinterp.policy_named('identity')."
+                f"policy={shown(self.policy)} was given: expected a Policy, such as kvinterp.policy_named('identity')."
             )
         dtype_named(self.dtype)
         dtype_named(self.cache_dtype)
-        if self.chunk is not None and (not isinstance(self.chunk, int) or isinstance(self.chunk, bool) or self.chunk < 1):
-            raise InputError(f"chunk={self.chunk!r} was given: expected a whole number of tokens of at least 1, or None.")
+        if self.chunk is not None:
+            object.__setattr__(self, "chunk", check_whole("chunk", self.chunk, hint=" of tokens, or None"))
 
     def __str__(self) -> str:
         """The text form, such as ``cached``, ``recompute@float64`` or ``cached[chunk=16]+q8_0``."""
@@ -121,7 +125,9 @@ def path_named(text: object) -> ExecutionPath:
     if isinstance(text, ExecutionPath):
         return text
     if not isinstance(text, str):
-        raise InputError(f"path={text!r} was given: expected a text such as 'cached', or Cached(...) or Recompute(...).")
+        raise InputError(
+            f"path={shown(text)} was given: expected a text such as 'cached', or Cached(...) or Recompute(...)."
+        )
     match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
     if match is None:
         raise InputError(

@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvinterp.checks import check_seed, shown, whole_number
 from kvinterp.errors import InputError, unknown
 
-__all__ = ["STRATEGIES", "Greedy", "Strategy", "TopK", "TopP", "check_seed", "strategy_named", "uniforms"]
+__all__ = ["STRATEGIES", "Greedy", "Strategy", "TopK", "TopP", "strategy_named", "uniforms"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +64,15 @@ class TopK(Strategy):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or isinstance(self.k, bool) or self.k < 1:
-            raise InputError(f"top_k's k={self.k!r}: expected a whole number of at least 1.")
+        if (whole_number(self.k) or 0) < 1:
+            raise InputError(f"top_k's k={shown(self.k)}: expected a whole number of at least 1.")
         _check_temperature(self.temperature)
 
     def distribution(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
         """The softmax over the k largest logits; the lower token id is kept where two are equal."""
         order = logits.argsort(dim=-1, descending=True, stable=True)[:, : self.k]
         kept = torch.full_like(logits, -torch.inf).scatter(-1, order, logits.gather(-1, order))
-        return torch.softmax(kept / self.temperature, -1)
+        return torch.softmax(kept / float(self.temperature), -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +84,12 @@ class TopP(Strategy):
 
     def __post_init__(self) -> None:
         if not _is_number(self.p) or not 0 < self.p <= 1:
-            raise InputError(f"top_p's p={self.p!r}: expected a number above 0 and at most 1.")
+            raise InputError(f"top_p's p={shown(self.p)}: expected a number above 0 and at most 1.")
         _check_temperature(self.temperature)
 
     def distribution(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
         """The softmax at the temperature, cut to the nucleus and scaled back to 1."""
-        probabilities = torch.softmax(logits / self.temperature, -1)
+        probabilities = torch.softmax(logits / float(self.temperature), -1)
         ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
         weights = _quanta(ranked)
         total = weights.cumsum(-1)
@@ -125,7 +126,7 @@ def strategy_named(text: object) -> Strategy:
         return text
     if not isinstance(text, str):
         raise InputError(
-            f"strategy={text!r} was given: expected a text such as 'greedy' or 'top_p(0.95,0.8)', or a Strategy."
+            f"strategy={shown(text)} was given: expected a text such as 'greedy' or 'top_p(0.95,0.8)', or a Strategy."
         )
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
     name = match.group(1).replace("-", "_") if match else text
@@ -145,15 +146,10 @@ def strategy_named(text: object) -> Strategy:
 
 def uniforms(seed: int, example: int, steps: int) -> Float[Tensor, " steps"]:
     """The random numbers of one example, one a step, whatever batch it runs in (Philox, keyed by seed and example)."""
-    check_seed(seed)
-    generator = np.random.Generator(np.random.Philox(key=[seed % 2**64, example]))
+    # As whole numbers: in a list with a small one, numpy makes a float of a large one, and many keys become the same.
+    key = np.array([check_seed(seed) % 2**64, example], dtype=np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key))
     return torch.from_numpy(generator.random(steps))
-
-
-def check_seed(seed: object) -> None:
-    """Raises InputError where the seed is no whole number."""
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise InputError(f"seed={seed!r} was given: expected a whole number.")
 
 
 COLDEST, HOTTEST = 1e-30, 1e30
@@ -163,7 +159,8 @@ COLDEST, HOTTEST = 1e-30, 1e30
 def _check_temperature(temperature: float) -> None:
     if not _is_number(temperature) or not COLDEST <= temperature <= HOTTEST:
         raise InputError(
-            f"temperature={temperature!r}: expected a number from {COLDEST:g} to {HOTTEST:g} (for 0 use the strategy greedy)."
+            f"temperature={shown(temperature)}: expected a number from {COLDEST:g} to {HOTTEST:g} (for 0 use the strategy "
+            "greedy)."
         )
 
 

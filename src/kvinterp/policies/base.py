@@ -52,6 +52,9 @@ class Place:
 class Policy:
     """What is done to keys and values on their way into and out of the cache; the base does nothing."""
 
+    def check(self, layers: int) -> None:
+        """Raises InputError where the policy names a layer that a model of so many has not; the base names none."""
+
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
         """The keys and values to keep, given those of new positions."""
         return keys, values

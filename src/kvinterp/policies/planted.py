@@ -7,9 +7,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from kvinterp.checks import check_number, check_whole
+from kvinterp.errors import InputError
 from kvinterp.policies.base import KV, Place, Policy
 
-__all__ = ["Planted", "nudged"]
+__all__ = ["Planted", "check_size", "nudged"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +30,28 @@ class Planted(Policy):
     bits: int = 11
     until: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("layer", "until"):
+            check_whole(name, getattr(self, name), 0)
+        check_size(self.units, self.bits)
+
+    def check(self, layers: int) -> None:
+        """Refuses a layer that the model does not have: nothing would be planted, and nothing would say so."""
+        if self.layer >= layers:
+            raise InputError(f"policy {self}: layer {self.layer} does not exist; this model has layers 0 to {layers - 1}.")
+
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
         """K and V of the planted layer, moved; the others as they are."""
         if place.layer != self.layer or (self.until and place.stop > self.until):
             return keys, values
         units = float(self.units)
         return nudged(keys, units, self.bits), nudged(values, units, self.bits)
+
+
+def check_size(units: object, bits: object) -> None:
+    """Raises InputError where a difference is of no size: its units are no number, or the format has no such last place."""
+    check_number("units", units)
+    check_whole("bits", bits, 2, 53)
 
 
 def nudged(tensor: Tensor, units: float, bits: int) -> Tensor:

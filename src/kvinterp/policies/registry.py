@@ -9,6 +9,7 @@ import pkgutil
 import re
 
 import kvinterp.policies as folder
+from kvinterp.checks import check_text
 from kvinterp.errors import InputError, unknown
 from kvinterp.policies.base import Policy
 
@@ -35,6 +36,7 @@ def policy_named(text: str) -> Policy:
     Raises:
         InputError: No policy has that name, or its arguments do not fit its fields.
     """
+    text = check_text("policy", text, "'identity', or a Policy")
     match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
     if match is None:
         raise InputError(f"policy {text!r} cannot be read: expected a name, or a name with values such as name(1,2).")
@@ -44,6 +46,8 @@ def policy_named(text: str) -> Policy:
     try:
         values = ast.literal_eval(f"({given},)") if given else ()
         return POLICIES[name](*values)
+    except InputError as error:
+        raise InputError(f"policy {text!r}: {error}") from error
     except (SyntaxError, ValueError, TypeError) as error:
         fields = ", ".join(field.name for field in dataclasses.fields(POLICIES[name])) or "no values"
         raise InputError(f"policy {text!r} cannot be built: {name} takes {fields} ({error}).") from error

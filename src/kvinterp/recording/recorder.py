@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from kvinterp.checks import check_choice, check_instance, is_among, shown
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, expand_sites
 from kvinterp.models.adapter import CACHE_SITES, Site
@@ -64,8 +65,8 @@ class Recorder:
         steps: Iterable[int] | None = None,
         positions: str = "newest",
     ) -> None:
-        if positions not in ("newest", "all"):
-            raise InputError(f"positions={positions!r} was given: expected 'newest' or 'all'.")
+        check_instance("adapter", adapter, Adapter, "a model that kv.wrap() or kv.load_model() made")
+        check_choice("positions", positions, ("newest", "all"))
         self.adapter, self.positions = adapter, positions
         self.sites = expand_sites(sites)
         self.layers = chosen_layers(adapter, layers)
@@ -168,7 +169,10 @@ class Recorder:
 
     def __getitem__(self, place: Site) -> list[Tensor]:
         """What was kept of a site at a layer, a tensor a step."""
-        if place not in self.kept:
-            have = ", ".join(f"{s} at {layer}" for s, layer in self.kept)
-            raise InputError(f"nothing was recorded as {place!r}: expected one of {have}.")
+        if not is_among(place, self.kept):
+            have = ", ".join(f"({s!r}, {layer})" for s, layer in self.kept)
+            raise InputError(
+                f"nothing was recorded as {shown(place)}: expected a site and a layer, one of {have}; each gives a list with one "
+                "tensor a forward."
+            )
         return self.kept[place]

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvinterp.checks import check_instance, is_among, is_file, shown
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import Site
 
@@ -59,9 +60,11 @@ class Trace:
 
     def __getitem__(self, place: Site) -> Tensor:
         """One site at one layer, stacked over the recorded steps; ragged key lengths are padded with NaN at the end."""
-        if place not in self.records:
+        if not is_among(place, self.records):
             have = sorted({site for site, _ in self.records}) or ["nothing"]
-            raise InputError(f"this trace holds no {place!r}: it recorded {', '.join(have)}; record the site and layer.")
+            raise InputError(
+                f"this trace holds no {shown(place)}: it recorded {', '.join(have)}; record the site and layer."
+            )
         if not self.records[place]:
             raise InputError(
                 f"this trace recorded none of its {len(self.tokens)} steps at {place!r}: record one with steps=..., or all."
@@ -101,9 +104,10 @@ class Trace:
         Raises:
             InputError: The folder holds no whole trace.
         """
+        check_instance("folder", folder, (str, Path), "the name of a folder that Trace.save wrote")
         source = Path(folder)
         for name in ("trace.json", "trace.safetensors"):
-            if not (source / name).is_file():
+            if not is_file(source / name):
                 raise InputError(f"folder {str(source)!r} holds no {name}: give a folder that Trace.save wrote.")
         try:
             about = json.loads((source / "trace.json").read_text(encoding="utf-8"))

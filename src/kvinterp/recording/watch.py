@@ -7,12 +7,12 @@ position so far (transformers, whose cache holds them rotated).
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+from kvinterp.checks import given_list, shown, whole_number
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import CACHE_SITES, Listener, Site
@@ -111,13 +111,15 @@ def chosen_layers(adapter: Adapter, layers: Iterable[int] | None) -> tuple[int, 
     count = adapter.facts.layers
     if layers is None:
         return tuple(range(count))
-    wanted = [layers] if isinstance(layers, int) else _listed(layers, "layers")
+    wanted = [layers] if isinstance(layers, int) else given_list("layers", layers, "numbers as in (0, 2), or None for all")
     numbers = []
     for layer in wanted:
         number = whole_number(layer)
         if number is None or not -count <= number < count:
-            raise InputError(f"layer {layer!r} does not exist: {adapter.facts.name} has layers 0 to {count - 1}.")
+            raise InputError(f"layer {shown(layer)} does not exist: {adapter.facts.name} has layers 0 to {count - 1}.")
         numbers.append(number % count)
+    if not numbers:
+        raise InputError("an empty list of layers was given: name at least one, or leave it out for all of them.")
     return tuple(dict.fromkeys(numbers))
 
 
@@ -135,10 +137,10 @@ def chosen_heads(heads: Iterable[int] | None, count: int, what: str) -> tuple[in
     if heads is None:
         return None
     numbers = []
-    for head in _listed(heads, f"{what}s"):
+    for head in given_list(f"{what}s", heads, "a list of whole numbers, or None for all"):
         number = whole_number(head)
         if number is None or not 0 <= number < count:
-            raise InputError(f"{what} {head!r} does not exist: this model has {what}s 0 to {count - 1}.")
+            raise InputError(f"{what} {shown(head)} does not exist: this model has {what}s 0 to {count - 1}.")
         numbers.append(number)
     if not numbers:
         raise InputError(f"an empty list of {what}s was given: name at least one, or leave it out to keep all of them.")
@@ -152,26 +154,9 @@ def chosen_steps(steps: Iterable[int]) -> tuple[int, ...]:
         InputError: One is no number of a step.
     """
     numbers = []
-    for step in _listed(steps, "steps"):
+    for step in given_list("steps", steps, "a list of whole numbers, or None for all"):
         number = whole_number(step)
         if number is None or number < 0:
-            raise InputError(f"step {step!r} does not exist: steps are numbered 0, 1, 2, ...")
+            raise InputError(f"step {shown(step)} does not exist: steps are numbered 0, 1, 2, ...")
         numbers.append(number)
     return tuple(numbers)
-
-
-def whole_number(value: object) -> int | None:
-    """The value as an int where it is a whole number of any library's type, else None; truth values are none."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def _listed(values: Iterable[int], what: str) -> list[int]:
-    try:
-        return list(values)
-    except TypeError as error:
-        raise InputError(f"{what}={values!r} was given: expected a list of whole numbers.") from error

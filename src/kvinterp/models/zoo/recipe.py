@@ -249,8 +249,10 @@ def _readable_by_transformers_4(place: Path) -> None:
 
 def measure(place: Path, count: int = 200, dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """Measures the accuracies of a checkpoint folder, computing in ``dtype`` from its float16 weights."""
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, attn_implementation="eager").eval()
-    return accuracy(model, AutoTokenizer.from_pretrained(place), count)
+    model = AutoModelForCausalLM.from_pretrained(
+        place, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+    ).eval()
+    return accuracy(model, AutoTokenizer.from_pretrained(place, trust_remote_code=False), count)
 
 
 app = typer.Typer(add_completion=False, help="Trains, measures and describes the checkpoints of the zoo.")

@@ -1,0 +1,284 @@
+"""What can be said of a checkpoint folder before anything of it is loaded: each fault is one sentence.
+
+Only what is cheap is read: the JSON files, and the headers of the weights. Whatever else is wrong comes out when the model
+is made, behind :func:`kvinterp.models.door.loading`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvinterp.checks import shown
+from kvinterp.errors import InputError
+
+__all__ = ["INDEX", "WEIGHTS", "check_config", "check_files", "read_object", "reason", "stored_tensors"]
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+_SIZES = (
+    *_LAYERS,
+    *_HEADS,
+    *_WIDTH,
+    "vocab_size",
+    "head_dim",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "n_positions",
+)
+_NESTED = ("text_config", "llm_config", "language_config", "decoder")
+_OBJECTS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+
+
+def reason(error: BaseException) -> str:
+    """What an error of another library says, in one line of at most 240 characters."""
+    said = " ".join(str(error).split())
+    if isinstance(error, KeyError | IndexError | AssertionError | ZeroDivisionError | StopIteration) or not said:
+        said = f"{type(error).__name__} {said}".strip()
+    return said if len(said) <= 240 else said[:237].rstrip() + "..."
+
+
+def read_object(file: Path, what: str) -> dict[str, Any]:
+    """Reads a JSON file that must hold an object.
+
+    Args:
+        file: The file.
+        what: What it is, for the message, as in ``"a transformers config"``.
+
+    Raises:
+        InputError: It cannot be read, is not JSON, is nested too deeply or holds something else.
+    """
+    mend = f"expected {what}, one JSON object; copy or download that file again"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{_at(file)} cannot be read ({error.strerror or error}): {mend}.") from error
+    except RecursionError as error:
+        raise InputError(f"{_at(file)} is nested too deeply to be read: {mend}.") from error
+    except ValueError as error:
+        raise InputError(f"{_at(file)} is not JSON ({reason(error)}): {mend}.") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{_at(file)} is JSON but holds {_kind(found)}: {mend}.")
+    return found
+
+
+def check_files(folder: Path) -> None:
+    """Checks every file of a checkpoint beside its config, and that the two fit, as far as that goes without loading them.
+
+    Raises:
+        InputError: A file is missing, cannot be read, or says what cannot be.
+    """
+    config, where = read_object(folder / "config.json", "a transformers config"), _at(folder / "config.json")
+    for name in _OBJECTS:
+        if (folder / name).exists():
+            _check_side_file(folder / name)
+    _check_tokenizer(folder / "tokenizer.json")
+    headers = _shapes(folder)
+    if not headers:
+        raise InputError(
+            f"the weights of {_at(folder)} hold no tensor: expected those of its config; give a whole checkpoint."
+        )
+    _check_fits(config, headers, where)
+    layers = next((n for text in _parts(config) for key in _LAYERS if isinstance(n := text.get(key), int)), 0)
+    if layers > len(headers):
+        raise InputError(
+            f"{where} says {layers:,} layers, but the weights hold {len(headers):,} tensors in all: give the config that "
+            "belongs to these weights."
+        )
+
+
+def _check_side_file(file: Path) -> None:
+    found = read_object(file, "a file of transformers")
+    if file.name == "generation_config.json":
+        _check_ends(found, _at(file))
+
+
+def _check_tokenizer(file: Path) -> None:
+    if not file.exists():
+        return
+    # It may be 20 MB long, and tokenizers reads it anyway: only what it would not name is looked at here.
+    try:
+        with file.open(encoding="utf-8") as opened:
+            start = opened.read(4096).lstrip()[:1]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{_at(file)} cannot be read ({reason(error)}): copy or download that file again.") from error
+    if start != "{":
+        raise InputError(
+            f"{_at(file)} is no tokenizer (it begins with {start!r}): expected the JSON object of a tokenizers file; copy "
+            "or download it again, or remove it and give token ids."
+        )
+
+
+def check_config(config: Mapping[str, Any], where: str) -> None:
+    """Checks that the sizes of a transformers config can be.
+
+    Args:
+        config: The config as its JSON says it.
+        where: What it is, for the message.
+
+    Raises:
+        InputError: A size is no whole number of at least 1, sizes do not fit each other, or a number is NaN.
+    """
+    for part in _parts(config):
+        for name in _SIZES:
+            value = part.get(name)
+            # Some architectures say a size for every layer, in a list, and check it themselves.
+            if value is None or isinstance(value, list):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value >= 2**40:
+                raise InputError(
+                    f"{where} says {name} is {_cut(value)}: expected a whole number of at least 1; mend the config."
+                )
+        _check_heads(part, where)
+        _check_ends(part, where)
+    _check_numbers(config, where)
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield config
+    for name in _NESTED:
+        nested = config.get(name)
+        if isinstance(nested, dict):
+            yield nested
+
+
+def _check_heads(part: Mapping[str, Any], where: str) -> None:
+    heads, keys = next((part[n] for n in _HEADS if n in part), None), part.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(keys, int) and heads % keys:
+        raise InputError(
+            f"{where} says {heads} attention heads and {keys} key/value heads: expected as many query heads for each of "
+            "these; mend the config."
+        )
+    turned = part.get("rope_theta") is not None or part.get("rope_parameters") is not None
+    size = part.get("head_dim")
+    if turned and isinstance(size, int) and size % 2 and "partial_rotary_factor" not in json.dumps(part, default=str):
+        raise InputError(
+            f"{where} says head_dim is {size}, but RoPE turns pairs: expected an even number; mend the config."
+        )
+
+
+def _check_ends(part: Mapping[str, Any], where: str) -> None:
+    given = part.get("eos_token_id")
+    ends = given if isinstance(given, list) else [] if given is None else [given]
+    wrong = [end for end in ends if isinstance(end, bool) or not isinstance(end, int)]
+    if wrong:
+        raise InputError(
+            f"{where} says eos_token_id is {_cut(given)}: expected a token id or a flat list of them; mend that entry."
+        )
+
+
+def _check_numbers(config: Mapping[str, Any], where: str) -> None:
+    waiting: list[tuple[str, Any]] = list(config.items())
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, float) and math.isnan(value):
+            raise InputError(f"{where} says {name} is NaN: expected a number; mend the config.")
+        if isinstance(value, dict):
+            waiting += [(f"{name}.{key}", held) for key, held in value.items()]
+        elif isinstance(value, list):
+            waiting += [(name, held) for held in value]
+
+
+# Weights ---------------------------------------------------------------------------------------------------------------
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Every tensor of a checkpoint, by the name that its file gives it, read one at a time.
+
+    Raises:
+        InputError: A file of weights cannot be read.
+    """
+    from safetensors import safe_open
+
+    for file in _files(folder):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it is no dict
+                yield name, opened.get_tensor(name)
+
+
+def _check_fits(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """No weight is longer than all that is stored: such a config would fill the memory before anything else failed."""
+    stored = sum(math.prod(shape) for shape in shapes.values())
+    for part in _parts(config):
+        for name in (*_WIDTH, *_HEADS, "vocab_size", "head_dim", "num_key_value_heads", "intermediate_size", "n_inner"):
+            value = part.get(name)
+            if isinstance(value, int) and value > stored:
+                raise InputError(
+                    f"{where} says {name} is {value:,}, but the weights hold {stored:,} numbers in all: give the config that "
+                    "belongs to these weights."
+                )
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every stored tensor, from the headers alone."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for file in _files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except FileNotFoundError as error:
+            raise InputError(f"weights file {_at(file)} is missing: copy or download that file again.") from error
+        # safetensors raises an error of its own, and the system's for a folder or a file that may not be read.
+        except Exception as error:
+            raise InputError(
+                f"weights file {_at(file)} is cut off or damaged ({reason(error)}): expected a safetensors file; copy or "
+                "download it again."
+            ) from error
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).exists() or (folder / WEIGHTS).is_symlink():
+        return [folder / WEIGHTS]
+    index = folder / INDEX
+    if not index.exists():
+        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        others = sorted(file.name for file in folder.glob("*.safetensors"))
+        if others:
+            found = f"only {others[0]}, without {INDEX}"
+        else:
+            found = f"only pickled ones ({pickled[0]}), which can run code when they are read" if pickled else "none"
+        raise InputError(
+            f"model folder {_at(folder)} has no weights that can be read: expected {WEIGHTS} or {INDEX}, found {found}; "
+            "save the model with save_pretrained()."
+        )
+    places = read_object(index, "an index of weights").get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise InputError(
+            f"{_at(index)} has no weight_map from tensors to files: expected one object of names; copy or download it again."
+        )
+    names = sorted(set(places.values()))
+    outside = [name for name in names if Path(name).name != name or name in (".", "..")]
+    if outside:
+        raise InputError(
+            f"{_at(index)} names the file {outside[0]!r}, which is not in its folder: expected plain file names; mend it."
+        )
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise InputError(
+            f"{_at(index)} names {len(missing)} files that are not there ({', '.join(map(repr, missing[:3]))}): copy or "
+            "download them too."
+        )
+    return [folder / name for name in names]
+
+
+def _at(file: Path) -> str:
+    return shown(file)
+
+
+def _kind(value: object) -> str:
+    named = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
+    return named.get(type(value), type(value).__name__)
+
+
+def _cut(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,88 @@
+"""Where a model lies that is called by a name: in the zoo, in a folder, or on a hub that is asked once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvinterp.checks import shown
+from kvinterp.errors import InputError
+from kvinterp.models import zoo
+from kvinterp.models.checkpoint import reason
+
+__all__ = ["cached_folder", "local_folder", "reach"]
+
+HUB_SECONDS = 2.0
+"""How long the hub may take to say that it is there; a name that is misspelt should not cost the retries of a download."""
+
+
+def local_folder(name: str) -> Path | None:
+    """The local checkpoint a name stands for, or None for a hub id.
+
+    Raises:
+        InputError: It looks like a path and no checkpoint is there.
+    """
+    if name.startswith("zoo:"):
+        return zoo.folder(name.removeprefix("zoo:"))
+    looks_local = name.startswith((".", "~", "/", "\\")) or name.count("/") > 1 or not name.strip()
+    try:
+        path = Path(name).expanduser()
+        exists = path.exists()
+    # No such user, longer than a name can be, or with a character that no name can have.
+    except (RuntimeError, OSError, ValueError):
+        path, exists = Path(), False
+        looks_local = looks_local or len(name) > 200
+    if not exists and not looks_local and "\0" not in name:
+        return None
+    if not exists or not path.is_dir():
+        raise InputError(f"model folder {shown(name)} does not exist: give a transformers checkpoint folder or zoo:NAME.")
+    if not (path / "config.json").is_file():
+        raise InputError(f"model folder {shown(name)} has no config.json: expected a transformers checkpoint folder.")
+    return path
+
+
+def reach(name: str) -> dict[str, Any]:
+    """Asks once whether a hub id can be had, and returns the options to load it with.
+
+    Raises:
+        InputError: It is no hub id, the hub has none of this name, or the hub cannot be reached and no copy is here.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        here = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError as error:
+        raise _not_found(name, "that is no hub id") from error
+    if constants.HF_HUB_OFFLINE:
+        if not here:
+            raise _not_found(name, "HF_HUB_OFFLINE is set and no copy of it is in the local cache")
+        return {"local_files_only": True}
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
+    except HfHubHTTPError as error:
+        if not here:
+            raise _not_found(name, f"the hub says: {reason(error)}") from error
+        return {"local_files_only": True}
+    # The errors of a connection depend on the library that makes it, which changes between versions.
+    except Exception as error:
+        if not here:
+            raise _not_found(name, f"the hub cannot be reached: {reason(error)}") from error
+        return {"local_files_only": True}
+    return {}
+
+
+def cached_folder(name: str) -> Path | None:
+    """Where the local copy of a hub id lies, or None."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _not_found(name: str, why: str) -> InputError:
+    known = ", ".join(f"zoo:{n}" for n in zoo.names())
+    return InputError(
+        f"model {shown(name)} cannot be found ({why}): expected a hub id that can be reached from here, a transformers "
+        f"checkpoint folder, or one of {known}."
+    )

@@ -1,0 +1,169 @@
+"""Arguments of every type, drawn by a seed, for every function and every command; and those that were found by hand."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvinterp as kv
+from bad_arguments import API, COMMANDS
+from command_line import kvinterp, wrong
+from kvinterp.checks import check_number, check_seed, check_whole, shown
+from kvinterp.errors import InputError
+from kvinterp.paths.sampling import uniforms
+
+SHARE = 200
+"""Cases a process runs."""
+SAMPLE = ((0, 100), (API, API + 6))
+"""By default the first cases of each kind; all of them with --everything."""
+
+
+def _run(*parts: tuple[int, int]) -> None:
+    seeds = [f"{first}:{end}" for first, end in parts]
+    environment = {**os.environ, "PYTHONPATH": str(Path(kv.__file__).parents[1])}
+    command = [sys.executable, str(Path(__file__).with_name("bad_arguments.py")), *seeds]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    lines = [json.loads(line) for line in made.stdout.splitlines() if line.startswith("{")]
+    assert lines, made.stderr[-3000:]
+    assert lines[-1] == {"done": sum(end - first for first, end in parts)}, made.stderr[-3000:]
+    assert not lines[:-1], "\n".join(f"seed {line['seed']}: {line['wrong']}" for line in lines[:-1])
+
+
+def test_a_sample_of_bad_arguments():
+    _run(*SAMPLE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, API, SHARE))
+def test_every_bad_argument(first):
+    _run((first, min(first + SHARE, API)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(API, API + COMMANDS, 80))
+def test_every_bad_option(first):
+    _run((first, min(first + 80, API + COMMANDS)))
+
+
+# Found by hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_seed_has_random_numbers_of_its_own():
+    """The key of the generator was a float: seeds 0 and -1 to -1000 gave the same numbers, and so did those from 2**63."""
+    seeds = [*range(-1000, 1000), 2**53, 2**53 + 1, 2**63 - 1, 2**63 - 2, -(2**63), -(2**63) + 1]
+    assert len({tuple(uniforms(seed, 0, 4).tolist()) for seed in seeds}) == len(seeds)
+    examples = [0, 1, 2, 2**53, 2**53 + 1]
+    assert len({tuple(uniforms(3, example, 4).tolist()) for example in examples}) == len(examples)
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 1.0, True, None, "0"])
+def test_seeds_that_are_none(seed):
+    with pytest.raises(InputError, match=r"seed=.* was given: expected a whole number from -2\*\*63"):
+        check_seed(seed)
+
+
+def _tiny():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("compare", "zoo:gqa2-mini", "--device", "meta"), "device 'meta' holds no numbers"),
+        (("compare", "~no-such-user/x"), "model folder '~no-such-user/x' does not exist"),
+        (("compare", "x" * 3000), "give a transformers checkpoint folder"),
+        (
+            ("compare", "zoo:gqa2-mini", "--max-new-tokens", "0"),
+            "max_new_tokens=0 was given: expected a whole number of at",
+        ),
+        (("compare", "zoo:gqa2-mini", "--seed", str(2**64)), "expected a whole number from -2**63 to 2**63 - 1"),
+        (("compare", "zoo:gqa2-mini", "--prompts", "instructions:100000"), "the generator has only 12,283: ask for fewer"),
+        (("compare", "zoo:gqa2-mini", "--a", "cached+planted(99)"), "layer 99 does not exist"),
+        (("compare", "zoo:gqa2-mini", "--a", "cached+planted('a')"), "planted('a')"),
+        (("audit", "zoo:gqa2-mini", "--steps", "100000"), "at most 4,096 steps in all; give fewer"),
+        (("audit", "zoo:gqa2-mini", "--lengths", ",".join(map(str, range(5, 99_999)))), "give fewer"),
+        (("audit", "zoo:gqa2-mini", "--lengths", "99999"), "expected lengths up to 32,768"),
+        (("audit", "zoo:gqa2-mini", "--junit", "x" * 3000), "cannot be written"),
+    ],
+    ids=lambda given: " ".join(given)[:50] if isinstance(given, tuple) else None,
+)
+def test_what_ran_until_it_was_killed_or_ended_in_a_traceback(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    wrong(said, *arguments, "--out", "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_places_that_are_none():
+    model = _tiny()
+    tokens = torch.tensor([[1, 2, 3]])
+    with kv.record(model, "resid_post") as recorder:
+        model(tokens)
+    cases = {
+        r"positions=\('a', 'b'\)": lambda: kv.Patch("resid_post", positions=("a", "b")),
+        r"positions=\(0.5, 2\)": lambda: kv.Patch("resid_post", positions=(0.5, 2)),
+        "recorder=None": lambda: kv.donor_trace(None, []),
+        r"prompt=\[\]": lambda: kv.donor_trace(recorder, []),
+        "empty list of layers": lambda: kv.Recorder(kv.wrap(model), "resid_post", layers=[]),
+        r"layers=\(\)": lambda: kv.Patch("resid_post", layers=()),
+    }
+    for said, call in cases.items():
+        with pytest.raises(InputError, match=said):
+            call()
+
+
+def test_numpys_numbers_are_numbers():
+    import numpy as np
+
+    patch = kv.Patch("resid_post", layers=(np.int64(1),), positions=(np.int64(0), np.int64(2)), steps=[np.int64(0)])
+    assert (patch.layers, patch.positions, patch.steps) == ((1,), (0, 2), (0,))
+    assert check_whole("n", np.int64(3)) == 3
+
+
+@pytest.mark.parametrize("value", ["x" * 10_000, torch.zeros(3, 4), object(), "a\nb", float, b"a" * 999])
+def test_what_was_given_is_shown_on_one_short_line(value):
+    said = shown(value)
+    assert "\n" not in said
+    assert len(said) <= 130
+    assert "0x" not in said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, True, "1", None, 1j])
+def test_numbers_that_are_none(value):
+    with pytest.raises(InputError, match="expected a finite number"):
+        check_number("units", value)
+
+
+def test_an_error_is_one_line_whatever_was_given():
+    said = str(InputError(f"name {'x' * 50_000!r}\n  was given: expected\n another."))
+    assert "\n" not in said
+    assert len(said) < 200
+    assert said.endswith("was given: expected another.")
+
+
+def test_a_sentence_on_the_command_line_has_no_control_characters(tmp_path, monkeypatch):
+    """Names of models, prompts' ids and folders reached the terminal as they are."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text(json.dumps({"id": "\x1b]0;owned\x07", "prompt": "2 + 2 ="}))
+    made = kvinterp(
+        *["compare", "zoo:gqa2-mini", "--out", "\x1b[31mout", "--record"],
+        "",
+        *["--prompts", "p.jsonl", "--max-new-tokens", "2"],
+    )
+    assert made.exit_code == 0, made.output
+    assert "\x1b" not in made.output
+    assert "\x07" not in made.output
+    assert "\\x1b[31mout" in made.output
