@@ -20,11 +20,11 @@ from torch import Tensor
 from kvinterp import metrics
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
+from kvinterp.files import write_whole
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.paths.runner import check_choice, encode
 from kvinterp.recording import Trace, chosen_layers, whole_number
-from kvinterp.results import write_whole
 from kvinterp.views.attention_page import AttentionPage, ShownHead
 
 __all__ = ["AttentionComparison", "assembled_pattern", "attention_comparison"]
