@@ -314,7 +314,7 @@ def test_cut_off_after_one_prompt_it_goes_on_to_the_uninterrupted_tables(tmp_pat
     process = started(SLOW.format(arguments=[*options, "--out", str(cut)]))
     try:
         until = time.monotonic() + 120
-        while not list(cut.glob(".parts/part-*")):
+        while not list(cut.glob(".parts/*/part-*")):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < until, "no part appeared"
             time.sleep(0.02)

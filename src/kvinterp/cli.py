@@ -25,6 +25,7 @@ from kvinterp.cli_parts import (
     Out,
     Overwrite,
     Prompts,
+    claim,
     free,
     numbers,
     say,
@@ -32,6 +33,7 @@ from kvinterp.cli_parts import (
     status,
     told,
 )
+from kvinterp.cli_parts import about as running
 from kvinterp.errors import KvinterpError, unknown
 from kvinterp.listing import echo, listed
 
@@ -93,6 +95,7 @@ def compare_command(
     from kvinterp.experiments import Compare
 
     speak()
+    claim(out)
     experiment = Compare(
         model=model,
         prompts=prompts,
@@ -112,8 +115,6 @@ def compare_command(
         stop=stop,
     )
     (result,) = experiment.run(out, "overwrite" if overwrite else "error")
-    for line in result.comparison.where().splitlines():
-        echo(line)
     failures = result.comparison.failures
     for row in failures.to_dict("records"):
         echo(f"prompt {row['id']} is left out: {row['message']}", err=True)
@@ -121,7 +122,9 @@ def compare_command(
         raise KvinterpError(f"none of the {len(failures)} prompts could be compared; {out / 'summary.json'} says why.")
     from kvinterp.views import write_report
 
-    _say_where(out, write_report([result], out))
+    page = write_report([result], out)
+    say(result.comparison.where().splitlines())
+    _say_where(out, page)
 
 
 # patch and decompose ---------------------------------------------------------------------------------------------------
@@ -158,7 +161,7 @@ def patch_command(
     from kvinterp.patching import PRESETS
     from kvinterp.patching import sweep as run_sweep
 
-    existing = free(out, overwrite)
+    existing = free(out, overwrite, "recovery", "steps", "controls")
     if preset is not None and preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
     chosen = {
@@ -180,8 +183,8 @@ def patch_command(
 
     summary = made.summary()
     tables = {"recovery": made.recovery, "steps": made.steps, "controls": made.controls}
-    files = write_tables(out, tables, summary, existing)
-    say([*said_of_sweep(summary), ""], [*files, *save_sweep_figures(made, out / "figures")])
+    files = write_tables(out, tables, summary, existing, lambda place: save_sweep_figures(made, place), running())
+    say([*said_of_sweep(summary), ""], files)
 
 
 @app.command("decompose")
@@ -202,7 +205,7 @@ def decompose_command(
     from kvinterp.models import load_model
     from kvinterp.patching import decompose
 
-    existing = free(out, overwrite)
+    existing = free(out, overwrite, "decomposition", "layers")
     adapter = load_model(model, kind=kind, dtype=dtype, device=device, attention=attention)
     made = decompose(adapter, load_prompts(prompts), max_new_tokens=max_new_tokens)
     from kvinterp.results import write_tables
@@ -211,8 +214,8 @@ def decompose_command(
 
     summary = made.summary()
     tables = {"decomposition": made.steps, "layers": made.layers}
-    files = write_tables(out, tables, summary, existing)
-    say([*said_of_decomposition(summary), ""], [*files, *save_decomposition_figure(made, out / "figures")])
+    files = write_tables(out, tables, summary, existing, lambda place: save_decomposition_figure(made, place), running())
+    say([*said_of_decomposition(summary), ""], files)
 
 
 # audit and kernels -----------------------------------------------------------------------------------------------------
@@ -242,48 +245,58 @@ def root_cause_command(
 ) -> None:
     """Run the FP16 paper's five root-cause experiments and the grouped-query one: a table and a figure each."""
     from kvinterp.data import load_prompts
-    from kvinterp.experiments.root_cause import root_cause
+    from kvinterp.experiments.circumstances import circumstances
+    from kvinterp.experiments.root_cause import TABLES, root_cause
     from kvinterp.models import load_model
     from kvinterp.paths import strategy_named
     from kvinterp.paths.kernels import kernels_named
-    from kvinterp.provenance import provenance
     from kvinterp.results import Parts, write_tables
     from kvinterp.views import save_root_cause_figures
     from kvinterp.views.root_cause_words import said_of_root_cause
 
-    existing = free(out, overwrite)
+    existing = free(out, overwrite, *TABLES)
     kernels_named(flip_kernels)
     strategy_named(flip_strategy)
     given = load_prompts(prompts)
     adapters = [load_model(model, kind=kind, dtype="float16", device=device, attention=attention) for model in models]
     settings = {
-        "models": {adapter.facts.name: adapter.fingerprint() for adapter in adapters},
+        "verb": "root-cause",
+        "models": models,
         "prompts": [prompt.text for prompt in given],
         "kind": kind,
         "attention": attention,
         "flips": [flip_kernels, flip_strategy, flip_steps, flip_seeds],
         "ladder": [ladder_prompts, ladder_steps],
-        "device": provenance(adapters[0])["device"],
+        "made_with": {str(number): circumstances(adapter) for number, adapter in enumerate(adapters)},
     }
     parts = Parts(out, settings, existing)
-    with status("root cause") as tell:
-        tables, about = root_cause(
-            adapters,
-            given,
-            flip_kernels,
-            flip_strategy,
-            flip_steps,
-            range(flip_seeds),
-            ladder_prompts,
-            ladder_steps,
-            progress=tell,
-            keep=parts.made,
-        )
+    try:
+        with status("root cause") as tell:
+            tables, about = root_cause(
+                adapters,
+                given,
+                flip_kernels,
+                flip_strategy,
+                flip_steps,
+                range(flip_seeds),
+                ladder_prompts,
+                ladder_steps,
+                progress=tell,
+                keep=parts.made,
+            )
+    except BaseException:
+        parts.withdraw()
+        raise
     reading = said_of_root_cause(tables, about)
-    files = write_tables(out, tables, {"reading": reading, "provenance": about}, existing)
-    figures = save_root_cause_figures(tables, about, out / "figures")
-    parts.clear()
-    say([*reading, ""], [*files, *figures])
+    files = write_tables(
+        out,
+        tables,
+        {"reading": reading, "provenance": about},
+        existing,
+        lambda place: save_root_cause_figures(tables, about, place),
+        running(),
+    )
+    say([*reading, ""], files)
 
 
 # demo ------------------------------------------------------------------------------------------------------------------
@@ -300,20 +313,25 @@ def demo_command(
     """Compare two small trained models in FP16, two kinds and two protocols each, and write a report."""
     from kvinterp.experiments import Demo
     from kvinterp.experiments.demo import SMOKE
+    from kvinterp.files import check_writable
 
     speak()
+    claim(out)
+    if picture is not None:
+        check_writable(picture.parent, "--picture")
     demo = SMOKE if smoke else Demo()
     results = demo.run(out, "overwrite" if overwrite else "error")
     flips = demo.flips(out, "overwrite" if overwrite else "use")
     from kvinterp.views import save, write_report
     from kvinterp.views.report import overview_of
 
-    page = write_report(results, out, flips)
     if picture is not None:
         save(overview_of(results), picture)
-        echo(f"picture  {picture}")
-    for result in [*results, flips]:
-        echo(result.comparison.where().splitlines()[0])
+    # The page last: where it is, everything is.
+    page = write_report(results, out, flips)
+    if picture is not None:
+        say([f"picture  {picture}"])
+    say(result.comparison.where().splitlines()[0] for result in [*results, flips])
     _say_where(out, page)
 
 

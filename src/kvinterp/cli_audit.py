@@ -21,6 +21,8 @@ from kvinterp.cli_parts import (
     Kind,
     Out,
     Overwrite,
+    about,
+    claim,
     free,
     numbers,
     say,
@@ -107,12 +109,13 @@ def audit_command(
     from kvinterp.auditing import audit
     from kvinterp.auditing.junit import junit_xml
     from kvinterp.auditing.report import check_own
-    from kvinterp.files import write_whole
+    from kvinterp.files import check_writable, write_whole
 
     speak()
     if thorough and checks not in ("default", "thorough"):
         raise InputError(f"--thorough was given with --checks {checks!r}: leave one of the two out.")
     check_own(out)
+    claim(out)
     if junit is not None:
         try:
             is_folder = junit.is_dir()
@@ -122,6 +125,7 @@ def audit_command(
             ) from error
         if is_folder:
             raise InputError(f"--junit {shown(junit)} is a folder: expected the name of a file.")
+        check_writable(junit.parent, "--junit")
     given = _prompts(prompts)
     # What a user's code prints is no part of what this command says.
     with contextlib.redirect_stdout(sys.stderr):
@@ -254,7 +258,7 @@ def kernels_command(
     from kvinterp.results import write_tables
 
     speak()
-    existing = "error" if out is None else free(out, overwrite)
+    existing = "error" if out is None else free(out, overwrite, "kernels")
     adapter = _subject(model, None, None, random_init, kind, dtype, seed, device, attention, remote_code)
     with status(f"measuring the operations of {adapter.facts.name}"):
         made = kernels_table(adapter, sizes=numbers("--sizes", sizes, "1,2,17,64") or (), kernels=kernels, seed=seed)
@@ -269,11 +273,12 @@ def kernels_command(
     table.caption = (
         "=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest"
     )
-    Console().print(table)
-    echo(str(made))
+    files: list[Path] = []
     if out is not None:
         summary = {"first": made.first, "reading": str(made), "provenance": made.about}
-        say((), write_tables(out, {"kernels": made.table}, summary, existing))
+        files = write_tables(out, {"kernels": made.table}, summary, existing, about=about())
+    Console().print(table)
+    say([made], files)
 
 
 def _same_bits(row: dict[str, Any]) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -30,6 +32,8 @@ __all__ = [
     "Out",
     "Overwrite",
     "Prompts",
+    "about",
+    "claim",
     "free",
     "numbers",
     "say",
@@ -39,7 +43,10 @@ __all__ = [
 ]
 
 RESUMES = "what was finished is on disk; the same command goes on from there"
-NOTHING = "nothing was written; run the same command again"
+NOTHING = "nothing was finished; run the same command again"
+
+_running: list[tuple[dict[str, Any], contextlib.ExitStack]] = []
+"""What runs: its verb and choices, and what is let go of when it ends."""
 
 
 def told(interrupted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -52,9 +59,15 @@ def told(interrupted: str) -> Callable[[Callable[..., None]], Callable[..., None
     def wrapped(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(*args: Any, **kwargs: Any) -> None:
-            before = signal.signal(signal.SIGTERM, _interrupt)
+            before, streams = signal.signal(signal.SIGTERM, _interrupt), (sys.stdout, sys.stderr)
+            sys.stdout, sys.stderr = _Heard(sys.stdout), _Heard(sys.stderr)  # type: ignore[assignment]
+            chosen = {name: value for name, value in kwargs.items() if name not in ("out", "overwrite", "picture")}
+            verb = command.__name__.removesuffix("_command").replace("_", "-")
             try:
-                command(*args, **kwargs)
+                with contextlib.ExitStack() as held:
+                    _running.append(({"verb": verb, **chosen}, held))
+                    held.callback(_running.pop)
+                    command(*args, **kwargs)
             except KvinterpError as error:
                 echo(f"error: {error}", err=True)
                 raise typer.Exit(2) from error
@@ -62,11 +75,41 @@ def told(interrupted: str) -> Callable[[Callable[..., None]], Callable[..., None
                 echo(f"interrupted: {interrupted}.", err=True)
                 raise typer.Exit(130) from error
             finally:
+                sys.stdout, sys.stderr = streams
                 signal.signal(signal.SIGTERM, before)
 
         return run
 
     return wrapped
+
+
+class _Heard:
+    """A standard stream whose reader may leave, as in ``kvinterp ... | head -1``: the work goes on, for nobody to read."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._without_a_reader():
+            return int(self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._without_a_reader():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _without_a_reader(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            # What the stream still holds goes there too when it is flushed at the end of the process.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -104,14 +147,33 @@ def numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | No
         ) from error
 
 
-def free(out: Path, overwrite: bool, last: str = "summary.json") -> str:
-    """Speaks up, and says how an existing result is treated; raises before anything slow where one is in the way."""
-    from kvinterp.results import check_free
+def free(out: Path, overwrite: bool, *tables: str) -> str:
+    """Speaks up, and says how an existing result is treated; raises before anything slow where something is in the way.
+
+    Args:
+        out: The folder that will be written.
+        overwrite: Whether a result that is there may be replaced.
+        tables: The tables that will be written there.
+    """
+    from kvinterp.folders import SUMMARY, check_free
 
     speak()
-    existing = "overwrite" if overwrite else "error"
-    check_free(out, existing, last, names=(last,))
+    existing, names = "overwrite" if overwrite else "error", [*(f"{table}.parquet" for table in tables), SUMMARY]
+    claim(out)
+    check_free(out, existing, names, about())
     return existing
+
+
+def claim(out: Path) -> None:
+    """Keeps others out of a folder until the command ends."""
+    from kvinterp.locks import Lock
+
+    _running[-1][1].callback(Lock(out).release)
+
+
+def about() -> dict[str, Any]:
+    """The verb that runs and what was chosen for it."""
+    return _running[-1][0]
 
 
 def say(lines: Iterable[object], files: Iterable[Path] = ()) -> None:

@@ -2,6 +2,7 @@
 
 A folder that holds a result has a hidden record, ``.kvinterp.json``, of the names that were written into it (and into the
 folders right under it) and of their contents. A file that is not in it, or that was changed since, belongs to somebody else.
+The record itself may come from anybody: a name in it that leads out of the folder, or to a hidden file, is refused.
 """
 
 from __future__ import annotations
@@ -10,19 +11,35 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
-import uuid
-from collections.abc import Iterable, Iterator
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvinterp.errors import InputError
 
-__all__ = ["Lock", "Record", "read_json", "refuse_foreign", "replaced", "told", "whole", "write_whole"]
+__all__ = [
+    "Record",
+    "check_writable",
+    "digest_of",
+    "is_plain",
+    "is_there",
+    "partial_name",
+    "read_json",
+    "refuse_foreign",
+    "replaced",
+    "sweep_partials",
+    "told",
+    "whole",
+    "write_whole",
+]
 
-_RECORD, _LOCK = ".kvinterp.json", ".kvinterp.lock"
+_RECORD = ".kvinterp.json"
 _KEPT = 2
 _PNG_MARK = b"Software\0kvinterp"
+_OWN_NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*")
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.kvinterp-partial")
 
 
 class Record:
@@ -38,30 +55,58 @@ class Record:
     @classmethod
     def over(cls, path: Path) -> Record | None:
         """The record that a file belongs in: of its folder or of the one above, None where neither has one."""
-        return next((cls(folder) for folder in (path.parent, path.parent.parent) if (folder / _RECORD).is_file()), None)
+        return next((cls(folder) for folder in (path.parent, path.parent.parent) if is_there(folder / _RECORD)), None)
 
     def open(self) -> None:
         """Begins a record where there is none; from then on :func:`write_whole` keeps it."""
-        if not self._path.is_file():
-            self._save({})
+        if not is_there(self._path):
+            self._save({"files": {}})
+
+    def begin(self, about: Mapping[str, Any], leaving: Iterable[str] = ()) -> None:
+        """Says that a result is being written: until :meth:`finish` it is not finished, whatever files are there.
+
+        Args:
+            about: What the result is, as plain JSON values.
+            leaving: Names that this result takes the place of; those of a result that was cut off here are added.
+        """
+        read = self._read()
+        old = {*leaving, *read.get("leaving", ()), *read.get("written", ())}
+        self._save({"files": read["files"], "unfinished": dict(about), "written": [], "leaving": sorted(old)})
+
+    def unfinished(self) -> dict[str, Any] | None:
+        """What result is being written here, None where everything is finished."""
+        return self._read().get("unfinished")
+
+    def finish(self) -> None:
+        """Says that the result is whole, and removes what it takes the place of."""
+        read = self._read()
+        if "unfinished" in read:
+            self.remove(keep=set(read["files"]) - set(read["leaving"]) | set(read["written"]))
+            self._save({"files": self._read()["files"]})
 
     def expect(self, path: Path, digest: str) -> None:
         """Says that a file is about to be there: before it is, so that no interruption leaves one without a name."""
-        files, name = self._files(), self._name(path)
-        self._save({**files, name: list(dict.fromkeys([digest, *files.get(name, [])]))[:_KEPT]})
+        read, name = self._read(), self._name(path)
+        if not _is_own_name(name):
+            return
+        digests = list(dict.fromkeys([digest, *read["files"].get(name, [])]))[:_KEPT]
+        read["files"][name] = digests
+        if "unfinished" in read:
+            read["written"] = sorted({*read["written"], name})
+        self._save(read)
 
     def holds(self, path: Path) -> bool:
         """Whether kvinterp wrote this file and nobody changed it since."""
-        digests = self._files().get(self._name(path), [])
-        return bool(digests) and _is_plain(path) and _digest(path) in digests
+        digests = self._read()["files"].get(self._name(path), [])
+        return bool(digests) and self._is_inside(path) and digest_of(path) in digests
 
     def foreign(self, names: Iterable[str]) -> list[str]:
         """Those of the names in the folder that are there and that kvinterp did not write."""
-        return [name for name in names if _there(self.folder / name) and not self._ours(self.folder / name)]
+        return [name for name in names if is_there(self.folder / name) and not self._ours(self.folder / name)]
 
     def names(self) -> frozenset[str]:
         """The names of everything that was written."""
-        return frozenset(self._files())
+        return frozenset(self._read()["files"])
 
     def remove(self, keep: Iterable[str] = ()) -> None:
         """Removes the files that kvinterp wrote and nobody changed since, and the folders that this leaves empty.
@@ -69,7 +114,8 @@ class Record:
         Args:
             keep: Names that stay.
         """
-        files, kept = self._files(), set(keep)
+        read, kept = self._read(), set(keep)
+        files = read["files"]
         for name in [name for name in files if name not in kept]:
             path = self.folder / name
             if self.holds(path):
@@ -77,85 +123,50 @@ class Record:
                 if path.parent != self.folder:
                     with contextlib.suppress(OSError):
                         path.parent.rmdir()
-            if not _there(path):
+            if not is_there(path):
                 del files[name]
-        if files:
-            self._save(files)
+        if files or "unfinished" in read:
+            self._save(read)
         else:
             self._path.unlink(missing_ok=True)
 
     def _ours(self, path: Path) -> bool:
         # A figure says itself who drew it; those that were saved on their own are in no record.
-        return self.holds(path) or (path.suffix == ".png" and _is_plain(path) and _PNG_MARK in path.read_bytes()[:4096])
+        return self.holds(path) or (path.suffix == ".png" and self._is_inside(path) and _PNG_MARK in _beginning(path))
+
+    def _is_inside(self, path: Path) -> bool:
+        return is_plain(path) and (path.parent == self.folder or not path.parent.is_symlink())
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()
 
-    def _files(self) -> dict[str, list[str]]:
-        files = (read_json(self._path) or {}).get("files")
-        return files if isinstance(files, dict) else {}
+    def _read(self) -> dict[str, Any]:
+        if self._path.is_symlink():
+            raise self._not_ours("is a link")
+        read = read_json(self._path) or {}
+        files, lists = read.get("files", {}), {name: read.get(name, []) for name in ("written", "leaving")}
+        wrong = [value for value in (files, read.get("unfinished", {})) if not isinstance(value, dict)]
+        if wrong or not all(isinstance(value, list) for value in lists.values()):
+            raise self._not_ours("cannot be read")
+        astray = next((n for n in (*files, *lists["written"], *lists["leaving"]) if not _is_own_name(n)), None)
+        if astray is not None:
+            raise self._not_ours(f"names {astray!r}, which lies outside of the folder or is hidden")
+        kept = {
+            name: [d for d in digests if isinstance(d, str)] for name, digests in files.items() if isinstance(digests, list)
+        }
+        marks = {"unfinished": read["unfinished"], **lists} if "unfinished" in read else {}
+        return {"files": kept, **marks}
 
-    def _save(self, files: dict[str, list[str]]) -> None:
+    def _not_ours(self, what: str) -> InputError:
+        return InputError(
+            f"the record {str(self._path)!r} {what}: kvinterp wrote no such record; choose another folder with --out, or "
+            "move it away."
+        )
+
+    def _save(self, read: Mapping[str, Any]) -> None:
         about = "the files that kvinterp wrote here; it replaces and removes no others"
         with told(self.folder), replaced(self._path) as partial:
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"about": about, "files": files}, indent=1), encoding="utf-8")
-
-
-class Lock:
-    """Keeps a second process out of a folder; a lock whose process is gone is taken over.
-
-    Args:
-        folder: The folder, which exists.
-
-    Raises:
-        InputError: Another process is at work there.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._path = folder, folder / _LOCK
-        self._mine = f"{os.getpid()} {socket.gethostname()}"
-        with told(folder):
-            while not self._taken():
-                self._clear_away(self._holder())
-
-    def release(self) -> None:
-        """Lets others in."""
-        with contextlib.suppress(OSError):
-            if self._holder() == self._mine:
-                self._path.unlink()
-
-    def _taken(self) -> bool:
-        try:
-            with self._path.open("x", encoding="utf-8") as file:
-                file.write(self._mine)
-        except FileExistsError:
-            return self._holder() == self._mine
-        return True
-
-    def _holder(self) -> str | None:
-        try:
-            return self._path.read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return None
-
-    def _clear_away(self, holder: str | None) -> None:
-        if holder is None:
-            return
-        number, _, host = holder.partition(" ")
-        if host != socket.gethostname() or not _gone(number):
-            raise InputError(
-                f"folder {str(self.folder)!r} is being written by another process ({holder or 'not named yet'}): wait for "
-                f"it, choose another with --out, or remove {str(self._path)!r} where that process is gone."
-            )
-        aside = self._path.with_name(f"{_LOCK}.{uuid.uuid4().hex}")
-        with contextlib.suppress(FileNotFoundError):
-            self._path.rename(aside)
-            if aside.read_text(encoding="utf-8", errors="replace") == holder:
-                aside.unlink()
-            else:
-                # Somebody else took it over in between, and this is theirs.
-                aside.rename(self._path)
+            partial.write(json.dumps({"about": about, **read}, indent=1).encode())
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -165,7 +176,24 @@ def write_whole(path: Path, content: str | bytes) -> None:
         InputError: It cannot be written, or it would replace a file that kvinterp did not write into a result's folder.
     """
     with told(path.parent), whole(path) as partial:
-        partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        partial.write(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+def check_writable(folder: Path, option: str = "--out") -> None:
+    """Raises where no file can be made in a folder, which is left as it was.
+
+    Args:
+        folder: The folder; it need not exist.
+        option: The option that it was given with.
+
+    Raises:
+        InputError: It is no folder, or cannot be written.
+    """
+    with told(folder, option):
+        place = next(place for place in (folder, *folder.parents) if is_there(place))
+        probe = place / partial_name("probe")
+        os.close(_made_anew(probe))
+        probe.unlink()
 
 
 def refuse_foreign(record: Record, names: Iterable[str]) -> None:
@@ -188,8 +216,8 @@ def refuse_foreign(record: Record, names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A place to write to; at the end it becomes ``path``, and the result's record knows of it.
+def whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to; at the end it becomes ``path``, and the result's record knows of it.
 
     Raises:
         InputError: There is a file that kvinterp did not write, in a result's folder.
@@ -200,25 +228,45 @@ def whole(path: Path) -> Iterator[Path]:
     with replaced(path) as partial:
         yield partial
         if record is not None:
+            partial.seek(0)
             record.expect(path, _digest(partial))
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """A place to write to, renamed to ``path`` at the end: there is the whole file or none."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, renamed to ``path`` at the end: there is the whole file or none.
+
+    Its name cannot be foreseen, and it is made anew: what somebody else planted is never written through.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(partial_name(path.name))
+    with os.fdopen(_made_anew(partial), "w+b") as file:
+        try:
+            yield file
+            file.flush()
+            os.replace(partial, path)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+
+def partial_name(name: str) -> str:
+    """A hidden name for what becomes ``name``: nobody can foresee it, and :func:`sweep_partials` knows it again."""
+    return f".{name}.{secrets.token_hex(16)}.kvinterp-partial"
+
+
+def sweep_partials(folder: Path) -> None:
+    """Removes what a killed process left half written, figures too; to be called only by who holds the folder."""
+    for place in (folder, folder / "figures"):
+        for path in [] if place.is_symlink() else place.glob(".*.kvinterp-partial"):
+            if _PARTIAL.fullmatch(path.name) and is_plain(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 @contextlib.contextmanager
-def told(path: Path) -> Iterator[None]:
-    """Turns what the system says about a folder into one sentence."""
+def told(path: Path, option: str = "--out") -> Iterator[None]:
+    """Turns what the system says about a folder into one sentence, with the option that names another."""
     try:
         yield
     except InputError:
@@ -226,7 +274,7 @@ def told(path: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         shown = str(path) if len(str(path)) <= 100 else f"{str(path)[:100]}..."
-        raise InputError(f"folder {shown!r} cannot be written ({reason}): choose another with --out.") from error
+        raise InputError(f"folder {shown!r} cannot be written ({reason}): choose another with {option}.") from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -238,30 +286,40 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return read if isinstance(read, dict) else None
 
 
-def _there(path: Path) -> bool:
+def is_there(path: Path) -> bool:
+    """Whether the name is taken, be it by a link that leads nowhere."""
     return path.is_symlink() or path.exists()
 
 
-def _is_plain(path: Path) -> bool:
+def is_plain(path: Path) -> bool:
+    """Whether it is a file, and no link to one."""
     return path.is_file() and not path.is_symlink()
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
+        return _digest(file)
+
+
+def _digest(file: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(2**20):
+        digest.update(block)
     return digest.hexdigest()
 
 
-def _gone(process: str) -> bool:
-    # On Windows the signal 0 would not ask but interrupt.
-    if os.name == "nt" or not process.isdecimal():
-        return False
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, OverflowError):
-        return False
-    return False
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(4096)
+
+
+def _is_own_name(name: Any) -> bool:
+    parts = name.split("/") if isinstance(name, str) else []
+    return 1 <= len(parts) <= 2 and all(map(_OWN_NAME.fullmatch, parts))
+
+
+def _made_anew(path: Path) -> int:
+    # O_NOFOLLOW is not on Windows; with O_EXCL no link is followed anyway.
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    return os.open(path, flags, 0o666)

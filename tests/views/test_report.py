@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
-from kvinterp.results import Result, write_whole
+from kvinterp.files import write_whole
+from kvinterp.results import Result
 from kvinterp.views.precision import fall_of, ladder_of
 from kvinterp.views.report import overview_of, write_report
 from kvinterp.views.words import file_name, number, right_answers

@@ -128,23 +128,35 @@ def audit(
     dtypes = {dtype_name(dtype): dtype for dtype in map(dtype_named, rungs) if dtype is not None}
     dtypes.setdefault(dtype_name(adapter.dtype), adapter.dtype)
     if out is not None:
-        from kvinterp.auditing.report import check_own
-
         check_instance("out", out, (str, os.PathLike), "the name of a folder, or None")
-        check_own(Path(out))
     room = min(adapter.facts.context, max(lengths) + steps)
-    with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), _evaluating(adapter):
-        check_causal(adapter)
-        tokens = _tokens(adapter, prompts, room, seed)
-        plan = prefix_plan(tokens, lengths, steps, room)
-        auditor = Auditor(adapter, plan, dtypes, sweep, checks, progress or (lambda _: None))
-        auditor.seen.random = _random(adapter, plan)
-        seen = auditor.run()
-        about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
-    result = Audit(judge(seen, allow), list(seen.rungs.values()), plan, about)
-    if out is not None:
-        result.save(out)
+    with _claimed(out):
+        with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), _evaluating(adapter):
+            check_causal(adapter)
+            tokens = _tokens(adapter, prompts, room, seed)
+            plan = prefix_plan(tokens, lengths, steps, room)
+            auditor = Auditor(adapter, plan, dtypes, sweep, checks, progress or (lambda _: None))
+            auditor.seen.random = _random(adapter, plan)
+            seen = auditor.run()
+            about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
+        result = Audit(judge(seen, allow), list(seen.rungs.values()), plan, about)
+        if out is not None:
+            result.save(out)
     return result if detail == "everything" else result.verdict
+
+
+@contextlib.contextmanager
+def _claimed(out: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Held until it is written: another audit of the folder is told now, not overwritten then."""
+    if out is None:
+        yield
+        return
+    from kvinterp.auditing.report import check_own
+    from kvinterp.locks import Lock
+
+    check_own(Path(out))
+    with Lock(Path(out)):
+        yield
 
 
 @contextlib.contextmanager

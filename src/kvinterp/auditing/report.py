@@ -14,7 +14,8 @@ import pandas as pd
 from kvinterp.auditing.ladder import EMBEDDING
 from kvinterp.auditing.ladder_plot import ladder_plot
 from kvinterp.errors import InputError
-from kvinterp.files import Record, refuse_foreign, told, write_whole
+from kvinterp.files import Record, check_writable, refuse_foreign, told, write_whole
+from kvinterp.locks import Lock
 
 if TYPE_CHECKING:
     from kvinterp.auditing.entry import Audit
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["check_own", "layer_table", "page", "reading_parts", "write"]
 
 TABLES = ("steps", "local", "sweep", "chunks")
+_ABOUT = {"verb": "audit"}
 NAMES = ("audit.html", *(f"{name}.csv" for name in TABLES), "verdict.json")
 
 _STYLE = """
@@ -56,14 +58,22 @@ def check_own(folder: Path) -> None:
     """Raises where an audit cannot be written: asked before anything slow. An earlier audit of the folder is no obstacle.
 
     Raises:
-        InputError: It is no folder, or holds a file that kvinterp did not write under a name that an audit needs.
+        InputError: It is no folder or cannot be written, holds an unfinished result of another verb, or a file that
+            kvinterp did not write under a name that an audit needs.
     """
     with told(folder):
         with contextlib.suppress(FileNotFoundError):
             folder.lstat()  # A name that none can have is said now, not after the work.
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{str(folder)!r} is a file, and an audit writes a folder: choose another with --out.")
+        other = (Record(folder).unfinished() or _ABOUT).get("verb")
+        if other != "audit":
+            raise InputError(
+                f"folder {str(folder)!r} holds an unfinished result of {other!r}: choose another folder with --out, or run "
+                "that command again."
+            )
         refuse_foreign(Record(folder), NAMES)
+        check_writable(folder)
 
 
 def write(audit: Audit, folder: Path) -> Path:
@@ -79,13 +89,14 @@ def write(audit: Audit, folder: Path) -> Path:
             texts[f"{name}.csv"] = pd.concat(frames, ignore_index=True).to_csv(index=False)
     # The verdict last: where it is, everything is.
     texts["verdict.json"] = audit.verdict.to_json()
-    check_own(folder)
-    record = Record(folder)
-    # Nothing of an earlier audit stays beside this one.
-    record.remove(keep=record.names() - set(NAMES))
-    record.open()
-    for name, text in texts.items():
-        write_whole(folder / name, text)
+    with Lock(folder):
+        check_own(folder)
+        record = Record(folder)
+        # Nothing of an earlier audit stays beside this one.
+        record.begin(_ABOUT, record.names() & set(NAMES))
+        for name, text in texts.items():
+            write_whole(folder / name, text)
+        record.finish()
     return folder
 
 

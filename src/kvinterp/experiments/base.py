@@ -21,6 +21,6 @@ class Experiment(abc.ABC):
 
         Args:
             out: The folder.
-            existing: What to do about what is already there, see :data:`kvinterp.results.EXISTING`.
+            existing: What to do about what is already there, see :data:`kvinterp.folders.EXISTING`.
             progress: ``"bar"`` or ``"none"``.
         """

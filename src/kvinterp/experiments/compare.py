@@ -11,11 +11,12 @@ from typing import Any
 from kvinterp.comparison import Comparison, compare, recordable
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import Experiment
+from kvinterp.experiments.circumstances import circumstances
+from kvinterp.folders import check_free
 from kvinterp.models import Adapter, expand_sites, load_model
 from kvinterp.paths import path_named, strategy_named
-from kvinterp.provenance import provenance
 from kvinterp.recording import chosen_layers
-from kvinterp.results import NAMES, Result, ResultFolder, awaits_report, check_free, load_result
+from kvinterp.results import NAMES, VERB, Result, ResultFolder, awaits_report, load_result
 
 __all__ = ["Compare"]
 
@@ -79,7 +80,7 @@ class Compare(Experiment):
         # The cheap questions first: a typing error should not cost the loading of a model.
         if existing == "error" and awaits_report(out, self._chosen()):
             existing = "use"
-        check_free(out, existing, names=NAMES)
+        check_free(out, existing, NAMES, {"verb": VERB})
         prompts = load_prompts(self.prompts)
         paths, strategy = (path_named(self.a), path_named(self.b)), strategy_named(self.strategy)
         asked, attention = expand_sites(self.record or ""), self.attention
@@ -94,7 +95,7 @@ class Compare(Experiment):
             "record": sites,
             "layers": layers,
             "left_out": left_out,
-            "made_with": provenance(adapter),
+            "made_with": circumstances(adapter),
         }
         folder = ResultFolder(out, settings, prompts, existing)
         if folder.finished:

@@ -9,8 +9,10 @@ from pathlib import Path
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.compare import Compare
-from kvinterp.files import Record, told
-from kvinterp.results import Result, check_names
+from kvinterp.files import Record, is_there, told
+from kvinterp.folders import check_names
+from kvinterp.locks import Lock
+from kvinterp.results import Result
 
 __all__ = ["SMOKE", "Demo"]
 
@@ -77,18 +79,33 @@ class Demo(Experiment):
             raise InputError(
                 f"folder {str(out)!r} already holds a report: choose another folder with --out, or pass --overwrite."
             )
-        record = Record(Path(out))
+        record, runs = Record(Path(out)), Path(out) / "runs"
         with told(Path(out)):
             check_names(Path(out), ["report.html"])
-            if existing == "overwrite":
-                record.remove()
+            for place in (runs, *(runs / name for name in (*self.plan(), FLIPS))):
+                if is_there(place) and (place.is_symlink() or not place.is_dir()):
+                    raise InputError(
+                        f"{str(place)!r}, where comparisons belong, is no folder: choose another with --out, or move it away."
+                    )
+        lock = Lock(Path(out))
+        try:
             record.open()
+            results = self._runs(runs, existing, progress)
+            if existing == "overwrite":
+                # The old page and its figures go last, when what they showed is replaced.
+                record.remove()
+                record.open()
+        finally:
+            lock.release()
+        return results
+
+    def _runs(self, folder: Path, existing: str, progress: str) -> list[Result]:
         plan = self.plan()
         results: list[Result] = []
         for number, (name, run) in enumerate(plan.items(), start=1):
             log.info("%d of %d: %s, %s, %s, %s", number, len(plan), run.model, run.kind, run.dtype, run.protocol)
             kept = "overwrite" if existing == "overwrite" else "use"
-            results += run.run(Path(out) / "runs" / name, kept, progress)
+            results += run.run(folder / name, kept, progress)
         return results
 
     def flips(self, out: str | Path, existing: str = "use", progress: str = "bar") -> Result:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from kvinterp.checks import check_instance, is_among, is_file, shown
 from kvinterp.errors import InputError
+from kvinterp.files import write_whole
 from kvinterp.models.adapter import Site
 
 __all__ = ["Trace"]
@@ -80,7 +81,6 @@ class Trace:
     def save(self, folder: str | Path) -> Path:
         """Writes ``trace.safetensors`` and ``trace.json`` into a folder, each whole or not at all."""
         target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {} if self.logits is None else {"logits": self.logits.contiguous().cpu()}
         for (site, layer), kept in self.records.items():
             if len({t.shape for t in kept}) == 1:
@@ -89,12 +89,8 @@ class Trace:
                 tensors |= {f"{site}.{layer}.{step}": t.contiguous().cpu() for step, t in enumerate(kept)}
         about = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("records", "logits")}
         about["places"] = [list(place) for place in self.records]
-        partial = target / ".trace.safetensors.partial"
-        save_file(tensors, partial)
-        partial.replace(target / "trace.safetensors")
-        partial = target / ".trace.json.partial"
-        partial.write_text(json.dumps(about, indent=1), encoding="utf-8")
-        partial.replace(target / "trace.json")
+        write_whole(target / "trace.safetensors", save(tensors))
+        write_whole(target / "trace.json", json.dumps(about, indent=1))
         return target
 
     @classmethod

@@ -21,11 +21,11 @@ from kvinterp import metrics
 from kvinterp.checks import check_choice, whole_number
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
+from kvinterp.files import write_whole
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.paths.runner import encode
 from kvinterp.recording import Trace, chosen_layers
-from kvinterp.results import write_whole
 from kvinterp.views.attention_page import AttentionPage, ShownHead
 
 __all__ = ["AttentionComparison", "assembled_pattern", "attention_comparison"]

@@ -26,8 +26,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.where import most
+from kvinterp.files import write_whole
 from kvinterp.models import dtype_named
-from kvinterp.results import write_whole
 from kvinterp.views.precision import ladder_title
 from kvinterp.views.style import CMAP, SERIES, Series, looks, place_title, power, small_print, zero_aware
 

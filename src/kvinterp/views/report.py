@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 
 from kvinterp.comparison import PROTOCOLS
 from kvinterp.errors import InputError
+from kvinterp.files import write_whole
 from kvinterp.models import KINDS
-from kvinterp.results import Result, write_whole
+from kvinterp.results import Result
 from kvinterp.views import sections
 from kvinterp.views.answer import answer_of, question_of
 from kvinterp.views.flips import flip_section

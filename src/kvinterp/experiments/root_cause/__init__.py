@@ -13,12 +13,13 @@ What comes out of one prompt or one seed is a row of its own, so that every mean
 from kvinterp.experiments.root_cause.flips import flips_against_kl
 from kvinterp.experiments.root_cause.ladder import LADDER, precision_ladder
 from kvinterp.experiments.root_cause.planted import gqa_spread, propagation
-from kvinterp.experiments.root_cause.run import root_cause
+from kvinterp.experiments.root_cause.run import TABLES, root_cause
 from kvinterp.experiments.root_cause.sums import accumulation_error
 from kvinterp.experiments.root_cause.written import kv_write_error
 
 __all__ = [
     "LADDER",
+    "TABLES",
     "accumulation_error",
     "flips_against_kl",
     "gqa_spread",

@@ -19,7 +19,10 @@ from kvinterp.models import wrap
 from kvinterp.paths.runner import encode
 from kvinterp.provenance import provenance
 
-__all__ = ["root_cause"]
+__all__ = ["TABLES", "root_cause"]
+
+TABLES = ("accumulation", "propagation", "kv_write", "flips", "correlations", "ladder", "gqa")
+"""The names of its tables."""
 
 
 def root_cause(

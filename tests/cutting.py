@@ -1,0 +1,209 @@
+"""Runs the command line in processes of their own and cuts them off: at a moment, or at a file that they touch.
+
+They are forked from a process that has imported everything, so that a run takes as long as its work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+MODEL = "zoo:gqa2-mini"
+SMALL = ("--prompts", "arithmetic:2", "--device", "cpu")
+FEW = ("--flip-steps", "1", "--flip-seeds", "1", "--ladder-prompts", "1", "--ladder-steps", "1")
+VERBS = {
+    "compare": ("compare", MODEL, *SMALL, "--max-new-tokens", "3"),
+    "patch": ("patch", MODEL, *SMALL, "--max-new-tokens", "3", "--controls", "quick"),
+    "decompose": ("decompose", MODEL, *SMALL, "--max-new-tokens", "3"),
+    "audit": (
+        "audit",
+        MODEL,
+        "--lengths",
+        "5",
+        "--steps",
+        "1",
+        "--rungs",
+        "float32",
+        "--checks",
+        "none",
+        "--device",
+        "cpu",
+    ),
+    "kernels": ("kernels", "--model", MODEL, "--sizes", "1,2", "--device", "cpu"),
+    "root-cause": ("root-cause", MODEL, *SMALL, *FEW),
+    "demo": ("demo", "--smoke"),
+}
+"""Every verb that writes, as small as it goes."""
+
+_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
+_PAGES = re.compile(r"figures|\.png|\.html|summary\.json|verdict\.json|\.csv|\.kvinterp\.json")
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(
+    [
+        *(
+            f"kvinterp.{name}"
+            for name in ("cli", "auditing", "experiments.root_cause", "models.native", "patching", "views")
+        ),
+        *("matplotlib.backends.backend_agg", "transformers.models.llama.modeling_llama", "pyarrow.parquet", "rich.console"),
+    ]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a run ended.
+
+    Attributes:
+        code: Its exit code; that of a signal is negative.
+        said: What it said on both streams.
+        seconds: How long it took.
+        touched: Each time that it touched a file of its folder, in order: what it did, and to what.
+    """
+
+    code: int
+    said: str
+    seconds: float
+    touched: list[str]
+
+
+def started(
+    arguments: tuple[str, ...], out: Path, cut: tuple[signal.Signals, int] | None = None, heard: str = "yes"
+) -> BaseProcess:
+    """Starts a verb on a folder.
+
+    Args:
+        arguments: The verb and its options, without ``--out``.
+        out: The folder.
+        cut: The signal that it sends itself, and before which touch of a file in the folder.
+        heard: Whether somebody reads what it says; ``"no"``: both streams are pipes whose reader has left.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    process = _forks.Process(target=_run, args=([*arguments, "--out", str(out)], str(out), cut, heard, str(_log(out))))
+    process.start()
+    return process
+
+
+def ended(process: BaseProcess, out: Path) -> Run:
+    """Waits for a run that was started on a folder."""
+    process.join(240)
+    assert process.exitcode is not None, "it hangs"
+    lines = _log(out).read_text().splitlines() if _log(out).exists() else []
+    touched = [line.removeprefix("touched: ") for line in lines if line.startswith("touched: ")]
+    times = [float(line.removeprefix("seconds: ")) for line in lines if line.startswith("seconds: ")]
+    said = "\n".join(line for line in lines if not line.startswith(("touched: ", "seconds: ", "began")))
+    _log(out).unlink(missing_ok=True)
+    return Run(process.exitcode, said, times[0] if times else 0.0, touched)
+
+
+def cut_after(arguments: tuple[str, ...], out: Path, number: signal.Signals, seconds: float) -> Run:
+    """Runs a verb and sends it a signal so many seconds after it began."""
+    process = started(arguments, out)
+    until = time.monotonic() + 120
+    while not (_log(out).exists() and "began" in _log(out).read_text()):
+        assert time.monotonic() < until, "it did not begin"
+        time.sleep(0.005)
+    time.sleep(seconds)
+    if process.pid is not None and process.is_alive():
+        os.kill(process.pid, number)
+    return ended(process, out)
+
+
+def pages(touched: list[str]) -> list[int]:
+    """Which of the touches were of figures, pages and what says that a result is finished."""
+    return [number for number, what in enumerate(touched) if _PAGES.search(what)]
+
+
+def same(one: Path, other: Path) -> None:
+    """Fails where two folders do not hold the same files, tables once sorted and all others byte for byte."""
+    names = [sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) for folder in (one, other)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        left, right = one / name, other / name
+        if left.is_dir():
+            continue
+        if left.suffix == ".parquet":
+            tables = [_sorted(pd.read_parquet(path)) for path in (left, right)]
+            pd.testing.assert_frame_equal(*tables, check_exact=True, obj=name)
+            assert tables[0].attrs == tables[1].attrs, name
+        elif left.name == ".kvinterp.json":
+            records = [json.loads(path.read_text()) for path in (left, right)]
+            assert set(records[0]) == set(records[1]) == {"about", "files"}
+            assert set(records[0]["files"]) == set(records[1]["files"])
+        else:
+            assert _untimed(left) == _untimed(right), name
+
+
+def _untimed(path: Path) -> bytes:
+    # An audit says how long each check took.
+    content = path.read_bytes()
+    return re.sub(rb'"seconds": [0-9.e-]+', b"", content) if path.name == "verdict.json" else content
+
+
+def _sorted(table: pd.DataFrame) -> pd.DataFrame:
+    # Cells may hold lists, which have no order of their own.
+    order = table.astype(str).sort_values(list(table.columns), kind="stable").index
+    return table.loc[order].reset_index(drop=True)
+
+
+def _log(out: Path) -> Path:
+    return out.with_name(f"{out.name}.log")
+
+
+def _run(arguments: list[str], out: str, cut: tuple[signal.Signals, int] | None, heard: str, log: str) -> None:
+    """In the process of its own."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    said = file
+    if heard == "no":
+        reader, said = os.pipe()
+        os.close(reader)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    _small_demo()
+    count = 0
+
+    def watched(event: str, given: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event not in _EVENTS:
+            return
+        paths = [os.fspath(value) for value in given if isinstance(value, str | os.PathLike)]
+        inside = [path for path in paths if isinstance(path, str) and path.startswith(out) and path != log]
+        if not inside:
+            return
+        os.write(file, f"touched: {event} {' '.join(path.removeprefix(out) or '.' for path in inside)}\n".encode())
+        if cut is not None and count == cut[1]:
+            os.kill(os.getpid(), cut[0])
+        count += 1
+
+    sys.addaudithook(watched)
+    from kvinterp.cli import app
+
+    os.write(file, b"began\n")
+    begun = time.monotonic()
+    try:
+        app(arguments)
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 1
+    except KeyboardInterrupt:
+        code = 130
+    os.write(file, f"seconds: {time.monotonic() - begun}\n".encode())
+    os._exit(code)
+
+
+def _small_demo() -> None:
+    import kvinterp.experiments.demo as demo
+
+    demo.SMOKE = demo.Demo((MODEL,), ("native",), ("matched",), "float16", ("float32",), 1, 1, 2, 1)

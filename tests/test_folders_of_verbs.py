@@ -1,0 +1,191 @@
+"""Every verb asks for its folder before it works, and takes nothing away before it has something to put there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import kvinterp.auditing.report as report
+import kvinterp.experiments  # noqa: F401  # what no_model takes away must be there before
+from command_line import wrong
+from cutting import MODEL, SMALL, VERBS
+from kvinterp.errors import InputError
+from kvinterp.files import Record, write_whole
+from kvinterp.locks import Lock
+from kvinterp.parts import Parts
+from kvinterp.results import write_tables
+
+TABLE = pd.DataFrame({"x": [1.0, 2.0]})
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (
+        "kvinterp.models.load_model",
+        "kvinterp.models.load.load_model",
+        "kvinterp.experiments.compare.load_model",
+    ):
+        monkeypatch.setattr(place, lambda *_, **__: pytest.fail("a model was loaded"))
+
+
+@pytest.fixture
+def at_work(tmp_path: Path) -> Iterator[Path]:
+    """A folder that somebody else writes; another thread is as good as another process."""
+    begun, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with Lock(tmp_path / "out"):
+            begun.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait(60)
+    yield tmp_path / "out"
+    over.set()
+    thread.join()
+
+
+@pytest.fixture
+def audited(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An audit of nothing, as far as its files go."""
+    monkeypatch.setattr(report, "page", lambda _: "the page")
+    rung = SimpleNamespace(name="float32", **dict.fromkeys(report.TABLES, pd.DataFrame()))
+    rung.steps = TABLE
+    return SimpleNamespace(rungs=[rung], verdict=SimpleNamespace(to_json=lambda: "{}"))
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.usefixtures("no_model")
+def test_a_folder_that_another_writes_is_refused_at_once(at_work: Path, verb: str) -> None:
+    wrong("is being written by another process", *VERBS[verb], "--out", at_work)
+    assert [path.name for path in at_work.iterdir()] == [".kvinterp.lock"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.usefixtures("no_model")
+def test_a_folder_that_cannot_be_written_is_found_before_the_work(tmp_path: Path, verb: str) -> None:
+    """`audit` and `root-cause` found it after minutes of work."""
+    (tmp_path / "file").write_text("mine")
+    wrong("cannot be written (Not a directory)", *VERBS[verb], "--out", tmp_path / "file" / "out")
+    assert content(tmp_path) == {"file": b"mine"}
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "audit"])
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+@pytest.mark.usefixtures("no_model")
+def test_a_file_where_figures_belong_is_found_before_the_work(tmp_path: Path, verb: str, more: tuple[str, ...]) -> None:
+    (tmp_path / "figures").write_text("mine")
+    wrong("'figures', which is no folder", *VERBS[verb], *more, "--out", tmp_path)
+    assert content(tmp_path) == {"figures": b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("verb", "name"),
+    [
+        ("compare", "steps.parquet"),
+        ("patch", "controls.parquet"),
+        ("decompose", "layers.parquet"),
+        ("kernels", "kernels.parquet"),
+        ("root-cause", "gqa.parquet"),
+        ("audit", "verdict.json"),
+        ("demo", "report.html"),
+        ("demo", "runs"),
+    ],
+)
+@pytest.mark.usefixtures("no_model")
+def test_a_users_file_under_a_name_that_is_needed_is_found_before_the_work(tmp_path: Path, verb: str, name: str) -> None:
+    """Tables' names were asked for only once the tables were there to be written."""
+    (tmp_path / name).write_text("mine")
+    wrong("", *VERBS[verb], "--out", tmp_path)
+    wrong("", *VERBS[verb], "--overwrite", "--out", tmp_path)
+    assert content(tmp_path) == {name: b"mine"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("compare", MODEL, *SMALL, "--record", "resid_pst"),
+        ("compare", MODEL, *SMALL, "--layers", "99"),
+        ("compare", MODEL, *SMALL, "--max-new-tokens", "0"),
+        ("compare", MODEL, "--prompts", "none.jsonl"),
+        ("patch", MODEL, *SMALL, "--site", "resid_pst"),
+        ("patch", MODEL, *SMALL, "--distance", "js"),
+        ("patch", MODEL, *SMALL, "--preset", "papr"),
+        ("decompose", "zoo:nothing", *SMALL),
+        ("kernels", "--model", MODEL, "--sizes", "1"),
+        ("kernels", "--model", MODEL, "--kernels", "split"),
+        ("root-cause", MODEL, *SMALL, "--flip-kernels", "x"),
+        ("root-cause", MODEL, *SMALL, "--flip-strategy", "x"),
+        ("audit", MODEL, "--rungs", "float12"),
+    ],
+    ids=" ".join,
+)
+def test_a_bad_option_costs_no_result_and_leaves_no_lock(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """8 of 12 failing commands with --overwrite had removed the finished result before they said what was wrong."""
+    write_tables(tmp_path / "out", {"recovery": TABLE}, {}, about={"verb": "patch"})
+    write_whole(tmp_path / "out" / "figures" / "recovery.png", b"drawn")
+    before = content(tmp_path)
+    wrong("", *command, "--overwrite", "--out", tmp_path / "out")
+    assert content(tmp_path) == before
+    wrong("", *command, "--out", tmp_path / "new")
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "demo"])
+@pytest.mark.usefixtures("no_model")
+def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb: str) -> None:
+    """It was removed without a word."""
+    Record(tmp_path / "marked").begin({"verb": "study"})
+    write_whole(tmp_path / "marked" / "table.parquet", b"half")
+    Parts(tmp_path / "parts", {"verb": "study"}).made("one", lambda: TABLE)
+    before = content(tmp_path)
+    wrong("holds an unfinished result of 'study'", *VERBS[verb], "--out", tmp_path / "marked")
+    if verb != "audit":  # An audit leaves parts alone.
+        wrong("holds an unfinished result of 'study'", *VERBS[verb], "--out", tmp_path / "parts")
+    assert content(tmp_path) == before
+
+
+def test_an_audit_beside_it_is_no_part_of_a_result(tmp_path: Path, audited: Any) -> None:
+    """A result written without --overwrite takes the place of nothing, and an audit takes that of audits alone."""
+    report.write(audited, tmp_path)
+    audit = content(tmp_path).keys()
+    write_tables(tmp_path, {"recovery": TABLE}, {}, about={"verb": "patch"})
+    assert content(tmp_path).keys() == audit | {"recovery.parquet", "summary.json"}
+    audited.rungs = []
+    report.write(audited, tmp_path)
+    assert content(tmp_path).keys() == audit - {"steps.csv"} | {"recovery.parquet", "summary.json"}
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_demos_page_is_not_replaced_by_a_comparisons(tmp_path: Path) -> None:
+    Record(tmp_path).open()
+    write_whole(tmp_path / "report.html", "the demo's")
+    wrong("already holds 'report.html' of another result", *VERBS["compare"], "--out", tmp_path)
+    assert (tmp_path / "report.html").read_text() == "the demo's"
+
+
+def test_an_audit_cut_off_while_it_is_written_says_so(
+    tmp_path: Path, audited: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "write_whole", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            report.write(audited, tmp_path)
+    assert Record(tmp_path).unfinished() == {"verb": "audit"}
+    with pytest.raises(InputError, match="holds an unfinished result of 'audit'"):
+        write_tables(tmp_path, {"recovery": TABLE}, {}, about={"verb": "patch"})
+    report.write(audited, tmp_path)
+    assert Record(tmp_path).unfinished() is None

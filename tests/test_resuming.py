@@ -1,0 +1,96 @@
+"""What was made under other circumstances is never joined with what is made now."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cutting import same
+from kvinterp.comparison import Comparison
+from kvinterp.experiments import Compare
+from kvinterp.experiments.circumstances import circumstances
+from kvinterp.models import load_model, zoo
+from kvinterp.results import ResultFolder
+
+
+def edit_rope(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for place in (config, config.get("rope_parameters") or {}):
+        if "rope_theta" in place:
+            place["rope_theta"] = 500.0
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tokenizer(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["3"], words["4"] = words["4"], words["3"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(zoo.folder("gqa2-mini"), tmp_path / "model"))
+
+
+@pytest.mark.parametrize("edit", [edit_rope, edit_tokenizer])
+def test_a_checkpoint_edited_between_gives_the_table_of_the_edited_one(
+    tmp_path: Path, model: Path, edit: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`compare` was killed, rope_theta or the tokenizer edited, and it went on: old and new rows in one table."""
+    asked = Compare(str(model), "arithmetic:2", max_new_tokens=3, stop="length", device="cpu", record="")
+    add = ResultFolder.add
+
+    def cut(self: ResultFolder, part: Comparison) -> None:
+        add(self, part)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultFolder, "add", cut)
+        with pytest.raises(KeyboardInterrupt):
+            asked.run(tmp_path / "cut" / "out", progress="none")
+    edit(model)
+    asked.run(tmp_path / "cut" / "out", progress="none")
+    asked.run(tmp_path / "whole" / "out", progress="none")
+    same(tmp_path / "cut" / "out", tmp_path / "whole" / "out")
+
+
+def test_every_circumstance_is_in_the_key(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def now(edit: Callable[[Path], None] = nothing) -> str:
+        edit(model)
+        return json.dumps(circumstances(load_model(str(model), kind="native", dtype="float16", device="cpu")))
+
+    before = now()
+    assert now() == before
+    found = {before}
+    with monkeypatch.context() as patch:
+        patch.setenv("KVINTERP_THREADS", "2")
+        found.add(now())
+    for name in ("flash", "mem_efficient"):
+        enabled = getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+        switch = getattr(torch.backends.cuda, f"enable_{name}_sdp")
+        switch(not enabled)
+        try:
+            found.add(now())
+        finally:
+            switch(enabled)
+    with torch.backends.mkldnn.flags(enabled=False):
+        found.add(now())
+    with monkeypatch.context() as patch:
+        patch.setattr("kvinterp.provenance._version", lambda package: "another")
+        found.add(now())
+    adapter = load_model(str(model), kind="native", dtype="float16", device="cpu")
+    name, buffer = next(iter(adapter.model.named_buffers()))
+    buffer.mul_(2)
+    found.add(json.dumps(circumstances(adapter)))
+    found |= {now(edit_rope), now(edit_tokenizer)}
+    assert len(found) == 9, name
