@@ -99,7 +99,7 @@ def test_it_says_what_it_found_and_where_it_is(done: tuple[Path, Result]) -> Non
     assert str(out / "summary.json") in made.stdout
 
 
-def test_without_record_it_leaves_out_what_the_model_lacks_and_says_so(tmp_path: Path) -> None:
+def test_without_record_the_pattern_is_derived_beside_sdpa_and_it_says_so(tmp_path: Path) -> None:
     run = subprocess.run(
         [*KVINTERP, "compare", MODEL, "--prompts", "arithmetic:1", *QUICK, "--out", tmp_path / "out"],
         env=environment(),
@@ -109,10 +109,11 @@ def test_without_record_it_leaves_out_what_the_model_lacks_and_says_so(tmp_path:
     )
     assert run.returncode == 0, run.stderr
     assert "loading zoo:mistral-mini as native in float16 on cpu" in run.stderr
-    assert "pattern is not recorded: site 'pattern' does not exist under attention 'sdpa'" in run.stderr
+    assert "pattern is derived beside attention 'sdpa', which runs as it is and shows none" in run.stderr
     assert "Traceback" not in run.stderr
     assert "cached against recompute on zoo:mistral-mini (native, float16, matched)" in run.stdout
-    assert not (tmp_path / "out" / "figures" / "attention_by_head.png").exists()
+    assert (tmp_path / "out" / "figures" / "attention_by_head.png").exists()
+    assert "(derived)" in (tmp_path / "out" / "report.html").read_text()
     assert (tmp_path / "out" / "figures" / "kv_by_position.png").exists()
 
 
@@ -210,7 +211,6 @@ def test_list_models_shows_what_is_known_of_each(monkeypatch: pytest.MonkeyPatch
         ((MODEL, "--max-new-tokens", "0"), "max_new_tokens=0 was given"),
         ((MODEL, "--max-new-tokens", "2000"), "more than the context of zoo:mistral-mini, 1024 positions"),
         ((MODEL, "--record", "q"), "site 'q' cannot be compared"),
-        ((MODEL, "--record", "pattern", "--attention", "sdpa"), "'pattern' does not exist under attention 'sdpa'"),
         (("./no-such-folder",), "model folder './no-such-folder' does not exist"),
     ],
 )

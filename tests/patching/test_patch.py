@@ -635,7 +635,7 @@ def test_a_patch_that_this_model_has_no_place_for_is_refused(load, case, patch, 
 
 
 def test_a_site_that_this_kind_lacks_is_refused(load):
-    with pytest.raises(kv.UnsupportedError, match="never leave the kernel"):
+    with pytest.raises(kv.UnsupportedError, match="never leaves the kernel"):
         PatchWatcher(load(NATIVE), [kv.Patch("pattern")])
 
 

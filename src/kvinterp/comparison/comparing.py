@@ -81,7 +81,8 @@ def compare(
         seed: Seeds the random numbers.
         continuation: Token ids to feed both paths (matched, one prompt) instead of the leading path's choices.
         record: Sites to compare, out of the residual sites, pattern and the cache sites (``kv``); ``""`` for none; for None
-            resid_post, pattern and kv, without those that this model cannot give (the log says which and why).
+            resid_post, pattern and kv, without those that this model cannot give (the log says which and why). Under SDPA,
+            which shows no pattern, it is derived beside the kernel from queries and keys; the tables say so.
         layers: Layers to compare; all unless said.
         stop: ``"end of sequence"`` or ``"length"``.
         batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
@@ -146,7 +147,7 @@ class _Glimpse:
     """Holds what one path shows at the newest position, until the next step."""
 
     def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
-        self.watch, self.architecture = Watch(adapter, wanted, self._see), adapter.facts.architecture
+        self.watch, self.architecture = Watch(adapter, wanted, self._see, "newest"), adapter.facts.architecture
         self.places, self.listeners = self.watch.places, self.watch.listeners
         self.begin_pass, self.seen = self.watch.begin_pass, dict[Site, Tensor]()
 
@@ -192,6 +193,7 @@ class _Pair:
             protocol=self.protocol,
             strategy=str(self.strategy),
             seed=self.seed,
+            derived=[site for site in self.sites if any(target.derives(site) for target in self.targets)],
         )
 
     def batch(self, indices: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]) -> list[Comparison]:
@@ -266,6 +268,7 @@ class _Pair:
         a, b = (np.asarray(chosen[side][row][:count]) for side in (0, 1))
         steps = _with_tokens(steps, a, b)
         layers, heads, kv = (_with_flip(frame, steps) for frame in (layers, heads, kv))
+        heads = _with_source(heads, about)
         texts = {f"text_{side}": self.adapter.decode(tokens.tolist()) for side, tokens in (("a", a), ("b", b))}
         examples = pd.DataFrame([_example_row(example, name, len(prompt), steps, texts)])
         return Comparison(steps, examples, layers, heads, kv, _no_failures(), about)
@@ -309,10 +312,11 @@ def compare_traces(a: Trace, b: Trace) -> Comparison:
         "protocol": "matched" if matched else "free",
         "strategy": a.provenance.get("strategy", "unknown"),
         "provenance_b": b.provenance,
+        "derived": sorted({*a.derived, *b.derived} & {"pattern"}),
     }
     found = (differences.layers, differences.patterns, differences.kv)
     layer_table, head_table, kv_table = (_with_flip(table.frame(), steps) for table in found)
-    return Comparison(steps, examples, layer_table, head_table, kv_table, _no_failures(), about)
+    return Comparison(steps, examples, layer_table, _with_source(head_table, about), kv_table, _no_failures(), about)
 
 
 def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
@@ -379,6 +383,11 @@ def _with_flip(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(after_flip=frame["step"].isin(steps.loc[steps["after_flip"], "step"]))
 
 
+def _with_source(heads: pd.DataFrame, about: dict[str, Any]) -> pd.DataFrame:
+    """The table of patterns with where they are from: recorded, or derived beside a kernel that shows none."""
+    return heads.assign(pattern="derived" if "pattern" in about["derived"] else "recorded")
+
+
 def _example_row(example: int, name: str, prompt_tokens: int, steps: pd.DataFrame, texts: dict[str, str]) -> dict[str, Any]:
     flips = steps.index[steps["flipped"]]
     return {
@@ -409,4 +418,4 @@ def _failed(example: int, name: str, message: str, frames: list[pd.DataFrame], a
     examples = pd.DataFrame([_example_row(0, "", 0, steps, {"text_a": "", "text_b": ""})]).iloc[:0]
     failure = pd.DataFrame([{"example": example, "id": name, "message": message}])
     layers, heads, kv = (_with_flip(frame, steps) for frame in empty[1:])
-    return Comparison(steps, examples, layers, heads, kv, failure, about)
+    return Comparison(steps, examples, layers, _with_source(heads, about), kv, failure, about)

@@ -60,7 +60,8 @@ class Comparison:
             margin_b (logits), top_probability_difference, flipped, after_flip.
         examples: One row an example: flip_index, token_divergence, mean_kl, mean_kl_before_flip, mean_kl_after_flip.
         layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance, after_flip.
-        heads: One row an example, step, layer and query head: kl of the attention pattern, after_flip.
+        heads: One row an example, step, layer and query head: kl of the attention pattern, after_flip, pattern (``recorded``,
+            or ``derived`` beside a kernel that shows none).
         kv: One row an example, step, tensor (K or V), layer, KV head and absolute position: relative_error, ulp_mean,
             ulp_max, after_flip.
         failures: Examples left out because NaN or Inf appeared: example, id, message.
@@ -116,6 +117,11 @@ class Comparison:
             table: One of the tables, or some rows of one.
         """
         return table[~table["after_flip"].astype(bool)] if self.about["protocol"] == "free" else table
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """The sites that were derived beside a kernel that does not show them, and not recorded from it."""
+        return tuple(self.about.get("derived", ()))
 
     def where(self) -> str:
         """A few sentences: whether the paths differ, when, and in which layer, head and cache position most."""

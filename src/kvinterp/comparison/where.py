@@ -55,11 +55,12 @@ def where(comparison: Comparison) -> list[str]:
         *out,
         f"Mean KL of a prompt{' up to its flip' * split}: {over_prompts(same.groupby('example')['kl'].mean())}.",
     ]
+    derived = " (derived beside the kernel)" * ("pattern" in comparison.derived)
     streams = set(comparison.layers["site"]) <= _STREAMS
     for frame, value, subject, unit, keys in (
         (comparison.layers, "relative_l2", "residual stream" if streams else "recorded tensors", "relative L2 {:.2e}",
          ("site", "layer")),
-        (comparison.heads, "kl", "attention pattern", "KL {:.2e} nats", ("layer", "head")),
+        (comparison.heads, "kl", f"attention pattern{derived}", "KL {:.2e} nats", ("layer", "head")),
         (comparison.kv, "relative_error", "cache", "relative error {:.2e}", ("tensor", "layer", "kv_head")),
     ):  # fmt: skip
         # Step 0 is the prefill's on both paths.

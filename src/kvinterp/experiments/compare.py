@@ -11,7 +11,7 @@ from typing import Any
 from kvinterp.comparison import Comparison, compare, recordable
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import Experiment
-from kvinterp.models import Adapter, expand_sites, load_model
+from kvinterp.models import Adapter, load_model
 from kvinterp.paths import path_named, strategy_named
 from kvinterp.provenance import provenance
 from kvinterp.recording import chosen_layers
@@ -82,11 +82,7 @@ class Compare(Experiment):
         check_free(out, existing, names=NAMES)
         prompts = load_prompts(self.prompts)
         paths, strategy = (path_named(self.a), path_named(self.b)), strategy_named(self.strategy)
-        asked, attention = expand_sites(self.record or ""), self.attention
-        if self.kind == "native" and attention is None and not {"pattern", "attn_scores"}.isdisjoint(asked):
-            attention = "eager"
-            log.info("the attention pattern was asked for: eager attention, which alone shows it, takes the place of SDPA")
-        adapter = load_model(self.model, self.kind, self.dtype, self.device, attention)
+        adapter = load_model(self.model, self.kind, self.dtype, self.device, self.attention)
         layers = chosen_layers(adapter, self.layers)
         sites, left_out = recordable(adapter, self.record, layers)
         settings = {
@@ -99,6 +95,8 @@ class Compare(Experiment):
         folder = ResultFolder(out, settings, prompts, existing)
         if folder.finished:
             return [load_result(out)]
+        for site in filter(adapter.derives, sites):
+            log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
         for site, reason in left_out.items():
             log.info("%s is not recorded: %s", site, reason.split(": ")[0])
         done = folder.done()

@@ -280,6 +280,10 @@ class Adapter(abc.ABC):
             return False
         return True
 
+    def derives(self, site: str) -> bool:
+        """Whether a site is worked out beside a kernel that does not show it: it can be recorded, and not be patched."""
+        return False
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens the tokenizer puts in front.
 
@@ -396,6 +400,11 @@ class Adapter(abc.ABC):
     def _attach(self, place: Site) -> list[Any]:
         tap = self.tap(*place)
 
+        def rows() -> str:
+            heard = self._listeners.get(place, ())
+            newest = all(getattr(listener, "newest_row", False) for listener in heard)
+            return "none" if not heard else "newest" if newest else "all"
+
         def emit(raw: Tensor) -> Tensor | None:
             changed: Tensor | None = None
             for listener in self._listeners.get(place, ()):
@@ -403,4 +412,4 @@ class Adapter(abc.ABC):
                 changed = changed if new is None else new
             return None if changed is None else tap.put(raw, changed)
 
-        return tap_hooks(tap, place[0], emit)
+        return tap_hooks(tap, place[0], emit, rows)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Tap", "hooks_suspended", "remove_own_hooks", "softmax_hooks", "tap_hooks"]
+from kvinterp.models.derived import FusedMode
+
+__all__ = ["Tap", "hooks_suspended", "remove_own_hooks", "tap_hooks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +24,10 @@ class Tap:
 
     Attributes:
         module: The module to hook.
-        side: ``"input"`` (first argument), ``"output"``, or ``"softmax"`` (scores or pattern inside eager attention).
-        heads: Number of heads to split the last dimension into, or None where the layout is the common one already.
+        side: ``"input"`` (first argument), ``"output"``, ``"softmax"`` (scores or pattern inside eager attention), or
+            ``"fused"`` (the same, derived beside SDPA from what that is given).
+        heads: Number of heads to split the last dimension into, or None where the layout is the common one already; of
+            what is derived, the number of query heads.
         span: Start and stop of the last dimension that belongs to this site in a fused projection, or None for all.
         head_major: Whether the tensor arrives as ``[batch, head, position, head_dim]``.
     """
@@ -55,10 +59,25 @@ class Tap:
         return replaced
 
 
-def tap_hooks(tap: Tap, site: str, emit: Callable[[Tensor], Tensor | None]) -> list[Any]:
-    """Hooks a tap's module: ``emit`` is called with the raw tensor, and what it returns goes in its place."""
+def _all_rows() -> str:
+    return "all"
+
+
+def tap_hooks(
+    tap: Tap, site: str, emit: Callable[[Tensor], Tensor | None], rows: Callable[[], str] = _all_rows
+) -> list[Any]:
+    """Hooks a tap's module: ``emit`` is called with the raw tensor, and what it returns goes in its place.
+
+    Args:
+        tap: Where the site is.
+        site: Its name.
+        emit: What hears it.
+        rows: Of what is derived, whether ``"all"`` query positions are wanted, the ``"newest"`` alone, or ``"none"``.
+    """
     if tap.side == "softmax":
-        return softmax_hooks(tap.module, site, emit)
+        return _mode_hooks(tap.module, lambda: _SoftmaxMode(site, emit))
+    if tap.side == "fused":
+        return _mode_hooks(tap.module, lambda: FusedMode(site, tap.heads or 0, emit, rows))
     if tap.side == "input":
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -105,12 +124,12 @@ class _SoftmaxMode(torch.overrides.TorchFunctionMode):
         return probabilities if new is None else new.to(probabilities.dtype)
 
 
-def softmax_hooks(module: nn.Module, site: str, emit: Callable[[Tensor], Tensor | None]) -> list[Any]:
-    """Hooks the softmax inside one eager attention module, the only place where scores and pattern exist."""
-    open_modes: list[_SoftmaxMode] = []
+def _mode_hooks(module: nn.Module, made: Callable[[], torch.overrides.TorchFunctionMode]) -> list[Any]:
+    """Enters a mode around one attention module, inside which alone scores and pattern can be seen."""
+    open_modes: list[torch.overrides.TorchFunctionMode] = []
 
     def enter(_: nn.Module, __: Any) -> None:
-        mode = _SoftmaxMode(site, emit)
+        mode = made()
         mode.__enter__()
         open_modes.append(mode)
 

@@ -262,7 +262,8 @@ def draw_attention(target: FigureBase, comparisons: Labelled) -> None:
     axes.set(xlabel="query head", ylabel="layer")
     if (values > 0).any():
         _color_bar(target, image, axes, "mean KL of attention (nats, log scale)")
-    place_title(axes, _led(label, _attention_title(table)))
+    derived = " (derived)" * ("pattern" in comparison.derived)
+    place_title(axes, _led(label, _attention_title(table) + derived))
 
 
 def _attention_title(table: pd.DataFrame) -> str:
