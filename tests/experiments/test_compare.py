@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from kvinterp.comparison import Comparison
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import InputError
 from kvinterp.experiments import Compare, Demo
 from kvinterp.experiments.registry import EXPERIMENTS
 from kvinterp.models.native import NativeAdapter
+from kvinterp.models.native_sites import NativeSites
+from kvinterp.models.taps import Tap
 from kvinterp.results import TABLES, ResultFolder, load_result
 
 SMALL = Compare(

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
+from kvinterp.errors import InputError, NonFiniteError
 from kvinterp.recording import Trace
 from kvinterp.views.attention import assembled_pattern, attention_comparison
 from support import Case, assert_bitwise, assert_close

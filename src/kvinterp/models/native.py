@@ -194,6 +194,24 @@ class NativeAdapter(Adapter):
         ]
 
     @property
+    def facts(self) -> Facts:
+        """The model's facts; the attention is what its config says now, which ``set_attn_implementation`` changes."""
+        now = getattr(text_config(self.model), "_attn_implementation", None) or "eager"
+        if now != self._facts.attention:
+            self._facts = dataclasses.replace(self._facts, attention=now)
+            self._forget()
+        return self._facts
+
+    @facts.setter
+    def facts(self, facts: Facts) -> None:
+        self._facts = facts
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._checked = self._continues = self._plain_cache = None
+        self._sites.facts = self._facts
+
+    @property
     def blocks(self) -> nn.ModuleList:
         """The decoder's blocks."""
         return self._blocks

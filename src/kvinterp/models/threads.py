@@ -47,12 +47,16 @@ def threads_for(adapter: Adapter) -> int:
 
 @contextlib.contextmanager
 def own_threads(adapter: Adapter) -> Iterator[None]:
-    """Runs what is inside with the threads this model is run with, and puts the number back."""
+    """Runs what is inside with the threads this model is run with, and puts the number back.
+
+    Every verb comes in here, so this is also where the model is asked once whether it was changed since the last.
+    """
     before, wanted = torch.get_num_threads(), threads_for(adapter)
     try:
         if wanted != before:
             torch.set_num_threads(wanted)
-        yield
+        with adapter.unchanged():
+            yield
     finally:
         if wanted != before:
             torch.set_num_threads(before)
