@@ -59,7 +59,7 @@ def test_compare_writes_what_the_issue_promises(done: tuple[Path, Result]) -> No
     assert set(wanted) <= set(steps.columns)
     assert sorted(zip(steps["example"], steps["step"], strict=True)) == [(e, s) for e in (0, 1) for s in range(3)]
     assert pd.read_parquet(out / "examples.parquet")["id"].tolist() == ["arithmetic-0-0", "arithmetic-0-1"]
-    for name in ("layers", "heads", "kv"):
+    for name in ("layers", "heads", "kv_steps", "kv_positions"):
         frame = pd.read_parquet(out / f"{name}.parquet")
         assert sorted(frame["layer"].unique()) == [0, 3], name
     figures = {p.stem for p in (out / "figures").glob("*.png")}
@@ -336,7 +336,7 @@ def test_cut_off_after_one_prompt_it_goes_on_to_the_uninterrupted_tables(tmp_pat
     again = kvinterp(*options, "--out", cut)
     assert again.exit_code == 0, again.output
     assert kvinterp(*options, "--out", whole).exit_code == 0
-    for name in ("steps", "examples", "layers", "heads", "kv"):
+    for name in ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv"):
         one, other = (pd.read_parquet(folder / f"{name}.parquet") for folder in (cut, whole))
         pd.testing.assert_frame_equal(one, other, check_exact=True, obj=name)
     assert json.loads((cut / "summary.json").read_text()) == json.loads((whole / "summary.json").read_text())

@@ -32,7 +32,7 @@ HOOKED, NATIVE, WINDOW = Case("llama-gqa", "hooked"), Case("llama-gqa", "native"
 
 
 def sites_of(case):
-    return [site for site in case.sites if site != "attn_scores"]
+    return case.patched
 
 
 def traced(model, path, prompt=PROMPT, **more):
@@ -177,7 +177,7 @@ def test_cache_patches_change_their_heads_and_positions_only(load, case, path):
 @cases([HOOKED, NATIVE, WINDOW])
 def test_head_patches_change_their_heads_only(load, case):
     model = load(case)
-    sites = [site for site in ("q", "k", "v", "z", "pattern") if site in case.sites]
+    sites = [site for site in ("q", "k", "v", "z", "pattern") if site in case.patched]
     donor = traced(model, "recompute", OTHER, record=sites, positions="all")
     tokens = torch.tensor([PROMPT])
     for site in sites:

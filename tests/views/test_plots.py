@@ -158,15 +158,16 @@ def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> No
 
 
 def test_a_window_that_holds_no_early_position_is_drawn_from_its_first() -> None:
-    kv = MADE["usual"].kv
-    late = dataclasses.replace(MADE["usual"], kv=kv[kv["position"] >= 3])
+    kv = MADE["usual"].kv_positions
+    late = dataclasses.replace(MADE["usual"], kv_positions=kv[kv["position"] >= 3])
     axes = figure_of(draw_kv, {"": late}, (5.6, 3.9)).axes[0]
     assert axes.images[0].get_extent()[:2] == [2.5, 7.5]
 
 
 def test_figures_leave_out_what_was_not_recorded() -> None:
     usual = MADE["usual"]
-    bare = dataclasses.replace(usual, heads=usual.heads.iloc[:0], kv=usual.kv.iloc[:0], layers=usual.layers.iloc[:0])
+    bare = dataclasses.replace(usual, heads=usual.heads.iloc[:0], kv_positions=usual.kv_positions.iloc[:0],
+                               layers=usual.layers.iloc[:0])
     assert list(figures({"matched": bare})) == ["kl_by_step"]
     assert list(figures({"matched": usual})) == ["kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position"]
 

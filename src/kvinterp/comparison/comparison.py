@@ -18,7 +18,7 @@ from kvinterp.models import Adapter, wrap
 
 __all__ = ["COLUMNS", "PARTS", "TABLES", "Comparison", "Origin"]
 
-TABLES = ("steps", "examples", "layers", "heads", "kv")
+TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv")
 PARTS = (*TABLES, "failures")
 """The tables of a comparison, and with them the list of what could not be compared."""
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -62,8 +62,11 @@ class Comparison:
         layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance, after_flip.
         heads: One row an example, step, layer and query head: kl of the attention pattern, after_flip, pattern (``recorded``,
             or ``derived`` beside a kernel that shows none).
-        kv: One row an example, step, tensor (K or V), layer, KV head and absolute position: relative_error, ulp_mean,
-            ulp_max, after_flip.
+        kv_steps: One row an example, step, tensor (K or V), layer and KV head: how many vectors were compared (one a
+            position) and how many differ; relative_error and ulp_mean on average, relative_error_max and ulp_max at most.
+        kv_positions: The same by absolute position instead of step, over the steps from 1 on, those after the flip apart.
+        kv: Only with ``cache_errors="whole"``: one row an example, step, tensor, layer, KV head and absolute position:
+            relative_error, ulp_mean, ulp_max, after_flip.
         failures: Examples left out because NaN or Inf appeared: example, id, message.
         about: Paths, protocol, strategy and provenance.
         origin: Model and prompts, where it was made in this process; None where it was read from disk.
@@ -73,6 +76,8 @@ class Comparison:
     examples: pd.DataFrame
     layers: pd.DataFrame
     heads: pd.DataFrame
+    kv_steps: pd.DataFrame
+    kv_positions: pd.DataFrame
     kv: pd.DataFrame
     failures: pd.DataFrame
     about: dict[str, Any]

@@ -43,6 +43,7 @@ class Compare(Experiment):
         attention: Attention implementation of the native kind.
         batch_size: Most prompts in a batch.
         stop: ``end of sequence`` or ``length``.
+        cache_errors: ``aggregated`` by step and by position, or ``whole``.
     """
 
     model: str = "zoo:mistral-mini"
@@ -61,6 +62,7 @@ class Compare(Experiment):
     attention: str | None = None
     batch_size: int = 1
     stop: str = "end of sequence"
+    cache_errors: str = "aggregated"
 
     def run(self, out: str | Path, existing: str = "error", progress: str = "bar") -> list[Result]:
         """Runs it, or the rest of it, into a folder.
@@ -143,6 +145,7 @@ class Compare(Experiment):
             record=sites,
             layers=layers,
             stop=self.stop,
+            cache_errors=self.cache_errors,
             batch_size=self.batch_size,
             examples=numbers,
             progress=progress,

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from kvinterp.comparison import Comparison
+from kvinterp.comparison import Comparison, mean_error
 from kvinterp.comparison.where import most
 from kvinterp.models import dtype_named
 from kvinterp.results import write_whole
@@ -73,7 +73,7 @@ def figures(comparisons: Labelled) -> dict[str, Figure]:
         made["drift_by_layer"] = figure_of(draw_drift, comparisons, (5.6, 3.7))
     if not first.heads.empty:
         made["attention_by_head"] = figure_of(draw_attention, {"": first}, (5.6, 3.5))
-    if not first.kv.empty:
+    if not first.kv_positions.empty:
         made["kv_by_position"] = figure_of(draw_kv, {"": first}, (5.6, 3.9))
     return made
 
@@ -298,8 +298,9 @@ def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
     (label, comparison) = next(iter(comparisons.items()))
     example = int(comparison.examples.sort_values("steps", kind="stable")["example"].iloc[-1])
     prompt = int(comparison.examples.set_index("example")["prompt_tokens"].loc[example])
-    frame = _later(comparison, comparison.kv[comparison.kv["example"] == example])
-    means = frame.groupby(["tensor", "layer", "position"])["relative_error"].mean()
+    every = comparison.same_text(comparison.kv_positions)
+    frame = every[every["example"] == example]
+    means = mean_error(frame, ("tensor", "layer", "position"))
     tensors = [name for name in ("K", "K before RoPE", "V") if (frame["tensor"] == name).any()]
     panels = np.atleast_1d(target.subplots(len(tensors), 1, sharex=True))
     norm, cmap = _log_norm(means.to_numpy()), colormaps[CMAP].with_extremes(bad="#ffffff")

@@ -354,7 +354,7 @@ def attention_section(main: Sequence[Result], gallery: Gallery) -> Section | Non
 
 def kv_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
     """How far apart K and V are, position by position."""
-    one = [r for r in leading(main) if not r.comparison.kv.empty]
+    one = [r for r in leading(main) if not r.comparison.kv_positions.empty]
     if not one:
         return None
     made, seen = [], ["Counted over all prompts, steps from 1 on, layers and KV heads:"]
@@ -374,20 +374,21 @@ def kv_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
 
 
 def _kv_sentence(comparison: Comparison) -> str:
-    kv = comparison.same_text(comparison.kv)
-    kv = kv[kv["step"] > 0]
+    kv = comparison.same_text(comparison.kv_positions)
     prompt = kv["example"].map(comparison.examples.set_index("example")["prompt_tokens"])
     said = []
     for name, part in (("prompt", kv[kv["position"] < prompt]), ("decoded", kv[kv["position"] >= prompt])):
-        differing = part[part["relative_error"] > 0]
         if part.empty:
             continue
-        if differing.empty:
-            said.append(f"all {len(part)} {name} vectors are exactly equal")
+        vectors, differing = int(part["vectors"].sum()), int(part["differing"].sum())
+        if not differing:
+            said.append(f"all {vectors} {name} vectors are exactly equal")
             continue
+        # Vectors that are equal are 0 units apart, so that they add nothing to the sum.
+        units = (part["ulp_mean"] * part["vectors"]).sum() / differing
         said.append(
-            f"{share(len(differing), len(part))} of the {len(part)} {name} vectors differ, and in those that do the mean "
-            f"element by {number(differing['ulp_mean'].mean())} units in the last place"
+            f"{share(differing, vectors)} of the {vectors} {name} vectors differ, and in those that do the mean "
+            f"element by {number(units)} units in the last place"
         )
     return "; ".join(said)
 
