@@ -35,7 +35,8 @@ def test_the_sums_are_those_of_every_position_at_every_step(load: Any, case: Cas
     model = load(case, "float32")
     whole = kv.compare(model, PROMPTS, cache_errors="whole", **SETTINGS, **more)
     parts = kv.compare(model, PROMPTS, **SETTINGS, **more)
-    assert parts.kv.empty and list(parts.kv.columns) == list(whole.kv.columns)
+    assert parts.kv.empty
+    assert list(parts.kv.columns) == list(whole.kv.columns)
     for found, wanted in ((parts.kv_steps, by_step(whole.kv)), (parts.kv_positions, by_position(whole.kv))):
         pd.testing.assert_frame_equal(sorted_frame(found), sorted_frame(wanted), rtol=1e-12, check_dtype=False)
     later = whole.kv[whole.kv["step"] > 0]
@@ -71,7 +72,8 @@ def test_what_it_will_take_is_said_before_it_starts(load: Any, caplog: pytest.Lo
             made = kv.compare(model, PROMPTS, cache_errors=keep, stop="length", **SETTINGS)
         sites = ("resid_post", "pattern", "cache_k", "cache_v")
         told = forecast(model.facts, sites, model.facts.layers, [6, 6], 9, keep)
-        assert str(told) in caplog.text and f"{sum(told.rows.values()):,} rows" in caplog.text
+        assert str(told) in caplog.text
+        assert f"{sum(told.rows.values()):,} rows" in caplog.text
         for name in ("steps", "layers", "heads", "kv_steps", "kv"):
             assert told.rows[name] == len(getattr(made, name)), name
         # In the matched protocol a position may stand there twice, before and after a flip.

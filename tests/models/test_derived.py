@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 import transformers
+from tests.support import Case, assert_bitwise, assert_close, cases
 from torch import nn
 
 import kvinterp as kv
 from kvinterp.models.derived import derived_attention
 from kvinterp.models.load import wrap
-from tests.support import Case, assert_bitwise, assert_close, cases
 
 PROMPT = [3, 5, 7, 9, 2, 4, 8, 10, 6, 1, 3, 7]
 SDPA = [Case(name, "native", "sdpa") for name in ("llama-gqa", "mistral-window")]
@@ -51,7 +51,13 @@ def test_values_that_are_the_identity_make_the_kernel_show_its_pattern(mask, sca
     key = torch.randn(2, 4 // shared, 9, 8, generator=made, dtype=torch.float64)
     causal, given = MASKS[mask] == "causal", None if MASKS[mask] == "causal" else MASKS[mask]
     shown = nn.functional.scaled_dot_product_attention(
-        query, key, torch.eye(9).double().expand(2, 4 // shared, 9, 9), given, is_causal=causal, scale=scale, enable_gqa=shared > 1
+        query,
+        key,
+        torch.eye(9).double().expand(2, 4 // shared, 9, 9),
+        given,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=shared > 1,
     )
     key = key.repeat_interleave(shared, 1)
     derived = derived_attention("pattern", query, key, given, causal, scale)
@@ -123,7 +129,8 @@ def test_a_derived_pattern_is_eagers_to_rounding(load, case):
         assert (own.derived, derived.derived) == ((), ("pattern",))
         for place, kept in own.records.items():
             for a, b, c in zip(derived.records[place], kept, exact.records[place], strict=True):
-                assert a.dtype == torch.float32 and c.dtype == torch.float64
+                assert a.dtype == torch.float32
+                assert c.dtype == torch.float64
                 assert_close(a, b, "pattern", ("head", "query", "key"), absolute=256 * FLOAT32)
                 assert_close(a.double(), c, "pattern", ("head", "query", "key"), absolute=256 * FLOAT32)
 
@@ -134,8 +141,10 @@ def test_its_difference_is_measured_head_by_head_and_called_derived(load, tmp_pa
     both = kv.compare(model, PROMPT, **paths, max_new_tokens=4, stop="length", progress="none")
     later = both.heads[both.heads["step"] > 0]
     assert len(later) == 3 * model.facts.layers * model.facts.query_heads
-    assert (later["kl"] >= 0).all() and (later["kl"] > 0).any()
-    assert set(both.heads["pattern"]) == {"derived"} and both.derived == ("pattern",)
+    assert (later["kl"] >= 0).all()
+    assert (later["kl"] > 0).any()
+    assert set(both.heads["pattern"]) == {"derived"}
+    assert both.derived == ("pattern",)
     assert "attention pattern (derived beside the kernel)" in both.where()
     trace = kv.run(model, PROMPT, record="pattern", max_new_tokens=2, logits="keep", stop="length")
     assert "pattern (derived)" in repr(trace)
@@ -144,7 +153,8 @@ def test_its_difference_is_measured_head_by_head_and_called_derived(load, tmp_pa
     assert set(kv.compare_traces(again, trace).heads["pattern"]) == {"derived"}
     with kv.record(model.model, "pattern,resid_post") as seen:
         model.model(torch.tensor([PROMPT]))
-    assert seen.derived == ("pattern",) and "pattern (derived)" in repr(seen)
+    assert seen.derived == ("pattern",)
+    assert "pattern (derived)" in repr(seen)
     page = kv.attention_comparison(model, PROMPT, step=2).page
     assert "derived beside it" in " ".join(page.sentences)
 
@@ -152,7 +162,9 @@ def test_its_difference_is_measured_head_by_head_and_called_derived(load, tmp_pa
 def test_eager_attention_that_was_asked_for_stays_and_is_recorded(load):
     model = load(Case("llama-gqa", "native", "eager"))
     both = kv.compare(model, PROMPT, record="pattern", max_new_tokens=2, progress="none")
-    assert both.about["attention"] == "eager" and both.derived == () and set(both.heads["pattern"]) == {"recorded"}
+    assert both.about["attention"] == "eager"
+    assert both.derived == ()
+    assert set(both.heads["pattern"]) == {"recorded"}
     assert "derived" not in both.where()
     assert "derived" not in " ".join(kv.attention_comparison(model, PROMPT, step=1).page.sentences)
 

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from tests.support import Case, cases
 from torch import nn
 
 import kvinterp as kv
 from kvinterp.models.mark import _WORDS, _summed_on_device, mark_of, settings_of
-from tests.support import Case, cases
 
 PROMPT = [3, 5, 7, 9, 2, 4, 8, 10, 6, 1, 3, 7]
 SETTINGS = {"b": "recompute@float64", "max_new_tokens": 3, "stop": "length", "progress": "none"}

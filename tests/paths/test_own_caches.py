@@ -322,7 +322,8 @@ def test_positions_that_are_not_known_are_not_named():
     ):
         kv.run(model, prompt, path, record="kv", max_new_tokens=4, stop="length")
     found = kv.compare(model, prompt, path, "cached", record="resid_post", max_new_tokens=3, stop="length", progress="none")
-    assert found.kv_steps.empty and found.kv_positions.empty
+    assert found.kv_steps.empty
+    assert found.kv_positions.empty
     assert not found.layers.empty
 
 

@@ -166,8 +166,9 @@ def test_a_window_that_holds_no_early_position_is_drawn_from_its_first() -> None
 
 def test_figures_leave_out_what_was_not_recorded() -> None:
     usual = MADE["usual"]
-    bare = dataclasses.replace(usual, heads=usual.heads.iloc[:0], kv_positions=usual.kv_positions.iloc[:0],
-                               layers=usual.layers.iloc[:0])
+    bare = dataclasses.replace(
+        usual, heads=usual.heads.iloc[:0], kv_positions=usual.kv_positions.iloc[:0], layers=usual.layers.iloc[:0]
+    )
     assert list(figures({"matched": bare})) == ["kl_by_step"]
     assert list(figures({"matched": usual})) == ["kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position"]
 

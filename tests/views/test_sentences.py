@@ -91,7 +91,8 @@ ONE = (0,)
     [
         (made(), ["logits differ at 8 of 10 steps, the earliest step 1", "0 of 2 prompts flip a token", "95% interval",
                   "over 2 prompts", "Measured on a processor, 1 thread;"], [ALIKE, "up to the flip", "left out"]),
-        (made(size=0.0), [f"{ALIKE} 10 steps of 2 prompts, on a processor, 1 thread"], ["differ", "interval"]),
+        (made(size=0.0), [f"{ALIKE} 10 steps of 2 prompts, on a processor, 1 thread", "To see a difference try another dtype"],
+         ["logits differ", "interval"]),
         (made(examples=ONE), ["of one prompt, so without an interval", "0 of 1 prompt flips"], ["95%"]),
         (made(steps_equal("step != 3")), ["differ at 2 of 10 steps, the earliest step 3"], ["earliest step 1", ALIKE]),
         (made(flip=4, protocol="free"), ["2 of 2 prompts flip a token"], ["up to the flip", "after it"]),

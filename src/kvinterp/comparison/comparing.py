@@ -244,7 +244,14 @@ class _Pair:
                     self.padding = padding_of(logits)
                     tokens = (~self.padding).nonzero().flatten() if bool(self.padding.any()) else slice(None)
                 a, b = (row[:, tokens] for row in logits)
-                differences.add(step, indices, prompt.shape[1] + step, (a, b), (glimpses[0].seen, glimpses[1].seen), _kinds(over, flipped))
+                differences.add(
+                    step,
+                    indices,
+                    prompt.shape[1] + step,
+                    (a, b),
+                    (glimpses[0].seen, glimpses[1].seen),
+                    _kinds(over, flipped),
+                )
                 flipped = flipped | (picks[0] != picks[1])
                 chosen.append(torch.stack(picks))
                 finite.append(torch.stack([sound_rows(row, self.padding) for row in logits]))

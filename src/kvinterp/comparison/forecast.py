@@ -44,7 +44,7 @@ class Forecast:
         whole = f", of which the whole kv {self.rows['kv']:,}" * bool(self.rows["kv"])
         return (
             f"comparing {self.prompts} prompt{'s' * (self.prompts != 1)} at up to {self.steps} steps: tables of at most "
-            f"{sum(self.rows.values()):,} rows{whole}, about {_size(self.bytes)} of memory"
+            f"{sum(self.rows.values()):,} rows{whole}, about {_size(float(self.bytes))} of memory"
         )
 
 

@@ -39,9 +39,7 @@ def of_example(
     return _made(mine, steps, pd.DataFrame([row]), _no_failures(), about)
 
 
-def failed(
-    example: int, name: str, message: str, frames: Mapping[str, pd.DataFrame], about: dict[str, Any]
-) -> Comparison:
+def failed(example: int, name: str, message: str, frames: Mapping[str, pd.DataFrame], about: dict[str, Any]) -> Comparison:
     """The comparison of an example that could not be compared: nothing but the message."""
     empty = {table: frame.iloc[:0] for table, frame in frames.items()}
     steps = _with_tokens(empty["steps"], np.zeros(0, np.int64), np.zeros(0, np.int64))

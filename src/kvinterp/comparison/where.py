@@ -9,6 +9,7 @@ import pandas as pd
 
 from kvinterp import metrics
 from kvinterp.comparison.cache_errors import mean_error
+from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 
 if TYPE_CHECKING:
     from kvinterp.comparison.comparison import Comparison
@@ -38,7 +39,11 @@ def where(comparison: Comparison) -> list[str]:
     count = steps["example"].nunique()
     differing, machine = same[same["max_abs_logit"] > 0], machine_of(about)
     if differing.empty and len(same) == len(steps) and not same["flipped"].any():
-        return [f"{head}: bitwise equal at all {len(steps)} steps of {prompts_said(count)}, on {machine}.", *out]
+        return [
+            f"{head}: bitwise equal at all {len(steps)} steps of {prompts_said(count)}, on {machine}.",
+            TO_SEE_A_DIFFERENCE,
+            *out,
+        ]
     after = steps.drop(same.index)
     flips = int(steps.groupby("example")["flipped"].any().sum())
     split = not after.empty

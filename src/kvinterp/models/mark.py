@@ -34,8 +34,8 @@ _SIGNED = _ODD - (1 << 64)
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NOT_COMPUTED_WITH = frozenset(
-    ("_name_or_path", "name_or_path", "model_name", "tokenizer_name", "_commit_hash", "transformers_version")
-    + ("generation_config", "warnings_issued", "device", "seed")
+    "_name_or_path name_or_path model_name tokenizer_name _commit_hash transformers_version "
+    "generation_config warnings_issued device seed".split()
 )
 """Where a checkpoint lies and who saved it, and what only generation reads: nothing that a forward computes with."""
 
@@ -99,7 +99,9 @@ def _class_of(value: Any) -> str:
 
 def _told(value: Any, seen: dict[int, int]) -> str:
     """A value as text that is the same in every process, and differs where what a forward reads of it differs."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | enum.Enum | torch.dtype | torch.Size):
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | enum.Enum | torch.dtype | torch.Size
+    ):
         return repr(value)
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)} {value.dtype} {_sums([value])[0]}"

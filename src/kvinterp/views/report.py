@@ -90,7 +90,9 @@ def overview_of(results: Sequence[Result]) -> Figure:
     dtype = results[0].comparison.about["dtype"]
     main = [r for r in results if r.comparison.about["dtype"] == dtype and not r.comparison.steps.empty]
     lead = leading(main)
-    whole = (r for r in lead if not (r.comparison.layers.empty or r.comparison.heads.empty or r.comparison.kv_positions.empty))
+    whole = (
+        r for r in lead if not (r.comparison.layers.empty or r.comparison.heads.empty or r.comparison.kv_positions.empty)
+    )
     chosen = next(whole, None)
     if chosen is None:
         raise InputError("no model and kind recorded resid_post, pattern and kv: the four figures need all of them.")
