@@ -39,11 +39,8 @@ def where(comparison: Comparison) -> list[str]:
     count = steps["example"].nunique()
     differing, machine = same[same["max_abs_logit"] > 0], machine_of(about)
     if differing.empty and len(same) == len(steps) and not same["flipped"].any():
-        return [
-            f"{head}: bitwise equal at all {len(steps)} steps of {prompts_said(count)}, on {machine}.",
-            TO_SEE_A_DIFFERENCE,
-            *out,
-        ]
+        equal = f"bitwise equal at all {len(steps)} steps of {prompts_said(count)}, on {machine}."
+        return [f"{head}: {equal}", TO_SEE_A_DIFFERENCE, *out]
     after = steps.drop(same.index)
     flips = int(steps.groupby("example")["flipped"].any().sum())
     split = not after.empty

@@ -250,7 +250,8 @@ class Adapter(abc.ABC):
     def at(self, dtype: torch.dtype | None) -> Adapter:
         """This model computing in ``dtype``; itself where that is the dtype it has.
 
-        Copies are kept for as long as the model stays as it is (weights, buffers, config, attributes), and carry none of kvinterp's own hooks.
+        Copies are kept for as long as the model stays as it is (weights, buffers, config, attributes of its modules), and
+        carry none of kvinterp's own hooks.
         """
         if dtype is None or dtype == self.dtype:
             return self

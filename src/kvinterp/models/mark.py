@@ -34,8 +34,18 @@ _SIGNED = _ODD - (1 << 64)
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NOT_COMPUTED_WITH = frozenset(
-    "_name_or_path name_or_path model_name tokenizer_name _commit_hash transformers_version "
-    "generation_config warnings_issued device seed".split()
+    (
+        "_name_or_path",
+        "name_or_path",
+        "model_name",
+        "tokenizer_name",
+        "_commit_hash",
+        "transformers_version",
+        "generation_config",
+        "warnings_issued",
+        "device",
+        "seed",
+    )
 )
 """Where a checkpoint lies and who saved it, and what only generation reads: nothing that a forward computes with."""
 

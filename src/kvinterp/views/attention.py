@@ -116,7 +116,8 @@ def attention_comparison(
 
     Raises:
         InputError: A step, layer, head or position does not exist, or the two sides are not of the same tokens.
-        UnsupportedError: The pattern cannot be derived beside the model's attention (flash attention), or a path keeps too little of it.
+        UnsupportedError: The pattern cannot be derived beside the model's attention (flash attention), or a path keeps too
+            little of it.
     """
     check_choice("fit", fit, ("crop", "pool"))
     for name, given, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):

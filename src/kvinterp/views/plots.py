@@ -296,9 +296,15 @@ def _mark_cells(axes: Axes, values: np.ndarray, norm: LogNorm, cmap: Any) -> Non
 def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
     """Relative error of K and of V by layer and absolute position, in the example that decoded most; white is exactly 0."""
     (label, comparison) = next(iter(comparisons.items()))
-    example = int(comparison.examples.sort_values("steps", kind="stable")["example"].iloc[-1])
-    prompt = int(comparison.examples.set_index("example")["prompt_tokens"].loc[example])
     every = comparison.same_text(comparison.kv_positions)
+    if every.empty:
+        axes = target.subplots()
+        axes.set_axis_off()
+        place_title(axes, _led(label, "no step after the prefill at which both paths hold the same text"))
+        return
+    drawn = comparison.examples[comparison.examples["example"].isin(every["example"])]
+    example = int(drawn.sort_values("steps", kind="stable")["example"].iloc[-1])
+    prompt = int(comparison.examples.set_index("example")["prompt_tokens"].loc[example])
     frame = every[every["example"] == example]
     means = mean_error(frame, ("tensor", "layer", "position"))
     tensors = [name for name in ("K", "K before RoPE", "V") if (frame["tensor"] == name).any()]
