@@ -57,7 +57,7 @@ def test_nothing_is_cut_off(drawn: str, what: str) -> None:
 def test_without_a_step_of_the_same_text_the_figure_of_k_and_v_says_so() -> None:
     """In the free protocol a token may flip at step 0, after which nothing is of the same text."""
     made = comparison((0, 1), flip=0, protocol="free")
-    assert "no step after the prefill" in _title(figure_of(draw_kv, {"": made}, (5.6, 3.9)))
+    assert "step after the prefill at which both" in _title(figure_of(draw_kv, {"": made}, (5.6, 3.9)))
 
 
 def test_the_overview_holds_all_four_and_cuts_nothing_off() -> None:

@@ -89,7 +89,7 @@ def _hashed(tensors: list[tuple[str, Tensor]], text: str = "") -> str:
     for name, tensor in tensors:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         if not tensor.is_meta:
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

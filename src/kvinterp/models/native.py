@@ -174,6 +174,7 @@ class NativeAdapter(Adapter):
     """A transformers model as the user or production runs it; nothing of it is replaced."""
 
     kind = "native"
+    _facts: Facts
 
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         super().__init__(model, transformers_facts(model, name), tokenizer)
