@@ -16,7 +16,7 @@ import pytest
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
 from kvinterp.results import Result
-from kvinterp.views import heatmap, plots, root_cause, sections
+from kvinterp.views import heatmap, plots, root_cause, sections, split_figure
 from kvinterp.views.answer import answer_of, question_of
 from kvinterp.views.flips import flip_section
 from kvinterp.views.precision import ladder_of, ladder_said, ladder_title
@@ -405,23 +405,26 @@ def test_the_title_of_a_recovery(frame: pd.DataFrame, wanted: list[str], unwante
 
 
 @pytest.mark.parametrize(
-    ("state", "fresh", "title"),
+    ("most", "title"),
     [
-        ([2.0, 2.0], [1.0, 3.0], "State is the larger part at 1 of 2 steps that differ, fresh at 1"),
-        ([1.0, 1.0], [1.0, 1.0], "State is the larger part at 0 of 2 steps that differ, fresh at 0"),
-        ([0.0, 0.0], [0.0, 0.0], "The KL is 0 at every step"),
+        (["fresh", "anew"], "More than all other parts together, of 2 steps that differ: fresh at 1, anew at 1"),
+        (["fresh", "spread"], "of 2 steps that differ: fresh at 1; none at 1"),
+        (["spread", "spread"], "No part is more than all others together at any of 2 steps that differ"),
+        (["none", "none"], "bitwise equal at every step: there is nothing to split. To see a difference try"),
     ],
 )
-def test_the_title_of_a_split(state: list[float], fresh: list[float], title: str) -> None:
-    steps = pd.DataFrame({"step": [1, 2], "state": state, "fresh": fresh, "total": np.add(state, fresh)})
-    assert title in heatmap._split_title(steps)
+def test_the_title_of_a_split(most: list[str], title: str) -> None:
+    steps = pd.DataFrame({"step": [1, 2], "most": most, "total_l2": [float(part != "none") for part in most]})
+    assert title in split_figure._split_title(steps)
 
 
 def test_the_title_of_a_split_by_layer() -> None:
-    there = {"state": line(0, 1e-3, 0), "fresh": line(0, 0, 0)}
-    assert heatmap._layer_title(there) == (
-        "At the median step state is first above 0 at layer 1 and fresh is 0 in every layer"
+    zero = line(0, 0, 0)
+    there = {"fresh": zero, "alone": zero, "anew": line(0, 1e-3, 0), "kept": zero}
+    assert split_figure._layer_title(there) == (
+        "At the median step anew is first above 0 at layer 1; the other parts are 0"
     )
+    assert split_figure._layer_title(dict.fromkeys(there, zero)) == "At the median step every part is 0 in every layer"
 
 
 # The root cause --------------------------------------------------------------------------------------------------------
