@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvinterp as kv
+from kvinterp.comparison import mean_error
 from kvinterp.metrics import units_in_last_place
 from kvinterp.paths import Runner
 from kvinterp.provenance import device_name, kernel_flags
@@ -119,7 +120,7 @@ def measured(adapter: kv.Adapter, prompt: list[int], steps: int) -> dict[str, An
         times["compared"].append(synchronised(device) - middle)
     ratios = sorted(c / b for b, c in zip(times["bare"], times["compared"], strict=True))
     drift = both.layers[both.layers["step"] > 0].groupby("layer")["relative_l2"].mean()
-    cache = both.kv[both.kv["step"] > 0].groupby(["tensor", "layer"])["relative_error"].mean()
+    cache = mean_error(both.kv_positions, ("tensor", "layer"))
     summary = both.summary()
     return {
         "seconds": {way: sorted(values)[1] for way, values in times.items()},

@@ -197,8 +197,14 @@ class Case:
 
     @property
     def sites(self) -> list[str]:
-        """Every site this case must give: all of them, but scores and patterns never leave the SDPA kernel."""
-        return [site for site in SITES if self.attention != "sdpa" or site not in ("attn_scores", "pattern")]
+        """Every site this case must give; beside SDPA scores and patterns are derived."""
+        return list(SITES)
+
+    @property
+    def patched(self) -> list[str]:
+        """Every site that can be replaced: what is derived cannot, and scores are not offered."""
+        derived = ("pattern",) if self.attention == "sdpa" else ()
+        return [site for site in SITES if site not in ("attn_scores", *derived)]
 
     @property
     def compared(self) -> str:

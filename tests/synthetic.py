@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvinterp.comparison import Comparison
+from kvinterp.comparison import TABLES, Comparison
+from kvinterp.comparison.cache_errors import by_position, by_step
 from kvinterp.data import Prompt
 from kvinterp.results import Result
 
@@ -59,6 +60,8 @@ def comparison(
         for name, frame in zip(tables, _example(example, rng, steps, size, flip, layers, heads, prompt), strict=True):
             tables[name].append(frame)
     joined = {name: pd.concat(frames, ignore_index=True) for name, frames in tables.items()}
+    every = joined.pop("kv")
+    joined |= {"kv_steps": by_step(every), "kv_positions": by_position(every), "kv": every.iloc[:0]}
     return Comparison(**joined, failures=failures(), about=about(**changed))
 
 
@@ -69,7 +72,7 @@ def failures(*examples: int) -> pd.DataFrame:
 
 def failed(example: int, **changed: Any) -> Comparison:
     whole = comparison((example,), **changed)
-    empty = {name: getattr(whole, name).iloc[:0] for name in ("steps", "examples", "layers", "heads", "kv")}
+    empty = {name: getattr(whole, name).iloc[:0] for name in TABLES}
     return Comparison(**empty, failures=failures(example), about=whole.about)
 
 

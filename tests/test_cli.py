@@ -59,7 +59,7 @@ def test_compare_writes_what_the_issue_promises(done: tuple[Path, Result]) -> No
     assert set(wanted) <= set(steps.columns)
     assert sorted(zip(steps["example"], steps["step"], strict=True)) == [(e, s) for e in (0, 1) for s in range(3)]
     assert pd.read_parquet(out / "examples.parquet")["id"].tolist() == ["arithmetic-0-0", "arithmetic-0-1"]
-    for name in ("layers", "heads", "kv"):
+    for name in ("layers", "heads", "kv_steps", "kv_positions"):
         frame = pd.read_parquet(out / f"{name}.parquet")
         assert sorted(frame["layer"].unique()) == [0, 3], name
     figures = {p.stem for p in (out / "figures").glob("*.png")}
@@ -99,7 +99,7 @@ def test_it_says_what_it_found_and_where_it_is(done: tuple[Path, Result]) -> Non
     assert str(out / "summary.json") in made.stdout
 
 
-def test_without_record_it_leaves_out_what_the_model_lacks_and_says_so(tmp_path: Path) -> None:
+def test_without_record_the_pattern_is_derived_beside_sdpa_and_it_says_so(tmp_path: Path) -> None:
     run = subprocess.run(
         [*KVINTERP, "compare", MODEL, "--prompts", "arithmetic:1", *QUICK, "--out", tmp_path / "out"],
         env=environment(),
@@ -109,10 +109,11 @@ def test_without_record_it_leaves_out_what_the_model_lacks_and_says_so(tmp_path:
     )
     assert run.returncode == 0, run.stderr
     assert "loading zoo:mistral-mini as native in float16 on cpu" in run.stderr
-    assert "pattern is not recorded: site 'pattern' does not exist under attention 'sdpa'" in run.stderr
+    assert "pattern is derived beside attention 'sdpa', which runs as it is and shows none" in run.stderr
     assert "Traceback" not in run.stderr
     assert "cached against recompute on zoo:mistral-mini (native, float16, matched)" in run.stdout
-    assert not (tmp_path / "out" / "figures" / "attention_by_head.png").exists()
+    assert (tmp_path / "out" / "figures" / "attention_by_head.png").exists()
+    assert "(derived)" in (tmp_path / "out" / "report.html").read_text()
     assert (tmp_path / "out" / "figures" / "kv_by_position.png").exists()
 
 
@@ -210,7 +211,6 @@ def test_list_models_shows_what_is_known_of_each(monkeypatch: pytest.MonkeyPatch
         ((MODEL, "--max-new-tokens", "0"), "max_new_tokens=0 was given"),
         ((MODEL, "--max-new-tokens", "2000"), "more than the context of zoo:mistral-mini, 1024 positions"),
         ((MODEL, "--record", "q"), "site 'q' cannot be compared"),
-        ((MODEL, "--record", "pattern", "--attention", "sdpa"), "'pattern' does not exist under attention 'sdpa'"),
         (("./no-such-folder",), "model folder './no-such-folder' does not exist"),
     ],
 )
@@ -336,7 +336,7 @@ def test_cut_off_after_one_prompt_it_goes_on_to_the_uninterrupted_tables(tmp_pat
     again = kvinterp(*options, "--out", cut)
     assert again.exit_code == 0, again.output
     assert kvinterp(*options, "--out", whole).exit_code == 0
-    for name in ("steps", "examples", "layers", "heads", "kv"):
+    for name in ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv"):
         one, other = (pd.read_parquet(folder / f"{name}.parquet") for folder in (cut, whole))
         pd.testing.assert_frame_equal(one, other, check_exact=True, obj=name)
     assert json.loads((cut / "summary.json").read_text()) == json.loads((whole / "summary.json").read_text())

@@ -72,7 +72,7 @@ def test_decompose_writes_its_split(tmp_path: Path) -> None:
         (("patch", MODEL, "--steps", "last"), "'last'"),
         (("patch", MODEL, "--preset", "papr"), "unknown preset 'papr': did you mean 'paper'"),
         (("patch", MODEL, "--distance", "js"), "distance='js' was given"),
-        (("patch", MODEL, "--site", "pattern"), "pattern"),
+        (("patch", MODEL, "--site", "pattern"), "pattern cannot be patched under attention 'sdpa'"),
         (("decompose", "zoo:nothing"), "unknown zoo model 'nothing'"),
         (("decompose", MODEL, "--prompts", "none.jsonl"), "prompt file 'none.jsonl' does not exist"),
         (("audit", MODEL, "--rungs", "float12"), "unknown dtype 'float12'"),

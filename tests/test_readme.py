@@ -57,7 +57,7 @@ def test_in_a_notebook(tmp_path: Path) -> None:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     source = f"KIND = {'hooked' if has_hooked_transformer() else 'bridge'!r}\n{source}"
-    printed = run(f"{source}\nprint(len(both.steps), len(both.layers), len(both.heads), len(both.kv))", tmp_path)
+    printed = run(f"{source}\nprint(len(both.steps), len(both.layers), len(both.heads), len(both.kv_steps))", tmp_path)
     first, *_, cause, counts = printed.strip().splitlines()
     # On any processor they differ or are equal, and where() says which.
     assert first.startswith("cached against recompute on zoo:mistral-mini")

@@ -128,9 +128,8 @@ def test_trace_saves_and_loads(model, tmp_path):
         kv.Trace.load(tmp_path / "trace")
 
 
-def test_pattern_under_sdpa_says_why_and_what_to_do(model):
-    with pytest.raises(kv.UnsupportedError, match="attention='eager'"):
-        kv.run(model, PROMPT, record="pattern")
+def test_pattern_under_sdpa_is_derived_and_says_so(model):
+    assert kv.run(model, PROMPT, record="pattern", max_new_tokens=2).derived == ("pattern",)
 
 
 # Paths ---------------------------------------------------------------------------------------------------------------
@@ -226,7 +225,7 @@ def test_batches_change_no_bit_and_no_order(model):
     prompts = kv.load_prompts("arithmetic:8")
     one = kv.compare(model, prompts, max_new_tokens=6, progress="none")
     many = kv.compare(model, prompts, max_new_tokens=6, batch_size=4, progress="none")
-    for name in ("steps", "examples", "layers", "kv"):
+    for name in ("steps", "examples", "layers", "kv_steps", "kv_positions"):
         keys = [c for c in ("example", "step", "site", "tensor", "layer", "kv_head", "position") if c in getattr(one, name)]
         frames = [getattr(c, name).sort_values(keys, ignore_index=True) for c in (one, many)]
         pd.testing.assert_frame_equal(*frames)
@@ -288,7 +287,7 @@ def test_the_tables_are_what_the_traces_say():
     """Every kind of number derived again from kept tensors."""
     adapter = kv.load_model("zoo:gemma2-mini", kind="bridge", device="cpu")
     tokens = adapter.encode(PROMPT)
-    both = kv.compare(adapter, tokens, max_new_tokens=14, stop="length", progress="none")
+    both = kv.compare(adapter, tokens, max_new_tokens=14, stop="length", cache_errors="whole", progress="none")
     fed = both.steps["token_a"].tolist()
     keep = {"record": "resid_post,pattern,kv", "positions": "all", "logits": "keep", "stop": "length", "max_new_tokens": 14}
     a, b = (kv.run(adapter, tokens, path, continuation=fed, **keep) for path in ("cached", "recompute"))

@@ -89,6 +89,9 @@ def compare_command(
     attention: Attention = None,
     batch_size: Annotated[int, typer.Option(help="Most prompts a batch; used where it keeps the bits.")] = 1,
     stop: Annotated[str, typer.Option(help="'end of sequence' or 'length'.")] = "end of sequence",
+    cache_errors: Annotated[
+        str, typer.Option(help="K/V errors: 'aggregated' by step and by position, or 'whole' (quadratic in the steps).")
+    ] = "aggregated",
     overwrite: Overwrite = False,
 ) -> None:
     """Run a model along two paths on the same prompts and write what differs, step by step."""
@@ -113,6 +116,7 @@ def compare_command(
         attention=attention,
         batch_size=batch_size,
         stop=stop,
+        cache_errors=cache_errors,
     )
     (result,) = experiment.run(out, "overwrite" if overwrite else "error")
     failures = result.comparison.failures

@@ -32,12 +32,13 @@ ENVIRONMENT = (
 
 
 def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
-    """Versions, device, dtype, kernels and the weights' hash, as plain JSON values.
+    """Versions, device, dtype, kernels, the hash of the weights and that of all else of the model, as plain JSON values.
 
     Args:
         adapter: The model that ran.
         more: Whatever else belongs to the result: paths, protocol, strategy, seed.
     """
+    weights, settings = adapter.hashes()
     return {
         "kvinterp": __version__,
         "torch": torch.__version__,
@@ -54,7 +55,8 @@ def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
         "attention": adapter.facts.attention,
         "dtype": str(adapter.dtype).removeprefix("torch."),
         "autocast": autocast(adapter.device),
-        "weights": adapter.fingerprint(),
+        "weights": weights,
+        "settings": settings,
         "kernel_flags": kernel_flags(),
         **more,
     }

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.comparison import Comparison
+from kvinterp.comparison import TABLES, Comparison
 from kvinterp.models import Adapter
 from synthetic import comparison
 
@@ -45,10 +45,10 @@ def test_kl_of_two_texts_is_told_apart_from_that_of_rounding() -> None:
 def test_every_table_says_which_rows_are_after_the_flip(model: Adapter) -> None:
     both = kv.compare(model, kv.load_prompts("arithmetic:3"), b="recompute@bfloat16", protocol="free",
                       strategy="top_p(0.99,3.0)", max_new_tokens=8, stop="length", record="resid_post,cache_v",
-                      progress="none")  # fmt: skip
+                      cache_errors="whole", progress="none")  # fmt: skip
     flips = both.examples.set_index("example")["flip_index"]
     assert flips.notna().any()
-    for frame in (both.steps, both.layers, both.kv):
+    for frame in (both.steps, both.layers, both.kv_steps, both.kv):
         assert (frame["after_flip"] == (frame["step"] > frame["example"].map(flips))).all()
     assert both.heads["after_flip"].dtype == bool
 
@@ -56,7 +56,7 @@ def test_every_table_says_which_rows_are_after_the_flip(model: Adapter) -> None:
 def test_a_failure_among_the_others_leaves_the_columns_types() -> None:
     parts = [comparison((0,)), comparison((1,), flip=1)]
     joined = Comparison.joined(parts)
-    assert all(getattr(joined, name)["after_flip"].dtype == bool for name in ("steps", "layers", "heads", "kv"))
+    assert all(getattr(joined, name)["after_flip"].dtype == bool for name in TABLES if name != "examples")
     assert isinstance(joined.layers, pd.DataFrame)
 
 
@@ -76,7 +76,7 @@ def test_heads_of_traces_keep_their_numbers(model: Adapter) -> None:
     keys = ["step", "layer", "head"]
     wanted = whole[whole["head"].isin([2, 3])].sort_values(keys, ignore_index=True)
     pd.testing.assert_frame_equal(some.sort_values(keys, ignore_index=True), wanted)
-    table = kv.compare_traces(*traces(model, "cache_v", kv_heads=[1], positions="all")).kv
+    table = kv.compare_traces(*traces(model, "cache_v", kv_heads=[1], positions="all")).kv_positions
     assert set(table["kv_head"]) == {1}
 
 

@@ -15,7 +15,7 @@ PROMPTS = [[(token * factor + factor) % 90 + 4 for token in PROMPT] for factor i
 PROMPTS.insert(1, PROMPTS[0][:7])
 """Five prompts of two lengths: the four long ones can be batched, the short one stands between them."""
 
-TABLES = ("steps", "examples", "layers", "heads", "kv", "failures")
+TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "failures")
 FEW = [
     pytest.param(Case("llama-gqa", "hooked"), marks=pytest.mark.hooked),
     Case("llama-gqa", "bridge"),

@@ -82,7 +82,7 @@ def test_a_path_against_itself_is_bitwise_zero(model: kv.Adapter, path: str) -> 
     same = kv.compare(model, PROMPT, path, path, max_new_tokens=8, progress="none")
     assert (same.steps["max_abs_logit"] == 0).all()
     assert (same.layers["l2"] == 0).all()
-    assert (same.kv["relative_error"] == 0).all()
+    assert (same.kv_steps["relative_error"] == 0).all()
 
 
 @cuda

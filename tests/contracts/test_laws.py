@@ -37,7 +37,7 @@ def nonzero(comparison, keep=lambda table: table):
         "steps": ["kl", "js", "max_abs_logit", "rms_logit", "top_probability_difference", "flipped", "after_flip"],
         "layers": ["l2", "relative_l2", "cosine_distance"],
         "heads": ["kl"],
-        "kv": ["relative_error", "ulp_mean", "ulp_max"],
+        "kv_steps": ["differing", "relative_error", "relative_error_max", "ulp_mean", "ulp_max"],
     }
     found = []
     for name, columns in wanted.items():
@@ -61,8 +61,8 @@ def test_law_1_a_path_compared_with_itself_is_bitwise_zero(load, case, path):
     assert comparison.steps["top1_agree"].all()
     assert len(comparison.steps) == STEPS
     assert not comparison.layers.empty
-    assert not comparison.kv.empty
-    assert comparison.heads.empty == (case.attention == "sdpa")
+    assert not comparison.kv_steps.empty
+    assert not comparison.heads.empty
 
 
 def test_law_1_can_fail(load):
@@ -115,7 +115,7 @@ def test_law_2_recording_a_users_own_forward_changes_nothing(load, case):
 def test_law_3_step_0_is_bitwise_equal_on_both_paths(load, case, dtype):
     comparison = compared(load(case, dtype), case, "cached", "recompute", max_new_tokens=2)
     assert nonzero(comparison, lambda table: table[table["step"] == 0]) == []
-    assert {0, 1} == set(comparison.steps["step"]) == set(comparison.kv["step"])
+    assert {0, 1} == set(comparison.steps["step"]) == set(comparison.kv_steps["step"])
 
 
 @cases()

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from kvinterp.comparison import Comparison
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import InputError
 from kvinterp.experiments import Compare, Demo
 from kvinterp.experiments.registry import EXPERIMENTS
 from kvinterp.models.native import NativeAdapter
+from kvinterp.models.native_sites import NativeSites
+from kvinterp.models.taps import Tap
 from kvinterp.results import TABLES, ResultFolder, load_result
 
 SMALL = Compare(
@@ -151,20 +153,30 @@ def test_a_prompt_file_in_the_folder_itself_is_left_alone(tmp_path: Path) -> Non
     assert "mine" in file.read_text()
 
 
-def test_unasked_it_records_what_the_model_can_give(whole: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_unasked_it_records_what_the_model_can_give(
+    whole: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     summary = load_result(whole).summary
-    assert summary["settings"]["record"] == ["resid_post", "cache_k", "cache_v"]
-    assert "sdpa" in summary["settings"]["left_out"]["pattern"]
+    assert summary["settings"]["record"] == ["resid_post", "pattern", "cache_k", "cache_v"]
+    assert not summary["settings"]["left_out"]
+    find = NativeSites.find
+
+    def blind(self: NativeSites, site: str, layer: int) -> Tap:
+        if site == "pattern":
+            raise self.lacks(site, "it has no attention")
+        return find(self, site, layer)
+
+    monkeypatch.setattr(NativeSites, "find", blind)
     with caplog.at_level(logging.INFO, "kvinterp"):
-        (result,) = dataclasses.replace(SMALL, attention="eager", prompts="arithmetic:1").run(tmp_path, progress="none")
-    assert not result.comparison.heads.empty
-    assert "not recorded" not in caplog.text
+        (result,) = dataclasses.replace(SMALL, prompts="arithmetic:1").run(tmp_path, progress="none")
+    assert result.comparison.heads.empty
+    assert "pattern is not recorded" in caplog.text
+    assert "no attention" in result.summary["settings"]["left_out"]["pattern"]
 
 
 def test_a_site_asked_for_by_name_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"'pattern' does not exist under attention 'sdpa'.*attention='eager'"):
-        dataclasses.replace(SMALL, record="resid_post,pattern", attention="sdpa").run(tmp_path / "out", progress="none")
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="site 'q' cannot be compared"):
+        dataclasses.replace(SMALL, record="resid_post,q").run(tmp_path / "out", progress="none")
 
 
 def test_nan_in_one_prompt_leaves_the_others_as_they_are(
@@ -204,7 +216,13 @@ def test_the_registry_finds_every_experiment() -> None:
         found()  # every choice has a default
 
 
-def test_a_pattern_that_was_asked_for_brings_eager_attention(tmp_path: Path) -> None:
+def test_a_pattern_that_was_asked_for_leaves_the_kernel_as_it_is(whole: Path, tmp_path: Path) -> None:
+    """It brought eager attention, under which the difference that was looked for may be gone."""
     (result,) = dataclasses.replace(SMALL, record="pattern").run(tmp_path / "out", progress="none")
-    assert result.summary["provenance"]["attention"] == "eager"
-    assert len(result.comparison.heads)
+    assert result.summary["provenance"]["attention"] == "sdpa"
+    assert set(result.comparison.heads["pattern"]) == {"derived"}
+    (bare,) = dataclasses.replace(SMALL, record="").run(tmp_path / "bare", progress="none")
+    pd.testing.assert_frame_equal(result.comparison.steps, bare.comparison.steps, check_exact=True)
+    (eager,) = dataclasses.replace(SMALL, record="pattern", attention="eager").run(tmp_path / "eager", progress="none")
+    assert eager.summary["provenance"]["attention"] == "eager"
+    assert set(eager.comparison.heads["pattern"]) == {"recorded"}

@@ -23,10 +23,17 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 def tiny() -> Callable[..., Any]:
     """Gives a model by its class name's stem; the sizes are Llama's unless ``sizes`` says otherwise."""
 
-    def make(stem: str, scale: float = 3.0, config: str = "", sizes: dict[str, int] | None = None, **more: Any) -> Any:
+    def make(
+        stem: str,
+        scale: float = 3.0,
+        config: str = "",
+        sizes: dict[str, int] | None = None,
+        attention: str = "eager",
+        **more: Any,
+    ) -> Any:
         config_class = getattr(transformers, config or f"{stem}Config")
         made = config_class(**{**(SIZES if sizes is None else sizes), **more})
-        made._attn_implementation = "eager"
+        made._attn_implementation = attention
         name = next(n for n in (f"{stem}ForCausalLM", f"{stem}LMHeadModel", stem) if hasattr(transformers, n))
         torch.manual_seed(0)
         model = getattr(transformers, name)(made).eval()

@@ -61,8 +61,8 @@ def test_layers_with_heads_of_their_own_are_compared_and_audited() -> None:
     assert (model.facts.head_dim, model.facts.kv_heads) == (24, 2)
     both = kv.compare(model, [5, 6, 7, 8], max_new_tokens=3, stop="length", progress="none")
     assert both.failures.empty
-    assert both.kv[both.kv["layer"] == 2]["kv_head"].unique().tolist() == [0]
-    assert both.kv[both.kv["layer"] == 0]["kv_head"].unique().tolist() == [0, 1]
+    assert both.kv_steps[both.kv_steps["layer"] == 2]["kv_head"].unique().tolist() == [0]
+    assert both.kv_steps[both.kv_steps["layer"] == 0]["kv_head"].unique().tolist() == [0, 1]
     assert kv.audit(model, lengths=[5, 30], steps=2, rungs=["float32", "float64"], sweep="no").exit_code == 0
 
 
@@ -88,4 +88,4 @@ def test_what_cannot_be_answered_is_one_sentence(make: Callable[[], Any], verb: 
 def test_several_streams_are_compared_by_their_cache() -> None:
     both = kv.compare(made(gemma3n), [5, 6, 7, 8], max_new_tokens=3, record="kv", stop="length", progress="none")
     assert both.failures.empty
-    assert not both.kv.empty
+    assert not both.kv_steps.empty

@@ -65,4 +65,4 @@ def test_falcon_says_how_many_kv_heads_its_cache_has(tiny, query, heads):
     )
     assert kv.wrap(model).facts.kv_heads == heads
     compared = kv.compare(model, PROMPT, max_new_tokens=2, stop="length", progress="none")
-    assert set(compared.kv["kv_head"]) == set(range(heads))
+    assert set(compared.kv_steps["kv_head"]) == set(range(heads))

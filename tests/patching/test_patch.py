@@ -32,7 +32,7 @@ HOOKED, NATIVE, WINDOW = Case("llama-gqa", "hooked"), Case("llama-gqa", "native"
 
 
 def sites_of(case):
-    return [site for site in case.sites if site != "attn_scores"]
+    return case.patched
 
 
 def traced(model, path, prompt=PROMPT, **more):
@@ -177,7 +177,7 @@ def test_cache_patches_change_their_heads_and_positions_only(load, case, path):
 @cases([HOOKED, NATIVE, WINDOW])
 def test_head_patches_change_their_heads_only(load, case):
     model = load(case)
-    sites = [site for site in ("q", "k", "v", "z", "pattern") if site in case.sites]
+    sites = [site for site in ("q", "k", "v", "z", "pattern") if site in case.patched]
     donor = traced(model, "recompute", OTHER, record=sites, positions="all")
     tokens = torch.tensor([PROMPT])
     for site in sites:
@@ -634,7 +634,7 @@ def test_a_patch_that_this_model_has_no_place_for_is_refused(load, case, patch, 
 
 
 def test_a_site_that_this_kind_lacks_is_refused(load):
-    with pytest.raises(kv.UnsupportedError, match="never leave the kernel"):
+    with pytest.raises(kv.UnsupportedError, match="never leaves the kernel"):
         PatchWatcher(load(NATIVE), [kv.Patch("pattern")])
 
 

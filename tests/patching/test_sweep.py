@@ -585,7 +585,7 @@ def test_the_default_sweep_and_its_command_work_on_every_kind(tmp_path, kind):
 
 
 def test_a_site_that_the_kind_lacks_is_refused(load):
-    with pytest.raises(kv.UnsupportedError, match="never leave the kernel"):
+    with pytest.raises(kv.UnsupportedError, match="never leaves the kernel"):
         swept(load(NATIVE), site="pattern", over="heads")
 
 

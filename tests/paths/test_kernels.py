@@ -31,7 +31,7 @@ def test_batch_invariant_makes_both_paths_bitwise_equal_in_float16(case: Case, l
     result = compared(load(case, "float16"), "batch_invariant")
     assert (result.steps["max_abs_logit"] == 0).all()
     assert (result.layers["l2"] == 0).all()
-    assert (result.kv["relative_error"] == 0).all()
+    assert (result.kv_steps["relative_error"] == 0).all()
 
 
 @cases(ZOO_CASES)

@@ -277,7 +277,7 @@ def test_static_against_dynamic_is_compared_in_every_table():
     """Its pattern's rows go on over the empty room, and were lined up by their last column, which is no key there."""
     model = llama(attention="eager")
     found = kv.compare(model, list(PROMPT), "cached[cache=static(64)]", "cached", max_new_tokens=STEPS, stop="length",
-                       progress="none")  # fmt: skip
+                       cache_errors="whole", progress="none")  # fmt: skip
     assert found.about["caches"] == {"a": "StaticCache", "b": "DynamicCache"}
     assert found.steps.max_abs_logit.max() < 1e-4
     assert len(found.heads) == STEPS * 2 * 4
@@ -288,7 +288,7 @@ def test_static_against_dynamic_is_compared_in_every_table():
 
 def test_a_quantised_cache_is_compared_in_every_table():
     found = kv.compare(llama(attention="eager"), list(PROMPT), "cached[cache=quantized(8,fp8)]", "cached",
-                       max_new_tokens=STEPS, stop="length", progress="none")  # fmt: skip
+                       max_new_tokens=STEPS, stop="length", cache_errors="whole", progress="none")  # fmt: skip
     kv_error = found.kv.groupby("step").relative_error.max()
     # transformers' quantised caches hand the prefill what it has just made.
     assert kv_error[0] == 0
@@ -322,7 +322,8 @@ def test_positions_that_are_not_known_are_not_named():
     ):
         kv.run(model, prompt, path, record="kv", max_new_tokens=4, stop="length")
     found = kv.compare(model, prompt, path, "cached", record="resid_post", max_new_tokens=3, stop="length", progress="none")
-    assert found.kv.empty
+    assert found.kv_steps.empty
+    assert found.kv_positions.empty
     assert not found.layers.empty
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
+from kvinterp.errors import InputError, NonFiniteError
 from kvinterp.recording import Trace
 from kvinterp.views.attention import assembled_pattern, attention_comparison
 from support import Case, assert_bitwise, assert_close
@@ -302,9 +302,9 @@ def test_what_does_not_exist_is_one_sentence(model: Any, arguments: dict[str, An
         attention_comparison(model, PROMPT, **arguments)
 
 
-def test_sdpa_shows_no_pattern_and_says_so(load: Any) -> None:
-    with pytest.raises(UnsupportedError, match="pattern"):
-        attention_comparison(load(Case("zoo:mistral-mini", "native", "sdpa"), "float16"), PROMPT, step=1)
+def test_under_sdpa_the_page_says_that_its_patterns_are_derived(load: Any) -> None:
+    made = attention_comparison(load(Case("zoo:mistral-mini", "native", "sdpa"), "float16"), PROMPT, step=1)
+    assert "these are derived beside it" in made.page.html()
 
 
 def test_traces_that_do_not_fit_are_one_sentence(model: Any) -> None:

@@ -11,14 +11,8 @@ import pytest
 
 from kvinterp.errors import InputError
 from kvinterp.patching import Decomposition, Sweep
-from kvinterp.views.heatmap import (
-    DIVERGING,
-    decomposition_figure,
-    recovery_figure,
-    save_decomposition_figure,
-    save_sweep_figures,
-    step_figure,
-)
+from kvinterp.views.heatmap import DIVERGING, recovery_figure, save_sweep_figures, step_figure
+from kvinterp.views.split_figure import decomposition_figure, save_decomposition_figure
 from synthetic import ABOUT
 
 PROVENANCE = {key: value for key, value in ABOUT.items() if key not in ("paths", "protocol", "strategy", "seed")}
@@ -151,7 +145,10 @@ def test_steps_become_a_heatmap_of_layer_by_step() -> None:
 
 def test_equal_paths_and_empty_sweeps_are_said() -> None:
     figure = recovery_figure(_sweep({(0, -1): [float("nan")]}, "single", "resid_post"))
-    assert "nothing can be recovered" in figure.axes[0].get_title(loc="left").replace("\n", " ")
+    said = figure.axes[0].get_title(loc="left").replace("\n", " ")
+    assert "nothing can be recovered" in said
+    assert "try another dtype" in said
+    assert "split_k(4,float16)" in said
     assert _texts(figure.axes[0]) == ["n/a"]
     poor = recovery_figure(_sweep({(0, -1): [-0.2]}, "single", "resid_post"))
     assert "none recovers" in poor.axes[0].get_title(loc="left")
@@ -162,10 +159,18 @@ def test_equal_paths_and_empty_sweeps_are_said() -> None:
 
 
 def _decomposition(scale: float = 1.0) -> Decomposition:
-    state, fresh = {2: 2e-8, 3: 4e-8}, {1: 5e-8}
-    parts = {"total": lambda s: 1e-7 * s, "state": lambda s: state.get(s, 0), "fresh": lambda s: fresh.get(s, 0)}
+    anew, fresh = {2: 2e-8, 3: 4e-8}, {1: 5e-8}
+    parts = {"total": lambda s: 1e-7 * s, "anew": lambda s: anew.get(s, 0), "fresh": lambda s: fresh.get(s, 0)}
+    most = ["none", "fresh", "anew", "spread"] if scale else ["none"] * 4
     rows = [
-        {"example": e, "step": s, "null": 0.0, **{name: part(s) * scale for name, part in parts.items()}}
+        {
+            "example": e,
+            "step": s,
+            "total_l2": s * scale,
+            "most": most[s],
+            **dict.fromkeys(("null", "alone", "kept"), 0.0),
+            **{name: part(s) * scale for name, part in parts.items()},
+        }
         for e in range(2)
         for s in range(4)
     ]
@@ -185,20 +190,24 @@ def test_exact_zeros_of_the_split_stand_in_their_own_strip() -> None:
     assert (null > 0).all(), "on a logarithmic axis a zero has no height of its own"
     points = np.concatenate([line.get_ydata() for line in above.lines if line.get_alpha() == 0.35])
     assert (points > 0).all(), "every example's zeros stand in the strip too"
-    assert (points == null[0]).sum() == 2 * (1 + 2 + 3 + 4)
+    assert (points == null[0]).sum() == 2 * (1 + 2 + 3 + 4 + 4 + 4)
+    assert {label.partition(":")[0] for label in lines} == {"total", "fresh", "alone", "anew", "kept", "null"}
     figure.canvas.draw()
     assert "exactly 0" in [label.get_text() for label in above.get_yticklabels()]
     assert "nats" in above.get_ylabel()
     assert below.get_xlabel() == "layer"
-    # Step 1: only fresh (5e-8 against 0); steps 2 and 3: only state.
-    assert (
-        above.get_title(loc="left").replace("\n", " ") == "State is the larger part at 4 of 6 steps that differ, fresh at 2"
+    # Step 1: fresh; step 2: anew; at step 3 no part is as long as the others together.
+    assert above.get_title(loc="left").replace("\n", " ") == (
+        "More than all other parts together, of 6 steps that differ: fresh at 2, anew at 2; none at 2"
     )
+    assert below.get_title(loc="left").replace("\n", " ").startswith("At the median step")
 
 
 def test_a_split_of_nothing_says_so() -> None:
     figure = decomposition_figure(_decomposition(0.0))
-    assert "nothing to split" in figure.axes[0].get_title(loc="left").replace("\n", " ")
+    said = figure.axes[0].get_title(loc="left").replace("\n", " ")
+    assert "nothing to split" in said
+    assert "try another dtype" in said
     empty = _decomposition()
     empty.steps = empty.steps.iloc[:0]
     with pytest.raises(InputError, match="no step to draw"):

@@ -54,6 +54,12 @@ def test_nothing_is_cut_off(drawn: str, what: str) -> None:
     assert inside(figure_of(DRAWN[drawn], {"matched": MADE[what]}, (5.6, 3.9)))
 
 
+def test_without_a_step_of_the_same_text_the_figure_of_k_and_v_says_so() -> None:
+    """In the free protocol a token may flip at step 0, after which nothing is of the same text."""
+    made = comparison((0, 1), flip=0, protocol="free")
+    assert "step after the prefill at which both" in _title(figure_of(draw_kv, {"": made}, (5.6, 3.9)))
+
+
 def test_the_overview_holds_all_four_and_cuts_nothing_off() -> None:
     usual = {"mistral-mini hooked": MADE["usual"]}
     many = {f"gemma2-mini kind {n}": MADE["usual"] for n in range(4)}
@@ -158,15 +164,17 @@ def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> No
 
 
 def test_a_window_that_holds_no_early_position_is_drawn_from_its_first() -> None:
-    kv = MADE["usual"].kv
-    late = dataclasses.replace(MADE["usual"], kv=kv[kv["position"] >= 3])
+    kv = MADE["usual"].kv_positions
+    late = dataclasses.replace(MADE["usual"], kv_positions=kv[kv["position"] >= 3])
     axes = figure_of(draw_kv, {"": late}, (5.6, 3.9)).axes[0]
     assert axes.images[0].get_extent()[:2] == [2.5, 7.5]
 
 
 def test_figures_leave_out_what_was_not_recorded() -> None:
     usual = MADE["usual"]
-    bare = dataclasses.replace(usual, heads=usual.heads.iloc[:0], kv=usual.kv.iloc[:0], layers=usual.layers.iloc[:0])
+    bare = dataclasses.replace(
+        usual, heads=usual.heads.iloc[:0], kv_positions=usual.kv_positions.iloc[:0], layers=usual.layers.iloc[:0]
+    )
     assert list(figures({"matched": bare})) == ["kl_by_step"]
     assert list(figures({"matched": usual})) == ["kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position"]
 

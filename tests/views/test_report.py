@@ -155,7 +155,7 @@ def test_what_could_not_be_recorded_is_said(tmp_path: Path, quick: None) -> None
 
 def test_sections_without_data_are_left_out(tmp_path: Path, quick: None) -> None:
     whole = comparison()
-    empty = {name: getattr(whole, name).iloc[:0] for name in ("layers", "heads", "kv")}
+    empty = {name: getattr(whole, name).iloc[:0] for name in ("layers", "heads", "kv_steps", "kv_positions", "kv")}
     text = page(tmp_path, result(dataclasses.replace(whole, **empty))).text
     assert "KL by step" in text
     assert not any(title in text for title in ("Drift of the", "Attention by", "K and V by", "Left out"))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvinterp import metrics
 from kvinterp.patching import ANEW, PARTS
 from kvinterp.views.said_of_patching import said_of_decomposition, said_of_sweep
 from synthetic import ABOUT
@@ -104,4 +105,5 @@ def test_a_sweep_says_what_no_patch_reaches_and_why_recovery_is_undefined():
     )
     assert equal.startswith("3 of 3 prompts: recovery is undefined, for the paths' logits are bitwise equal")
     assert "There is no difference to recover. Measured on" in equal
+    assert "try another dtype" in metrics.why_undefined(3, 0.0, 0.0)
     assert "recovers" not in equal

@@ -16,7 +16,7 @@ import pytest
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
 from kvinterp.results import Result
-from kvinterp.views import heatmap, plots, root_cause, sections
+from kvinterp.views import heatmap, plots, root_cause, sections, split_figure
 from kvinterp.views.answer import answer_of, question_of
 from kvinterp.views.flips import flip_section
 from kvinterp.views.precision import ladder_of, ladder_said, ladder_title
@@ -91,7 +91,8 @@ ONE = (0,)
     [
         (made(), ["logits differ at 8 of 10 steps, the earliest step 1", "0 of 2 prompts flip a token", "95% interval",
                   "over 2 prompts", "Measured on a processor, 1 thread;"], [ALIKE, "up to the flip", "left out"]),
-        (made(size=0.0), [f"{ALIKE} 10 steps of 2 prompts, on a processor, 1 thread"], ["differ", "interval"]),
+        (made(size=0.0), [f"{ALIKE} 10 steps of 2 prompts, on a processor, 1 thread", "To see a difference try another dtype"],
+         ["logits differ", "interval"]),
         (made(examples=ONE), ["of one prompt, so without an interval", "0 of 1 prompt flips"], ["95%"]),
         (made(steps_equal("step != 3")), ["differ at 2 of 10 steps, the earliest step 3"], ["earliest step 1", ALIKE]),
         (made(flip=4, protocol="free"), ["2 of 2 prompts flip a token"], ["up to the flip", "after it"]),
@@ -102,7 +103,7 @@ ONE = (0,)
          ["bitwise equal at all 8 steps up to the flip", "largest logit difference 0 up to the flip"], ["differ at"]),
         (made(setting("heads", "kl", 0.0)), ["the attention pattern differs nowhere that was compared"],
          ["attention pattern differs most"]),
-        (made(setting("kv", "relative_error", np.nan)), ["the cache differs nowhere"], ["cache differs most"]),
+        (made(setting("kv_positions", "relative_error", np.nan)), ["the cache differs nowhere"], ["cache differs most"]),
         (made(both(setting("heads", "kl", 1e-6))), ["at layer 0, head 0 (and as much at 5 other places)"], []),
         (made(setting("layers", "site", "attn_out")), ["recorded tensors differ most", "site attn_out"],
          ["residual stream"]),
@@ -310,9 +311,9 @@ def by_margin(made: Comparison) -> None:
         ("attention_section", [made(setting("heads", "kl", 1.0, "layer == 0 and head == 1"))], ["most in layer 0, head 1:"],
          ["as much"]),
         ("kv_section", [made()], [PROMPT_EQUAL, "of the 120 decoded vectors differ"], ["prompt vectors differ"]),
-        ("kv_section", [made(setting("kv", "relative_error", 0.0))], [PROMPT_EQUAL, "decoded vectors are exactly equal"],
+        ("kv_section", [made(setting("kv_positions", "differing", 0))], [PROMPT_EQUAL, "decoded vectors are exactly equal"],
          ["differ, and"]),
-        ("kv_section", [made(setting("kv", "relative_error", 1e-3, "position == 0 and layer == 0 and tensor == 'K'"))],
+        ("kv_section", [made(setting("kv_positions", "differing", 1, "position == 0 and layer == 0 and tensor == 'K'"))],
          ["of the 192 prompt vectors differ"], [PROMPT_EQUAL]),
     ],
 )  # fmt: skip
@@ -404,23 +405,26 @@ def test_the_title_of_a_recovery(frame: pd.DataFrame, wanted: list[str], unwante
 
 
 @pytest.mark.parametrize(
-    ("state", "fresh", "title"),
+    ("most", "title"),
     [
-        ([2.0, 2.0], [1.0, 3.0], "State is the larger part at 1 of 2 steps that differ, fresh at 1"),
-        ([1.0, 1.0], [1.0, 1.0], "State is the larger part at 0 of 2 steps that differ, fresh at 0"),
-        ([0.0, 0.0], [0.0, 0.0], "The KL is 0 at every step"),
+        (["fresh", "anew"], "More than all other parts together, of 2 steps that differ: fresh at 1, anew at 1"),
+        (["fresh", "spread"], "of 2 steps that differ: fresh at 1; none at 1"),
+        (["spread", "spread"], "No part is more than all others together at any of 2 steps that differ"),
+        (["none", "none"], "bitwise equal at every step: there is nothing to split. To see a difference try"),
     ],
 )
-def test_the_title_of_a_split(state: list[float], fresh: list[float], title: str) -> None:
-    steps = pd.DataFrame({"step": [1, 2], "state": state, "fresh": fresh, "total": np.add(state, fresh)})
-    assert title in heatmap._split_title(steps)
+def test_the_title_of_a_split(most: list[str], title: str) -> None:
+    steps = pd.DataFrame({"step": [1, 2], "most": most, "total_l2": [float(part != "none") for part in most]})
+    assert title in split_figure._split_title(steps)
 
 
 def test_the_title_of_a_split_by_layer() -> None:
-    there = {"state": line(0, 1e-3, 0), "fresh": line(0, 0, 0)}
-    assert heatmap._layer_title(there) == (
-        "At the median step state is first above 0 at layer 1 and fresh is 0 in every layer"
+    zero = line(0, 0, 0)
+    there = {"fresh": zero, "alone": zero, "anew": line(0, 1e-3, 0), "kept": zero}
+    assert split_figure._layer_title(there) == (
+        "At the median step anew is first above 0 at layer 1; the other parts are 0"
     )
+    assert split_figure._layer_title(dict.fromkeys(there, zero)) == "At the median step every part is 0 in every layer"
 
 
 # The root cause --------------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """How far apart two paths are: run side by side, reduced on the device, told in tidy tables."""
 
-from kvinterp.comparison.comparing import PROTOCOLS, compare, compare_traces
+from kvinterp.comparison.cache_errors import CACHE_ERRORS, mean_error
+from kvinterp.comparison.comparing import PROTOCOLS, compare
 from kvinterp.comparison.comparison import COLUMNS, PARTS, TABLES, Comparison
 from kvinterp.comparison.recordable import DEFAULT_RECORD, recordable
+from kvinterp.comparison.traces import compare_traces
 
 __all__ = [
+    "CACHE_ERRORS",
     "COLUMNS",
     "DEFAULT_RECORD",
     "PARTS",
@@ -13,5 +16,6 @@ __all__ = [
     "Comparison",
     "compare",
     "compare_traces",
+    "mean_error",
     "recordable",
 ]

@@ -15,8 +15,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvinterp.checks import SEEDS, check_callable, check_choice, check_instance, check_seed, given_list, shown, whole_number
+from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison, Origin
+from kvinterp.comparison.forecast import forecast, say
 from kvinterp.comparison.recordable import recordable
+from kvinterp.comparison.rows import failed, of_example
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, UnsupportedError, located
@@ -36,11 +39,11 @@ from kvinterp.paths.sampling import uniforms
 from kvinterp.paths.vocabulary import padding_of, sound_rows
 from kvinterp.policies import Place
 from kvinterp.provenance import provenance
-from kvinterp.recording import Trace, Watch, chosen_layers
+from kvinterp.recording import Watch, chosen_layers
 
 log = logging.getLogger("kvinterp")
 
-__all__ = ["PROTOCOLS", "compare", "compare_traces"]
+__all__ = ["PROTOCOLS", "compare"]
 
 PROTOCOLS = {
     "matched": "both paths are fed the same tokens at every step: the difference is numerical only",
@@ -65,6 +68,7 @@ def compare(
     stop: str = "end of sequence",
     batch_size: int = 1,
     examples: Sequence[int] | None = None,
+    cache_errors: str = "aggregated",
     progress: str = "bar",
     done: Callable[[Comparison], None] | None = None,
 ) -> Comparison:
@@ -81,12 +85,15 @@ def compare(
         seed: Seeds the random numbers.
         continuation: Token ids to feed both paths (matched, one prompt) instead of the leading path's choices.
         record: Sites to compare, out of the residual sites, pattern and the cache sites (``kv``); ``""`` for none; for None
-            resid_post, pattern and kv, without those that this model cannot give (the log says which and why).
+            resid_post, pattern and kv, without those that this model cannot give (the log says which and why). Under SDPA,
+            which shows no pattern, it is derived beside the kernel from queries and keys; the tables say so.
         layers: Layers to compare; all unless said.
         stop: ``"end of sequence"`` or ``"length"``.
         batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
         examples: The number of each prompt in the tables and for the random numbers, where these prompts are some of a
             longer list (a resumed or sharded run); 0, 1, 2, ... unless said.
+        cache_errors: ``"aggregated"`` gives the errors of K and V by step and by position separately; ``"whole"`` every
+            position at every step besides, which is quadratic in the steps.
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
         done: Told of every finished batch.
 
@@ -98,6 +105,7 @@ def compare(
     check_choice("protocol", protocol, tuple(PROTOCOLS))
     check_choice("stop", stop, ("end of sequence", "length"))
     check_choice("progress", progress, ("bar", "none"))
+    check_choice("cache_errors", cache_errors, tuple(CACHE_ERRORS))
     check_seed(seed)
     check_callable("done", done)
     items, _ = listed(prompts)
@@ -117,9 +125,17 @@ def compare(
     names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
     with located(f"model {adapter.facts.name}, {path_a} against {path_b}"), own_threads(adapter):
         pair = _Pair(
-            adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, _compared(adapter, record, layers)
+            adapter,
+            (path_a, path_b),
+            protocol,
+            strategy,
+            seed,
+            max_new_tokens,
+            _compared(adapter, record, layers),
+            cache_errors,
         )
         pair.prepare(layers, forced, stop)
+        say(forecast(adapter.facts, pair.sites, len(pair.layers), [len(t) for t in tokens], pair.length, cache_errors))
         with tqdm(total=len(tokens), desc="comparing", unit="prompt", disable=None if progress == "bar" else True) as bar:
 
             def finished(indices: Sequence[int], made: Sequence[Comparison]) -> None:
@@ -149,7 +165,7 @@ class _Glimpse:
     """Holds what one path shows at the newest position, until the next step."""
 
     def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
-        self.watch, self.architecture = Watch(adapter, wanted, self._see), adapter.facts.architecture
+        self.watch, self.architecture = Watch(adapter, wanted, self._see, "newest"), adapter.facts.architecture
         self.places, self.listeners = self.watch.places, self.watch.listeners
         self.begin_pass, self.seen = self.watch.begin_pass, dict[Site, Tensor]()
 
@@ -181,6 +197,12 @@ class _Pair:
     seed: int
     steps: int
     sites: tuple[str, ...]
+    cache_errors: str
+
+    @property
+    def length(self) -> int:
+        """Most steps: those that are asked for, or as many as there are tokens to feed."""
+        return self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
 
     def prepare(self, layers: Iterable[int] | None, continuation: Sequence[int] | None, stop: str) -> None:
         self.layers = chosen_layers(self.adapter, layers)
@@ -195,6 +217,7 @@ class _Pair:
             protocol=self.protocol,
             strategy=str(self.strategy),
             seed=self.seed,
+            derived=[site for site in self.sites if any(target.derives(site) for target in self.targets)],
         )
 
     def batch(self, indices: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]) -> list[Comparison]:
@@ -204,13 +227,14 @@ class _Pair:
         random = torch.stack([uniforms(self.seed, i, self.steps) for i in indices]).to(prompt.device)
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
         forced = None if self.continuation is None else torch.tensor(list(self.continuation), device=prompt.device)
-        length = self.steps if forced is None else min(self.steps, len(forced) + 1)
+        length = self.length
         glimpses = [_Glimpse(target, self.wanted) for target in self.targets]
-        differences = Differences(self.layers, range(facts.query_heads), range(facts.kv_heads))
+        differences = Differences(self.layers, range(facts.query_heads), range(facts.kv_heads), self.cache_errors)
         chosen: list[Tensor] = []
         fed: list[Tensor] = []
         finite: list[Tensor] = []
         over = torch.zeros(size, dtype=torch.bool, device=prompt.device)
+        flipped = torch.zeros_like(over)
         self.padding: Tensor | None = None
         runners = [Runner(self.adapter, p, prompt, length, [g]) for p, g in zip(self.paths, glimpses, strict=True)]
         about = {**self.about, "caches": {side: runner.cache for side, runner in zip("ab", runners, strict=True)}}
@@ -223,7 +247,15 @@ class _Pair:
                     self.padding = padding_of(logits)
                     tokens = (~self.padding).nonzero().flatten() if bool(self.padding.any()) else slice(None)
                 a, b = (row[:, tokens] for row in logits)
-                differences.add(step, indices, prompt.shape[1] + step, (a, b), (glimpses[0].seen, glimpses[1].seen))
+                differences.add(
+                    step,
+                    indices,
+                    prompt.shape[1] + step,
+                    (a, b),
+                    (glimpses[0].seen, glimpses[1].seen),
+                    _kinds(over, flipped),
+                )
+                flipped = flipped | (picks[0] != picks[1])
                 chosen.append(torch.stack(picks))
                 finite.append(torch.stack([sound_rows(row, self.padding) for row in logits]))
                 lead = picks[0] if forced is None or step >= len(forced) else forced[step].expand(size)
@@ -238,7 +270,7 @@ class _Pair:
             torch.stack(fed, -1).tolist(),
             torch.stack(finite, -1).cpu().numpy(),
         )
-        frames = [t.frame() for t in (differences.steps, differences.layers, differences.patterns, differences.kv)]
+        frames = differences.frames(indices)
         stops = [] if ends is None else ends.tolist()
         return [
             self._one(row, indices[row], prompts[row], names[row], *stacked, frames, stops, about) for row in range(size)
@@ -253,7 +285,7 @@ class _Pair:
         chosen: list[list[list[int]]],
         fed: list[list[list[int]]],
         finite: np.ndarray,
-        frames: list[pd.DataFrame],
+        frames: dict[str, pd.DataFrame],
         stops: Sequence[int],
         about: dict[str, Any],
     ) -> Comparison:
@@ -262,96 +294,15 @@ class _Pair:
         for side, path in enumerate(self.paths):
             if not finite[side, row, :count].all():
                 message = first_nonfinite(self.adapter, path, prompt, fed[side][row][: count - 1], self.padding)
-                return _failed(example, name, message, frames, about)
-        steps, layers, heads, kv = (
-            f[(f["example"] == example) & (f["step"] < count)].reset_index(drop=True) for f in frames
-        )
+                return failed(example, name, message, frames, about)
         a, b = (np.asarray(chosen[side][row][:count]) for side in (0, 1))
-        steps = _with_tokens(steps, a, b)
-        layers, heads, kv = (_with_flip(frame, steps) for frame in (layers, heads, kv))
-        texts = {f"text_{side}": self.adapter.decode(tokens.tolist()) for side, tokens in (("a", a), ("b", b))}
-        examples = pd.DataFrame([_example_row(example, name, len(prompt), steps, texts)])
-        return Comparison(steps, examples, layers, heads, kv, _no_failures(), about)
+        texts = (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
+        return of_example(example, name, prompt, frames, (a, b), texts, about)
 
 
-def compare_traces(a: Trace, b: Trace) -> Comparison:
-    """Compares two traces that were recorded with ``logits="keep"``, for instance on two machines.
-
-    Residual sites and patterns are compared at the newest position, of those recorded with ``positions="all"`` too; cache
-    sites where they were recorded with ``positions="all"``.
-
-    Args:
-        a: The leading trace.
-        b: The other.
-
-    Raises:
-        InputError: They are not of the same prompt, hold no logits, or were recorded with different heads.
-    """
-    for name, trace in (("a", a), ("b", b)):
-        check_instance(name, trace, Trace, "a trace, which kv.run(..., logits='keep') makes")
-    if a.prompt != b.prompt:
-        raise InputError(
-            f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
-        )
-    if a.logits is None or b.logits is None:
-        raise InputError("a trace holds no logits: run it with logits='keep'.")
-    count = min(len(a.tokens), len(b.tokens))
-    layers = sorted({layer for _, layer in a.records} & {layer for _, layer in b.records})
-    heads = _head_labels(a.heads, b.heads, "query heads", (a, b), ("pattern",))
-    kv_heads = _head_labels(a.kv_heads, b.kv_heads, "KV heads", (a, b), CACHE_SITES)
-    differences = Differences(layers, heads, kv_heads)
-    padding = padding_of((a.logits[:count], b.logits[:count]))
-    for step in range(count):
-        seen = (_shown(a, step), _shown(b, step))
-        logits = (a.logits[step : step + 1, ~padding], b.logits[step : step + 1, ~padding])
-        differences.add(step, [0], len(a.prompt) + step, logits, seen)
-    steps = _with_tokens(differences.steps.frame(), np.asarray(a.tokens[:count]), np.asarray(b.tokens[:count]))
-    examples = pd.DataFrame([_example_row(0, "0", len(a.prompt), steps, {"text_a": "", "text_b": ""})])
-    matched = a.fed[: count - 1] == b.fed[: count - 1]
-    about = {
-        **a.provenance,
-        "paths": {"a": a.path, "b": b.path},
-        "protocol": "matched" if matched else "free",
-        "strategy": a.provenance.get("strategy", "unknown"),
-        "provenance_b": b.provenance,
-    }
-    found = (differences.layers, differences.patterns, differences.kv)
-    layer_table, head_table, kv_table = (_with_flip(table.frame(), steps) for table in found)
-    return Comparison(steps, examples, layer_table, head_table, kv_table, _no_failures(), about)
-
-
-def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
-    if step not in trace.steps:
-        return {}
-    index = trace.steps.index(step)
-    seen = {}
-    for (site, layer), kept in trace.records.items():
-        tensor = kept[index][None]
-        if (site in RESIDUAL_SITES and tensor.dim() == 3) or (site == "pattern" and tensor.dim() == 4):
-            tensor = tensor[..., -1, :]
-        newest = {1: site in RESIDUAL_SITES, 2: site == "pattern", 3: site in CACHE_SITES}
-        if newest.get(tensor.dim() - 1, False):
-            seen[site, layer] = tensor
-    return seen
-
-
-def _head_labels(
-    one: Sequence[int] | None, other: Sequence[int] | None, what: str, traces: Sequence[Trace], sites: Sequence[str]
-) -> Sequence[int]:
-    """The heads that the traces' records of some sites hold, which must be the same ones."""
-    counts = [next((kept[0].shape[0] for (s, _), kept in t.records.items() if s in sites and kept), None) for t in traces]
-    if None in counts:
-        return ()
-    first, second = (range(count or 0) if held is None else held for held, count in zip((one, other), counts, strict=True))
-    if list(first) != list(second):
-        raise InputError(
-            f"the traces hold different {what} ({_shown_heads(first)} and {_shown_heads(second)}): record the same ones."
-        )
-    return first
-
-
-def _shown_heads(heads: Sequence[int]) -> str:
-    return f"0 to {heads[-1]}" if isinstance(heads, range) and heads else ", ".join(map(str, heads))
+def _kinds(over: Tensor, flipped: Tensor) -> list[int | None]:
+    """Of each row of a batch whether the step comes after its flip (1) or not (0); None where its text has ended."""
+    return [None if ended else int(after) for ended, after in torch.stack([over, flipped], 1).tolist()]
 
 
 def _compared(adapter: Adapter, record: str | Sequence[str] | None, layers: Iterable[int] | None) -> tuple[str, ...]:
@@ -367,51 +318,3 @@ def _compared(adapter: Adapter, record: str | Sequence[str] | None, layers: Iter
             f"site {wrong[0]!r} cannot be compared: expected one of {', '.join(COMPARED)} or kv; use run() to record it."
         )
     return sites
-
-
-def _with_tokens(steps: pd.DataFrame, a: np.ndarray, b: np.ndarray) -> pd.DataFrame:
-    steps = steps.sort_values("step", ignore_index=True)
-    flipped = a != b
-    first = int(flipped.argmax()) if flipped.any() else len(a)
-    extra = {"token_a": a, "token_b": b, "flipped": flipped, "after_flip": np.arange(len(a)) > first}
-    steps = steps.assign(**extra)
-    front = ["example", "step", "token_a", "token_b"]
-    return steps[front + [c for c in steps.columns if c not in front]]
-
-
-def _with_flip(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """The table of one example with whether each row is of a step after its flip."""
-    return frame.assign(after_flip=frame["step"].isin(steps.loc[steps["after_flip"], "step"]))
-
-
-def _example_row(example: int, name: str, prompt_tokens: int, steps: pd.DataFrame, texts: dict[str, str]) -> dict[str, Any]:
-    flips = steps.index[steps["flipped"]]
-    return {
-        "example": example,
-        "id": name,
-        "prompt_tokens": prompt_tokens,
-        "steps": len(steps),
-        "flip_index": float(flips[0]) if len(flips) else np.nan,
-        "token_divergence": float(steps["flipped"].mean()),
-        "mean_kl": float(steps["kl"].mean()),
-        "mean_kl_before_flip": float(steps.loc[~steps["after_flip"], "kl"].mean()),
-        "mean_kl_after_flip": float(steps.loc[steps["after_flip"], "kl"].mean()),
-        "max_kl": float(steps["kl"].max()),
-        "max_abs_logit": float(steps["max_abs_logit"].max()),
-        "smallest_margin": float(steps["margin_a"].min()),
-        **texts,
-    }
-
-
-def _no_failures() -> pd.DataFrame:
-    return pd.DataFrame({"example": np.zeros(0, np.int64), "id": np.zeros(0, object), "message": np.zeros(0, object)})
-
-
-def _failed(example: int, name: str, message: str, frames: list[pd.DataFrame], about: dict[str, Any]) -> Comparison:
-    empty = [frame.iloc[:0] for frame in frames]
-    steps = _with_tokens(empty[0], np.zeros(0, np.int64), np.zeros(0, np.int64))
-    # Empty but typed: joined to others, its columns must not turn theirs into objects.
-    examples = pd.DataFrame([_example_row(0, "", 0, steps, {"text_a": "", "text_b": ""})]).iloc[:0]
-    failure = pd.DataFrame([{"example": example, "id": name, "message": message}])
-    layers, heads, kv = (_with_flip(frame, steps) for frame in empty[1:])
-    return Comparison(steps, examples, layers, heads, kv, failure, about)

@@ -18,7 +18,7 @@ from kvinterp.models import Adapter, wrap
 
 __all__ = ["COLUMNS", "PARTS", "TABLES", "Comparison", "Origin"]
 
-TABLES = ("steps", "examples", "layers", "heads", "kv")
+TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv")
 PARTS = (*TABLES, "failures")
 """The tables of a comparison, and with them the list of what could not be compared."""
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -60,9 +60,13 @@ class Comparison:
             margin_b (logits), top_probability_difference, flipped, after_flip.
         examples: One row an example: flip_index, token_divergence, mean_kl, mean_kl_before_flip, mean_kl_after_flip.
         layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance, after_flip.
-        heads: One row an example, step, layer and query head: kl of the attention pattern, after_flip.
-        kv: One row an example, step, tensor (K or V), layer, KV head and absolute position: relative_error, ulp_mean,
-            ulp_max, after_flip.
+        heads: One row an example, step, layer and query head: kl of the attention pattern, after_flip, pattern (``recorded``,
+            or ``derived`` beside a kernel that shows none).
+        kv_steps: One row an example, step, tensor (K or V), layer and KV head: how many vectors were compared (one a
+            position) and how many differ; relative_error and ulp_mean on average, relative_error_max and ulp_max at most.
+        kv_positions: The same by absolute position instead of step, over the steps from 1 on, those after the flip apart.
+        kv: Only with ``cache_errors="whole"``: one row an example, step, tensor, layer, KV head and absolute position:
+            relative_error, ulp_mean, ulp_max, after_flip.
         failures: Examples left out because NaN or Inf appeared: example, id, message.
         about: Paths, protocol, strategy and provenance.
         origin: Model and prompts, where it was made in this process; None where it was read from disk.
@@ -72,6 +76,8 @@ class Comparison:
     examples: pd.DataFrame
     layers: pd.DataFrame
     heads: pd.DataFrame
+    kv_steps: pd.DataFrame
+    kv_positions: pd.DataFrame
     kv: pd.DataFrame
     failures: pd.DataFrame
     about: dict[str, Any]
@@ -116,6 +122,11 @@ class Comparison:
             table: One of the tables, or some rows of one.
         """
         return table[~table["after_flip"].astype(bool)] if self.about["protocol"] == "free" else table
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """The sites that were derived beside a kernel that does not show them, and not recorded from it."""
+        return tuple(self.about.get("derived", ()))
 
     def where(self) -> str:
         """A few sentences: whether the paths differ, when, and in which layer, head and cache position most."""

@@ -1,54 +1,19 @@
-"""Tidy tables, gathered on the device step by step and brought to the host once."""
+"""How far apart two paths are at a step, measured on the device and gathered in tidy tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.comparison.cache_errors import CacheErrors
+from kvinterp.comparison.table import Table
 from kvinterp.models.adapter import RESIDUAL_SITES, Site
 
-__all__ = ["Differences", "Table"]
-
-
-class Table:
-    """Blocks of numbers with named dimensions, to become one tidy frame.
-
-    Args:
-        dimensions: Column names of the dimensions, outermost first.
-        values: Column names of the numbers.
-    """
-
-    def __init__(self, dimensions: Sequence[str], values: Sequence[str]) -> None:
-        self.dimensions, self.values = tuple(dimensions), tuple(values)
-        self._coordinates: list[tuple[np.ndarray, ...]] = []
-        self._blocks: dict[str, list[Tensor]] = {name: [] for name in self.values}
-
-    def add(self, coordinates: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
-        """Adds one block.
-
-        Args:
-            coordinates: For each dimension, in any order, its labels in this block.
-            values: For each value a tensor with one size a dimension.
-        """
-        self._coordinates.append(tuple(np.asarray(coordinates[name]) for name in self.dimensions))
-        for name in self.values:
-            self._blocks[name].append(values[name].reshape(-1))
-
-    def frame(self) -> pd.DataFrame:
-        """Everything added, a row a number."""
-        columns: dict[str, np.ndarray] = {}
-        for index, name in enumerate(self.dimensions):
-            spread = [np.meshgrid(*block, indexing="ij")[index].reshape(-1) for block in self._coordinates]
-            columns[name] = np.concatenate(spread) if spread else np.zeros(0, dtype=np.int64)
-        for name, blocks in self._blocks.items():
-            columns[name] = torch.cat(blocks).cpu().numpy() if blocks else np.zeros(0)
-        return pd.DataFrame(columns)
+__all__ = ["Differences"]
 
 
 class Differences:
@@ -58,25 +23,38 @@ class Differences:
         layers: The layers that are watched.
         heads: Labels of the query heads that are watched.
         kv_heads: Labels of the KV heads.
+        cache_errors: One of :data:`kvinterp.comparison.cache_errors.CACHE_ERRORS`.
     """
 
-    def __init__(self, layers: Sequence[int], heads: Sequence[int], kv_heads: Sequence[int]) -> None:
+    def __init__(
+        self, layers: Sequence[int], heads: Sequence[int], kv_heads: Sequence[int], cache_errors: str = "aggregated"
+    ) -> None:
         self.layer_labels, self.heads, self.kv_heads = list(layers), list(heads), list(kv_heads)
         logit_values = ("kl", "js", "max_abs_logit", "rms_logit", "top1_agree", "margin_a", "margin_b")
         self.steps = Table(("step", "example"), (*logit_values, "top_probability_difference"))
         drift = ("l2", "relative_l2", "cosine", "cosine_distance")
         self.layers = Table(("step", "site", "layer", "example"), drift)
         self.patterns = Table(("step", "layer", "example", "head"), ("kl",))
-        self.kv = Table(
-            ("step", "tensor", "layer", "example", "kv_head", "position"), ("relative_error", "ulp_mean", "ulp_max")
-        )
+        self.cache = CacheErrors(layers, cache_errors)
 
     @classmethod
     def columns(cls) -> dict[str, tuple[str, ...]]:
         """The columns of each table, by the names they have in a comparison."""
         empty = cls((), (), ())
-        named = {"steps": empty.steps, "layers": empty.layers, "heads": empty.patterns, "kv": empty.kv}
-        return {name: (*table.dimensions, *table.values, "after_flip") for name, table in named.items()}
+        named = {"steps": empty.steps, "layers": empty.layers, "heads": empty.patterns, "kv": empty.cache.every}
+        named["kv_steps"] = empty.cache.steps
+        found = {name: (*table.dimensions, *table.values, "after_flip") for name, table in named.items()}
+        return found | {"kv_positions": tuple(empty.cache.positions((), ()).columns)}
+
+    def frames(self, examples: Sequence[int]) -> dict[str, pd.DataFrame]:
+        """Everything added, by the names the tables have in a comparison.
+
+        Args:
+            examples: The example number of each row of the batch.
+        """
+        made = {"steps": self.steps, "layers": self.layers, "heads": self.patterns, "kv": self.cache.every}
+        frames = {name: table.frame() for name, table in (made | {"kv_steps": self.cache.steps}).items()}
+        return frames | {"kv_positions": self.cache.positions(examples, self.kv_heads)}
 
     def add(
         self,
@@ -85,6 +63,7 @@ class Differences:
         end: int,
         logits: tuple[Tensor, Tensor],
         seen: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
+        kinds: Sequence[int | None],
     ) -> None:
         """Adds one step of one batch.
 
@@ -94,6 +73,7 @@ class Differences:
             end: Positions in the context at this step; keys are aligned by it.
             logits: ``[batch, vocab]`` of both paths.
             seen: For each path what it showed at the newest position, sites to tensors with a batch dimension.
+            kinds: For each row 1 after its flip, 0 before it, None where its text has ended.
         """
         self.steps.add({"step": [step], "example": examples}, metrics.compare_logits(*logits))
         a, b = seen
@@ -109,7 +89,7 @@ class Differences:
             kl = metrics.pattern_kl(*(_stack_patterns(seen_by, layers, widest) for seen_by in seen))
             self.patterns.add({"step": [step], "layer": layers, "example": examples, "head": self.heads}, {"kl": kl})
         for site, name in (("cache_k", "K"), ("cache_k_pre", "K before RoPE"), ("cache_v", "V")):
-            self._add_cache(step, examples, end, site, name, [layer for s, layer in both if s == site], a, b)
+            self._add_cache(step, examples, end, site, name, [layer for s, layer in both if s == site], a, b, kinds)
 
     def _add_cache(
         self,
@@ -121,6 +101,7 @@ class Differences:
         layers: Sequence[int],
         a: Mapping[Site, Tensor],
         b: Mapping[Site, Tensor],
+        kinds: Sequence[int | None],
     ) -> None:
         # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to the shorter. Layers may
         # differ in the number and the width of their heads too (Gemma 4).
@@ -133,15 +114,7 @@ class Differences:
             ulp = metrics.ulp_error(first, second)
             errors = {"relative_error": metrics.relative_error(first, second)}
             errors |= {"ulp_mean": ulp["mean"], "ulp_max": ulp["max"]}
-            coordinates = {
-                "step": [step],
-                "tensor": [name],
-                "layer": group,
-                "example": examples,
-                "kv_head": self.kv_heads[:heads],
-                "position": np.arange(end - length, end),
-            }
-            self.kv.add(coordinates, errors)
+            self.cache.add(step, name, group, examples, self.kv_heads[:heads], end - length, errors, kinds)
 
 
 def _stack(seen: Mapping[Site, Tensor], site: str, layers: Sequence[int]) -> Tensor:

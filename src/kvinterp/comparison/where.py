@@ -8,6 +8,8 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
+from kvinterp.comparison.cache_errors import mean_error
+from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 
 if TYPE_CHECKING:
     from kvinterp.comparison.comparison import Comparison
@@ -37,7 +39,8 @@ def where(comparison: Comparison) -> list[str]:
     count = steps["example"].nunique()
     differing, machine = same[same["max_abs_logit"] > 0], machine_of(about)
     if differing.empty and len(same) == len(steps) and not same["flipped"].any():
-        return [f"{head}: bitwise equal at all {len(steps)} steps of {prompts_said(count)}, on {machine}.", *out]
+        equal = f"bitwise equal at all {len(steps)} steps of {prompts_said(count)}, on {machine}."
+        return [f"{head}: {equal}", TO_SEE_A_DIFFERENCE, *out]
     after = steps.drop(same.index)
     flips = int(steps.groupby("example")["flipped"].any().sum())
     split = not after.empty
@@ -55,25 +58,30 @@ def where(comparison: Comparison) -> list[str]:
         *out,
         f"Mean KL of a prompt{' up to its flip' * split}: {over_prompts(same.groupby('example')['kl'].mean())}.",
     ]
+    derived = " (derived beside the kernel)" * ("pattern" in comparison.derived)
     streams = set(comparison.layers["site"]) <= _STREAMS
     for frame, value, subject, unit, keys in (
         (comparison.layers, "relative_l2", "residual stream" if streams else "recorded tensors", "relative L2 {:.2e}",
          ("site", "layer")),
-        (comparison.heads, "kl", "attention pattern", "KL {:.2e} nats", ("layer", "head")),
-        (comparison.kv, "relative_error", "cache", "relative error {:.2e}", ("tensor", "layer", "kv_head")),
+        (comparison.heads, "kl", f"attention pattern{derived}", "KL {:.2e} nats", ("layer", "head")),
+        (comparison.kv_positions, "relative_error", "cache", "relative error {:.2e}", ("tensor", "layer", "kv_head")),
     ):  # fmt: skip
-        # Step 0 is the prefill's on both paths.
+        # Step 0 is the prefill's on both paths; what is summed over steps leaves it out.
         frame = comparison.same_text(frame)
-        frame = frame[frame["step"] > 0]
+        frame = frame[frame["step"] > 0] if "step" in frame else frame
         verb = "differ" if subject.endswith("s") else "differs"
         if frame.empty:
             continue
         if not frame[value].max() > 0:
             lines.append(f"From step 1 on the {subject} {verb} nowhere that was compared.")
             continue
-        largest, place = most(frame.groupby(list(keys))[value].mean(), keys)
+        largest, place = most(_means(frame, value, keys), keys)
         lines.append(f"From step 1 on the {subject} {verb} most ({unit.format(largest)}) on average at {place}.")
     return [*lines, f"Measured on {machine}; other kernels add in other orders, so other numbers are to be expected there."]
+
+
+def _means(frame: pd.DataFrame, value: str, keys: tuple[str, ...]) -> pd.Series:
+    return mean_error(frame, keys, value) if "vectors" in frame else frame.groupby(list(keys))[value].mean()
 
 
 def machine_of(about: dict[str, object]) -> str:

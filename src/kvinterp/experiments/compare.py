@@ -13,7 +13,7 @@ from kvinterp.data import load_prompts
 from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.circumstances import circumstances
 from kvinterp.folders import check_free
-from kvinterp.models import Adapter, expand_sites, load_model
+from kvinterp.models import Adapter, load_model
 from kvinterp.paths import path_named, strategy_named
 from kvinterp.recording import chosen_layers
 from kvinterp.results import NAMES, VERB, Result, ResultFolder, awaits_report, load_result
@@ -44,6 +44,7 @@ class Compare(Experiment):
         attention: Attention implementation of the native kind.
         batch_size: Most prompts in a batch.
         stop: ``end of sequence`` or ``length``.
+        cache_errors: ``aggregated`` by step and by position, or ``whole``.
     """
 
     model: str = "zoo:mistral-mini"
@@ -62,6 +63,7 @@ class Compare(Experiment):
     attention: str | None = None
     batch_size: int = 1
     stop: str = "end of sequence"
+    cache_errors: str = "aggregated"
 
     def run(self, out: str | Path, existing: str = "error", progress: str = "bar") -> list[Result]:
         """Runs it, or the rest of it, into a folder.
@@ -83,11 +85,7 @@ class Compare(Experiment):
         check_free(out, existing, NAMES, {"verb": VERB})
         prompts = load_prompts(self.prompts)
         paths, strategy = (path_named(self.a), path_named(self.b)), strategy_named(self.strategy)
-        asked, attention = expand_sites(self.record or ""), self.attention
-        if self.kind == "native" and attention is None and not {"pattern", "attn_scores"}.isdisjoint(asked):
-            attention = "eager"
-            log.info("the attention pattern was asked for: eager attention, which alone shows it, takes the place of SDPA")
-        adapter = load_model(self.model, self.kind, self.dtype, self.device, attention)
+        adapter = load_model(self.model, self.kind, self.dtype, self.device, self.attention)
         layers = chosen_layers(adapter, self.layers)
         sites, left_out = recordable(adapter, self.record, layers)
         settings = {
@@ -100,6 +98,8 @@ class Compare(Experiment):
         folder = ResultFolder(out, settings, prompts, existing)
         if folder.finished:
             return [load_result(out)]
+        for site in filter(adapter.derives, sites):
+            log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
         for site, reason in left_out.items():
             log.info("%s is not recorded: %s", site, reason.split(": ")[0])
         done = folder.done()
@@ -146,6 +146,7 @@ class Compare(Experiment):
             record=sites,
             layers=layers,
             stop=self.stop,
+            cache_errors=self.cache_errors,
             batch_size=self.batch_size,
             examples=numbers,
             progress=progress,

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from kvinterp.shapes import Measure
 
-__all__ = ["recovery", "recovery_percent", "why_undefined"]
+__all__ = ["TO_SEE_A_DIFFERENCE", "recovery", "recovery_percent", "why_undefined"]
+
+
+TO_SEE_A_DIFFERENCE = (
+    "To see a difference try another dtype, kernels that differ by construction (cached[kernels=split_k(4,float16)]), longer "
+    "prompts or more steps, or another kind of model."
+)
+"""What to do where everything is equal, whatever was compared."""
 
 
 def recovery(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]) -> Measure:
@@ -48,7 +55,7 @@ def why_undefined(steps: int, l2: float, d_before: float) -> str:
         return "no patched step was decoded: give a prompt that decodes longer, or patch an earlier step."
     if l2 == 0:
         return (
-            "the paths' logits are bitwise equal at the steps patched, so there is nothing to recover: decode more tokens, "
-            "take other prompts, or a path that differs (dtype, kernels, policy)."
+            "the paths' logits are bitwise equal at the steps patched, so there is nothing to recover: "
+            f"{TO_SEE_A_DIFFERENCE[:1].lower()}{TO_SEE_A_DIFFERENCE[1:]}"
         )
     return "the logits differ and this distance is 0 all the same: read the recovery of their L2 distance."

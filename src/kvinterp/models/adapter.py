@@ -22,7 +22,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,8 +33,8 @@ from kvinterp.checks import check_known, given_list
 from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models.attaching import Attaching, Listener, Site
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
+from kvinterp.models.mark import Mark, mark_of, settings_of, weights_hash
 from kvinterp.models.taps import Tap, remove_own_hooks
-from kvinterp.models.weights import WeightsMark, weights_mark
 
 __all__ = [
     "CACHE_SITES",
@@ -164,8 +163,10 @@ class Adapter(Attaching):
         self.model = model
         self.facts = facts
         self.tokenizer = tokenizer
-        self._variants: dict[torch.dtype, tuple[WeightsMark, Adapter]] = {}
-        self._fingerprint: tuple[WeightsMark, str] | None = None
+        self._variants: dict[torch.dtype, Adapter] = {}
+        self._hashes: tuple[str, str] | None = None
+        self._mark: Mark | None = None
+        self._relying = 0
         self.checked_batches: dict[tuple[str, int, int, int], bool] = {}
         self.checked_caches: dict[tuple[str, int, int, int], bool] = {}
 
@@ -240,16 +241,41 @@ class Adapter(Attaching):
     def at(self, dtype: torch.dtype | None) -> Adapter:
         """This model computing in ``dtype``; itself where that is the dtype it has.
 
-        Copies are kept for as long as the weights stay as they are, and carry none of kvinterp's own hooks.
+        Copies are kept for as long as the model stays as it is (weights, buffers, config, attributes of its modules), and
+        carry none of kvinterp's own hooks.
         """
         if dtype is None or dtype == self.dtype:
             return self
-        mark = weights_mark(self.model)
-        if dtype not in self._variants or self._variants[dtype][0] != mark:
+        self._look()
+        if dtype not in self._variants:
             variant = self.cast(dtype)
             remove_own_hooks(variant.model)
-            self._variants[dtype] = mark, variant
-        return self._variants[dtype][1]
+            self._variants[dtype] = variant
+        return self._variants[dtype]
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Asks once whether the model was changed since it was last looked at; what runs inside relies on the answer."""
+        self._look()
+        self._relying += 1
+        try:
+            yield
+        finally:
+            self._relying -= 1
+
+    def _look(self) -> None:
+        """Forgets what was made of the model or found out about it, where the model was changed since."""
+        if self._relying:
+            return
+        mark = mark_of(self.model)
+        if mark != self._mark:
+            if self._mark is not None:
+                self._forget()
+            self._mark = mark
+
+    def _forget(self) -> None:
+        self._variants, self._hashes = {}, None
+        self.checked_batches, self.checked_caches = {}, {}
 
     @contextlib.contextmanager
     def own_state(self, state: ModuleState) -> Iterator[None]:
@@ -270,6 +296,10 @@ class Adapter(Attaching):
         except UnsupportedError:
             return False
         return True
+
+    def derives(self, site: str) -> bool:
+        """Whether a site is worked out beside a kernel that does not show it: it can be recorded, and not be patched."""
+        return False
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens the tokenizer puts in front.
@@ -312,11 +342,11 @@ class Adapter(Attaching):
 
     def fingerprint(self) -> str:
         """BLAKE2 over the names, shapes, dtypes and bytes of the weights, 16 hex digits; kept until they change."""
-        mark = weights_mark(self.model)
-        if self._fingerprint is None or self._fingerprint[0] != mark:
-            digest = hashlib.blake2b(digest_size=8)
-            for name, tensor in sorted(self.model.state_dict().items()):
-                digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-                digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-            self._fingerprint = mark, digest.hexdigest()
-        return self._fingerprint[1]
+        return self.hashes()[0]
+
+    def hashes(self) -> tuple[str, str]:
+        """The hash of the weights, and that of all else that the model computes with: config, attributes, other buffers."""
+        self._look()
+        if self._hashes is None:
+            self._hashes = weights_hash(self.model), settings_of(self.model)
+        return self._hashes

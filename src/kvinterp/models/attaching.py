@@ -153,6 +153,11 @@ class Attaching(abc.ABC):
     def _attach(self, place: Site, hold: Hold) -> list[Any]:
         tap, mine = self.tap(*place), hold.mine
 
+        def rows() -> str:
+            heard = self._listeners.get(place, ())
+            newest = all(getattr(listener, "newest_row", False) for listener in heard)
+            return "none" if not heard else "newest" if newest else "all"
+
         def emit(raw: Tensor) -> Tensor | None:
             changed: Tensor | None = None
             for listener in self._listeners.get(place, ()) if mine() else ():
@@ -160,7 +165,7 @@ class Attaching(abc.ABC):
                 changed = changed if new is None else new
             return None if changed is None else tap.put(raw, changed)
 
-        return tap_hooks(tap, place[0], emit, mine)
+        return tap_hooks(tap, place[0], emit, mine, rows)
 
 
 def _together(heard: Sequence[Sequence[Mapping[Site, Sequence[Listener]]]]) -> Mapping[Site, Sequence[Listener]]:

@@ -45,7 +45,7 @@ def load_model(
         kind: ``"hooked"``, ``"bridge"`` or ``"native"``.
         dtype: float16 unless said otherwise; float16, bfloat16, float32 or float64.
         device: CUDA where there is one, else the CPU, unless said otherwise.
-        attention: For native only: ``"sdpa"``, ``"eager"`` (needed for scores and patterns), or another implementation
+        attention: For native only: ``"sdpa"``, ``"eager"`` (needed to patch patterns), or another implementation
             transformers knows; its own choice (SDPA where the architecture has it) unless said.
         remote_code: ``"refuse"`` (default) or ``"trust"``: whether code that comes with a checkpoint may run.
 

@@ -1,7 +1,8 @@
 """A plain transformers model with module hooks: the kernels that production runs, any architecture.
 
-Scores and patterns exist as tensors only under eager attention; under SDPA or flash they never leave the kernel, and
-asking for them is an error that says so.
+Scores and patterns exist as tensors only under eager attention. Under SDPA they never leave the kernel, which runs all the
+same: they are derived beside it, from what it was given (:mod:`kvinterp.models.derived`). Under flash attention they are
+refused, by an error that says so.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLa
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, ModuleState, Tap
 from kvinterp.models.caches import CacheKind, Dynamic
+from kvinterp.models.derived import DERIVED
 from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
 from kvinterp.models.taps import hooks_suspended
 from kvinterp.models.transformers_cache import (
@@ -173,6 +175,7 @@ class NativeAdapter(Adapter):
     """A transformers model as the user or production runs it; nothing of it is replaced."""
 
     kind = "native"
+    _facts: Facts
 
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         super().__init__(model, transformers_facts(model, name), tokenizer)
@@ -191,6 +194,24 @@ class NativeAdapter(Adapter):
             for name, held in vars(module).items()
             if _STATE.search(name) and not name.startswith("_") and (held is None or isinstance(held, Tensor))
         ]
+
+    @property
+    def facts(self) -> Facts:
+        """The model's facts; the attention is what its config says now, which ``set_attn_implementation`` changes."""
+        now = getattr(text_config(self.model), "_attn_implementation", None) or "eager"
+        if now != self._facts.attention:
+            self._facts = dataclasses.replace(self._facts, attention=now)
+            self._forget()
+        return self._facts
+
+    @facts.setter
+    def facts(self, facts: Facts) -> None:
+        self._facts = facts
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._checked = self._continues = self._plain_cache = None
+        self._sites.facts = self._facts
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -298,6 +319,10 @@ class NativeAdapter(Adapter):
         if why is not None:
             raise self._sites.lacks(site, why, tuple(s for s, at in self._checked.refused if at == layer))
         return dataclasses.replace(found, head_major=(site, layer) in self._checked.head_major)
+
+    def derives(self, site: str) -> bool:
+        """Whether a site is derived beside SDPA."""
+        return site in DERIVED and self.facts.attention == "sdpa"
 
     @contextlib.contextmanager
     def own_state(self, state: ModuleState) -> Iterator[None]:

@@ -66,13 +66,15 @@ class NativeSites:
         if attention is None or not self.facts.query_heads:
             raise self.lacks(site, f"layer {layer} ({type(block).__name__}) has no attention")
         if site in ("attn_scores", "pattern"):
-            if self.facts.attention != "eager":
+            if self.facts.attention not in ("eager", "sdpa"):
                 raise UnsupportedError(
-                    f"site {site!r} does not exist under attention {self.facts.attention!r}, where scores and patterns "
-                    "never leave the kernel: load the model with attention='eager' (attn_implementation='eager' in "
-                    "transformers), or use kind='hooked' or 'bridge'."
+                    f"site {site!r} cannot be derived under attention {self.facts.attention!r}, a kernel that torch only "
+                    "hands tensors to: load the model with attention='sdpa', beside which it is derived, or with 'eager' "
+                    "(attn_implementation=... in transformers), or use kind='hooked' or 'bridge'."
                 )
-            return Tap(attention, "softmax")
+            if self.facts.attention == "eager":
+                return Tap(attention, "softmax")
+            return Tap(attention, "fused", self.facts.query_heads)
         if site == "attn_out":
             norms = ("post_self_attn_layernorm", *(("post_attention_layernorm",) if self._post_norms(block) else ()))
             return Tap(_child(block, norms) or attention)
@@ -365,6 +367,7 @@ def _patterns(shown: _Shown, layer: int) -> Mapping[str, str]:
         tensor = shown[site, layer] if (site, layer) in shown.taps else None
         if tensor is not None and tuple(tensor.shape) != wanted:
             extra = tensor.dim() == 4 and tensor.shape[-1] == shown.count + 1
-            why = f"its softmax is over a tensor of shape {tuple(tensor.shape)} where {wanted} was expected"
+            what = "scores are" if shown.taps[site, layer].side == "fused" else "softmax is over"
+            why = f"its {what} a tensor of shape {tuple(tensor.shape)} where {wanted} was expected"
             reasons[site] = "its softmax has a column for an attention sink besides the keys" if extra else why
     return reasons

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Closing", "Tap", "hooks_suspended", "own_hook", "remove_own_hooks", "softmax_hooks", "tap_hooks"]
+from kvinterp.models.derived import FusedMode
+
+__all__ = ["Closing", "Tap", "hooks_suspended", "own_hook", "remove_own_hooks", "tap_hooks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +26,10 @@ class Tap:
 
     Attributes:
         module: The module to hook.
-        side: ``"input"`` (first argument), ``"output"``, or ``"softmax"`` (scores or pattern inside eager attention).
-        heads: Number of heads to split the last dimension into, or None where the layout is the common one already.
+        side: ``"input"`` (first argument), ``"output"``, ``"softmax"`` (scores or pattern inside eager attention), or
+            ``"fused"`` (the same, derived beside SDPA from what that is given).
+        heads: Number of heads to split the last dimension into, or None where the layout is the common one already; of
+            what is derived, the number of query heads.
         span: Start and stop of the last dimension that belongs to this site in a fused projection, or None for all.
         head_major: Whether the tensor arrives as ``[batch, head, position, head_dim]``.
     """
@@ -85,19 +89,30 @@ def own_hook(
     return module.register_forward_hook(registered, prepend=first, with_kwargs=True, always_call=always_call)
 
 
+def _all_rows() -> str:
+    return "all"
+
+
 def tap_hooks(
-    tap: Tap, site: str, emit: Callable[[Tensor], Tensor | None], mine: Callable[[], bool] = lambda: True
+    tap: Tap,
+    site: str,
+    emit: Callable[[Tensor], Tensor | None],
+    mine: Callable[[], bool] = lambda: True,
+    rows: Callable[[], str] = _all_rows,
 ) -> list[Any]:
     """Hooks a tap's module: ``emit`` is called with the raw tensor, and what it returns goes in its place.
 
     Args:
-        tap: Where.
-        site: Which site it is.
+        tap: Where the site is.
+        site: Its name.
         emit: Called with the raw tensor.
         mine: Whether the thread that runs the module is the one that hears it.
+        rows: Of what is derived, whether ``"all"`` query positions are wanted, the ``"newest"`` alone, or ``"none"``.
     """
     if tap.side == "softmax":
-        return softmax_hooks(tap.module, site, emit, mine)
+        return _mode_hooks(tap.module, lambda: _SoftmaxMode(site, emit), mine)
+    if tap.side == "fused":
+        return _mode_hooks(tap.module, lambda: FusedMode(site, tap.heads or 0, emit, rows), mine)
     if tap.side == "input":
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -144,11 +159,11 @@ class _SoftmaxMode(torch.overrides.TorchFunctionMode):
         return probabilities if new is None else new.to(probabilities.dtype)
 
 
-def softmax_hooks(
-    module: nn.Module, site: str, emit: Callable[[Tensor], Tensor | None], mine: Callable[[], bool] = lambda: True
+def _mode_hooks(
+    module: nn.Module, made: Callable[[], torch.overrides.TorchFunctionMode], mine: Callable[[], bool]
 ) -> list[Any]:
-    """Hooks the softmax inside one eager attention module, the only place where scores and pattern exist."""
-    open_modes: list[_SoftmaxMode] = []
+    """Enters a mode around one attention module, inside which alone scores and pattern can be seen."""
+    open_modes: list[torch.overrides.TorchFunctionMode] = []
 
     def close() -> None:
         if open_modes:
@@ -156,7 +171,7 @@ def softmax_hooks(
 
     def enter(*_: Any) -> None:
         if mine():
-            mode = _SoftmaxMode(site, emit)
+            mode = made()
             mode.__enter__()
             open_modes.append(mode)
 

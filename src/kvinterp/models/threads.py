@@ -49,6 +49,8 @@ def threads_for(adapter: Adapter) -> int:
 def own_threads(adapter: Adapter) -> Iterator[None]:
     """Runs what is inside with the threads this model is run with, and with no other thread's hooks on it.
 
+    Every verb comes in here, so this is also where the model is asked once whether it was changed since the last.
+
     Raises:
         InputError: Another thread has the model, in a context that its user left open.
         UnsupportedError: A part of the model is compiled.
@@ -59,7 +61,8 @@ def own_threads(adapter: Adapter) -> Iterator[None]:
         try:
             if wanted != before:
                 torch.set_num_threads(wanted)
-            yield
+            with adapter.unchanged():
+                yield
         finally:
             if wanted != before:
                 torch.set_num_threads(before)

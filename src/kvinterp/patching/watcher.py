@@ -213,6 +213,12 @@ class PatchWatcher:
 
     def _check(self, patch: Patch) -> None:
         facts = self.adapter.facts
+        if self.adapter.derives(patch.site):
+            raise UnsupportedError(
+                f"the {patch.site} cannot be patched under attention {facts.attention!r}, where it never leaves the kernel and "
+                "is derived beside it: load the model with attention='eager' (attn_implementation='eager' in transformers), "
+                "or patch q, k, v or z."
+            )
         if patch.site in PATCHED_CACHE and not self.adapter.attention_only:
             raise UnsupportedError(
                 f"site {patch.site!r} needs a cache of keys and values in every layer, and {facts.architecture} keeps "

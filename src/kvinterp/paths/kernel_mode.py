@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import Listener, Site
+from kvinterp.models.derived import SDPA, sdpa_arguments
 
 __all__ = [
     "MATMUL",
@@ -90,7 +91,6 @@ def refuse_opaque_attention(adapter: Adapter, kernels: Kernels) -> None:
         )
 
 
-SDPA = torch.nn.functional.scaled_dot_product_attention
 MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
@@ -118,23 +118,6 @@ class Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         result = self.replace(func, args, kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
-
-
-def sdpa_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float | None]:
-    """SDPA's arguments by name, with every query head given its own KV head."""
-    if enable_gqa:
-        shared = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
-    return query, key, value, attn_mask, is_causal, scale
 
 
 def drops_out(*args: Any, dropout_p: float = 0.0, **_: Any) -> bool:

@@ -6,6 +6,7 @@ The loops are twins: same signature, same yields. Each yields the newest positio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -153,6 +154,7 @@ class _FilledColumns:
     def cut(self, place: Site, listener: Listener) -> Listener:
         """The listener of a site with a column a key, told of the filled ones."""
 
+        @functools.wraps(listener)
         def heard(tensor: Tensor) -> Tensor | None:
             filled = self._keys.get(place[1], tensor.shape[-1])
             if filled >= tensor.shape[-1]:

@@ -199,6 +199,7 @@ def _run_batch(
                 provenance=about,
                 heads=recorder.heads,
                 kv_heads=recorder.kv_heads,
+                derived=recorder.derived,
             )
         )
     return traces

@@ -49,6 +49,7 @@ class Recorder:
     Attributes:
         heads: The query heads that are kept, None for all.
         kv_heads: The KV heads that are kept, None for all.
+        derived: The sites that are worked out beside a kernel that does not show them (SDPA).
 
     Raises:
         InputError: A site, layer, head or choice of positions does not exist.
@@ -69,6 +70,7 @@ class Recorder:
         check_choice("positions", positions, ("newest", "all"))
         self.adapter, self.positions = adapter, positions
         self.sites = expand_sites(sites)
+        self.derived = tuple(filter(adapter.derives, self.sites))
         self.layers = chosen_layers(adapter, layers)
         self.steps = None if steps is None else frozenset(chosen_steps(steps))
         self.heads = chosen_heads(heads, adapter.facts.query_heads, "query head")
@@ -81,12 +83,13 @@ class Recorder:
         self.recorded_steps: list[int] = []
         self._pieces: dict[Site, list[Tensor]] = {}
         self._on = self._begun = False
-        self.watch = Watch(adapter, self.kept, self._keep)
+        self.watch = Watch(adapter, self.kept, self._keep, positions)
 
     def __repr__(self) -> str:
         """What it keeps, in one line."""
         name, kept = self.adapter.facts.name, max(map(len, self.kept.values()), default=0)
-        return f"<Recorder of {', '.join(self.sites)} in {len(self.layers)} layers of {name}: {kept} forwards kept>"
+        sites = (f"{site} (derived)" if site in self.derived else site for site in self.sites)
+        return f"<Recorder of {', '.join(sites)} in {len(self.layers)} layers of {name}: {kept} forwards kept>"
 
     @property
     def places(self) -> list[Site]:

@@ -38,6 +38,7 @@ class Trace:
         provenance: What it was made with.
         heads: The query heads that the records hold, in their order; None for all of them.
         kv_heads: The same for KV heads.
+        derived: The sites that were worked out beside a kernel that does not show them (SDPA).
     """
 
     path: str
@@ -52,10 +53,12 @@ class Trace:
     provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
     heads: tuple[int, ...] | None = None
     kv_heads: tuple[int, ...] | None = None
+    derived: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """What it is of, in one line."""
-        sites = sorted({site for site, _ in self.records})
+        names = sorted({site for site, _ in self.records})
+        sites = [f"{name} (derived)" if name in self.derived else name for name in names]
         held = f"{', '.join(sites)} of {len({layer for _, layer in self.records})} layers" if sites else "no records"
         return f"<Trace of path {self.path}: {len(self.prompt)} prompt tokens, {len(self.tokens)} steps, {held}>"
 
@@ -110,6 +113,7 @@ class Trace:
             tensors = load_file(source / "trace.safetensors")
             about |= {name: tuple(about[name]) for name in ("prompt", "tokens", "fed", "steps")}
             about |= {name: tuple(about[name]) for name in ("heads", "kv_heads") if about.get(name) is not None}
+            about["derived"] = tuple(about.get("derived", ()))
             logits = tensors.pop("logits", None)
             records: dict[Site, dict[int, Tensor]] = {(site, layer): {} for site, layer in about.pop("places", ())}
             for name, tensor in tensors.items():

@@ -27,13 +27,19 @@ Sink = Callable[[str, int, int, Tensor], "Tensor | None"]
 class Watch:
     """Hears the wanted sites of one path's forwards and hands each to a sink.
 
+    Args:
+        adapter: The model.
+        wanted: The sites.
+        sink: What hears them.
+        positions: ``"all"``, or ``"newest"`` where the sink keeps the newest row alone, so that no other is derived.
+
     Attributes:
         places: The hooks to attach.
         listeners: What those hooks call.
     """
 
-    def __init__(self, adapter: Adapter, wanted: Iterable[Site], sink: Sink) -> None:
-        self.sink = sink
+    def __init__(self, adapter: Adapter, wanted: Iterable[Site], sink: Sink, positions: str = "all") -> None:
+        self.sink, self._newest = sink, positions == "newest"
         self.listeners: dict[Site, Listener] = {}
         self._reads: dict[int, list[str]] = {}
         self._keys_before_rope: dict[int, list[Tensor]] = {}
@@ -75,6 +81,8 @@ class Watch:
         def listener(tensor: Tensor) -> Tensor | None:
             return self.sink(site, layer, 0, tensor)
 
+        # Read by the adapter: a function takes attributes, and wrapping one keeps them.
+        listener.newest_row = self._newest  # type: ignore[attr-defined]
         return listener
 
     def _watch_cache(self, adapter: Adapter, site: str, layer: int) -> None:

@@ -9,6 +9,7 @@ import pandas as pd
 
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.where import prompts_said
+from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.results import Result
 from kvinterp.views.precision import ladder_said
 from kvinterp.views.words import (
@@ -126,5 +127,6 @@ def _measured_sentence(main: Sequence[Result], rungs: Mapping[str, Sequence[Comp
     out = f" {prompts_said(left)} {'was' if left == 1 else 'were'} left out, see below." if left else ""
     return [
         f"All this is of {prompts_said(len(ids))} on {machines_of(abouts)}.{out} Other processors' kernels add in other "
-        "orders: there the paths can be equal where they differ here, and differ where they are equal."
+        "orders: there the paths can be equal where they differ here, and differ where they are equal.",
+        *([TO_SEE_A_DIFFERENCE] if all((r.comparison.steps["max_abs_logit"] == 0).all() for r in main) else []),
     ]

@@ -117,7 +117,8 @@ def attention_comparison(
 
     Raises:
         InputError: A step, layer, head or position does not exist, or the two sides are not of the same tokens.
-        UnsupportedError: The model does not show its pattern (SDPA), or a path keeps too little of it.
+        UnsupportedError: The pattern cannot be derived beside the model's attention (flash attention), or a path keeps too
+            little of it.
     """
     check_choice("fit", fit, ("crop", "pool"))
     for name, given, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
@@ -416,6 +417,11 @@ def _page(
         if len(heads) == compared
         else f"{len(heads)} of {compared} heads are shown, those with the largest KL.",
     ]
+    if any("pattern" in trace.derived for trace in pair):
+        sentences.append(
+            "Attention ran in a fused kernel (SDPA), which shows no pattern: these are derived beside it, from the queries and "
+            "keys that it was given."
+        )
     if view.block > 1:
         sentences.append(
             f"Positions are pooled in blocks of {view.block}: attention to a block is summed over its keys and averaged "

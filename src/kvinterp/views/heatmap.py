@@ -1,11 +1,10 @@
-"""The figures of patching: recovery by layer, head or position with its controls, and the split into state and fresh.
+"""The figures of patching: recovery by layer, head or position with its controls.
 
 Like those of a comparison they are drawn from tidy tables alone, without pyplot; :func:`kvinterp.views.save` writes them.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from kvinterp.errors import InputError
-from kvinterp.patching import Decomposition, Sweep
+from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
+from kvinterp.patching import Sweep
 from kvinterp.views.plots import save
-from kvinterp.views.style import SERIES, looks, place_title, zero_aware
+from kvinterp.views.sheet import canvas, made_with, stacked
+from kvinterp.views.style import SERIES, looks, place_title
 
 __all__ = [
     "DIVERGING",
-    "decomposition_figure",
     "recovery_figure",
-    "save_decomposition_figure",
     "save_sweep_figures",
     "step_figure",
 ]
@@ -38,12 +36,6 @@ _HEADS = ("heads", "kv-heads")
 _LAYERS = ("single", "cumulative", "cumulative-from")
 _EDGE = 1.15
 _WRITTEN_CELLS = 96
-_PARTS = {
-    "total": "total: cached against recompute",
-    "state": "state: carried by earlier K and V",
-    "fresh": "fresh: made by this step's kernels",
-    "null": "null control: longer suffix, no cache",
-}
 _MEASURED = {"kl": "KL", "l2": "L2 of the logits", "margin": "margin"}
 
 
@@ -67,14 +59,14 @@ def recovery_figure(sweep: Sweep) -> Figure:
     controls = sweep.controls if "control" in sweep.controls else sweep.controls.iloc[:0]
     heights = [3.0 if kind in _HEADS else 2.6 for kind in kinds] + [1.7] * bool(len(controls))
     with looks():
-        figure = _canvas((6.4, 0.7 + sum(heights)))
-        parts = _parts(figure, heights)
+        figure = canvas((6.4, 0.7 + sum(heights)))
+        parts = stacked(figure, heights)
         for part, kind in zip(parts, kinds, strict=False):
             (_draw_heads if kind in _HEADS else _draw_marks)(part, frame[frame["sweep"] == kind], kind, sweep.about)
         if len(controls):
             _draw_controls(parts[-1], controls)
         marked = ("▼ n: n examples below the range, their median",) if len(controls) or set(kinds) - {*_HEADS} else ()
-        _small_print(figure, sweep.about, (*_what(sweep.about), *marked))
+        made_with(figure, sweep.about, (*_what(sweep.about), *marked))
     return figure
 
 
@@ -91,38 +83,13 @@ def step_figure(sweep: Sweep) -> Figure:
     if not kinds:
         raise InputError("the sweep has no layer by step to draw: sweep single or cumulative, with more than one step.")
     with looks():
-        figure = _canvas((6.4, 0.7 + 2.4 * len(kinds)))
-        for part, kind in zip(_parts(figure, [1.0] * len(kinds)), kinds, strict=True):
+        figure = canvas((6.4, 0.7 + 2.4 * len(kinds)))
+        for part, kind in zip(stacked(figure, [1.0] * len(kinds)), kinds, strict=True):
             _draw_by_step(part, sweep.steps[sweep.steps["sweep"] == kind], kind, sweep.about)
         counted = sweep.steps.groupby("step")["example"].nunique()
         few = f", {counted.iloc[-1]} at the last step" if counted.iloc[-1] < counted.max() else ""
         signs = ("−: below 0, ▼: below −100 %, ▲: above 100 %", "×: no difference to recover in any example")
-        _small_print(figure, sweep.about, (*_what(sweep.about), f"examples: {counted.max()}{few}", *signs))
-    return figure
-
-
-def decomposition_figure(decomposition: Decomposition) -> Figure:
-    """State and fresh by step (KL of the logits) and by layer (residual stream), with the total and the null control.
-
-    Both axes are logarithmic; what is exactly 0 stands in a strip of its own below them.
-
-    Args:
-        decomposition: What :func:`kvinterp.decompose` returned.
-
-    Raises:
-        InputError: It holds no step.
-    """
-    steps = decomposition.steps
-    if steps.empty:
-        raise InputError("the decomposition holds no step to draw: give it a prompt that decodes at least one.")
-    later = decomposition.layers[decomposition.layers["step"] > 0]
-    with looks():
-        figure = _canvas((6.4, 6.6 if len(later) else 3.8))
-        parts = _parts(figure, [1.2, 1.0] if len(later) else [1.0])
-        _draw_steps(parts[0], steps)
-        if len(later):
-            _draw_layers(parts[1], later)
-        _small_print(figure, decomposition.about, (f"null control: {decomposition.about.get('suffix', '?')} more tokens",))
+        made_with(figure, sweep.about, (*_what(sweep.about), f"examples: {counted.max()}{few}", *signs))
     return figure
 
 
@@ -143,22 +110,6 @@ def save_sweep_figures(sweep: Sweep, folder: str | Path) -> list[Path]:
     if _stepped(sweep):
         written.append(save(step_figure(sweep), Path(folder) / "recovery_by_step.png"))
     return written
-
-
-def save_decomposition_figure(decomposition: Decomposition, folder: str | Path) -> list[Path]:
-    """Writes the figure of a decomposition into a folder, which is made where it is not there.
-
-    Args:
-        decomposition: What :func:`kvinterp.decompose` returned.
-        folder: Where to.
-
-    Returns:
-        The file, ``decomposition.png``.
-
-    Raises:
-        InputError: The decomposition holds no step, or the file cannot be written.
-    """
-    return [save(decomposition_figure(decomposition), Path(folder) / "decomposition.png")]
 
 
 # Recovery --------------------------------------------------------------------------------------------------------------
@@ -183,7 +134,9 @@ def _draw_by_step(target: FigureBase, frame: pd.DataFrame, kind: str, about: Map
     axes.set(xlabel="decode step", ylabel=_LAYER_LABELS[kind])
     known = table.dropna(axis=1, how="all")
     if not known.shape[1]:
-        place_title(axes, f"{_SAID[kind]}, by step: the {_MEASURED[about['distance']]} is 0 at every step")
+        place_title(
+            axes, f"{_SAID[kind]}, by step: the {_MEASURED[about['distance']]} is 0 at every step. {TO_SEE_A_DIFFERENCE}"
+        )
         return
     half = (known >= 0.5).sum(axis=1)
     most = [str(layer) for layer in half.index[half == half.max()]]
@@ -325,7 +278,7 @@ def _title(frame: pd.DataFrame, kind: str, named: Any, about: Mapping[str, Any])
     said, measured = _SAID[kind], _MEASURED[about["distance"]]
     known = frame[frame["defined"]]
     if known.empty:
-        return f"{said}: the {measured} is 0 in every example, so nothing can be recovered"
+        return f"{said}: the {measured} is 0 in every example, so nothing can be recovered. {TO_SEE_A_DIFFERENCE}"
     medians = known.groupby(["layer", "head", "positions"])["recovery"].median().reset_index()
     best = medians["recovery"].max()
     first, *others = (named(row) for row in medians[medians["recovery"] == best].to_dict("records"))
@@ -348,82 +301,6 @@ def _numbered(at: float, names: Sequence[Any]) -> str:
     return str(names[index]) if abs(at - index) < 1e-6 and 0 <= index < len(names) else ""
 
 
-# State and fresh -------------------------------------------------------------------------------------------------------
-
-
-def _draw_steps(target: FigureBase, steps: pd.DataFrame) -> None:
-    axes = target.subplots()
-    height = zero_aware(axes, [steps[part] for part in _PARTS])
-    for index, (part, name) in enumerate(_PARTS.items()):
-        series, shift = SERIES[index], (index - 1.5) * 0.14
-        axes.plot(
-            steps["step"] + shift, height(steps[part]), series.marker, color=series.color, markersize=2.4, alpha=0.35,
-            markeredgewidth=0, zorder=2,
-        )  # fmt: skip
-        median = steps.groupby("step")[part].median()
-        axes.plot(median.index + shift, height(median), **_line(index), label=name, zorder=3)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
-    several = steps["example"].nunique() > 1
-    axes.set(
-        xlabel="decode step (0 is the token the prefill decides)",
-        ylabel="KL of next-token distributions (nats)" + (",\nmedian and every example" if several else ""),
-    )
-    place_title(axes, _split_title(steps))
-    handles, labels = axes.get_legend_handles_labels()
-    target.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=7.5)
-
-
-def _draw_layers(target: FigureBase, layers: pd.DataFrame) -> None:
-    axes = target.subplots()
-    quartiles = {part: layers.groupby("layer")[part].quantile([0.25, 0.5, 0.75]).unstack() for part in _PARTS}
-    height = zero_aware(axes, [table.to_numpy() for table in quartiles.values()])
-    for index, (part, table) in enumerate(quartiles.items()):
-        x = table.index + (index - 1.5) * 0.09
-        low, middle, high = (height(table[q]) for q in (0.25, 0.5, 0.75))
-        axes.vlines(x, low, high, color=SERIES[index].color, linewidth=1.4, zorder=2)
-        axes.plot(x, middle, **_line(index), label=part, zorder=3)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True, min_n_ticks=1))
-    axes.set(xlabel="layer", ylabel="relative L2 difference of resid_post\n(median, quartiles; steps from 1 on)")
-    place_title(axes, _layer_title(quartiles))
-
-
-def _split_title(steps: pd.DataFrame) -> str:
-    later = steps[steps["step"] > 0]
-    if later.empty or not (later["total"] > 0).any():
-        return "The KL is 0 at every step: there is nothing to split"
-    differing = later[later["total"] > 0]
-    state, fresh = (int((differing[a] > differing[b]).sum()) for a, b in (("state", "fresh"), ("fresh", "state")))
-    return f"State is the larger part at {state} of {len(differing)} steps that differ, fresh at {fresh}"
-
-
-def _layer_title(quartiles: Mapping[str, pd.DataFrame]) -> str:
-    found = []
-    for part in ("state", "fresh"):
-        median = quartiles[part][0.5]
-        first = median.index[median > 0]
-        found.append(f"{part} is first above 0 at layer {first[0]}" if len(first) else f"{part} is 0 in every layer")
-    return f"At the median step {found[0]} and {found[1]}"
-
-
-def _line(index: int) -> dict[str, Any]:
-    hollow = {"markerfacecolor": "#ffffff"} if index % 2 else {}
-    return {**SERIES[index].drawn(), "linewidth": 1.4, "markersize": 4, **hollow}
-
-
-# What they share -------------------------------------------------------------------------------------------------------
-
-
-def _canvas(size: tuple[float, float]) -> Figure:
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _parts(figure: Figure, heights: Sequence[float]) -> list[FigureBase]:
-    made = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
-    return list(made[:, 0])
-
-
 def _stepped(sweep: Sweep) -> list[str]:
     """The sweeps over layers in which more than one step is counted."""
     if sweep.steps.empty:
@@ -434,31 +311,3 @@ def _stepped(sweep: Sweep) -> list[str]:
 
 def _what(about: Mapping[str, Any]) -> tuple[str, str]:
     return f"{about['site']} at {about['positions']} positions", f"steps: {about['steps']}"
-
-
-def _small_print(figure: Figure, about: Mapping[str, Any], more: Sequence[str]) -> None:
-    made = about["provenance"]
-    paths = about.get("paths", {"cached": "cached", "recompute": "recompute"})
-    parts = [
-        f"{paths['cached']} and {paths['recompute']}",
-        *([about["direction"]] if "direction" in about else []),
-        *([about["protocol"]] if "protocol" in about else []),
-        *more,
-        str(made["model"]),
-        f"{made['kind']} ({made['attention']})",
-        made["dtype"],
-        f"weights {made['weights']}",
-        *(f"{title} {made[name]}" for title, name in _VERSIONS.items()),
-        f"{made['device']}, threads: {made['threads']}",
-    ]
-    text = "\n".join(textwrap.wrap(" · ".join(parts), 134))
-    figure.supxlabel(text, x=0.01, ha="left", fontsize=5.5, color="#555555")
-    figure.provenance = [dict(about)]  # type: ignore[attr-defined]  # kept for save()
-
-
-_VERSIONS = {
-    "torch": "torch",
-    "transformers": "transformers",
-    "TransformerLens": "transformer_lens",
-    "kvinterp": "kvinterp",
-}

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from kvinterp.comparison import Comparison
+from kvinterp.comparison import Comparison, mean_error
 from kvinterp.comparison.where import most
 from kvinterp.files import write_whole
 from kvinterp.models import dtype_named
@@ -73,7 +73,7 @@ def figures(comparisons: Labelled) -> dict[str, Figure]:
         made["drift_by_layer"] = figure_of(draw_drift, comparisons, (5.6, 3.7))
     if not first.heads.empty:
         made["attention_by_head"] = figure_of(draw_attention, {"": first}, (5.6, 3.5))
-    if not first.kv.empty:
+    if not first.kv_positions.empty:
         made["kv_by_position"] = figure_of(draw_kv, {"": first}, (5.6, 3.9))
     return made
 
@@ -262,7 +262,8 @@ def draw_attention(target: FigureBase, comparisons: Labelled) -> None:
     axes.set(xlabel="query head", ylabel="layer")
     if (values > 0).any():
         _color_bar(target, image, axes, "mean KL of attention (nats, log scale)")
-    place_title(axes, _led(label, _attention_title(table)))
+    derived = " (derived)" * ("pattern" in comparison.derived)
+    place_title(axes, _led(label, _attention_title(table) + derived))
 
 
 def _attention_title(table: pd.DataFrame) -> str:
@@ -295,10 +296,17 @@ def _mark_cells(axes: Axes, values: np.ndarray, norm: LogNorm, cmap: Any) -> Non
 def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
     """Relative error of K and of V by layer and absolute position, in the example that decoded most; white is exactly 0."""
     (label, comparison) = next(iter(comparisons.items()))
-    example = int(comparison.examples.sort_values("steps", kind="stable")["example"].iloc[-1])
+    every = comparison.same_text(comparison.kv_positions)
+    if every.empty:
+        axes = target.subplots()
+        axes.set_axis_off()
+        place_title(axes, _led(label, "no step after the prefill at which both paths hold the same text"))
+        return
+    drawn = comparison.examples[comparison.examples["example"].isin(every["example"])]
+    example = int(drawn.sort_values("steps", kind="stable")["example"].iloc[-1])
     prompt = int(comparison.examples.set_index("example")["prompt_tokens"].loc[example])
-    frame = _later(comparison, comparison.kv[comparison.kv["example"] == example])
-    means = frame.groupby(["tensor", "layer", "position"])["relative_error"].mean()
+    frame = every[every["example"] == example]
+    means = mean_error(frame, ("tensor", "layer", "position"))
     tensors = [name for name in ("K", "K before RoPE", "V") if (frame["tensor"] == name).any()]
     panels = np.atleast_1d(target.subplots(len(tensors), 1, sharex=True))
     norm, cmap = _log_norm(means.to_numpy()), colormaps[CMAP].with_extremes(bad="#ffffff")

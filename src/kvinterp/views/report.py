@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kvinterp.comparison import PROTOCOLS
+from kvinterp.comparison import PROTOCOLS, TABLES
 from kvinterp.errors import InputError
 from kvinterp.files import write_whole
 from kvinterp.models import KINDS
@@ -91,7 +91,9 @@ def overview_of(results: Sequence[Result]) -> Figure:
     dtype = results[0].comparison.about["dtype"]
     main = [r for r in results if r.comparison.about["dtype"] == dtype and not r.comparison.steps.empty]
     lead = leading(main)
-    whole = (r for r in lead if not (r.comparison.layers.empty or r.comparison.heads.empty or r.comparison.kv.empty))
+    whole = (
+        r for r in lead if not (r.comparison.layers.empty or r.comparison.heads.empty or r.comparison.kv_positions.empty)
+    )
     chosen = next(whole, None)
     if chosen is None:
         raise InputError("no model and kind recorded resid_post, pattern and kv: the four figures need all of them.")
@@ -190,7 +192,7 @@ def _provenance(results: Sequence[Result]) -> dict[str, Any]:
 
 def _files(results: Sequence[Result], folder: Path) -> str:
     inside = "runs/*/" if any(r.folder != folder for r in results) else ""
-    tables = ", ".join(f"{inside}{name}.parquet" for name in ("steps", "examples", "layers", "heads", "kv"))
+    tables = ", ".join(f"{inside}{name}.parquet" for name in TABLES)
     return (
         f"Beside this page: figures/*.png, every number above in {tables}, the statistics and settings in "
         f"{inside}summary.json, and the prompts in {inside}prompts.jsonl."

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvinterp.comparison.where import prompts_said
+from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.patching import ANEW, PARTS
 from kvinterp.views.words import machines_of, number
 
@@ -68,6 +69,7 @@ def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
     if differ == 0:
         return [
             f"The paths' logits are bitwise equal at all {steps} decode steps of {of}: there is nothing to split.",
+            TO_SEE_A_DIFFERENCE,
             _measured_on(summary),
         ]
     made = [part for part in PARTS if summary[f"{part}_l2"] > 0]

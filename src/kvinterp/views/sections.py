@@ -311,6 +311,7 @@ def drift_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
 def attention_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
     """How far apart the attention patterns are, head by head; and which kinds cannot say."""
     made, seen = [], ["Mean KL over prompts and steps from 1 on:"]
+    derived: list[bool] = []
     for result in leading(main):
         model, kind, heads = model_of(result), kind_of(result), result.comparison.heads
         reason = result.summary["settings"].get("left_out", {}).get("pattern")
@@ -325,10 +326,12 @@ def attention_section(main: Sequence[Result], gallery: Gallery) -> Section | Non
         means = heads[heads["step"] > 0].groupby(["layer", "head"])["kl"].mean().dropna()
         if means.empty:
             continue
+        derived = ["pattern" in result.comparison.derived, *derived]
         said = f"exactly 0 in {int((means == 0).sum())} of {len(means)} heads"
         if means.max() > 0:
             largest, place = most(means, ("layer", "head"))
             said += f"; most in {place}: {number(largest)} nats"
+        said += " (derived)" * derived[0]
         seen.append(f"{model}, {kind}: {said}.")
     if len(seen) == 1:
         return None
@@ -338,6 +341,11 @@ def attention_section(main: Sequence[Result], gallery: Gallery) -> Section | Non
         "The attention pattern of the newest position was recorded on both paths; the number is the mean over prompts and "
         "steps from 1 on of the KL divergence between the two patterns of a head."
     ]
+    if any(derived):
+        done.append(
+            "Where it says derived, attention ran in a fused kernel (SDPA) that shows no pattern: it was derived beside the "
+            "kernel, from the queries, keys and mask that the kernel was given, so what the kernel rounds is not in it."
+        )
     return Section("Attention by layer and head", done, seen, made)
 
 
@@ -346,7 +354,7 @@ def attention_section(main: Sequence[Result], gallery: Gallery) -> Section | Non
 
 def kv_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
     """How far apart K and V are, position by position."""
-    one = [r for r in leading(main) if not r.comparison.kv.empty]
+    one = [r for r in leading(main) if not r.comparison.kv_positions.empty]
     if not one:
         return None
     made, seen = [], ["Counted over all prompts, steps from 1 on, layers and KV heads:"]
@@ -366,20 +374,21 @@ def kv_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
 
 
 def _kv_sentence(comparison: Comparison) -> str:
-    kv = comparison.same_text(comparison.kv)
-    kv = kv[kv["step"] > 0]
+    kv = comparison.same_text(comparison.kv_positions)
     prompt = kv["example"].map(comparison.examples.set_index("example")["prompt_tokens"])
     said = []
     for name, part in (("prompt", kv[kv["position"] < prompt]), ("decoded", kv[kv["position"] >= prompt])):
-        differing = part[part["relative_error"] > 0]
         if part.empty:
             continue
-        if differing.empty:
-            said.append(f"all {len(part)} {name} vectors are exactly equal")
+        vectors, differing = int(part["vectors"].sum()), int(part["differing"].sum())
+        if not differing:
+            said.append(f"all {vectors} {name} vectors are exactly equal")
             continue
+        # Vectors that are equal are 0 units apart, so that they add nothing to the sum.
+        units = (part["ulp_mean"] * part["vectors"]).sum() / differing
         said.append(
-            f"{share(len(differing), len(part))} of the {len(part)} {name} vectors differ, and in those that do the mean "
-            f"element by {number(differing['ulp_mean'].mean())} units in the last place"
+            f"{share(differing, vectors)} of the {vectors} {name} vectors differ, and in those that do the mean "
+            f"element by {number(units)} units in the last place"
         )
     return "; ".join(said)
 

@@ -1,0 +1,179 @@
+"""How far apart K and V are, kept as sums while two paths run: by step, and by position. Every pair of the two on request.
+
+A vector of every position at every step is quadratic in the steps: a thousand of them on one prompt made 33 million rows. What
+is read of it are means by step or by position, which grow with the steps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvinterp.comparison.table import Table
+
+__all__ = ["CACHE_ERRORS", "CacheErrors", "by_position", "by_step", "mean_error"]
+
+CACHE_ERRORS = {
+    "aggregated": "K/V errors by step and by position separately (kv_steps, kv_positions)",
+    "whole": "besides these every position at every step (kv), which is quadratic in the steps",
+}
+
+VALUES = ("vectors", "differing", "relative_error", "relative_error_max", "ulp_mean", "ulp_max")
+_ERRORS = ("relative_error", "ulp_mean", "ulp_max")
+_STEP = ("step", "tensor", "layer", "example", "kv_head")
+_POSITION = ("tensor", "layer", "example", "kv_head", "position")
+
+
+class CacheErrors:
+    """Takes the errors of one step after the other.
+
+    Args:
+        layers: The layers that are watched.
+        keep: One of :data:`CACHE_ERRORS`.
+
+    Attributes:
+        steps: Over the positions, by step.
+        every: By step and position; empty unless it is asked for.
+    """
+
+    def __init__(self, layers: Sequence[int], keep: str = "aggregated") -> None:
+        self.layers, self.keep = list(layers), keep
+        self.steps = Table(_STEP, VALUES)
+        self.every = Table((*_STEP, "position"), _ERRORS)
+        self._sums: dict[tuple[str, int], _Sums] = {}
+
+    def add(
+        self,
+        step: int,
+        tensor: str,
+        layers: Sequence[int],
+        examples: Sequence[int],
+        heads: Sequence[int],
+        start: int,
+        errors: Mapping[str, Tensor],
+        kinds: Sequence[int | None],
+    ) -> None:
+        """Adds what some layers showed at a step.
+
+        Args:
+            step: The decode step.
+            tensor: ``"K"``, ``"K before RoPE"`` or ``"V"``.
+            layers: Their numbers.
+            examples: The example number of each row of the batch.
+            heads: Labels of the KV heads.
+            start: Absolute position of the first key.
+            errors: relative_error, ulp_mean and ulp_max, ``[layer, batch, kv_head, position]``.
+            kinds: For each row of the batch 1 after its flip, 0 before it, None where its text has ended.
+        """
+        relative = errors["relative_error"]
+        count = relative.shape[-1]
+        coordinates = {"step": [step], "tensor": [tensor], "layer": layers, "example": examples, "kv_head": heads}
+        over = {
+            "vectors": torch.full_like(relative[..., 0], count),
+            "differing": (relative != 0).sum(-1).to(relative.dtype),
+            "relative_error": relative.mean(-1),
+            "relative_error_max": relative.amax(-1),
+            "ulp_mean": errors["ulp_mean"].mean(-1),
+            "ulp_max": errors["ulp_max"].amax(-1),
+        }
+        self.steps.add(coordinates, over)
+        if self.keep == "whole":
+            self.every.add({**coordinates, "position": np.arange(start, start + count)}, errors)
+        if step > 0:
+            # Step 0 is the prefill's on both paths.
+            place = (tensor, relative.shape[2])
+            if place not in self._sums:
+                self._sums[place] = _Sums(len(self.layers), relative)
+            rows = [self.layers.index(layer) for layer in layers]
+            self._sums[place].add(rows, start, errors, kinds)
+
+    def positions(self, examples: Sequence[int], heads: Sequence[int]) -> pd.DataFrame:
+        """Over the steps from 1 on, by position and by whether they come after the flip."""
+        table = Table((*_POSITION, "after_flip"), VALUES)
+        for (tensor, count), sums in self._sums.items():
+            places = {"layer": self.layers, "example": examples, "kv_head": heads[:count], "after_flip": [0, 1]}
+            found = sums.means()
+            table.add({**places, "tensor": [tensor], "position": np.arange(sums.room)}, found)
+        frame = table.frame()
+        return frame[frame["vectors"] > 0].astype({"after_flip": bool}).reset_index(drop=True)
+
+
+class _Sums:
+    """Sums and maxima over steps, ``[layer, batch, kv_head, position, before or after the flip]``."""
+
+    def __init__(self, layers: int, like: Tensor) -> None:
+        self.shape, self.room, self.like = (layers, like.shape[1], like.shape[2]), 0, like
+        self.held = {name: self._empty(0) for name in VALUES}
+
+    def _empty(self, room: int) -> Tensor:
+        return self.like.new_zeros(*self.shape, room, 2)
+
+    def add(self, layers: Sequence[int], start: int, errors: Mapping[str, Tensor], kinds: Sequence[int | None]) -> None:
+        stop = start + errors["relative_error"].shape[-1]
+        if stop > self.room:
+            # Twice what is needed, so that it is moved a few times in a long decode and not at every step.
+            more = self._empty(2 * stop - self.room)
+            self.held = {name: torch.cat([held, more], 3) for name, held in self.held.items()}
+            self.room = 2 * stop
+        at = torch.tensor(layers, device=self.like.device)[:, None]
+        for kind in (0, 1):
+            rows = [row for row, found in enumerate(kinds) if found == kind]
+            if not rows:
+                continue
+            place = (at, torch.tensor(rows, device=self.like.device)[None], slice(None), slice(start, stop), kind)
+            relative, mean, largest = (errors[name][:, rows] for name in _ERRORS)
+            for name, more in (("differing", relative != 0), ("relative_error", relative), ("ulp_mean", mean)):
+                self.held[name][place] += more
+            self.held["vectors"][place] += 1
+            for name, more in (("relative_error_max", relative), ("ulp_max", largest)):
+                self.held[name][place] = torch.maximum(self.held[name][place], more)
+
+    def means(self) -> dict[str, Tensor]:
+        """The sums over what they count; in the order of the table's dimensions."""
+        count = self.held["vectors"]
+        means = {name: self.held[name] / count for name in ("relative_error", "ulp_mean")}
+        found = {**self.held, **means}
+        # Dimensions of the table: tensor, layer, example, KV head, position, after the flip.
+        return {name: held.contiguous() for name, held in found.items()}
+
+
+# What is read of it ----------------------------------------------------------------------------------------------------
+
+
+def mean_error(frame: pd.DataFrame, keys: Sequence[str], value: str = "relative_error") -> pd.Series:
+    """The mean of an error over all vectors behind the rows of kv_steps or kv_positions.
+
+    Args:
+        frame: One of the two tables, or some rows of one.
+        keys: What to group by.
+        value: ``"relative_error"`` or ``"ulp_mean"``.
+    """
+    summed = frame[value].mul(frame["vectors"]).groupby([frame[key] for key in keys]).sum()
+    return summed / frame.groupby(list(keys))["vectors"].sum()
+
+
+def by_step(every: pd.DataFrame) -> pd.DataFrame:
+    """The table ``kv_steps`` of a whole table ``kv``."""
+    return _aggregated(every, [*_STEP, "after_flip"])
+
+
+def by_position(every: pd.DataFrame) -> pd.DataFrame:
+    """The table ``kv_positions`` of a whole table ``kv``."""
+    return _aggregated(every[every["step"] > 0], [*_POSITION, "after_flip"])
+
+
+def _aggregated(every: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    groups = every.assign(differs=every["relative_error"] != 0).groupby(keys, sort=False)
+    made = groups.agg(
+        vectors=("relative_error", "size"),
+        differing=("differs", "sum"),
+        relative_error=("relative_error", "mean"),
+        relative_error_max=("relative_error", "max"),
+        ulp_mean=("ulp_mean", "mean"),
+        ulp_max=("ulp_max", "max"),
+    ).reset_index()
+    return made.astype({"vectors": float, "differing": float})

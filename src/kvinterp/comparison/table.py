@@ -1,0 +1,48 @@
+"""One tidy table, gathered block by block on the device and brought to the host once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+__all__ = ["Table"]
+
+
+class Table:
+    """Blocks of numbers with named dimensions, to become one tidy frame.
+
+    Args:
+        dimensions: Column names of the dimensions, outermost first.
+        values: Column names of the numbers.
+    """
+
+    def __init__(self, dimensions: Sequence[str], values: Sequence[str]) -> None:
+        self.dimensions, self.values = tuple(dimensions), tuple(values)
+        self._coordinates: list[tuple[np.ndarray, ...]] = []
+        self._blocks: dict[str, list[Tensor]] = {name: [] for name in self.values}
+
+    def add(self, coordinates: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
+        """Adds one block.
+
+        Args:
+            coordinates: For each dimension, in any order, its labels in this block.
+            values: For each value a tensor with one size a dimension.
+        """
+        self._coordinates.append(tuple(np.asarray(coordinates[name]) for name in self.dimensions))
+        for name in self.values:
+            self._blocks[name].append(values[name].reshape(-1))
+
+    def frame(self) -> pd.DataFrame:
+        """Everything added, a row a number."""
+        columns: dict[str, np.ndarray] = {}
+        for index, name in enumerate(self.dimensions):
+            spread = [np.meshgrid(*block, indexing="ij")[index].reshape(-1) for block in self._coordinates]
+            columns[name] = np.concatenate(spread) if spread else np.zeros(0, dtype=np.int64)
+        for name, blocks in self._blocks.items():
+            columns[name] = torch.cat(blocks).cpu().numpy() if blocks else np.zeros(0)
+        return pd.DataFrame(columns)

@@ -1,0 +1,102 @@
+"""Compares two traces that were recorded one after the other, or on two machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from kvinterp.checks import check_choice, check_instance
+from kvinterp.comparison.cache_errors import CACHE_ERRORS
+from kvinterp.comparison.comparison import Comparison
+from kvinterp.comparison.rows import of_example
+from kvinterp.comparison.tables import Differences
+from kvinterp.errors import InputError
+from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Site
+from kvinterp.paths.vocabulary import padding_of
+from kvinterp.recording import Trace
+
+__all__ = ["compare_traces"]
+
+
+def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comparison:
+    """Compares two traces that were recorded with ``logits="keep"``, for instance on two machines.
+
+    Residual sites and patterns are compared at the newest position, of those recorded with ``positions="all"`` too; cache
+    sites where they were recorded with ``positions="all"``.
+
+    Args:
+        a: The leading trace.
+        b: The other.
+        cache_errors: As for :func:`kvinterp.compare`.
+
+    Raises:
+        InputError: They are not of the same prompt, hold no logits, or were recorded with different heads.
+    """
+    check_choice("cache_errors", cache_errors, tuple(CACHE_ERRORS))
+    for name, trace in (("a", a), ("b", b)):
+        check_instance(name, trace, Trace, "a trace, which kv.run(..., logits='keep') makes")
+    if a.prompt != b.prompt:
+        raise InputError(
+            f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
+        )
+    if a.logits is None or b.logits is None:
+        raise InputError("a trace holds no logits: run it with logits='keep'.")
+    count = min(len(a.tokens), len(b.tokens))
+    layers = sorted({layer for _, layer in a.records} & {layer for _, layer in b.records})
+    heads = _head_labels(a.heads, b.heads, "query heads", (a, b), ("pattern",))
+    kv_heads = _head_labels(a.kv_heads, b.kv_heads, "KV heads", (a, b), CACHE_SITES)
+    differences = Differences(layers, heads, kv_heads, cache_errors)
+    padding = padding_of((a.logits[:count], b.logits[:count]))
+    flips = np.flatnonzero(np.asarray(a.tokens[:count]) != np.asarray(b.tokens[:count]))
+    for step in range(count):
+        seen = (_shown(a, step), _shown(b, step))
+        logits = (a.logits[step : step + 1, ~padding], b.logits[step : step + 1, ~padding])
+        after = int(flips.size > 0 and step > flips[0])
+        differences.add(step, [0], len(a.prompt) + step, logits, seen, [after])
+    matched = a.fed[: count - 1] == b.fed[: count - 1]
+    about = {
+        **a.provenance,
+        "paths": {"a": a.path, "b": b.path},
+        "protocol": "matched" if matched else "free",
+        "strategy": a.provenance.get("strategy", "unknown"),
+        "provenance_b": b.provenance,
+        "derived": sorted({*a.derived, *b.derived} & {"pattern"}),
+    }
+    chosen = (np.asarray(a.tokens[:count]), np.asarray(b.tokens[:count]))
+    return of_example(0, "0", a.prompt, differences.frames([0]), chosen, ("", ""), about)
+
+
+def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
+    if step not in trace.steps:
+        return {}
+    index = trace.steps.index(step)
+    seen = {}
+    for (site, layer), kept in trace.records.items():
+        tensor = kept[index][None]
+        if (site in RESIDUAL_SITES and tensor.dim() == 3) or (site == "pattern" and tensor.dim() == 4):
+            tensor = tensor[..., -1, :]
+        newest = {1: site in RESIDUAL_SITES, 2: site == "pattern", 3: site in CACHE_SITES}
+        if newest.get(tensor.dim() - 1, False):
+            seen[site, layer] = tensor
+    return seen
+
+
+def _head_labels(
+    one: Sequence[int] | None, other: Sequence[int] | None, what: str, traces: Sequence[Trace], sites: Sequence[str]
+) -> Sequence[int]:
+    """The heads that the traces' records of some sites hold, which must be the same ones."""
+    counts = [next((kept[0].shape[0] for (s, _), kept in t.records.items() if s in sites and kept), None) for t in traces]
+    if None in counts:
+        return ()
+    first, second = (range(count or 0) if held is None else held for held, count in zip((one, other), counts, strict=True))
+    if list(first) != list(second):
+        raise InputError(
+            f"the traces hold different {what} ({_shown_heads(first)} and {_shown_heads(second)}): record the same ones."
+        )
+    return first
+
+
+def _shown_heads(heads: Sequence[int]) -> str:
+    return f"0 to {heads[-1]}" if isinstance(heads, range) and heads else ", ".join(map(str, heads))

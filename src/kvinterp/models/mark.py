@@ -1,0 +1,212 @@
+"""Notices that a model was changed in place, by whatever way: its weights, its buffers, its config, its modules' attributes.
+
+Torch counts the changes of a tensor, but not those made through ``.data``, and nobody counts those of a norm's epsilon. So a
+mark is taken of all of it. Each tensor's bits are summed with a weight of its own for every place, so that numbers that
+change places change the sum too. The high half of each 8 bytes is weighted once more, since numbers whose highest bits alone
+differ (their signs) would cancel: what is changed is missed about once in 2**32 times. The weights are read once, as one
+decode step reads them.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Mark", "mark_of", "settings_of", "weights_hash"]
+
+Mark = tuple[str, tuple[tuple[Any, ...], ...]]
+"""The hash of what is no tensor; and for each tensor its name, where it lies, how often torch saw it changed, its sum."""
+
+_WORDS, _PIECE = 1 << 15, 1 << 20
+"""Words of 8 bytes that share the weights, small enough for a processor's cache; and those that one thread takes at once."""
+
+_ODD, _ALL = 0x9E37_79B9_7F4A_7C15, (1 << 64) - 1
+_SIGNED = _ODD - (1 << 64)
+"""The same odd number, as torch takes it."""
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_NOT_COMPUTED_WITH = frozenset(
+    (
+        "_name_or_path",
+        "name_or_path",
+        "model_name",
+        "tokenizer_name",
+        "_commit_hash",
+        "transformers_version",
+        "generation_config",
+        "warnings_issued",
+        "device",
+        "seed",
+    )
+)
+"""Where a checkpoint lies and who saved it, and what only generation reads: nothing that a forward computes with."""
+
+
+def mark_of(model: nn.Module) -> Mark:
+    """What changes when the model does.
+
+    Args:
+        model: The model.
+    """
+    tensors = _tensors(model)
+    return settings_of(model), tuple(
+        (name, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, total)
+        for (name, tensor), total in zip(tensors, _sums([tensor for _, tensor in tensors]), strict=True)
+    )
+
+
+def weights_hash(model: nn.Module) -> str:
+    """BLAKE2 over the names, shapes, dtypes and bytes of what a checkpoint of the model holds, 16 hex digits."""
+    return _hashed(sorted(model.state_dict().items()))
+
+
+def settings_of(model: nn.Module) -> str:
+    """BLAKE2 over what a model computes with besides its checkpoint's tensors, 16 hex digits.
+
+    Its config, the class and the plain attributes of every module, and the buffers that a checkpoint does not hold. The same
+    for the same checkpoint in another folder.
+    """
+    seen: dict[int, int] = {}
+    lines = []
+    kept: list[tuple[str, Tensor]] = []
+    for name, module in model.named_modules():
+        lines.append(f"{name}: {_class_of(module)} {_told(_attributes(module), seen)}")
+        unsaved = module._non_persistent_buffers_set
+        kept += [(f"{name}.{key}", b) for key, b in module._buffers.items() if key in unsaved and b is not None]
+    return _hashed(kept, "\n".join(lines))
+
+
+def _hashed(tensors: list[tuple[str, Tensor]], text: str = "") -> str:
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
+    for name, tensor in tensors:
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        if not tensor.is_meta:
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# What is no tensor -----------------------------------------------------------------------------------------------------
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    own = {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
+    # Of private ones not what a forward leaves behind: a TransformerBridge keeps hooks of its own and what they last saw.
+    left = [k for k, v in own.items() if k.startswith("_") and ("hook" in k or v is None or isinstance(v, Tensor))]
+    return {key: value for key, value in own.items() if key not in left}
+
+
+def _class_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _told(value: Any, seen: dict[int, int]) -> str:
+    """A value as text that is the same in every process, and differs where what a forward reads of it differs."""
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | enum.Enum | torch.dtype | torch.Size
+    ):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"tensor {tuple(value.shape)} {value.dtype} {_sums([value])[0]}"
+    if isinstance(value, Mapping):
+        held = {str(key): item for key, item in value.items() if key not in _NOT_COMPUTED_WITH}
+        return "{" + ", ".join(f"{key}: {_told(held[key], seen)}" for key in sorted(held)) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_told(item, seen) for item in value) + "]"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(_told(item, seen) for item in value)) + "}"
+    if isinstance(value, functools.partial):
+        return f"partial {_told([value.func, value.args, value.keywords], seen)}"
+    if isinstance(value, nn.Module):
+        # Those that belong to the model stand under their own names.
+        return _class_of(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if id(value) in seen:
+        return f"#{seen[id(value)]}"
+    if "config" in f"{_class_of(value)}".lower() and hasattr(value, "__dict__"):
+        # Every module of a transformers model holds the same one.
+        seen[id(value)] = len(seen)
+        return f"{_class_of(value)} {_told(vars(value), seen)}"
+    return _class_of(value)
+
+
+# Tensors ---------------------------------------------------------------------------------------------------------------
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [(name, t.detach()) for name, t in named if not t.is_meta and not t.is_quantized]
+
+
+def _sums(tensors: list[Tensor]) -> list[int]:
+    """For each tensor the sum of its bits in the order of memory, each weighted by its place, modulo 2**64."""
+    pieces = [(index, piece) for index, tensor in enumerate(tensors) for piece in _pieces(tensor)]
+    words, threads = [piece for _, piece in pieces], torch.get_num_threads()
+    if threads == 1 or len(words) == 1:
+        summed = list(map(_summed, words))
+    else:
+        with ThreadPoolExecutor(threads) as workers:
+            summed = list(workers.map(_summed, words))
+    totals = [tensor.numel() for tensor in tensors]
+    for (index, _), part in zip(pieces, summed, strict=True):
+        totals[index] = (totals[index] * _ODD + part) & _ALL
+    return totals
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor | np.ndarray]:
+    """The tensor's bytes as words of 8, as many as one thread takes at once; the last one is filled up with zeros."""
+    bits = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    # Weights that were laid out anew are contiguous in another order of their dimensions.
+    strides = bits.stride()
+    flat = bits.detach().permute(sorted(range(bits.dim()), key=lambda dim: -strides[dim])).contiguous().view(-1)
+    flat = flat.view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    last = nn.functional.pad(flat[whole:], (0, (whole - flat.numel()) % 8))
+    for part in (flat[:whole], last):
+        if not part.numel():
+            continue
+        if part.device.type == "cpu":
+            words = part.numpy().view(np.int64)
+            yield from (words[start : start + _PIECE] for start in range(0, len(words), _PIECE))
+        else:
+            yield (part if part.data_ptr() % 8 == 0 else part.clone()).view(torch.int64)
+
+
+def _summed(words: Tensor | np.ndarray) -> int:
+    """Sum of the words' low and high halves, each weighted by its place."""
+    if isinstance(words, Tensor):
+        return _summed_on_device(words)
+    low, high = _weights()
+    total = 0
+    for start in range(0, len(words), _WORDS):
+        piece = words[start : start + _WORDS]
+        count = len(piece)
+        both = int(np.dot(piece, low[:count])) + int(np.dot(piece >> 32, high[:count])) * _ODD
+        total = (total * _ODD + both) & _ALL
+    return total
+
+
+def _summed_on_device(words: Tensor) -> int:
+    low, high = torch.from_numpy(_weights()).to(words.device)
+    total = 0
+    # 16 MB at once: as many rows of words, each weighted and summed alone.
+    for part in words.split(64 * _WORDS):
+        rows = nn.functional.pad(part, (0, -part.numel() % _WORDS)).view(-1, _WORDS)
+        for both in ((rows * low).sum(1) + (rows >> 32).mul(high).sum(1) * _SIGNED).tolist():
+            total = (total * _ODD + both) & _ALL
+    return total
+
+
+@functools.cache
+def _weights() -> np.ndarray:
+    """Two rows of odd numbers of 64 bits, always the same ones; nobody's random numbers are drawn from."""
+    drawn = np.random.Generator(np.random.Philox(key=1)).integers(-(2**63), 2**63, (2, _WORDS), dtype=np.int64)
+    return drawn | 1

@@ -1,0 +1,101 @@
+"""Errors of K and V by step and by position: the same numbers as every position at every step, in linear room."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import kvinterp as kv
+from kvinterp.comparison import mean_error
+from kvinterp.comparison.cache_errors import by_position, by_step
+from kvinterp.comparison.forecast import forecast, say
+from support import Case, cases
+
+PROMPTS = [[3, 5, 7, 9, 2, 4], [8, 10, 6, 1, 3, 7]]
+SETTINGS = {"max_new_tokens": 9, "progress": "none"}
+
+
+def sorted_frame(frame: pd.DataFrame) -> pd.DataFrame:
+    keys = ["tensor", "layer", "example", "kv_head", *(c for c in ("step", "position") if c in frame), "after_flip"]
+    values = ["vectors", "differing", "relative_error", "relative_error_max", "ulp_mean", "ulp_max"]
+    return frame[[*keys, *values]].sort_values(keys, ignore_index=True)
+
+
+@cases([Case("llama-gqa", "native", "eager"), Case("mistral-window", "native", "sdpa"), Case("gemma2", "hooked")])
+@pytest.mark.parametrize("more", [
+    {"b": "recompute@bfloat16", "protocol": "free", "strategy": "top_p(0.99,3.0)", "stop": "length"},
+    {"b": "recompute@bfloat16", "strategy": "top_p(0.99,3.0)", "batch_size": 2, "record": "kv,cache_k_pre"},
+])  # fmt: skip
+def test_the_sums_are_those_of_every_position_at_every_step(load: Any, case: Case, more: dict[str, Any]) -> None:
+    """Windows that let go of positions, flips, rows of a batch that end before the others, three tensors."""
+    model = load(case, "float32")
+    whole = kv.compare(model, PROMPTS, cache_errors="whole", **SETTINGS, **more)
+    parts = kv.compare(model, PROMPTS, **SETTINGS, **more)
+    assert parts.kv.empty
+    assert list(parts.kv.columns) == list(whole.kv.columns)
+    for found, wanted in ((parts.kv_steps, by_step(whole.kv)), (parts.kv_positions, by_position(whole.kv))):
+        pd.testing.assert_frame_equal(sorted_frame(found), sorted_frame(wanted), rtol=1e-12, check_dtype=False)
+    later = whole.kv[whole.kv["step"] > 0]
+    for keys in (["tensor", "layer"], ["layer", "position"]):
+        wanted_means = later.groupby(keys)["relative_error"].mean()
+        np.testing.assert_allclose(mean_error(parts.kv_positions, keys).sort_index(), wanted_means, rtol=1e-12)
+    for table in ("steps", "layers", "heads"):
+        pd.testing.assert_frame_equal(getattr(parts, table), getattr(whole, table), check_exact=True)
+
+
+def test_a_row_that_ended_before_the_others_of_its_batch_gives_no_more(load: Any) -> None:
+    model = load(Case("llama-gqa", "native", "eager"))
+    # A token that the first prompt decides at a later step, and the second not at all, ends the text of the first alone.
+    one, two = (kv.run(model, prompt, max_new_tokens=9, stop="length").tokens for prompt in PROMPTS)
+    end = next(token for step, token in enumerate(one) if token not in two and one.index(token) == step > 0)
+    before = model.model.generation_config.eos_token_id
+    model.model.generation_config.eos_token_id = end
+    try:
+        together, alone = (kv.compare(model, PROMPTS, "cached", "recompute@bfloat16", batch_size=size, **SETTINGS)
+                           for size in (2, 1))  # fmt: skip
+    finally:
+        model.model.generation_config.eos_token_id = before
+    ended = together.kv_positions[together.kv_positions["example"] == 0]
+    assert ended["position"].max() == len(PROMPTS[0]) + one.index(end) - 1 < together.kv_positions["position"].max()
+    pd.testing.assert_frame_equal(sorted_frame(together.kv_positions), sorted_frame(alone.kv_positions), rtol=1e-12)
+
+
+def test_what_it_will_take_is_said_before_it_starts(load: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(Case("llama-gqa", "native", "sdpa"))
+    for keep in ("aggregated", "whole"):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "kvinterp"):
+            made = kv.compare(model, PROMPTS, cache_errors=keep, stop="length", **SETTINGS)
+        sites = ("resid_post", "pattern", "cache_k", "cache_v")
+        told = forecast(model.facts, sites, model.facts.layers, [6, 6], 9, keep)
+        assert str(told) in caplog.text
+        assert f"{sum(told.rows.values()):,} rows" in caplog.text
+        for name in ("steps", "layers", "heads", "kv_steps", "kv"):
+            assert told.rows[name] == len(getattr(made, name)), name
+        # In the matched protocol a position may stand there twice, before and after a flip.
+        assert len(made.kv_positions) <= told.rows["kv_positions"] == 2 * 2 * 2 * model.facts.layers * 2 * (6 + 8)
+        numbers = sum(getattr(made, name).memory_usage(index=False).sum() for name in told.rows)
+        assert numbers <= told.bytes
+
+
+def test_a_thousand_steps_are_linear_and_what_is_much_is_a_warning(load: Any, caplog: pytest.LogCaptureFixture) -> None:
+    facts = load(Case("llama-gqa", "native", "sdpa")).facts
+    sites = ("cache_k", "cache_v")
+    few, many = (forecast(facts, sites, 4, [16], steps, "aggregated") for steps in (500, 1000))
+    assert sum(many.rows.values()) < 2.1 * sum(few.rows.values())
+    whole = forecast(facts, sites, 32, [16], 1000, "whole")
+    assert whole.rows["kv"] == sum(16 + step for step in range(1000)) * 32 * 2 * facts.kv_heads
+    with caplog.at_level(logging.INFO, "kvinterp"):
+        say(many)
+        say(whole)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert "cache_errors='aggregated' is linear" in caplog.records[1].message
+
+
+def test_what_is_kept_is_one_of_two(load: Any) -> None:
+    with pytest.raises(kv.InputError, match="cache_errors='all' was given: expected"):
+        kv.compare(load(Case("llama-gqa", "native", "sdpa")), PROMPTS, cache_errors="all", **SETTINGS)
