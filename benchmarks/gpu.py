@@ -80,7 +80,7 @@ def native(name: str, device: torch.device, tiny: bool) -> Any:
 
 def hooked(source: Any, config: Any, name: str, device: torch.device) -> Any:
     """The same weights as a HookedTransformer, made on the device."""
-    from kvinterp.models.hooked import hooked_from_transformers
+    from kvinterp.models.convert import hooked_from_transformers
 
     return hooked_from_transformers(source, config, name, torch.float16, device)
 

@@ -80,7 +80,7 @@ def test_decompose_writes_its_split(tmp_path: Path) -> None:
         (("audit", MODEL, "--lengths", "0"), "lengths=(0,)"),
         (("audit", MODEL, "--steps", "0"), "steps=0"),
         (("audit", MODEL, "--random-init", "--kind", "hooked"), "--random-init"),
-        (("audit", "nowhere/config.json", "--random-init"), "config 'nowhere/config.json' cannot be read"),
+        (("audit", "nowhere/config.json", "--random-init"), "nowhere/config.json"),
         (("kernels", "--model", MODEL, "--sizes", "1"), "sizes=(1,)"),
         (("kernels", "--model", MODEL, "--kernels", "split"), "unknown kernel mode"),
     ],

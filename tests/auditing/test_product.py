@@ -159,7 +159,7 @@ def test_a_factory_a_config_and_a_checkpoint_under_a_users_class(here: Path) -> 
         (("users_code:needs",), "needs the arguments path"),
         (("users_code:text",), "gave a str: expected a model"),
         (("users_code:Large",), "too many to be made for an audit"),
-        (("users_code:Mine", "--config", "nowhere.json"), "'nowhere.json' cannot be read (No such file"),
+        (("users_code:Mine", "--config", "nowhere.json"), "'nowhere.json' does not exist"),
         (("users_code:tiny", "--config", "nowhere.json"), "only such a class takes a config"),
         (("users_code:Mine", "--kind", "hooked"), "leave --kind and --attention out"),
         (("users_code:Raising",), "no such layer"),

@@ -48,7 +48,7 @@ def test_it_writes_tables_figures_report_and_picture(smoke: Path) -> None:
         assert (steps.loc[steps["step"] == 0, "max_abs_logit"] == 0).all(), "step 0 is the same computation (law 3)"
     html = (out / "report.html").read_text()
     assert html.count("data:image/png;base64,") == len(list((out / "figures").glob("*.png"))) >= 12
-    assert "mistral-mini, native: not recorded, because site" in html
+    assert "derived" in html, "SDPA shows no pattern: it is worked out beside it, and called so"
     assert (smoke / "demo.png").stat().st_size > 20_000
 
 
@@ -101,6 +101,6 @@ def test_without_hooked_transformer_the_bridge_stands_in(monkeypatch: pytest.Mon
     def missing() -> type:
         raise UnsupportedError("the installed TransformerLens has no HookedTransformer")
 
-    monkeypatch.setattr("kvinterp.models.hooked.hooked_class", missing)
+    monkeypatch.setattr("kvinterp.models.convert.hooked_class", missing)
     kinds = {run.kind for run in Demo().plan().values()}
     assert kinds == {"bridge", "native"}

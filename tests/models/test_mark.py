@@ -43,7 +43,7 @@ def scaling(model):
 
 def activation(model):
     for layer in model.model.layers:
-        layer.mlp.act_fn = nn.Tanh()
+        layer.mlp.act_fn = nn.Tanh().eval()
 
 
 WEIGHTS = {"rows permuted": rows_permuted, "signs changed places": signs_changed_places}

@@ -38,6 +38,7 @@ def test_a_copy_made_while_recording_has_no_hooks_of_the_recorder(tiny):
     model.register_forward_hook(lambda *_: theirs.append(1))
     adapter = kv.wrap(model)
     with kv.record(adapter, "resid_post,pattern") as seen:
+        model(torch.tensor([PROMPT]))  # A recorder that hears nothing is an error.
         kv.run(adapter, PROMPT, "recompute@float64", max_new_tokens=2, stop="length")
     copy = adapter.at(torch.float64).model
     hooks = [hook for m in copy.modules() for held in (m._forward_hooks, m._forward_pre_hooks) for hook in held.values()]

@@ -66,7 +66,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         write_whole(path, b"a figure")
         return path
 
-    monkeypatch.setattr("kvinterp.views.sections.save", saved)
+    monkeypatch.setattr("kvinterp.views.section.save", saved)
 
 
 def test_the_answer_of_an_ordinary_run(tmp_path: Path, quick: None) -> None:

@@ -21,6 +21,7 @@ from kvinterp.views.answer import answer_of, question_of
 from kvinterp.views.flips import flip_section
 from kvinterp.views.precision import ladder_of, ladder_said, ladder_title
 from kvinterp.views.root_cause_words import said_of_root_cause
+from kvinterp.views.section import Picture, Section
 from kvinterp.views.words import share
 from synthetic import ABOUT, comparison, failures, result
 
@@ -28,8 +29,8 @@ from synthetic import ABOUT, comparison, failures, result
 class NoFiles:
     """Stands in for the gallery: these tests are of words."""
 
-    def add(self, name: str, figure: Any, caption: str) -> sections.Picture:
-        return sections.Picture(caption, "")
+    def add(self, name: str, figure: Any, caption: str) -> Picture:
+        return Picture(caption, "")
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +253,7 @@ def test_the_section_on_precision(given: dict[str, list[Comparison]], wanted: li
 # The other sections ----------------------------------------------------------------------------------------------------
 
 
-def said(section: sections.Section | None) -> str:
+def said(section: Section | None) -> str:
     return "" if section is None else " ".join([section.title, *section.done, *section.seen, *map(str, section.rows)])
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvinterp.checks import SEEDS, check_callable, check_choice, check_instance, check_seed, given_list, shown, whole_number
+from kvinterp.checks import SEEDS, check_callable, check_choice, check_seed, given_list, shown, whole_number
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say

@@ -135,7 +135,7 @@ SMOKE = Demo(problems=1, rung_problems=1, max_new_tokens=5, flip_problems=1)
 
 
 def _available(kinds: tuple[str, ...]) -> list[str]:
-    from kvinterp.models.hooked import hooked_class
+    from kvinterp.models.convert import hooked_class
 
     try:
         hooked_class()

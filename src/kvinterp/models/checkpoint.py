@@ -57,6 +57,8 @@ def read_object(file: Path, what: str) -> dict[str, Any]:
     mend = f"expected {what}, one JSON object; copy or download that file again"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{_at(file)} does not exist: expected the name of {what}.") from error
     except OSError as error:
         raise InputError(f"{_at(file)} cannot be read ({error.strerror or error}): {mend}.") from error
     except RecursionError as error:

@@ -211,7 +211,8 @@ def _check_decoder(model: Any, name: str | None) -> None:
 
 
 def _hooked(name: str, folder: Path | None, dtype: torch.dtype, device: torch.device, remote_code: str) -> Adapter:
-    from kvinterp.models.hooked import HookedAdapter, convert_checkpoint, hooked_class, lay_out_for_products
+    from kvinterp.models.convert import convert_checkpoint, hooked_class, lay_out_for_products
+    from kvinterp.models.hooked import HookedAdapter
 
     model_class: Any = hooked_class()
     if folder is not None:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
@@ -27,6 +26,7 @@ from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.paths.runner import encode
 from kvinterp.recording import Trace, chosen_layers
 from kvinterp.views.attention_page import AttentionPage, ShownHead
+from kvinterp.views.attention_words import View, page_of, readable
 
 __all__ = ["AttentionComparison", "assembled_pattern", "attention_comparison"]
 
@@ -295,10 +295,10 @@ def _compared(
         )
     ids = [*pair[0].prompt, *pair[0].fed[:step]]
     texts = tokens or (map(str, ids) if adapter is None else adapter.pieces(ids))
-    names = [_readable(text) for text in texts]
+    names = [readable(text) for text in texts]
     if len(names) != len(ids):
         raise InputError(f"{len(names)} tokens were given for {len(ids)} positions: give the text of each position.")
-    view = _View.of(len(ids), positions, cells, fit)
+    view = View.of(len(ids), positions, cells, fit)
     with located(f"step {step}"):
         found = [
             head
@@ -310,7 +310,7 @@ def _compared(
     found.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
     room = max(_CELLS // (3 * view.side**2), 1) if most is None else most
     table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(found)])
-    return AttentionComparison(table, _page(pair, step, len(found), view, names, found[:room]))
+    return AttentionComparison(table, page_of(pair, step, len(found), view, names, found[:room]))
 
 
 def _layers_of(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | None) -> Sequence[int]:
@@ -324,7 +324,7 @@ def _layers_of(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | No
     return layers
 
 
-def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: _View) -> list[ShownHead]:
+def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: View) -> list[ShownHead]:
     if a.shape != b.shape:
         raise InputError(f"the patterns of layer {layer} have shapes {tuple(a.shape)} and {tuple(b.shape)}: record alike.")
     for head in heads or ():
@@ -347,104 +347,3 @@ def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: 
         }
         made.append(ShownHead(row, view.of_pattern(first[head]), view.of_pattern(second[head])))
     return made
-
-
-@dataclasses.dataclass(frozen=True)
-class _View:
-    """Which positions are shown, and how many share a cell."""
-
-    start: int
-    stop: int
-    block: int
-
-    @classmethod
-    def of(cls, length: int, positions: tuple[int, int] | None, cells: int, fit: str) -> _View:
-        if positions is not None:
-            whole = len(positions) == 2 and all(isinstance(p, int) for p in positions)
-            if not (whole and 0 <= positions[0] < positions[1] <= length):
-                raise InputError(
-                    f"positions={positions!r} was given: expected (start, stop) with 0 <= start < stop <= {length}, the "
-                    "positions at this step."
-                )
-            return cls(*positions, 1)
-        if fit == "pool":
-            return cls(0, length, -(-length // cells))
-        return cls(max(length - cells, 0), length, 1)
-
-    @property
-    def side(self) -> int:
-        return -(-(self.stop - self.start) // self.block)
-
-    def of_pattern(self, square: Float64[Tensor, "query key"]) -> Float64[np.ndarray, "side side"]:
-        cut = square[self.start : self.stop, self.start : self.stop].numpy()
-        if self.block == 1:
-            return cut
-        edges = np.arange(0, len(cut), self.block)
-        counts = np.diff([*edges, len(cut)])
-        summed: np.ndarray = np.add.reduceat(np.add.reduceat(cut, edges, axis=0), edges, axis=1)
-        return summed / counts[:, None]
-
-    def labels(self, names: Sequence[str]) -> tuple[str, ...]:
-        if self.block > 1:
-            starts = range(self.start, self.stop, self.block)
-            return tuple(f"{s}-{min(s + self.block, self.stop) - 1}: {''.join(names[s : s + self.block])}" for s in starts)
-        shown = range(self.start, self.stop)
-        return tuple(names[p] if self.start == 0 else f"{p}: {names[p]}" for p in shown)
-
-
-def _readable(token: str) -> str:
-    """A token with its blanks visible, because circuitsvis leaves white space out of its labels."""
-    return token.replace(" ", "·").replace("\n", "↵").replace("\t", "→") or "(empty)"
-
-
-# What the page says ----------------------------------------------------------------------------------------------------
-
-
-def _page(
-    pair: tuple[Trace, Trace], step: int, compared: int, view: _View, names: Sequence[str], heads: Sequence[ShownHead]
-) -> AttentionPage:
-    prompt, length, (a, b) = len(pair[0].prompt), len(names), (trace.path for trace in pair)
-    made = pair[0].provenance
-    what = ", ".join(str(made[key]) for key in ("model", "kind", "dtype") if key in made) or "a model"
-    sentences = [
-        f"{what}. Step {step}: {length} positions, of which {prompt} are the prompt's. KL is of the newest row, "
-        f"KL({a} || {b}), before any cropping or pooling.",
-        *(
-            f"The {side} path, {_rows_of(trace, step, prompt)}."
-            for side, trace in zip(("first", "second"), pair, strict=True)
-        ),
-        f"All {compared} heads are shown, the largest KL first."
-        if len(heads) == compared
-        else f"{len(heads)} of {compared} heads are shown, those with the largest KL.",
-    ]
-    if any("pattern" in trace.derived for trace in pair):
-        sentences.append(
-            "Attention ran in a fused kernel (SDPA), which shows no pattern: these are derived beside it, from the queries and "
-            "keys that it was given."
-        )
-    if view.block > 1:
-        sentences.append(
-            f"Positions are pooled in blocks of {view.block}: attention to a block is summed over its keys and averaged "
-            "over its queries, so differences inside a block can cancel. The numbers in brackets count blocks."
-        )
-    elif view.side < length:
-        inside = np.mean([pattern.sum(1).mean() for head in heads for pattern in (head.a, head.b)])
-        sentences.append(
-            f"Positions {view.start} to {view.stop - 1} are shown; their rows give {inside:.1%} of their attention to keys "
-            "that are shown. The numbers in brackets count from the first position shown."
-        )
-    tokens = view.labels(names)
-    starts = [view.start + number * view.block for number in range(len(tokens))]
-    places = [(start, "prompt" if start < prompt else "decoded") for start in starts]
-    if view.stop == length:
-        places[-1] = (places[-1][0], "newest")
-    return AttentionPage(
-        f"Attention at step {step}: {a} against {b}", tuple(sentences), (a, b), tokens, tuple(places), tuple(heads)
-    )
-
-
-def _rows_of(trace: Trace, step: int, prompt: int) -> str:
-    if step == 0 or not trace.path.startswith("cached"):
-        return f"{trace.path}: all {prompt + step} rows computed at this step"
-    later = f"{prompt} to {prompt + step - 1} from steps 1 to {step}, one a step"
-    return f"{trace.path}: rows 0 to {prompt - 1} from the prefill, rows {later}"

@@ -47,7 +47,7 @@ class AttentionPage:
         sentences: What was compared, and what is shown of it.
         paths: The labels of the two paths.
         tokens: Text of each row and column.
-        places: For each of them its position and whether it is of the prompt, decoded or the newest, as text.
+        places: For each of them its position or positions and whether they are the prompt's, decoded or the newest, as text.
         heads: The heads, in the order shown.
     """
 
@@ -55,7 +55,7 @@ class AttentionPage:
     sentences: tuple[str, ...]
     paths: tuple[str, str]
     tokens: tuple[str, ...]
-    places: tuple[tuple[int, str], ...]
+    places: tuple[tuple[str, str], ...]
     heads: tuple[ShownHead, ...]
 
     def html(self) -> str:
@@ -80,7 +80,7 @@ class AttentionPage:
 
     def _strip(self) -> str:
         parts = [
-            f'<span class="{kind}" title="position {position}, {kind}">{html.escape(token)}</span>'
+            f'<span class="{kind}" title="{position}, {kind}">{html.escape(token)}</span>'
             for token, (position, kind) in zip(self.tokens, self.places, strict=True)
         ]
         return f'<p class="tokens">{"".join(parts)}</p>'

@@ -10,7 +10,7 @@ from scipy import stats
 from kvinterp.comparison.where import prompts_said
 from kvinterp.data import TASKS, score
 from kvinterp.results import Result
-from kvinterp.views.sections import Column, Section
+from kvinterp.views.section import Column, Section
 from kvinterp.views.words import kind_of, model_of, number
 
 __all__ = ["flip_section"]

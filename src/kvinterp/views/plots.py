@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from kvinterp.comparison import Comparison, mean_error
 from kvinterp.comparison.where import most
 from kvinterp.files import write_whole
 from kvinterp.models import dtype_named
+from kvinterp.views.drawing import color_bar, later, led, legend_below, line_of, log_norm, shift_of, short, whole_numbers
 from kvinterp.views.precision import ladder_title
-from kvinterp.views.style import CMAP, SERIES, Series, looks, place_title, power, small_print, zero_aware
+from kvinterp.views.style import CMAP, SERIES, looks, place_title, small_print, zero_aware
 
 __all__ = [
     "FIGURES",
@@ -152,7 +151,7 @@ def draw_kl(target: FigureBase, comparisons: Labelled) -> None:
     height = zero_aware(axes, [frame["kl"] for frame in frames.values()])
     flipped = False
     for index, (label, frame) in enumerate(frames.items()):
-        series, shift = SERIES[index % len(SERIES)], _shift(index, len(frames))
+        series, shift = SERIES[index % len(SERIES)], shift_of(index, len(frames))
         axes.plot(
             frame["step"] + shift,
             height(frame["kl"]),
@@ -168,7 +167,7 @@ def draw_kl(target: FigureBase, comparisons: Labelled) -> None:
         axes.plot(
             median.index + shift,
             height(median),
-            **_line(series, index),
+            **line_of(series, index),
             label=name,
             zorder=3,
         )
@@ -176,14 +175,14 @@ def draw_kl(target: FigureBase, comparisons: Labelled) -> None:
         flipped = flipped or not first.empty
         axes.plot(first["step"] + shift, height(first["kl"]), "X", color="#000000", markersize=7, zorder=4)
         axes.plot(first["step"] + shift, height(first["kl"]), "X", color=series.color, markersize=4, zorder=5)
-    _whole_numbers(axes)
+    whole_numbers(axes)
     axes.set(xlabel="decode step (0 is the token the prefill decides)", ylabel="KL of next-token distributions (nats)")
     place_title(axes, _kl_title(frames))
     handles, labels = axes.get_legend_handles_labels()
     if flipped:
         handles.append(Line2D([], [], marker="X", color="#000000", linestyle="none", markersize=6))
         labels.append("first flipped token")
-    _legend_below(axes, handles, labels)
+    legend_below(axes, handles, labels)
 
 
 def _kl_title(frames: Mapping[str, pd.DataFrame]) -> str:
@@ -204,24 +203,24 @@ def draw_drift(target: FigureBase, comparisons: Labelled) -> None:
     axes = target.subplots()
     lines: dict[str, pd.DataFrame] = {}
     for label, comparison in comparisons.items():
-        frame = _later(comparison, comparison.layers)
+        frame = later(comparison, comparison.layers)
         for site in frame["site"].unique():
             name = label if frame["site"].nunique() == 1 else f"{label}, {site}" if len(comparisons) > 1 else str(site)
             quartiles = frame[frame["site"] == site].groupby("layer")["relative_l2"].quantile([0.25, 0.5, 0.75])
             lines[name] = quartiles.unstack()
     height = zero_aware(axes, [line.to_numpy() for line in lines.values()])
     for index, (name, line) in enumerate(lines.items()):
-        series, x = SERIES[index % len(SERIES)], line.index + _shift(index, len(lines))
+        series, x = SERIES[index % len(SERIES)], line.index + shift_of(index, len(lines))
         low, middle, high = (height(line[q]) for q in (0.25, 0.5, 0.75))
         axes.vlines(x, low, high, color=series.color, linewidth=1.4, zorder=2)
         axes.plot(x, low, "_", x, high, "_", color=series.color, markersize=6, zorder=2)
-        axes.plot(x, middle, **_line(series, index), label=name, zorder=3)
-    _whole_numbers(axes)
+        axes.plot(x, middle, **line_of(series, index), label=name, zorder=3)
+    whole_numbers(axes)
     sites = sorted({str(site) for comparison in comparisons.values() for site in comparison.layers["site"].unique()})
     what = sites[0] if len(sites) == 1 else "residual stream"
     axes.set(xlabel="layer", ylabel=f"relative L2 difference of\n{what} (median, quartiles)")
     place_title(axes, _drift_title(lines, what if len(sites) == 1 else "what was recorded"))
-    _legend_below(axes, *axes.get_legend_handles_labels())
+    legend_below(axes, *axes.get_legend_handles_labels())
 
 
 def _drift_title(lines: Mapping[str, pd.DataFrame], what: str) -> str:
@@ -231,7 +230,7 @@ def _drift_title(lines: Mapping[str, pd.DataFrame], what: str) -> str:
         return f"The median difference of {what} is 0 at every layer"
     begin, last, first = medians.index[0], medians.index[-1], medians.index[above.to_numpy()][0]
     ends = sorted(medians.loc[last].dropna())
-    size = _short(ends[0]) if ends[0] == ends[-1] else f"{_short(ends[0])} to {_short(ends[-1])}"
+    size = short(ends[0]) if ends[0] == ends[-1] else f"{short(ends[0])} to {short(ends[-1])}"
     if first != begin:
         return f"The median difference of {what} is first above 0 at layer {first}; at layer {last} it is {size}"
     if begin == last or not (medians.loc[first] > 0).all():
@@ -248,22 +247,22 @@ def draw_attention(target: FigureBase, comparisons: Labelled) -> None:
     """Mean KL of the attention pattern by layer and head, over examples and steps from 1 on."""
     axes = target.subplots()
     (label, comparison) = next(iter(comparisons.items()))
-    frame = _later(comparison, comparison.heads)
+    frame = later(comparison, comparison.heads)
     table = frame.groupby(["layer", "head"])["kl"].mean().unstack()
     values = table.to_numpy()
     axes.grid(visible=False)
-    norm = _log_norm(values)
+    norm = log_norm(values)
     cmap = colormaps[CMAP].with_extremes(bad="#ffffff")
     shown = np.ma.masked_where(~(values > 0), values)
     image = axes.imshow(shown, norm=norm, cmap=cmap, aspect="auto", origin="lower", interpolation="nearest")
     _mark_cells(axes, values, norm, cmap)
-    axes.set_xticks(range(len(table.columns)), table.columns) if len(table.columns) <= 16 else _whole_numbers(axes)
+    axes.set_xticks(range(len(table.columns)), table.columns) if len(table.columns) <= 16 else whole_numbers(axes)
     axes.set_yticks(range(len(table.index)), table.index) if len(table.index) <= 16 else None
     axes.set(xlabel="query head", ylabel="layer")
     if (values > 0).any():
-        _color_bar(target, image, axes, "mean KL of attention (nats, log scale)")
+        color_bar(target, image, axes, "mean KL of attention (nats, log scale)")
     derived = " (derived)" * ("pattern" in comparison.derived)
-    place_title(axes, _led(label, _attention_title(table) + derived))
+    place_title(axes, led(label, _attention_title(table) + derived))
 
 
 def _attention_title(table: pd.DataFrame) -> str:
@@ -271,7 +270,7 @@ def _attention_title(table: pd.DataFrame) -> str:
     if not (flat > 0).any():
         return "every attention pattern is exactly equal"
     largest, place = most(flat, ("layer", "head"))
-    return f"attention differs most in {place} ({_short(largest)} nats)"
+    return f"attention differs most in {place} ({short(largest)} nats)"
 
 
 def _mark_cells(axes: Axes, values: np.ndarray, norm: LogNorm, cmap: Any) -> None:
@@ -285,7 +284,7 @@ def _mark_cells(axes: Axes, values: np.ndarray, norm: LogNorm, cmap: Any) -> Non
         value = values[row, column]
         red, green, blue, _ = cmap(norm(value)) if value > 0 else (1.0, 1.0, 1.0, 1.0)
         dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-        shown = "0" if value == 0 else _short(value, 0)
+        shown = "0" if value == 0 else short(value, 0)
         color = "#ffffff" if dark else "#000000"
         axes.text(column, row, shown, ha="center", va="center", fontsize=size, color=color)
 
@@ -300,7 +299,7 @@ def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
     if every.empty:
         axes = target.subplots()
         axes.set_axis_off()
-        place_title(axes, _led(label, "no step after the prefill at which both paths hold the same text"))
+        place_title(axes, led(label, "no step after the prefill at which both paths hold the same text"))
         return
     drawn = comparison.examples[comparison.examples["example"].isin(every["example"])]
     example = int(drawn.sort_values("steps", kind="stable")["example"].iloc[-1])
@@ -309,7 +308,7 @@ def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
     means = mean_error(frame, ("tensor", "layer", "position"))
     tensors = [name for name in ("K", "K before RoPE", "V") if (frame["tensor"] == name).any()]
     panels = np.atleast_1d(target.subplots(len(tensors), 1, sharex=True))
-    norm, cmap = _log_norm(means.to_numpy()), colormaps[CMAP].with_extremes(bad="#ffffff")
+    norm, cmap = log_norm(means.to_numpy()), colormaps[CMAP].with_extremes(bad="#ffffff")
     for axes, tensor in zip(panels, tensors, strict=True):
         table = means[tensor].unstack()
         values = table.to_numpy()
@@ -327,11 +326,11 @@ def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
         every = max(1, len(layers) // 8)
         axes.set_yticks(range(0, len(layers), every), layers[::every])
         axes.set_ylabel(f"{tensor}: layer")
-    _whole_numbers(panels[-1])
+    whole_numbers(panels[-1])
     panels[-1].set_xlabel(f"absolute cache position (example {example}; dashes: the prompt's {prompt} tokens end)")
     if (means > 0).any():
-        _color_bar(target, image, panels, "mean relative error\n(log scale; white is exactly 0)")
-    place_title(panels[0], _led(label, _kv_title(means, prompt)), beside=0.7)
+        color_bar(target, image, panels, "mean relative error\n(log scale; white is exactly 0)")
+    place_title(panels[0], led(label, _kv_title(means, prompt)), beside=0.7)
 
 
 def _kv_title(means: pd.Series, prompt: int) -> str:
@@ -342,7 +341,7 @@ def _kv_title(means: pd.Series, prompt: int) -> str:
     said: list[str] = []
     for name, part in (("this prompt's", inside), ("decoded", decoded)):
         if len(part):
-            differ = f"differ by {_short(part.mean())} on average" if (part > 0).any() else "are exactly equal"
+            differ = f"differ by {short(part.mean())} on average" if (part > 0).any() else "are exactly equal"
             said.append(f"{name} {'K and V' if not said else 'ones'} {differ}")
     return ", ".join(said)
 
@@ -370,70 +369,14 @@ def precision_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Figure:
             range(len(dtypes)), roundoff, "_", color="#777777", markersize=26, markeredgewidth=1.5, label="unit roundoff"
         )
         for index, (model, found) in enumerate(largest.items()):
-            x = [dtypes.index(name) + _shift(index, len(largest)) for name in found]
-            axes.plot(x, height(list(found.values())), **_line(SERIES[index % len(SERIES)], index), label=model)
+            x = [dtypes.index(name) + shift_of(index, len(largest)) for name in found]
+            axes.plot(x, height(list(found.values())), **line_of(SERIES[index % len(SERIES)], index), label=model)
         axes.set_xticks(range(len(dtypes)), dtypes)
         axes.set_xlim(-0.4, len(dtypes) - 0.6)
         axes.set(xlabel="dtype of weights and arithmetic", ylabel="largest logit difference")
         place_title(axes, ladder_title(rungs))
-        _legend_below(axes, *axes.get_legend_handles_labels())
+        legend_below(axes, *axes.get_legend_handles_labels())
         abouts = [c.about for group in rungs.values() for c in group]
         figure.supxlabel(small_print(abouts, 123), x=0.01, ha="left", **_SMALL)
         figure.provenance = abouts  # type: ignore[attr-defined]  # kept for save()
     return figure
-
-
-# What they share -------------------------------------------------------------------------------------------------------
-
-
-def _later(comparison: Comparison, frame: pd.DataFrame) -> pd.DataFrame:
-    """The steps from 1 on at which both paths hold the same text; step 0 where there is no other."""
-    frame = comparison.same_text(frame)
-    return frame[frame["step"] > 0] if (frame["step"] > 0).any() else frame
-
-
-def _line(series: Series, index: int) -> dict[str, Any]:
-    # Later lines are drawn hollow: where two coincide, both are seen.
-    hollow = {"markerfacecolor": "#ffffff"} if index % 2 else {}
-    return {**series.drawn(), "linewidth": 1.4, "markersize": 4, **hollow}
-
-
-def _short(value: float, digits: int = 1) -> str:
-    """A number in few characters: 0.81, or 1.2e-6."""
-    return f"{value:.2g}" if value == 0 or 0.01 <= value < 1000 else re.sub(r"e([+-])0*", r"e\1", f"{value:.{digits}e}")
-
-
-def _led(label: str, sentence: str) -> str:
-    return f"{label}: {sentence}" if label else sentence[:1].upper() + sentence[1:]
-
-
-def _shift(index: int, count: int) -> float:
-    return 0.0 if count == 1 else (index - (count - 1) / 2) * min(0.16, 0.5 / count)
-
-
-def _whole_numbers(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-
-
-def _legend_below(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    if len(handles):
-        columns = len(labels) if sum(map(len, labels)) < 40 else 2
-        axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.45, -0.17), ncols=columns)
-
-
-def _log_norm(values: np.ndarray) -> LogNorm:
-    positive = values[values > 0]
-    low, high = (positive.min(), positive.max()) if positive.size else (1e-9, 1e-8)
-    return LogNorm(low, high if high > low else low * 10)
-
-
-def _color_bar(target: FigureBase, image: Any, axes: Any, label: str) -> None:
-    bar = target.colorbar(image, ax=axes, pad=0.02, aspect=30)
-    bar.set_label(label)
-    bar.ax.grid(visible=False)
-    bar.ax.yaxis.set_minor_locator(NullLocator())
-    low, high = np.log10([image.norm.vmin, image.norm.vmax])
-    decades = [10.0**exponent for exponent in np.arange(np.ceil(low), np.floor(high) + 1)]
-    few = len(decades) < 2
-    bar.ax.yaxis.set_major_locator(FixedLocator([10**low, 10**high] if few else decades))
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1e}" if few else power(value)))

@@ -22,7 +22,7 @@ from kvinterp.views.flips import flip_section
 from kvinterp.views.page import render
 from kvinterp.views.plots import overview
 from kvinterp.views.precision import ladder_of
-from kvinterp.views.sections import Column, Gallery
+from kvinterp.views.section import Column, Gallery
 from kvinterp.views.words import flattened, grouped, kind_of, leading, model_of, place_of
 
 __all__ = ["overview_of", "write_report"]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from kvinterp import metrics
 from kvinterp.comparison import PROTOCOLS, Comparison
 from kvinterp.comparison.where import most, prompts_said
 from kvinterp.results import Result
-from kvinterp.views.plots import FIGURES, draw_attention, draw_drift, draw_kl, draw_kv, figure_of, precision_ladder, save
+from kvinterp.views.plots import FIGURES, draw_attention, draw_drift, draw_kl, draw_kv, figure_of, precision_ladder
 from kvinterp.views.precision import fall_of, kl_falls_as_a_square
+from kvinterp.views.section import Column, Gallery, Section
 from kvinterp.views.words import (
     drift_medians,
     file_name,
@@ -34,10 +31,6 @@ from kvinterp.views.words import (
 )
 
 __all__ = [
-    "Column",
-    "Gallery",
-    "Picture",
-    "Section",
     "attention_section",
     "drift_section",
     "failures_section",
@@ -46,51 +39,6 @@ __all__ = [
     "precision_section",
     "table_section",
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """A figure on the page: its caption, and its PNG in base64."""
-
-    caption: str
-    data: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """The head of a column: its text, and whether it holds numbers or whole texts."""
-
-    text: str
-    number: bool = False
-    text_block: bool = False
-
-
-@dataclasses.dataclass
-class Section:
-    """One section of the page."""
-
-    title: str
-    done: list[str]
-    seen: list[str]
-    pictures: list[Picture] = dataclasses.field(default_factory=list)
-    head: list[Column] = dataclasses.field(default_factory=list)
-    rows: list[list[str]] = dataclasses.field(default_factory=list)
-
-
-class Gallery:
-    """Saves figures and keeps them for the page.
-
-    Args:
-        folder: Where the files go.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def add(self, name: str, figure: Figure, caption: str) -> Picture:
-        """Saves one figure as ``name.png``."""
-        path = save(figure, self.folder / f"{name}.png")
-        return Picture(caption, base64.b64encode(path.read_bytes()).decode("ascii"))
 
 
 # All comparisons -------------------------------------------------------------------------------------------------------

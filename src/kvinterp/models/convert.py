@@ -1,0 +1,276 @@
+"""How a checkpoint, or a transformers model, becomes a HookedTransformer."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvinterp.errors import UnsupportedError
+from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights
+
+__all__ = ["convert_checkpoint", "hooked_class", "hooked_from_transformers", "lay_out_for_products", "layer_windows"]
+
+CONVERTED = {
+    "LlamaForCausalLM": "convert_llama_weights",
+    "MistralForCausalLM": "convert_mistral_weights",
+    "Gemma2ForCausalLM": "convert_gemma_weights",
+}
+CARRIED = re.compile(
+    r"model\.(embed_tokens|norm)\.weight|lm_head\.weight|model\.layers\.\d+\."
+    r"((input|post_attention|pre_feedforward|post_feedforward)_layernorm\.weight"
+    r"|self_attn\.[qkvo]_proj\.(weight|bias)|mlp\.(gate|up|down)_proj\.weight|self_attn\.rotary_emb\.inv_freq)"
+)
+"""The tensors that the conversion carries over. TransformerLens adds the bias of a gated MLP behind the product with the
+gate, where these families add it before, so that it has no place for theirs."""
+BIAS = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qkvo])_proj\.bias")
+# How TransformerLens turns each weight before it multiplies by it, at every forward.
+TURNED_INWARD = {"W_Q": (0, 2, 1), "W_K": (0, 2, 1), "W_V": (0, 2, 1), "_W_K": (0, 2, 1), "_W_V": (0, 2, 1)}
+TURNED_OUTWARD = {"W_O": (2, 0, 1)}
+TURNED_FLAT = {"W_gate": (1, 0), "W_in": (1, 0), "W_out": (1, 0), "W_U": (1, 0)}
+
+
+def hooked_class() -> type[nn.Module]:
+    """TransformerLens' HookedTransformer class.
+
+    Raises:
+        UnsupportedError: The installed TransformerLens has none (version 4 and later).
+    """
+    try:
+        from transformer_lens import HookedTransformer
+    except ImportError as error:
+        raise UnsupportedError(
+            "the installed TransformerLens has no HookedTransformer (it was removed in 4.0): "
+            "use kind='bridge' or kind='native', or install transformer-lens>=3.9,<4."
+        ) from error
+    return HookedTransformer
+
+
+def convert_checkpoint(
+    folder: Path, name: str, config: Any, dtype: torch.dtype, device: torch.device, tokenizer: Any
+) -> nn.Module:
+    """Loads a local Llama, Mistral or Gemma-2 checkpoint as an unprocessed HookedTransformer.
+
+    Args:
+        folder: A transformers checkpoint.
+        name: The name to give the model.
+        config: Its config.
+        dtype: Weight and compute dtype.
+        device: Where to put it.
+        tokenizer: The checkpoint's tokenizer, or None.
+
+    Raises:
+        InputError: Weights are missing, or hold NaN or Inf.
+        UnsupportedError: The architecture is none of the three families.
+    """
+    hooked_class()
+    from transformers import AutoModelForCausalLM
+
+    _check_convertible((config.architectures or ["unknown"])[0])
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        # Said by check_loaded, with the tensor's name.
+        ignore_mismatched_sizes=True,
+    )
+    source, found = loaded
+    check_loaded(found, name)
+    _check_all_used(found["unexpected_keys"])
+    check_plain_weights(source, name)
+    check_finite(source, name, folder)
+    model: Any = hooked_from_transformers(source, config, name, dtype, device)
+    model.generation_config = source.generation_config
+    if tokenizer is not None:
+        model.set_tokenizer(_for_transformer_lens(tokenizer, folder))
+    return model
+
+
+def hooked_from_transformers(
+    source: nn.Module, config: Any, name: str, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """An unprocessed HookedTransformer with the weights of a transformers model that is in memory.
+
+    Args:
+        source: A transformers model of the Llama, Mistral or Gemma-2 family; it is left as it is.
+        config: Its config.
+        name: The name to give the model.
+        dtype: Weight and compute dtype.
+        device: Where to put it.
+
+    Raises:
+        UnsupportedError: The architecture is none of the three families, or has weights that TransformerLens has no
+            place for.
+    """
+    model_class = hooked_class()
+    from transformer_lens.config.hooked_transformer_config import HookedTransformerConfig
+    from transformer_lens.pretrained import weight_conversions
+
+    architecture = type(source).__name__
+    _check_convertible(architecture)
+    tensors = source.state_dict()
+    _check_all_used(tensors)
+    fields = _config_fields(config, architecture)
+    hooked_config = HookedTransformerConfig(**fields, dtype=dtype, device=str(device), init_weights=False)
+    hooked_config.model_name = name
+    weights = getattr(weight_conversions, CONVERTED[architecture])(source, hooked_config)
+    weights |= _attention_biases(tensors, weights)
+    with device:
+        model: Any = model_class(hooked_config, tokenizer=None, move_to_device=False)
+    model.load_and_process_state_dict(
+        {key: tensor.to(device) for key, tensor in weights.items()},
+        fold_ln=False,
+        center_writing_weights=False,
+        center_unembed=False,
+        fold_value_biases=False,
+    )
+    return lay_out_for_products(model.to(device, print_details=False).eval().requires_grad_(False))
+
+
+def lay_out_for_products(model: nn.Module) -> nn.Module:
+    """Lays each weight out in memory as TransformerLens multiplies by it; names, shapes and values stay.
+
+    At every forward TransformerLens turns its weights and copies what came out (``W.T.contiguous()``), which for one token
+    is most of the memory traffic. Where the turned weight is contiguous already, that copy is the weight itself: the same
+    operands in the same layout, so the same bits. Weights that TransformerLens multiplies by without a copy are left.
+
+    Args:
+        model: A HookedTransformer; changed in place, and returned.
+    """
+    blocks: Any = model.blocks
+    for block in blocks:
+        # One head is not copied: turning it is a view, and another layout would be another kernel.
+        _turn(block.attn, {name: order for name, order in TURNED_INWARD.items() if _heads(block.attn, name) > 1})
+        _turn(block.attn, TURNED_OUTWARD)
+        if isinstance(getattr(getattr(block, "mlp", None), "W_gate", None), nn.Parameter):
+            _turn(block.mlp, TURNED_FLAT)
+    _turn(model.unembed, TURNED_FLAT)
+    return model
+
+
+def _heads(attention: nn.Module, name: str) -> int:
+    weight = dict(attention.named_parameters(recurse=False)).get(name)
+    return 0 if weight is None else weight.shape[0]
+
+
+def _turn(module: Any, orders: Mapping[str, tuple[int, ...]]) -> None:
+    for name, weight in module.named_parameters(recurse=False):
+        order = orders.get(name)
+        if order is not None and weight.dim() == len(order):
+            back = [order.index(dimension) for dimension in range(len(order))]
+            weight.data = weight.data.permute(order).contiguous().permute(back)
+
+
+def _check_convertible(architecture: str) -> None:
+    if architecture not in CONVERTED:
+        raise UnsupportedError(
+            f"kind 'hooked' cannot convert {architecture} from a local folder (it converts {', '.join(CONVERTED)}): "
+            "use kind='bridge' for the same hooks over the transformers model, or kind='native'."
+        )
+
+
+def _check_all_used(tensors: Iterable[str]) -> None:
+    """Refuses weights that the conversion would leave out: a model without them is another model."""
+    left_out = sorted(name for name in tensors if not CARRIED.fullmatch(name))
+    if left_out:
+        raise UnsupportedError(
+            f"kind 'hooked' has no place for {len(left_out)} of the checkpoint's tensors ({', '.join(left_out[:3])}"
+            f"{', ...' if len(left_out) > 3 else ''}), and would compute something else without them: use kind='bridge' "
+            "for the same hooks over the transformers model, or kind='native'."
+        )
+
+
+def _attention_biases(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The biases of the attention's projections, which TransformerLens' own conversion of these families leaves at 0."""
+    found = {}
+    for name, bias in tensors.items():
+        match = BIAS.fullmatch(name)
+        if match is not None:
+            layer, letter = match.group(1), match.group(2).upper()
+            key = next(k for mark in ("", "_") if (k := f"blocks.{layer}.attn.{mark}b_{letter}") in weights)
+            found[key] = bias.reshape(weights[key].shape)
+    return found
+
+
+def _for_transformer_lens(tokenizer: Any, folder: Path) -> Any:
+    # TransformerLens builds a second tokenizer from this one's saved arguments, and looks its source up there.
+    mine = copy.deepcopy(tokenizer)
+    mine.init_kwargs.setdefault("name_or_path", str(folder))
+    return mine
+
+
+def _config_fields(config: Any, architecture: str) -> dict[str, Any]:
+    from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
+
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ("default", "llama3"):
+        raise UnsupportedError(
+            f"kind 'hooked' has no {rope_type!r} RoPE scaling: use kind='bridge' or kind='native' for this checkpoint."
+        )
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation not in SUPPORTED_ACTIVATIONS:
+        raise UnsupportedError(
+            f"kind 'hooked' has no activation {activation!r} (it has {', '.join(SUPPORTED_ACTIVATIONS)}): use kind='bridge' "
+            "or kind='native' for this checkpoint."
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    window = getattr(config, "sliding_window", None)
+    windows = layer_windows(config)
+    grouped = config.num_key_value_heads != config.num_attention_heads or architecture != "LlamaForCausalLM"
+    fields: dict[str, Any] = {
+        "d_model": config.hidden_size,
+        "d_head": head_dim,
+        "n_heads": config.num_attention_heads,
+        "n_key_value_heads": config.num_key_value_heads if grouped else None,
+        "d_mlp": config.intermediate_size,
+        "n_layers": config.num_hidden_layers,
+        "n_ctx": config.max_position_embeddings,
+        "eps": config.rms_norm_eps,
+        "d_vocab": config.vocab_size,
+        "act_fn": activation,
+        "normalization_type": "RMS",
+        "positional_embedding_type": "rotary",
+        "rotary_adjacent_pairs": False,
+        "rotary_dim": head_dim,
+        "rotary_base": rope.get("rope_theta", 10000.0),
+        "final_rms": True,
+        "gated_mlp": True,
+        "original_architecture": architecture,
+        "use_local_attn": any(windows),
+        "window_size": window if any(windows) else None,
+        "attn_types": ["local" if w else "global" for w in windows] if any(windows) else None,
+    }
+    if rope_type == "llama3":
+        fields |= {
+            "use_NTK_by_parts_rope": True,
+            "NTK_original_ctx_len": rope["original_max_position_embeddings"],
+            "NTK_by_parts_low_freq_factor": rope["low_freq_factor"],
+            "NTK_by_parts_high_freq_factor": rope["high_freq_factor"],
+            "NTK_by_parts_factor": rope["factor"],
+        }
+    if architecture == "Gemma2ForCausalLM":
+        fields |= {
+            "attn_scale": config.query_pre_attn_scalar**0.5,
+            "attn_scores_soft_cap": config.attn_logit_softcapping or -1.0,
+            "output_logits_soft_cap": config.final_logit_softcapping or -1.0,
+            "use_normalization_before_and_after": True,
+        }
+    return fields
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer of a transformers config, in positions; None where attention is full."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if "sliding" in kind else None for kind in types)
