@@ -98,7 +98,11 @@ def page_of(
             f"The {side} path, {_rows_of(trace, step, prompt)}."
             for side, trace in zip(("first", "second"), pair, strict=True)
         ),
-        f"All {compared} heads are shown, the largest KL first."
+        (
+            "The one head that was compared is shown."
+            if compared == 1
+            else f"All {compared} heads are shown, the largest KL first."
+        )
         if len(heads) == compared
         else f"{len(heads)} of {compared} heads are shown, those with the largest KL.",
     ]
