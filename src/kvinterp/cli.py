@@ -344,7 +344,7 @@ def _say_where(out: Path, page: Path) -> None:
     echo(f"report   {page}")
     echo(f"figures  {out / 'figures'}")
     runs = out / "runs" / "*" if (out / "runs").is_dir() else out
-    echo(f"tables   {runs / 'steps.parquet'}, examples, layers, heads, kv")
+    echo(f"tables   {runs / 'steps.parquet'}, examples, layers, heads, kv_steps, kv_positions")
     echo(f"summary  {runs / 'summary.json'}")
 
 

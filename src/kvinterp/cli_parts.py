@@ -124,7 +124,22 @@ Kind = Annotated[str, typer.Option(help="native, hooked or bridge.")]
 Dtype = Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is one.")]
 Attention = Annotated[str | None, typer.Option(help="For native: sdpa, eager, ...; its own unless given.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder for the tables, figures and report.")]
+
+
+def folder_named(text: str | Path) -> Path:
+    """A folder's name; an empty one, as of a variable that is not set, would be the current folder.
+
+    Raises:
+        InputError: It is empty.
+    """
+    if not str(text).strip():
+        raise InputError("--out '' was given: expected the name of a folder; for the current one give --out .")
+    return Path(text)
+
+
+Out = Annotated[
+    Path, typer.Option("--out", parser=folder_named, metavar="PATH", help="Folder for the tables, figures and report.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is already in the folder.")]
 
 

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 import transformers
-from tests.support import Case, assert_bitwise, assert_close, cases
 from torch import nn
 
 import kvinterp as kv
 from kvinterp.models.derived import derived_attention
 from kvinterp.models.load import wrap
+from support import Case, assert_bitwise, assert_close, cases
 
 PROMPT = [3, 5, 7, 9, 2, 4, 8, 10, 6, 1, 3, 7]
 SDPA = [Case(name, "native", "sdpa") for name in ("llama-gqa", "mistral-window")]

@@ -76,7 +76,8 @@ def where(comparison: Comparison) -> list[str]:
             lines.append(f"From step 1 on the {subject} {verb} nowhere that was compared.")
             continue
         largest, place = most(_means(frame, value, keys), keys)
-        lines.append(f"From step 1 on the {subject} {verb} most ({unit.format(largest)}) on average at {place}.")
+        over = " over its vectors" * ("vectors" in frame)
+        lines.append(f"From step 1 on the {subject} {verb} most ({unit.format(largest)}) on average{over} at {place}.")
     return [*lines, f"Measured on {machine}; other kernels add in other orders, so other numbers are to be expected there."]
 
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from kvinterp.checks import check_known, given_list
 from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.models.apart import check_apart
 from kvinterp.models.attaching import Attaching, Listener, Site
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.mark import Mark, mark_of, settings_of, weights_hash
@@ -250,6 +251,7 @@ class Adapter(Attaching):
         if dtype not in self._variants:
             variant = self.cast(dtype)
             remove_own_hooks(variant.model)
+            check_apart(self.model, variant.model, self.facts.name)
             self._variants[dtype] = variant
         return self._variants[dtype]
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 __all__ = ["Mark", "mark_of", "settings_of", "weights_hash"]
 
 Mark = tuple[str, tuple[tuple[Any, ...], ...]]
-"""The hash of what is no tensor; and for each tensor its name, where it lies, how often torch saw it changed, its sum."""
+"""The hash of what is no tensor; and for each tensor its name, where and how it lies, how often torch saw it changed, its sum;
+and the user's own hooks."""
 
 _WORDS, _PIECE = 1 << 15, 1 << 20
 """Words of 8 bytes that share the weights, small enough for a processor's cache; and those that one thread takes at once."""
@@ -57,10 +58,27 @@ def mark_of(model: nn.Module) -> Mark:
         model: The model.
     """
     tensors = _tensors(model)
-    return settings_of(model), tuple(
-        (name, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, total)
+    found = tuple(
+        (
+            name,
+            tensor.data_ptr(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            0 if tensor.is_inference() else tensor._version,
+            total,
+        )
         for (name, tensor), total in zip(tensors, _sums([tensor for _, tensor in tensors]), strict=True)
     )
+    return settings_of(model), (*found, *_users_hooks(model))
+
+
+def _users_hooks(model: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """The hooks on each module that are not kvinterp's, by the numbers that torch gave them, each of which it gives once."""
+    for name, module in model.named_modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            users = tuple(n for n, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("kvinterp."))
+            if users:
+                yield name, users
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -113,6 +131,8 @@ def _told(value: Any, seen: dict[int, int]) -> str:
         value, bool | int | float | complex | str | bytes | enum.Enum | torch.dtype | torch.Size
     ):
         return repr(value)
+    if isinstance(value, np.ndarray):
+        return f"array {value.shape} {value.dtype} {hashlib.blake2b(np.ascontiguousarray(value).tobytes()).hexdigest()}"
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)} {value.dtype} {_sums([value])[0]}"
     if isinstance(value, Mapping):

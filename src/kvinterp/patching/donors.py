@@ -123,6 +123,8 @@ def donor_trace(recorder: Recorder, prompt: Sequence[int], fed: Sequence[int] = 
 
 def _token_ids(name: str, given: object) -> list[int]:
     expected = "a list of token ids"
+    if isinstance(given, Tensor) and given.dim() == 2 and given.shape[0] == 1:
+        given = given[0]
     items = given.tolist() if isinstance(given, Tensor) else given_list(name, given, expected)
     tokens = [whole_number(item) for item in items] if isinstance(items, list) else [None]
     if None in tokens:

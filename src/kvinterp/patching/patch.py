@@ -52,7 +52,13 @@ class Patch:
     def __post_init__(self) -> None:
         check_known("patch site", self.site, PATCH_SITES)
         if self.donor is not None:
-            check_instance("donor", self.donor, Trace, "a trace, of kv.run(...) or of kv.donor_trace(recorder, prompt)")
+            check_instance(
+                "donor",
+                self.donor,
+                Trace,
+                "a trace, of kv.run(...) (of several prompts, or ids [1, position], it returns a list: take one of it) or of "
+                "kv.donor_trace(recorder, prompt)",
+            )
         for name in ("layers", "heads"):
             self._keep(name, "whole numbers such as (0, 2), or None for all", None)
         self._keep(

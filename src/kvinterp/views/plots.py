@@ -341,7 +341,9 @@ def _kv_title(means: pd.Series, prompt: int) -> str:
     said: list[str] = []
     for name, part in (("this prompt's", inside), ("decoded", decoded)):
         if len(part):
-            differ = f"differ by {short(part.mean())} on average" if (part > 0).any() else "are exactly equal"
+            differ = (
+                f"differ by {short(part.mean())} on average over positions" if (part > 0).any() else "are exactly equal"
+            )
             said.append(f"{name} {'K and V' if not said else 'ones'} {differ}")
     return ", ".join(said)
 

@@ -192,7 +192,8 @@ def _provenance(results: Sequence[Result]) -> dict[str, Any]:
 
 def _files(results: Sequence[Result], folder: Path) -> str:
     inside = "runs/*/" if any(r.folder != folder for r in results) else ""
-    tables = ", ".join(f"{inside}{name}.parquet" for name in TABLES)
+    filled = [name for name in TABLES if any(len(getattr(r.comparison, name)) for r in results)]
+    tables = ", ".join(f"{inside}{name}.parquet" for name in filled)
     return (
         f"Beside this page: figures/*.png, every number above in {tables}, the statistics and settings in "
         f"{inside}summary.json, and the prompts in {inside}prompts.jsonl."

@@ -244,7 +244,11 @@ def drift_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
             continue
         nonzero = medians[medians > 0]
         if nonzero.empty:
-            said = "exactly 0 at every layer recorded"
+            frame = result.comparison.same_text(result.comparison.layers)
+            frame = frame[(frame["step"] > 0) & (frame["site"] == site_of(result.comparison))]
+            said = (
+                f"exactly 0 at every layer recorded; {int((frame['relative_l2'] > 0).sum())} of {len(frame)} vectors differ"
+            )
         else:
             said = f"first above 0 at layer {nonzero.index[0]}, where it is {number(nonzero.iloc[0])}"
             if nonzero.index[0] != medians.index[-1]:
