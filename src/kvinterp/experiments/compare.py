@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvinterp.comparison import Comparison, compare, recordable
+from kvinterp.checks import check_choice, check_seed, check_whole
+from kvinterp.comparison import PROTOCOLS, Comparison, compare, recordable
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.circumstances import circumstances
 from kvinterp.folders import check_free
-from kvinterp.models import Adapter, load_model
+from kvinterp.models import Adapter, expand_sites, load_model
 from kvinterp.paths import path_named, strategy_named
 from kvinterp.recording import chosen_layers
 from kvinterp.results import NAMES, VERB, Result, ResultFolder, awaits_report, load_result
@@ -85,6 +86,12 @@ class Compare(Experiment):
         check_free(out, existing, NAMES, {"verb": VERB})
         prompts = load_prompts(self.prompts)
         paths, strategy = (path_named(self.a), path_named(self.b)), strategy_named(self.strategy)
+        check_choice("protocol", self.protocol, tuple(PROTOCOLS))
+        check_choice("stop", self.stop, ("end of sequence", "length"))
+        check_seed(self.seed)
+        for name, given in (("max_new_tokens", self.max_new_tokens), ("batch_size", self.batch_size)):
+            check_whole(name, given)
+        expand_sites(self.record or "")
         adapter = load_model(self.model, self.kind, self.dtype, self.device, self.attention)
         layers = chosen_layers(adapter, self.layers)
         sites, left_out = recordable(adapter, self.record, layers)
