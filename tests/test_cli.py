@@ -306,7 +306,14 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.long),
+    ],
+)
 def test_cut_off_after_one_prompt_it_goes_on_to_the_uninterrupted_tables(tmp_path: Path, number: signal.Signals) -> None:
     """A real process and a real signal: nothing is half-written, and the second run skips what is there."""
     options = ["compare", MODEL, "--prompts", "arithmetic:3", *QUICK, "--strategy", "top_p(0.99,3.0)", "--stop", "length"]

@@ -106,6 +106,7 @@ def test_audit_of_a_clean_model_leaves_with_0(tmp_path: Path) -> None:
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 
+@pytest.mark.long
 def test_audit_of_a_wrong_cache_leaves_with_1_and_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.cache_utils import Cache
 

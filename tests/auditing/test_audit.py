@@ -55,6 +55,7 @@ def test_a_clean_model_is_no_bug(name: str) -> None:
         assert evidence["fixed_order_max_abs_logit"] == 0, f"{rung}: {evidence}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [2, 3])
 def test_rows_that_experts_sort_are_not_taken_for_another_token(seed: int) -> None:
     """In float64 experts run one by one through one activation; its first call on either side may be another expert's.
@@ -250,12 +251,14 @@ def test_the_rungs_hold_the_evidence() -> None:
     assert rounding["float64"].summary()["max_abs_logit"] < 1e-6 * rounding["float32"].summary()["max_abs_logit"]
 
 
+@pytest.mark.long
 def test_default_lengths_cross_the_models_own_edges() -> None:
     everything = audit(build("mistral"), rungs=("float32",), steps=1, sweep="no", checks="none", detail="everything")
     assert {WINDOW - 1, WINDOW + 1, *LENGTHS} == set(everything.plan.prefills)
     assert len(everything.plan.prompts) >= 2
 
 
+@pytest.mark.long
 def test_a_wrong_position_between_the_lengths_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that goes wrong where its 21st position is written: only the long decode passes there token by token."""
     from test_planted import on_update

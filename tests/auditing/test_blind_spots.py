@@ -193,6 +193,7 @@ def test_a_cast_nearby_does_not_excuse_a_wrong_key(
     assert where(quick(build(architecture))) == ("bug", 1, "K", 9)
 
 
+@pytest.mark.long
 def test_the_finest_rung_is_swept_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key off by 1e-5 at one position between the lengths: below what float32 rounds, and nowhere but in the long decode."""
 

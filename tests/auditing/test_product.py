@@ -341,6 +341,7 @@ def test_the_helper_takes_a_model_in_training_mode_and_leaves_it_there() -> None
         kv.wrap(model)
 
 
+@pytest.mark.long
 def test_the_helper_says_the_reading_hides_itself_and_allows() -> None:
     model = build("llama")
     model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda m, a, out: out * 1.05 if out.shape[1] == 1 else out)
