@@ -231,17 +231,20 @@ SUITES_OWN_SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "KVINTERP_THREADS",
 ZOO_CASES = [case for name in zoo.names() for case in _ways(f"zoo:{name}")]
 TINY_CASES = [case for name in TINY for case in _ways(name, name in CONVERTED)] + [Case(name, "hooked") for name in BARE]
 CASES = ZOO_CASES + TINY_CASES
+ALIKE = ("zoo:llama-mini", "zoo:gqa2-mini", "zoo:mqa-mini")
+"""Models that differ from zoo:mistral-mini in their KV heads only, as the tiny ones differ among each other too."""
 
 
 def cases(chosen: list[Case] = CASES, always: Container[str] | None = None) -> Any:
     """Parametrises a test over cases; those that need HookedTransformer carry its mark.
 
-    Where ``always`` names models, the other models' cases run with ``--everything`` only.
+    Where ``always`` names models, the other models' cases run with ``--everything`` only; else those of ALIKE do.
     """
 
     def marks(case: Case) -> list[Any]:
         hooked = [pytest.mark.hooked] if case.kind == "hooked" else []
-        return hooked if always is None or case.model in always else [*hooked, pytest.mark.long]
+        wanted = case.model not in ALIKE if always is None else case.model in always
+        return hooked if wanted else [*hooked, pytest.mark.long]
 
     return pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=marks(c)) for c in chosen])
 
