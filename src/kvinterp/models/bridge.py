@@ -6,14 +6,13 @@ for everything and is the only kind in TransformerLens 4. Its cache is transform
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.adapter import Adapter, CacheRead, KVStore, Tap
+from kvinterp.models.adapter import Adapter, KVStore, Tap
 from kvinterp.models.caches import CacheKind, check_plain
 from kvinterp.models.hooked import HOOKS
 from kvinterp.models.native import (
@@ -24,13 +23,10 @@ from kvinterp.models.native import (
     transformers_facts,
 )
 from kvinterp.models.transformers_cache import (
+    OnTransformersCache,
     TransformersCache,
-    cache_among,
-    cached_positions,
-    cached_tensor,
     check_used,
     dress,
-    intercept,
 )
 
 __all__ = ["BridgeAdapter", "build_bridge"]
@@ -61,7 +57,7 @@ def build_bridge(model: nn.Module, name: str) -> nn.Module:
     return bridge.eval()
 
 
-class BridgeAdapter(Adapter):
+class BridgeAdapter(OnTransformersCache):
     """A TransformerBridge, run through its own forward."""
 
     kind = "bridge"
@@ -138,19 +134,3 @@ class BridgeAdapter(Adapter):
         model: Any = cast_transformers(self.model, dtype)
         model.cfg.dtype = dtype
         return BridgeAdapter(model, self.facts.name, self.tokenizer)
-
-    def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The user's transformers cache."""
-        return cache_among(args, kwargs)
-
-    def cached_length(self, cache: Any) -> int:
-        """Positions in the user's transformers cache."""
-        return cached_positions(cache)
-
-    def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
-        """Wraps ``update`` of the user's own transformers cache."""
-        return intercept(layer, cache, on_read)
-
-    def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
-        """What the transformers cache of the user's own forward holds after the block."""
-        return cached_tensor(cache, site, layer)

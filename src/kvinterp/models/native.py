@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,20 +20,17 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, ModuleState, Tap
+from kvinterp.models.adapter import Adapter, Facts, KVStore, ModuleState, Tap
 from kvinterp.models.caches import CacheKind, Dynamic
 from kvinterp.models.derived import DERIVED
 from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
 from kvinterp.models.taps import hooks_suspended
 from kvinterp.models.transformers_cache import (
     CACHES,
+    OnTransformersCache,
     TransformersCache,
-    cache_among,
-    cached_positions,
-    cached_tensor,
     check_used,
     dress,
-    intercept,
     is_attention_only,
     unwrapped_cache,
 )
@@ -171,7 +168,7 @@ def _cache_argument(model: nn.Module) -> str | None:
     return "past_key_values" if named is None and passes_on else named
 
 
-class NativeAdapter(Adapter):
+class NativeAdapter(OnTransformersCache):
     """A transformers model as the user or production runs it; nothing of it is replaced."""
 
     kind = "native"
@@ -347,18 +344,6 @@ class NativeAdapter(Adapter):
         twin._checked = self._checked
         return twin
 
-    def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The user's transformers cache."""
-        return cache_among(args, kwargs)
-
-    def cached_length(self, cache: Any) -> int:
-        """Positions in the user's transformers cache."""
-        return cached_positions(cache)
-
-    def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
-        """Wraps ``update`` of the user's own transformers cache."""
-        return intercept(layer, cache, on_read)
-
     def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
         """What the transformers cache of the user's own forward holds after the block."""
         if site == "cache_k_pre":
@@ -366,4 +351,4 @@ class NativeAdapter(Adapter):
                 "site 'cache_k_pre' cannot be read from a transformers cache, which holds keys after RoPE: "
                 "record 'k', the new keys before RoPE, or use run() or compare()."
             )
-        return cached_tensor(cache, site, layer)
+        return super().read_cache(site, layer, cache)

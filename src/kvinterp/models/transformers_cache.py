@@ -26,19 +26,16 @@ from transformers.cache_utils import (
 )
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import CacheRead, KVStore
+from kvinterp.models.adapter import Adapter, CacheRead, KVStore
 from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, lead
 
 __all__ = [
     "CACHES",
+    "OnTransformersCache",
     "StoreLayer",
     "TransformersCache",
-    "cache_among",
-    "cached_positions",
-    "cached_tensor",
     "check_used",
     "dress",
-    "intercept",
     "is_attention_only",
     "unwrapped_cache",
 ]
@@ -239,3 +236,23 @@ def cached_tensor(cache: Cache | None, site: str, layer: int) -> Tensor | None:
         return None
     # Of a static cache the slots that are filled.
     return tensor[:, :, : int(cache.get_seq_length(layer))]
+
+
+class OnTransformersCache(Adapter):
+    """An adapter whose model's user keeps a transformers cache."""
+
+    def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The user's transformers cache."""
+        return cache_among(args, kwargs)
+
+    def cached_length(self, cache: Any) -> int:
+        """Positions in the user's transformers cache."""
+        return cached_positions(cache)
+
+    def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
+        """Wraps ``update`` of the user's own transformers cache."""
+        return intercept(layer, cache, on_read)
+
+    def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
+        """What the transformers cache of the user's own forward holds after the block."""
+        return cached_tensor(cache, site, layer)
