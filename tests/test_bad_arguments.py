@@ -15,6 +15,7 @@ from command_line import kvinterp, wrong
 from kvinterp.checks import check_number, check_seed, check_whole, shown
 from kvinterp.errors import InputError
 from kvinterp.paths.sampling import uniforms
+from support import TINY
 
 SHARE = 200
 """Cases a process runs."""
@@ -67,17 +68,9 @@ def test_seeds_that_are_none(seed):
 
 
 def _tiny():
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=24,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(TINY["llama-gqa"]()).eval()
 
 
 @pytest.mark.parametrize(
