@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from kvinterp.auditing.subject import check_causal
-from kvinterp.checks import check_seed, shown
-from kvinterp.errors import InputError, unknown
+from kvinterp.errors import InputError, shown, unknown
+from kvinterp.inputs import check_seed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
 from kvinterp.models.door import config_of, loading

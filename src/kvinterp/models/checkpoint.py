@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvinterp.checks import shown
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, shown
 
 __all__ = ["INDEX", "WEIGHTS", "check_config", "check_files", "read_object", "reason", "stored_tensors"]
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from kvinterp.checks import shown
-from kvinterp.errors import InputError, KvinterpError
+from kvinterp.errors import InputError, KvinterpError, shown
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
 from kvinterp.models.finding import reach
 

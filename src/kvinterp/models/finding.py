@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvinterp.checks import shown
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, shown
 from kvinterp.models import zoo
 from kvinterp.models.checkpoint import reason
 

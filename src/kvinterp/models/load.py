@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvinterp.checks import check_text, shown
-from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.errors import InputError, UnsupportedError, shown, unknown
+from kvinterp.inputs import check_text
 from kvinterp.models.adapter import Adapter, dtype_named
 from kvinterp.models.checkpoint import reason
 from kvinterp.models.door import check_hooked_code, config_of, loading

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvinterp.checks import shown
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
 from kvinterp.models.checkpoint import reason, stored_tensors
 from kvinterp.models.taps import hooks_suspended
 
