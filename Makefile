@@ -55,7 +55,7 @@ figures: $(STAMP)
 	$(BIN)/kvinterp demo --out demo --overwrite --picture figures/demo.png
 
 zoo: $(STAMP)
-	$(BIN)/python -m kvinterp.models.zoo.recipe
+	PYTHONPATH=tools $(BIN)/python -m zoo.recipe
 
 clean:
 	rm -rf $(VENV) $(TL4) demo out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -12,8 +12,8 @@ import torch
 import kvinterp as kv
 from bad_arguments import API, COMMANDS
 from command_line import kvinterp, wrong
-from kvinterp.checks import check_number, check_seed, check_whole, shown
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, shown
+from kvinterp.inputs import check_number, check_seed, check_whole
 from kvinterp.paths.sampling import uniforms
 from support import TINY
 

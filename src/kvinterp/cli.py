@@ -359,6 +359,7 @@ class What(str, enum.Enum):
     sites = "sites"
     strategies = "strategies"
     policies = "policies"
+    metrics = "metrics"
     kernels = "kernels"
     protocols = "protocols"
 
@@ -368,7 +369,7 @@ class What(str, enum.Enum):
 def list_command(
     what: Annotated[What | None, typer.Argument(help="Everything, unless said.", show_default=False)] = None,
 ) -> None:
-    """Show the models, kinds, sites, strategies, policies, kernels and protocols there are."""
+    """Show the models, kinds, sites, strategies, policies, metrics, kernels and protocols there are."""
     from rich.console import Console
 
     console = Console()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvinterp.checks import shown
 from kvinterp.cli_parts import (
     NOTHING,
     Attention,
@@ -30,7 +29,7 @@ from kvinterp.cli_parts import (
     status,
     told,
 )
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
 from kvinterp.listing import echo, escaped, table_of
 
 if TYPE_CHECKING:

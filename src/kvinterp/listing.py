@@ -34,13 +34,14 @@ class VisibleFormatter(logging.Formatter):
 
 
 def listed(what: str) -> Table:
-    """The table of one kind of thing: models, kinds, sites, strategies, policies, kernels or protocols."""
+    """The table of one kind of thing: models, kinds, sites, strategies, policies, metrics, kernels or protocols."""
     makers = {
         "models": _models,
         "kinds": _kinds,
         "sites": _sites,
         "strategies": _strategies,
         "policies": _policies,
+        "metrics": _metrics,
         "kernels": _kernels,
         "protocols": _protocols,
     }
@@ -82,6 +83,16 @@ def _policies() -> Table:
     from kvinterp.policies import POLICIES
 
     return _fields("policies", POLICIES)
+
+
+def _metrics() -> Table:
+    from kvinterp.metrics import KINDS, REGISTRY
+
+    table = table_of("metrics", "name", "fills", "what it is")
+    for metric in REGISTRY.values():
+        first = (metric.function.__doc__ or "").strip().splitlines()[0]
+        table.add_row(metric.name, f"{KINDS[metric.kind].table}.{metric.column}", first)
+    return table
 
 
 def _kernels() -> Table:

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvinterp.checks import check_choice, check_seed, check_whole
 from kvinterp.comparison import PROTOCOLS, Comparison, compare, recordable
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.circumstances import circumstances
 from kvinterp.folders import check_free
+from kvinterp.inputs import check_choice, check_seed, check_whole, chosen_layers
 from kvinterp.models import Adapter, expand_sites, load_model
 from kvinterp.paths import path_named, strategy_named
-from kvinterp.recording import chosen_layers
 from kvinterp.results import NAMES, VERB, Result, ResultFolder, awaits_report, load_result
 
 __all__ = ["Compare"]

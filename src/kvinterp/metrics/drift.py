@@ -79,9 +79,12 @@ def _cosine_distance(both: Float64[Tensor, "path=2 *batch width"], length: Float
     return torch.where(length.amax(0) == 0, 0.0, distance)
 
 
-METRICS = (
-    Metric("l2", l2_distance, "residual", 0.0, nonnegative=True),
-    Metric("relative_l2", relative_l2, "residual", 0.0, nonnegative=True),
-    Metric("cosine", cosine_similarity, "residual", 1.0, nonnegative=False),
-    Metric("cosine_distance", cosine_distance, "residual", 0.0, nonnegative=True),
+METRICS = tuple(
+    Metric(name, function, "residual", zero, nonnegative, together=residual_drift)
+    for name, function, zero, nonnegative in (
+        ("l2", l2_distance, 0.0, True),
+        ("relative_l2", relative_l2, 0.0, True),
+        ("cosine", cosine_similarity, 1.0, False),
+        ("cosine_distance", cosine_distance, 0.0, True),
+    )
 )

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.adapter import Facts, KVStore, Site
+from kvinterp.models.adapter import Adapter, Facts, Site
 from kvinterp.models.taps import Tap, hooks_suspended, tap_hooks
 
-__all__ = ["Checked", "NativeSites", "Runs", "check_sites"]
+__all__ = ["Checked", "NativeSites", "check_sites"]
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "fc2")
@@ -144,24 +144,6 @@ class NativeSites:
 # Whether what was found is what the site means -------------------------------------------------------------------------
 
 
-class Runs(Protocol):
-    """What a check needs of an adapter."""
-
-    model: nn.Module
-    facts: Facts
-
-    @property
-    def attention_only(self) -> bool:
-        """Whether every layer keeps plain keys and values."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tokens go."""
-
-    def forward(self, tokens: Tensor, store: KVStore | None = None) -> Tensor:
-        """Logits of every token."""
-
-
 @dataclasses.dataclass
 class Checked:
     """What one forward of a few tokens showed.
@@ -197,7 +179,7 @@ class _Seen:
 class _Shown:
     """What every site of every layer showed in one forward, and what entered the norms on queries and keys."""
 
-    def __init__(self, adapter: Runs, sites: NativeSites) -> None:
+    def __init__(self, adapter: Adapter, sites: NativeSites) -> None:
         self.sites, self.facts = sites, adapter.facts
         # Another number than that of the heads, so that the dimensions can be told apart.
         self.count = next(n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads))
@@ -213,7 +195,7 @@ class _Shown:
         self._run(adapter)
 
     @torch.no_grad()
-    def _run(self, adapter: Runs) -> None:
+    def _run(self, adapter: Adapter) -> None:
         tokens = torch.arange(3, 3 + self.count, device=adapter.device)[None] % self.facts.vocabulary
         with hooks_suspended(adapter.model):
             handles = []
@@ -244,7 +226,7 @@ class _Shown:
         return self.taps[place].get(shown[0]) if len(shown) == 1 else None
 
 
-def check_sites(adapter: Runs, sites: NativeSites) -> Checked:
+def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
     """Runs a few tokens and holds every site inside the blocks to what it means.
 
     The hooks that others put on the model do not hear it.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from kvinterp.checks import check_known, check_whole
 from kvinterp.errors import InputError
+from kvinterp.inputs import check_known, check_whole
 from kvinterp.models import SITES, Adapter
 from kvinterp.models.adapter import CACHE_SITES, Listener, Site
 from kvinterp.paths import ExecutionPath

@@ -24,8 +24,8 @@ import dataclasses
 import re
 from typing import Any, ClassVar
 
-from kvinterp.checks import check_text
 from kvinterp.errors import InputError, unknown
+from kvinterp.inputs import check_text
 from kvinterp.models import Adapter
 from kvinterp.paths.batch_invariant import BatchInvariant
 from kvinterp.paths.flash_decoding import FlashDecoding

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvinterp.checks import check_seed, shown, whole_number
-from kvinterp.errors import InputError, unknown
+from kvinterp.errors import InputError, shown, unknown
+from kvinterp.inputs import check_seed, whole_number
 
 __all__ = ["STRATEGIES", "Greedy", "Strategy", "TopK", "TopP", "strategy_named", "uniforms"]
 

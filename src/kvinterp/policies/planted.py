@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvinterp.checks import check_number, check_whole
 from kvinterp.errors import InputError
+from kvinterp.inputs import check_number, check_whole
 from kvinterp.policies.base import KV, Place, Policy
 
 __all__ = ["Planted", "check_size", "nudged"]

@@ -9,8 +9,8 @@ import pkgutil
 import re
 
 import kvinterp.policies as folder
-from kvinterp.checks import check_text
 from kvinterp.errors import InputError, unknown
+from kvinterp.inputs import check_text
 from kvinterp.policies.base import Policy
 
 __all__ = ["POLICIES", "policy_named"]

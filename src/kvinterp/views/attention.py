@@ -17,14 +17,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.checks import check_choice, whole_number
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
 from kvinterp.files import write_whole
+from kvinterp.inputs import check_choice, check_whole, chosen_layers, encode
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import ExecutionPath, path_named, run
-from kvinterp.paths.runner import encode
-from kvinterp.recording import Trace, chosen_layers
+from kvinterp.recording import Trace
 from kvinterp.views.attention_page import AttentionPage, ShownHead
 from kvinterp.views.attention_words import View, page_of, readable
 
@@ -122,9 +121,8 @@ def attention_comparison(
     """
     check_choice("fit", fit, ("crop", "pool"))
     for name, given, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
-        number = whole_number(given)
-        if given is not None and (number is None or number < least):
-            raise InputError(f"{name}={given!r} was given: expected a whole number of at least {least}.")
+        if given is not None:
+            check_whole(name, given, least)
     layers, heads = ([given] if isinstance(given, int) else given for given in (layers, heads))
     for name, chosen in (("layers", layers), ("heads", heads)):
         if chosen is not None and not len(chosen):

@@ -19,16 +19,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.checks import check_choice
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, unknown
+from kvinterp.inputs import check_choice, encode
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching import DIRECTIONS, PATCH_SITES, Patch, PatchWatcher, PureRecompute
 from kvinterp.patching.lanes import RunnerLane
 from kvinterp.patching.patch import PATCHED_CACHE, stored_sites
 from kvinterp.paths import path_named, run
-from kvinterp.paths.runner import encode
 from kvinterp.recording import Trace
 from kvinterp.recording.recorder import HEADS
 

@@ -15,8 +15,8 @@ from kvinterp.experiments.root_cause.ladder import precision_ladder
 from kvinterp.experiments.root_cause.planted import gqa_spread, propagation
 from kvinterp.experiments.root_cause.sums import accumulation_error
 from kvinterp.experiments.root_cause.written import kv_write_error
+from kvinterp.inputs import encode
 from kvinterp.models import wrap
-from kvinterp.paths.runner import encode
 from kvinterp.provenance import provenance
 
 __all__ = ["TABLES", "root_cause"]

@@ -2,7 +2,7 @@
 
 Four of them differ in nothing but how many query heads share a KV head (``llama-mini`` 1, ``gqa2-mini`` 2,
 ``mistral-mini`` 4, ``mqa-mini`` 8); ``gemma2-mini`` has the parts of Gemma 2 that the others lack. ``CARD.md`` says how
-they were trained and how well they do; ``recipe.py`` makes them again.
+they were trained and how well they do; ``tools/zoo`` makes them again (``make zoo``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the zoo was trained: ``python -m kvinterp.models.zoo.recipe`` makes it again, on one CPU thread a model.
+"""How the zoo was trained: ``make zoo`` makes it again, on one CPU thread a model.
 
 Documents are generated (60% arithmetic, 20% restate, 20% instructions), start with BOS and end with EOS. Four batches
 at a time are sorted by length, so that little is padding. The loss is the completion's cross-entropy plus a tenth of
@@ -31,12 +31,12 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-import kvinterp.models.zoo as zoo
 from kvinterp.data import stream
 from kvinterp.errors import InputError
-from kvinterp.models.zoo.build import build_model, build_tokenizer
-from kvinterp.models.zoo.card import write_card
-from kvinterp.models.zoo.measure import accuracy
+from kvinterp.models import zoo
+from zoo.build import build_model, build_tokenizer
+from zoo.card import write_card
+from zoo.measure import accuracy
 
 __all__ = ["Plan", "app", "batches", "save", "tokenizer", "train"]
 
