@@ -5,26 +5,22 @@ A metric that is found here has its column in the tables of a comparison, its ro
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
 from torch import Tensor
 
 import kvinterp.metrics as folder
 from kvinterp.metrics.base import KINDS, Kind, Metric
 from kvinterp.shapes import Flag, Measure
+from kvinterp.spec import modules_of
 
 __all__ = ["OF_KIND", "REGISTRY", "measured"]
 
 
 def _discover() -> dict[str, Metric]:
     found: dict[str, Metric] = {}
-    for module in pkgutil.iter_modules(folder.__path__):
-        if module.name == "registry":
-            continue
-        for metric in getattr(importlib.import_module(f"{folder.__name__}.{module.name}"), "METRICS", ()):
+    for module in modules_of(folder):
+        for metric in getattr(module, "METRICS", ()):
             if metric.name in found:
-                raise RuntimeError(f"two metrics are called {metric.name!r}; the second is in {module.name}.py.")
+                raise RuntimeError(f"two metrics are called {metric.name!r}; the second is in {module.__name__}.")
             found[metric.name] = metric
     return found
 
