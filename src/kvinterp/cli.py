@@ -124,7 +124,7 @@ def compare_command(
         echo(f"prompt {row['id']} is left out: {row['message']}", err=True)
     if result.comparison.steps.empty:
         raise KvinterpError(f"none of the {len(failures)} prompts could be compared; {out / 'summary.json'} says why.")
-    from kvinterp.views import write_report
+    from kvinterp.report import write_report
 
     page = write_report([result], out)
     say(result.comparison.where().splitlines())
@@ -181,9 +181,9 @@ def patch_command(
     }
     adapter = load_model(model, kind=kind, dtype=dtype, device=device, attention=attention)
     made = run_sweep(adapter, load_prompts(prompts), **chosen, controls=controls)
+    from kvinterp.reading.patching import said_of_sweep
+    from kvinterp.report import save_sweep_figures
     from kvinterp.results import write_tables
-    from kvinterp.views import save_sweep_figures
-    from kvinterp.views.said_of_patching import said_of_sweep
 
     summary = made.summary()
     tables = {"recovery": made.recovery, "steps": made.steps, "controls": made.controls}
@@ -212,9 +212,9 @@ def decompose_command(
     existing = free(out, overwrite, "decomposition", "layers")
     adapter = load_model(model, kind=kind, dtype=dtype, device=device, attention=attention)
     made = decompose(adapter, load_prompts(prompts), max_new_tokens=max_new_tokens)
+    from kvinterp.reading.patching import said_of_decomposition
+    from kvinterp.report import save_decomposition_figure
     from kvinterp.results import write_tables
-    from kvinterp.views import save_decomposition_figure
-    from kvinterp.views.said_of_patching import said_of_decomposition
 
     summary = made.summary()
     tables = {"decomposition": made.steps, "layers": made.layers}
@@ -254,9 +254,9 @@ def root_cause_command(
     from kvinterp.models import load_model
     from kvinterp.paths import strategy_named
     from kvinterp.paths.kernels import kernels_named
+    from kvinterp.reading.root_cause import said_of_root_cause
+    from kvinterp.report import save_root_cause_figures
     from kvinterp.results import Parts, write_tables
-    from kvinterp.views import save_root_cause_figures
-    from kvinterp.views.root_cause_words import said_of_root_cause
 
     existing = free(out, overwrite, *TABLES)
     kernels_named(flip_kernels)
@@ -326,8 +326,7 @@ def demo_command(
     demo = SMOKE if smoke else Demo()
     results = demo.run(out, "overwrite" if overwrite else "error")
     flips = demo.flips(out, "overwrite" if overwrite else "use")
-    from kvinterp.views import save, write_report
-    from kvinterp.views.report import overview_of
+    from kvinterp.report import overview_of, save, write_report
 
     if picture is not None:
         save(overview_of(results), picture)

@@ -18,7 +18,7 @@ from kvinterp.experiments.root_cause import (
     propagation,
     root_cause,
 )
-from kvinterp.views import save_root_cause_figures
+from kvinterp.report import save_root_cause_figures
 from support import Case
 
 pytestmark = pytest.mark.bits

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvinterp.comparison.table import Table
 from kvinterp.metrics import KINDS, OF_KIND
 
-__all__ = ["CACHE_ERRORS", "CacheErrors", "mean_error"]
+__all__ = ["CACHE_ERRORS", "CacheErrors"]
 
 CACHE_ERRORS = {
     "aggregated": "K/V errors by step and by position separately (kv_steps, kv_positions)",
@@ -144,15 +144,3 @@ class _Sums:
 
 
 # What is read of it ----------------------------------------------------------------------------------------------------
-
-
-def mean_error(frame: pd.DataFrame, keys: Sequence[str], value: str = "relative_error") -> pd.Series:
-    """The mean of an error over all vectors behind the rows of kv_steps or kv_positions.
-
-    Args:
-        frame: One of the two tables, or some rows of one.
-        keys: What to group by.
-        value: ``"relative_error"`` or ``"ulp_mean"``.
-    """
-    summed = frame[value].mul(frame["vectors"]).groupby([frame[key] for key in keys]).sum()
-    return summed / frame.groupby(list(keys))["vectors"].sum()

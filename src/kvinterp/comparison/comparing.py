@@ -44,16 +44,13 @@ from kvinterp.paths.sampling import uniforms
 from kvinterp.paths.vocabulary import end_tokens, padding_of, sound_rows
 from kvinterp.policies import Place
 from kvinterp.provenance import provenance
+from kvinterp.reading.vocabulary import PROTOCOLS
 from kvinterp.recording import Watch
 
 log = logging.getLogger("kvinterp")
 
-__all__ = ["PROTOCOLS", "compare"]
+__all__ = ["compare"]
 
-PROTOCOLS = {
-    "matched": "both paths are fed the same tokens at every step: the difference is numerical only",
-    "free": "each path is fed its own tokens: after the first flip the two contexts differ",
-}
 COMPARED = (*RESIDUAL_SITES, "pattern", *CACHE_SITES)
 
 

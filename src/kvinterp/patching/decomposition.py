@@ -34,9 +34,10 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import check_finite
-from kvinterp.patching.splitting import DIFFERENCES, PARTS, Shown, Split, leading_part
+from kvinterp.patching.splitting import DIFFERENCES, Shown, Split, leading_part
 from kvinterp.paths import ExecutionPath
 from kvinterp.provenance import provenance
+from kvinterp.reading.vocabulary import PARTS
 
 __all__ = ["Decomposition", "check_splittable", "decompose", "measured"]
 

@@ -29,9 +29,10 @@ from kvinterp.patching.decomposition import check_splittable, measured
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import PLACES, Plant
-from kvinterp.patching.splitting import PARTS, KeysValues, Lane, Rows, Shown, Split
+from kvinterp.patching.splitting import KeysValues, Lane, Rows, Shown, Split
 from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.paths import ExecutionPath
+from kvinterp.reading.vocabulary import PARTS
 
 __all__ = ["Cause", "localise"]
 
