@@ -164,6 +164,7 @@ def test_help_imports_nothing_heavy() -> None:
         ("sites", ["resid_post", "pattern", "cache_k", "kv"]),
         ("strategies", ["greedy", "top_k", "temperature=1.0"]),
         ("policies", ["identity"]),
+        ("metrics", ["steps.kl", "heads.kl", "kv.ulp_max"]),
         ("protocols", ["matched", "free"]),
     ],
 )

@@ -43,17 +43,17 @@ def residual_drift(a: Residual, b: Residual) -> dict[str, Measure]:
 
 
 def l2_distance(a: Residual, b: Residual) -> Measure:
-    """Length of the difference, see :func:`residual_drift`."""
+    """Length of the difference of two residual streams."""
     return residual_drift(a, b)["l2"]
 
 
 def relative_l2(a: Residual, b: Residual) -> Measure:
-    """Length of the difference over the length of b, see :func:`residual_drift`."""
+    """Length of the difference over the length of b; 0 where both are zero, inf where only b is."""
     return residual_drift(a, b)["relative_l2"]
 
 
 def cosine_similarity(a: Residual, b: Residual) -> Measure:
-    """Cosine of the angle between the vectors, see :func:`residual_drift`."""
+    """Cosine of the angle between two residual streams; NaN where one is zero and the other is not."""
     return residual_drift(a, b)["cosine"]
 
 

@@ -60,12 +60,12 @@ def ulp_error(a: HeadVectors, b: HeadVectors) -> dict[str, Measure]:
 
 
 def mean_ulp_error(a: HeadVectors, b: HeadVectors) -> Measure:
-    """Mean over the last dimension, in ULP, see :func:`ulp_error`."""
+    """Mean absolute difference over the last dimension, in units in the last place of the coarser dtype."""
     return ulp_error(a, b)["mean"]
 
 
 def max_ulp_error(a: HeadVectors, b: HeadVectors) -> Measure:
-    """Maximum over the last dimension, in ULP, see :func:`ulp_error`."""
+    """Largest absolute difference over the last dimension, in units in the last place of the coarser dtype."""
     return ulp_error(a, b)["max"]
 
 

@@ -221,9 +221,9 @@ class _Shown:
         return keep
 
     def __getitem__(self, place: Site) -> Tensor | None:
-        """A site in the common layout, or None where it was not shown once."""
+        """A site in the common layout, or None where it was not found or not shown once."""
         shown = self.raw.get(place, [])
-        return self.taps[place].get(shown[0]) if len(shown) == 1 else None
+        return self.taps[place].get(shown[0]) if place in self.taps and len(shown) == 1 else None
 
 
 def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
@@ -251,9 +251,7 @@ def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
 
 def _residual(shown: _Shown, layer: int) -> Mapping[str, str]:
     before, after = shown["resid_pre", layer], shown["resid_post", layer]
-    attention, mid, mlp = (
-        shown[s, layer] if (s, layer) in shown.taps else None for s in ("attn_out", "resid_mid", "mlp_out")
-    )
+    attention, mid, mlp = (shown[site, layer] for site in ("attn_out", "resid_mid", "mlp_out"))
     other = "what its {} returns is not what is added to the residual stream"
     reasons = {"attn_out": other.format("attention"), "mlp_out": other.format("MLP")}
     if before is None or after is None:
@@ -288,9 +286,9 @@ def _adds_up(total: Tensor, *parts: Tensor | None) -> bool:
 def _projections(shown: _Shown, layer: int, checked: Checked) -> Mapping[str, str]:
     facts = shown.facts
     reasons = {}
-    q, k, v, z = (shown[s, layer] if (s, layer) in shown.taps else None for s in ("q", "k", "v", "z"))
+    q, k, v, z = (shown[site, layer] for site in ("q", "k", "v", "z"))
     for site, tensor in (("q", q), ("k", k)):
-        if tensor is None or ("q projected" if site == "q" else "k projected", layer) not in shown.raw:
+        if tensor is None or (f"{site} projected", layer) not in shown.raw:
             continue
         (given,), (projected,) = shown.raw[f"{site} into its norm", layer], shown.raw[f"{site} projected", layer]
         rows = projected.reshape(shown.count, -1)
@@ -346,7 +344,7 @@ def _patterns(shown: _Shown, layer: int) -> Mapping[str, str]:
     wanted = (1, shown.facts.query_heads, shown.count, shown.count)
     reasons = {}
     for site in ("attn_scores", "pattern"):
-        tensor = shown[site, layer] if (site, layer) in shown.taps else None
+        tensor = shown[site, layer]
         if tensor is not None and tuple(tensor.shape) != wanted:
             extra = tensor.dim() == 4 and tensor.shape[-1] == shown.count + 1
             what = "scores are" if shown.taps[site, layer].side == "fused" else "softmax is over"

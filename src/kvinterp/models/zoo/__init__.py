@@ -18,6 +18,14 @@ __all__ = ["describe", "folder", "names"]
 
 _NAMES = ("llama-mini", "gqa2-mini", "mistral-mini", "mqa-mini", "gemma2-mini")
 
+_SIZES = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+
 
 def names() -> tuple[str, ...]:
     """Gives the names of the checkpoints."""
@@ -55,16 +63,8 @@ def describe() -> list[dict[str, Any]]:
             {
                 "name": name,
                 "architecture": config["architectures"][0],
-                "parameters": training["parameters"],
-                "layers": config["num_hidden_layers"],
-                "width": config["hidden_size"],
-                "heads": config["num_attention_heads"],
-                "kv_heads": config["num_key_value_heads"],
-                "head_dim": config["head_dim"],
-                "steps": training["steps"],
-                "tokens": training["tokens"],
-                "minutes": training["minutes"],
-                "accuracy": training["accuracy"],
+                **{ours: config[theirs] for ours, theirs in _SIZES.items()},
+                **{key: training[key] for key in ("parameters", "steps", "tokens", "minutes", "accuracy")},
                 "bytes": sum(file.stat().st_size for file in place.iterdir()),
             }
         )
