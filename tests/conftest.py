@@ -25,6 +25,7 @@ install_import_hook(
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left"] = len(left)
     reasons = {}
     if any(item.get_closest_marker("hooked") for item in items) and not has_hooked_transformer():
         reasons["hooked"] = "the TransformerLens that is imported has no HookedTransformer (it was removed in 4.0)"
@@ -60,6 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The closing line counts what the workers of pytest-xdist deselected too: all of them the same."""
+    left = getattr(node, "workeroutput", {}).get("left", 0)
+    node.config.pluginmanager.get_plugin("terminalreporter").stats["deselected"] = [None] * left
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,6 +9,9 @@ of them say again what others said: what breaks a law is nearly always one thing
 * each of those meets every value of every other parameter (dtype, path, direction, ...), and those meet each other,
 * one case is a model of the zoo, where there is one: those are trained, the others are random.
 
+A function marked ``each`` runs so many that every value of every parameter occurs once: for what stands in one place and
+has nothing to do with, say, the kind of model.
+
 They are chosen greedily, the one that meets most new pairs first; among equals a checksum of the test's name decides. So the
 choice is the same on every machine and in every worker, and differs from law to law: together the laws meet far more than
 pairs. ``pytest --everything`` runs the full product. A case marked ``long`` is never chosen; one marked ``always`` always is.
@@ -41,7 +44,7 @@ def left_to_everything(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def chosen(family: list[pytest.Item]) -> set[pytest.Item]:
-    """So many cases of one test function that every pair of aspects that occurs in it is met."""
+    """So many cases of one test function that every pair of aspects (marked ``each``: every aspect) that occurs is met."""
     pairs = {item: set(_pairs(item)) for item in family}
     taken = {item for item in family if item.get_closest_marker("always")}
     wanted = set().union(*pairs.values()) - set().union(*(pairs[item] for item in taken))
@@ -54,11 +57,13 @@ def chosen(family: list[pytest.Item]) -> set[pytest.Item]:
 
 def _is_of_a_family(item: pytest.Item) -> bool:
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return isinstance(parameters.get("case"), Case) or bool(parameters and item.get_closest_marker("pairs"))
+    return isinstance(parameters.get("case"), Case) or bool(
+        parameters and (item.get_closest_marker("pairs") or item.get_closest_marker("each"))
+    )
 
 
 def _pairs(item: pytest.Item) -> Iterator[frozenset[Aspect]]:
-    """All pairs of aspects of different groups; of a test with one group, its aspects alone."""
+    """All pairs of aspects of different groups; of a test with one group, or marked ``each``, its aspects alone."""
     groups: list[list[Aspect]] = []
     for name, value in item.callspec.params.items():  # type: ignore[attr-defined]  # a family has parameters
         if name == "case" and isinstance(value, Case):
@@ -70,7 +75,8 @@ def _pairs(item: pytest.Item) -> Iterator[frozenset[Aspect]]:
             ]
         else:
             groups.append([(name, repr(value))])
-    if len(groups) == 1:
-        yield from (frozenset([aspect]) for aspect in groups[0])
+    if len(groups) == 1 or item.get_closest_marker("each"):
+        yield from (frozenset([aspect]) for group in groups for aspect in group)
+        return
     for one, other in itertools.combinations(groups, 2):
         yield from (frozenset(pair) for pair in itertools.product(one, other))
