@@ -1,6 +1,6 @@
 """What an audit costs: its seconds and peak memory, as ratios to the forwards it must run.
 
-    python benchmarks/audit.py [--models zoo:gqa2-mini zoo:mha-mini] [--ways none default thorough] [--out benchmarks/results]
+    python benchmarks/audit.py [--models zoo:gqa2-mini zoo:mqa-mini] [--ways none default thorough] [--out benchmarks/results]
 
 Every audit has a fresh process of its own, so that its peak memory is its own. There the model is loaded, the audit is run once,
 and every forward of the model (in whatever precision and under whatever kernels) is counted with the number of rows, new tokens
