@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
-MODELS = ("zoo:mha-mini", "zoo:gqa2-mini", "zoo:mistral-mini")
+MODELS = ("zoo:llama-mini", "zoo:gqa2-mini", "zoo:mistral-mini")
 KINDS = ("native", "hooked")
 VERBS: dict[str, list[str]] = {
     "compare": ["--prompts", "arithmetic:3", "--max-new-tokens", "12", "--record", "resid_post,attn_out,pattern,kv"],
