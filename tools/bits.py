@@ -74,6 +74,10 @@ def written(folder: Path, models: list[str], kinds: list[str], verbs: list[str])
 def held(before: Path, after: Path) -> int:
     """Says what differs between two folders; 1 where anything does, or where there is nothing to compare."""
     names = [sorted(path.relative_to(at).as_posix() for path in at.rglob("*") if kept(path)) for at in (before, after)]
+    ran = [{name.rsplit("/", 1)[0] for name in each} for each in names]
+    for run in sorted(ran[0] ^ ran[1]):
+        print(f"  {run}: run in one tree only, not compared")
+    names = [[name for name in each if name.rsplit("/", 1)[0] in ran[0] & ran[1]] for each in names]
     differing = [f"{name}: only in one" for name in sorted(set(names[0]) ^ set(names[1]))]
     both = sorted(set(names[0]) & set(names[1]))
     rows = 0
