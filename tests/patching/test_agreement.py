@@ -15,8 +15,8 @@ import pytest
 import kvinterp as kv
 from kvinterp.patching import PARTS, PLACES
 from kvinterp.patching.localising import PLACES_OF
+from kvinterp.patching.planted import nudged
 from kvinterp.policies import Policy
-from kvinterp.policies.planted import nudged
 from support import Case
 
 COUNT, SAMPLED = 200, 8

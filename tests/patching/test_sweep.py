@@ -11,8 +11,8 @@ import torch
 import kvinterp as kv
 from kvinterp import metrics
 from kvinterp.patching import PRESETS, PatchWatcher, highest_kl
+from kvinterp.patching.planted import Planted
 from kvinterp.paths import Runner
-from kvinterp.policies.planted import Planted
 from support import PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases, hooks_of, plain_forward
 
 pytestmark = pytest.mark.bits

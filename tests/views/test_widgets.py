@@ -11,7 +11,7 @@ import pytest
 import kvinterp as kv
 from kvinterp import metrics
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.paths import path_named
+from kvinterp.patching.planted import Planted
 from kvinterp.views.widgets import PatchAnswer, PatchBench, patch_panel
 from support import Case
 
@@ -80,7 +80,7 @@ def test_the_last_residual_gives_the_donors_logits(model: Any) -> None:
     """At the last layer nothing follows but the unembedding, which is what the control calls the floor."""
     bench = PatchBench(model, STEPS)
     # So that the paths differ on every machine, and before the unembedding.
-    bench._paths["cached"] = path_named("cached+planted(1,256.0)")
+    bench._paths["cached"] = kv.Cached(Planted(1, 256.0))
     answer = bench.ask(PROMPT, "resid_post", model.facts.layers - 1)
     assert answer.d_before > 0, "the paths do not differ here: the test shows nothing"
     assert answer.recovery > 0.99

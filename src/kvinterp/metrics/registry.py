@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
 import kvinterp.metrics as folder
 from kvinterp.metrics.base import Metric
+from kvinterp.spec import modules_of
 
 __all__ = ["REGISTRY"]
 
 
 def _discover() -> dict[str, Metric]:
     found: dict[str, Metric] = {}
-    for module in pkgutil.iter_modules(folder.__path__):
-        if module.name == "registry":
-            continue
-        for metric in getattr(importlib.import_module(f"{folder.__name__}.{module.name}"), "METRICS", ()):
+    for module in modules_of(folder):
+        for metric in getattr(module, "METRICS", ()):
             if metric.name in found:
-                raise RuntimeError(f"two metrics are called {metric.name!r}; the second is in {module.name}.py.")
+                raise RuntimeError(f"two metrics are called {metric.name!r}; the second is in {module.__name__}.")
             found[metric.name] = metric
     return found
 

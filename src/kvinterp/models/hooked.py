@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
-from kvinterp.models.caches import CacheKind, check_plain, lead
+from kvinterp.models.caches import CacheKind, check_plain, lead, shared
 
 __all__ = ["HookedAdapter"]
 
@@ -86,7 +86,9 @@ class _OwnCache:
     def connect(self, update: Any) -> None:
         """The store is heard through the entries that it is dressed with in every forward."""
 
-    def append(self, layer: int, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def append(
+        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
         """TransformerLens' own append."""
         all_keys, all_values = self.dressed[layer].append(keys.transpose(1, 2), values.transpose(1, 2))
         return all_keys.transpose(1, 2), all_values.transpose(1, 2)
@@ -95,6 +97,20 @@ class _OwnCache:
         """The entry's own tensors."""
         entry = self.dressed[layer]
         return entry.past_keys.transpose(1, 2), entry.past_values.transpose(1, 2)
+
+    def memory_of(self, layer: int, handed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """What it handed over: the entry's own tensors."""
+        return shared(handed, self.held(layer))
+
+    def let_go(self, kind: str) -> None:
+        """Refuses: keys are held before RoPE, and turned at every step by the number of their row."""
+        raise UnsupportedError(
+            f"{kind} lets go of rows, and a HookedTransformer turns cached keys by the number of their row, which would then be "
+            "another: load the model with kind='native' or kind='bridge'."
+        )
+
+    def take(self, layer: int, rows: Tensor) -> None:
+        """Never asked, since :meth:`let_go` refuses."""
 
 
 class HookedAdapter(Adapter):

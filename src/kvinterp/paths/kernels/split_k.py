@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch import Tensor
 from kvinterp.errors import InputError, unknown
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import Listener
-from kvinterp.paths import fixed_order
-from kvinterp.paths.kernel_mode import (
+from kvinterp.paths.kernels import fixed_order
+from kvinterp.paths.kernels.base import (
     SDPA,
     Functions,
     KernelMode,
@@ -50,8 +50,6 @@ class SplitK(Kernels):
         operations: Which of :data:`OPERATIONS`; empty for all.
         layers: Which layers; empty for all. The unembedding belongs to no layer and is chosen by operation only.
     """
-
-    name: ClassVar[str] = "split_k"
 
     parts: int = 4
     accumulate: str = "float16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import Listener, Site
 from kvinterp.models.derived import SDPA, sdpa_arguments
+from kvinterp.spec import name_of, text_of
 
 __all__ = [
     "MATMUL",
@@ -34,8 +35,10 @@ __all__ = [
 class Kernels:
     """A kernel mode, as data; :meth:`mode` is the same thing in motion."""
 
-    name: ClassVar[str]
-    """What it is called in text forms."""
+    @property
+    def name(self) -> str:
+        """What it is called in text forms."""
+        return name_of(type(self))
 
     def mode(self, adapter: Adapter) -> KernelMode:
         """What the runner enters around each forward of this model."""
@@ -46,11 +49,8 @@ class Kernels:
         return dtype
 
     def __str__(self) -> str:
-        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        while values and values[-1] == ():
-            values.pop()
-        shown = ",".join("+".join(map(str, v)) or "all" if isinstance(v, tuple) else str(v) for v in values)
-        return f"{self.name}({shown})" if shown else self.name
+        """The text form used on the command line and in tables."""
+        return text_of(self)
 
 
 class KernelMode:

@@ -8,7 +8,7 @@ keeps them in the model's own 16 bits, and only their maxima and sums in float32
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,8 +17,8 @@ from torch import Tensor
 from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import Listener
-from kvinterp.paths import fixed_order
-from kvinterp.paths.kernel_mode import (
+from kvinterp.paths.kernels import fixed_order
+from kvinterp.paths.kernels.base import (
     SDPA,
     Functions,
     KernelMode,
@@ -27,7 +27,7 @@ from kvinterp.paths.kernel_mode import (
     refuse_opaque_attention,
     sdpa_arguments,
 )
-from kvinterp.paths.split_k import ACCUMULATE, check_layers, check_parts
+from kvinterp.paths.kernels.split_k import ACCUMULATE, check_layers, check_parts
 
 __all__ = ["FlashDecoding", "merged_attention"]
 
@@ -45,8 +45,6 @@ class FlashDecoding(Kernels):
             rounded to the model's own 16 bits first. A 32- or 64-bit model keeps its own dtype either way.
         layers: Which layers; empty for all.
     """
-
-    name: ClassVar[str] = "flash_decoding"
 
     parts: int = 4
     accumulate: str = "float32"

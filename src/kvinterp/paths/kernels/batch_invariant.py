@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvinterp.models import Adapter
-from kvinterp.paths import fixed_order
-from kvinterp.paths.kernel_mode import (
+from kvinterp.paths.kernels import fixed_order
+from kvinterp.paths.kernels.base import (
     MATMUL,
     SDPA,
     Functions,
@@ -35,8 +35,6 @@ aten: Any = torch.ops.aten
 @dataclasses.dataclass(frozen=True)
 class BatchInvariant(Kernels):
     """One order of additions for every product, norm and softmax, whatever the shape (see ``fixed_order``)."""
-
-    name: ClassVar[str] = "batch_invariant"
 
     def mode(self, adapter: Adapter) -> KernelMode:
         """Intercepts every reduction; raises UnsupportedError where attention is a kernel torch does not see."""

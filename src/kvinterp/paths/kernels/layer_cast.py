@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvinterp.models import Adapter
-from kvinterp.paths import fixed_order
-from kvinterp.paths.kernel_mode import KernelMode, Kernels, Operations
+from kvinterp.paths.kernels import fixed_order
+from kvinterp.paths.kernels.base import KernelMode, Kernels, Operations
 
 __all__ = ["LayerCast"]
 
@@ -20,8 +20,6 @@ aten: Any = torch.ops.aten
 @dataclasses.dataclass(frozen=True)
 class LayerCast(Kernels):
     """Weights stay in 16 bits; every activation, every cached key and value and every sum is float32."""
-
-    name: ClassVar[str] = "layer_cast"
 
     def mode(self, adapter: Adapter) -> KernelMode:
         """Widens every 16-bit tensor as it is used."""
