@@ -20,8 +20,8 @@ from rich.table import Table
 
 import kvinterp as kv
 from kvinterp.paths import Runner
-from kvinterp.paths.cache import GrowingStore
 from kvinterp.paths.runner import RecorderWatcher
+from kvinterp.paths.store import Growing, Store
 from kvinterp.provenance import provenance
 from kvinterp.recording import Recorder
 
@@ -104,7 +104,7 @@ def appending(adapter, repeats=15):
     new = torch.randn(1, 1, facts.kv_heads, facts.head_dim, dtype=adapter.dtype)
     rows = {"in place": {}, "torch.cat": {}}
     for _ in range(repeats):
-        store = GrowingStore(facts, kv.policy_named("identity"), 1, 520, adapter.dtype, device, [], position_major=True)
+        store = Store(facts, kv.policy_named("identity"), 1, adapter.dtype, device, [], Growing(520, position_major=True))
         entry = TransformerLensKeyValueCacheEntry.init_cache_entry(adapter.model.cfg, device, 1)
         for step in range(513):
             taken = {
@@ -124,14 +124,14 @@ def appending(adapter, repeats=15):
     parts: dict[str, list[list[float]]] = {"step": [], "append": []}
     for _ in range(3):
         per_step, spent = [], [0.0]
-        update = GrowingStore.update
+        update = Store.update
 
         def timed_update(self, *args, spent=spent, update=update):
             seconds, read = timed(update, self, *args)
             spent[0] += seconds
             return read
 
-        GrowingStore.update = timed_update
+        Store.update = timed_update
         try:
             with Runner(adapter, kv.path_named("cached[cache=preallocated]"), tokens, 513) as runner:
                 runner.advance()
@@ -141,7 +141,7 @@ def appending(adapter, repeats=15):
                     per_step.append(timed(runner.advance, torch.tensor([5]))[0] * 1e6)
                     appends.append(spent[0] * 1e6)
         finally:
-            GrowingStore.update = update
+            Store.update = update
         parts["step"].append(per_step)
         parts["append"].append(appends)
 

@@ -14,8 +14,8 @@ import torch
 import kvinterp as kv
 from kvinterp.models import zoo
 from kvinterp.paths import strategy_named
-from kvinterp.paths.cache import GrowingStore
 from kvinterp.paths.sampling import uniforms
+from kvinterp.paths.store import Growing, Store
 from support import Case
 
 pytestmark = pytest.mark.bits
@@ -208,7 +208,7 @@ def test_the_store_gives_what_transformers_sliding_layer_gives(model):
 
     facts = kv.load_model("zoo:gemma2-mini", kind="native", device="cpu").facts
     theirs = DynamicSlidingWindowLayer(sliding_window=8)
-    ours = GrowingStore(facts, kv.policy_named("identity"), 1, 40, torch.float32, torch.device("cpu"), [])
+    ours = Store(facts, kv.policy_named("identity"), 1, torch.float32, torch.device("cpu"), [], Growing(40))
     generator = torch.Generator().manual_seed(0)
     for new in (12, 1, 1, 5, 1):
         keys, values = (torch.randn(1, facts.kv_heads, new, facts.head_dim, generator=generator) for _ in range(2))

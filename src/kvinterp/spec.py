@@ -96,7 +96,8 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
     fields = dataclasses.fields(kinds[name])  # type: ignore[arg-type]
     values = [_value(part) for part in split(match.group(2) or "", ",")]
     for index, field in enumerate(fields[: len(values)]):
-        values[index] = _fitted(values[index], str(field.type))
+        kind: Any = field.type
+        values[index] = _fitted(values[index], kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)))
     try:
         return kinds[name](*values)
     except TypeError as error:

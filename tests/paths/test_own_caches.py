@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 import kvinterp as kv
 from kvinterp.models.caches import Dynamic, MadeBy, Quantized, Static, cache_named
-from kvinterp.paths.cache import GrowingStore
+from kvinterp.paths.store import Growing
 from plain import FED, check_law_10, plain_loop
 from support import PROMPT, assert_bitwise
 
@@ -105,13 +105,13 @@ def test_recording_and_comparing_change_nothing_on_any_cache():
 @pytest.fixture
 def unequal(monkeypatch):
     """A preallocated store that gives other bits, as it does where a kernel minds the strides."""
-    update = GrowingStore.update
+    append = Growing.append
 
     def other(self, layer, keys, values, window=None):
-        keys, values = update(self, layer, keys, values, window)
+        keys, values = append(self, layer, keys, values, window)
         return keys, values * (1 + 2**-20)
 
-    monkeypatch.setattr(GrowingStore, "update", other)
+    monkeypatch.setattr(Growing, "append", other)
 
 
 def test_a_preallocated_store_of_other_bits_is_not_used_silently(unequal, caplog):

@@ -130,7 +130,7 @@ def compare(
             strategy,
             seed,
             max_new_tokens,
-            _compared(adapter, record, layers),
+            _compared(adapter, record, layers, (path_a, path_b)),
             cache_errors,
         )
         pair.prepare(layers, forced, stop)
@@ -304,9 +304,15 @@ def _kinds(over: Tensor, flipped: Tensor) -> list[int | None]:
     return [None if ended else int(after) for ended, after in torch.stack([over, flipped], 1).tolist()]
 
 
-def _compared(adapter: Adapter, record: str | Sequence[str] | None, layers: Iterable[int] | None) -> tuple[str, ...]:
+def _compared(
+    adapter: Adapter, record: str | Sequence[str] | None, layers: Iterable[int] | None, paths: Sequence[ExecutionPath]
+) -> tuple[str, ...]:
     if record is None:
         found, left_out = recordable(adapter, None, chosen_layers(adapter, layers))
+        evicting = next((path for path in paths if path.policy.evicts), None)
+        if evicting is not None:
+            found = tuple(site for site in found if site not in CACHE_SITES)
+            left_out["kv"] = f"{evicting} lets go of rows, so the caches cannot be lined up by position"
         for site, reason in left_out.items():
             log.info("%s is not compared: %s", site, reason)
         return found

@@ -18,7 +18,7 @@ from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.cache import PassThrough
+from kvinterp.paths.store import PassThrough
 
 __all__ = ["PureRecompute"]
 

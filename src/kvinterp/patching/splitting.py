@@ -38,8 +38,8 @@ from kvinterp.models.caches import Dynamic
 from kvinterp.patching.lanes import Donor, RunnerLane
 from kvinterp.patching.planted import Plant
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.cache import PassThrough
 from kvinterp.paths.runner import LOGITS
+from kvinterp.paths.store import PassThrough
 from kvinterp.policies import Identity, Place
 
 __all__ = ["DIFFERENCES", "KeysValues", "Lane", "Rows", "Shown", "Split", "leading_part"]
@@ -130,7 +130,7 @@ class Rows:
         stop = min(self.stop, place.stop)
         if stop <= place.start or (self.layers is not None and place.layer not in self.layers):
             return
-        place.check_known("keys and values")
+        place.check_whole("keys and values")
         for tensor, given in zip((keys, values), self.held[place.layer], strict=True):
             tensor[:, :, : stop - place.start].copy_(given[:, :, place.start : stop])
 
@@ -223,7 +223,9 @@ class Split:
         cached, self.recompute = paths
         # A cache that keeps the very rows keeps them laid out in memory as the cached path's attention reads them.
         keeps = cached.cache if cached.cache.exact else Dynamic()
-        self.one_row = dataclasses.replace(cached, policy=Identity(), cache_dtype=None, chunk=None, cache=keeps)
+        self.one_row = dataclasses.replace(
+            cached, policy=Identity(), cache_dtype=None, chunk=None, cache=keeps, refresh=None
+        )
         self.cached = cached if plant is None else plant.written(cached, len(self.prompt))
         self.filler = (self.prompt * (suffix // len(self.prompt) + 1))[:suffix]
         self.residual: list[Site] = [("resid_post", layer) for layer in range(adapter.facts.layers)]

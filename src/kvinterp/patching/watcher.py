@@ -112,7 +112,7 @@ class PatchWatcher:
         for patch in self._cache.get(place.layer, ()):
             if not patch.active(self.step, self.every_from):
                 continue
-            place.check_known(patch.site)
+            place.check_whole(patch.site)
             for site in stored_sites(self.adapter, patch.site):
                 held = values if site == "cache_v" else keys
                 new = self._moved(patch, site, place.layer, held, 2, 1, place.start, place.stop)

@@ -7,6 +7,7 @@ The loops are twins: same signature, same yields. Each yields the newest positio
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,9 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.adapter import KVStore, Listener, ModuleState, Site
+from kvinterp.models.adapter import Listener, ModuleState, Site
 from kvinterp.paths.model_cache import Hears, Stores, path_store, uncached
 from kvinterp.paths.path import ExecutionPath
+from kvinterp.paths.store import Store, policy_listeners
 from kvinterp.policies import Place
 from kvinterp.recording import Recorder
 
@@ -33,13 +35,21 @@ LOGITS: Site = ("logits", -1)
 def cached_loop(
     adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, stores: Stores, hears: Sequence[Hears], begin: Begin
 ) -> Loop:
-    """Prefills the prompt once, then feeds one token a step against the cache."""
-    begin()
-    store = stores(adapter, path, prompt.shape[0], prompt.shape[1], room, hears)
-    logits = _forward(adapter, prompt, store, path.chunk)
+    """Prefills the prompt once, then feeds one token a step against the cache; a refresh prefills the whole prefix anew."""
+    tokens, begun = prompt, 0
     while True:
+        begin()
+        store = stores(adapter, path, tokens.shape[0], tokens.shape[1], room - begun, hears)
+        logits = _forward(adapter, tokens, store, path.chunk)
+        steps = itertools.count(1) if path.refresh is None else range(1, path.refresh)
+        fed = []
+        for _ in steps:
+            token = yield logits[:, -1]
+            fed.append(token[:, None])
+            logits = _forward(adapter, token[:, None], store, None)
         token = yield logits[:, -1]
-        logits = adapter.forward(token[:, None], store)
+        tokens = torch.cat([tokens, *fed, token[:, None]], 1)
+        begun = tokens.shape[1] - prompt.shape[1]
 
 
 def recompute_loop(
@@ -102,13 +112,18 @@ class Runner:
         cached = path.form == "cached"
         if cached or path.chunk is not None:
             # Whatever is to be found out about this model's cache is found out here, before anything is heard.
-            self.cache = path_store(self.adapter, path, len(prompt), prompt.shape[1], room if cached else 0, ()).name
+            begun = range(0, room, path.refresh) if cached and path.refresh and room else (0,)
+            shapes = [(len(prompt), prompt.shape[1] + step, room - step if cached else 0) for step in begun]
+            self.cache = "; ".join(dict.fromkeys(path_store(self.adapter, path, *shape, ()).name for shape in shapes))
         columns = _FilledColumns()
         hears: list[Hears] = [columns, *watchers]
         loop = cached_loop if cached else recompute_loop
-        self._loop = loop(self.adapter, path, prompt.to(self.adapter.device), room, path_store, hears, self._begin)
+        self._loop = loop(self.adapter, path, prompt.to(self.adapter.device), room, self._stores, hears, self._begin)
+        self._store: Store | None = None
         self._kernels = path.kernels.mode(self.adapter)
         self._listeners: dict[Site, list[Listener]] = {place: [hear] for place, hear in self._kernels.listeners.items()}
+        for place, listener in policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store).items():
+            self._listeners.setdefault(place, []).append(listener)
         for watcher in watchers:
             for place, listener in watcher.listeners.items():
                 heard = columns.cut(place, listener) if place[0] in ("attn_scores", "pattern") else listener
@@ -136,6 +151,13 @@ class Runner:
             logits = logits if changed is None else changed
         return logits
 
+    def _stores(
+        self, adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
+    ) -> Store:
+        """Makes the store of a pass, whose policy then sees what it asked for."""
+        self._store = path_store(adapter, path, batch, length, room, watchers)
+        return self._store
+
     def _begin(self) -> None:
         for watcher in self.watchers:
             watcher.begin_pass()
@@ -149,7 +171,7 @@ class _FilledColumns:
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Hears how many keys attention is about to read."""
-        self._keys[place.layer] = place.stop - place.start
+        self._keys[place.layer] = keys.shape[2]
 
     def cut(self, place: Site, listener: Listener) -> Listener:
         """The listener of a site with a column a key, told of the filled ones."""
@@ -175,9 +197,9 @@ class RecorderWatcher:
         self.begin_step, self.begin_pass, self.on_read = recorder.begin_step, recorder.begin_pass, recorder.on_read
 
 
-def _forward(adapter: Adapter, tokens: Tensor, store: KVStore | None, chunk: int | None) -> Tensor:
-    if chunk is None or chunk >= tokens.shape[1]:
-        return adapter.forward(tokens, store)
-    for piece in tokens.split(chunk, 1):
+def _forward(adapter: Adapter, tokens: Tensor, store: Store | None, chunk: int | None) -> Tensor:
+    for piece in tokens.split(chunk or tokens.shape[1], 1):
         logits = adapter.forward(piece, store)
+        if store is not None:
+            store.settle()
     return logits

@@ -14,11 +14,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import Listener, ModuleState, Site
-from kvinterp.models.caches import Preallocated
-from kvinterp.paths.cache import GrowingStore, OwnStore, PassThrough, ReadListener
+from kvinterp.models.caches import OwnCache, Preallocated
 from kvinterp.paths.path import ExecutionPath
+from kvinterp.paths.store import Growing, PassThrough, Store, policy_listeners
 from kvinterp.policies import Place
 from kvinterp.provenance import autocast
 from kvinterp.recording import Recorder
@@ -61,13 +62,13 @@ class Stores(Protocol):
 
     def __call__(
         self, adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
-    ) -> GrowingStore | OwnStore:
+    ) -> Store:
         """A store for ``length`` positions at once and ``room`` more one by one."""
 
 
 def path_store(
     adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
-) -> GrowingStore | OwnStore:
+) -> Store:
     """The store that a path asks for, told to the watchers.
 
     Args:
@@ -79,7 +80,7 @@ def path_store(
         watchers: Told of every read.
     """
     own = own_store(adapter, path, batch, length, room, watchers)
-    if not isinstance(path.cache, Preallocated) or isinstance(own, GrowingStore):
+    if not isinstance(path.cache, Preallocated) or own.own is None:
         return own
     if same_bits(adapter, path, batch, length, room):
         store = growing_store(adapter, path, batch, length, room, watchers)
@@ -95,45 +96,48 @@ def path_store(
 
 def own_store(
     adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
-) -> GrowingStore | OwnStore:
+) -> Store:
     """A store on a cache of the model's own library; an empty one where the model keeps its memory by itself."""
-    dtype, keeps = path.kernels.compute_dtype(adapter.dtype), dtype_named(path.cache_dtype)
-    own = adapter.own_cache(path.cache, batch, length + room, keeps or dtype)
+    facts, dtype = adapter.facts, path.kernels.compute_dtype(adapter.dtype)
+    slides = any(window is not None and window < length + room for window in facts.windows)
+    own = adapter.own_cache(path.cache, batch, length + room, dtype_named(path.cache_dtype) or dtype)
+    if path.policy.evicts and (own is None or slides):
+        why = f"slides a window over {length + room} positions" if slides else "keeps its memory in a form of its own"
+        raise UnsupportedError(f"policy {path.policy} lets go of rows, and {facts.name} {why}: leave the policy out.")
     if own is None:
         store = growing_store(adapter, path, batch, length, room, watchers)
         store.name = "the model's own state"
         return store
-    reads = [watcher.on_read for watcher in watchers]
-    return OwnStore(adapter.facts, path.policy, batch, dtype, adapter.device, reads, own, keeps)
+    return _store(adapter, path, batch, length, watchers, own)
 
 
 def growing_store(
     adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
-) -> GrowingStore:
-    """A preallocated store."""
-    return GrowingStore(
-        adapter.facts,
-        path.policy,
-        batch,
-        length + room,
-        path.kernels.compute_dtype(adapter.dtype),
-        adapter.device,
-        [watcher.on_read for watcher in watchers],
-        dtype_named(path.cache_dtype),
-        adapter.position_major_cache,
-    )
+) -> Store:
+    """A store on preallocated memory."""
+    return _store(adapter, path, batch, length, watchers, Growing(length + room, adapter.position_major_cache))
+
+
+def _store(
+    adapter: Adapter, path: ExecutionPath, batch: int, length: int, watchers: Sequence[Hears], memory: OwnCache
+) -> Store:
+    # A recompute path keeps rows between the chunks of one pass only, and reads what it keeps, as without chunks.
+    prefill = length if path.form == "cached" and path.prefill == "exact" else 0
+    dtype, reads = path.kernels.compute_dtype(adapter.dtype), [watcher.on_read for watcher in watchers]
+    keeps = dtype_named(path.cache_dtype)
+    return Store(adapter.facts, path.policy, batch, dtype, adapter.device, reads, memory, keeps, prefill)
 
 
 def uncached(
     adapter: Adapter, path: ExecutionPath, tokens: Tensor, stores: Stores, watchers: Sequence[Hears]
-) -> PassThrough | GrowingStore | OwnStore | None:
+) -> Store | None:
     """The store of one pass of a recompute path: none, but between the chunks of a pass in pieces."""
     if path.chunk is not None and path.chunk < tokens.shape[1]:
         return stores(adapter, path, tokens.shape[0], tokens.shape[1], 0, watchers)
     if not adapter.attention_only:
         return None
-    listeners: list[ReadListener] = [watcher.on_read for watcher in watchers]
-    return PassThrough(adapter.facts, path.policy, tokens.shape[0], adapter.dtype, adapter.device, listeners)
+    reads = [watcher.on_read for watcher in watchers]
+    return PassThrough(adapter.facts, path.policy, tokens.shape[0], adapter.dtype, adapter.device, reads)
 
 
 # Whether the preallocated store gives the same bits ---------------------------------------------------------------------
@@ -182,19 +186,22 @@ class _Lane:
         sites = [site for site in CHECKED_SITES if all(adapter.supports(site, layer) for layer in layers)]
         self.adapter, self.recorder = adapter, Recorder(adapter, sites, positions="all")
         self.kernels, self.state = path.kernels.mode(adapter), ModuleState()
+        self.policy = path.policy
         self.store = stores(adapter, path, batch, length, room, [self.recorder])
         self.step = -1
 
     @torch.no_grad()
     def feed(self, tokens: Tensor) -> list[Tensor]:
         """The logits of the tokens and every recorded site."""
+        adapter = self.adapter
         self.step += 1
         self.recorder.begin_step(self.step)
         listeners: dict[Site, list[Listener]] = {place: [hear] for place, hear in self.kernels.listeners.items()}
-        for place, hear in self.recorder.watch.listeners.items():
+        own = policy_listeners(self.policy, adapter.facts.layers, lambda: self.store)
+        for place, hear in [*self.recorder.watch.listeners.items(), *own.items()]:
             listeners.setdefault(place, []).append(hear)
-        adapter = self.adapter
         with adapter.attached(list(listeners)), adapter.listening(listeners), adapter.own_state(self.state), self.kernels:
             logits = adapter.forward(tokens, self.store)
+        self.store.settle()
         self.recorder.end_step()
         return [logits, *(kept.pop() for kept in self.recorder.kept.values() if kept)]

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
+from kvinterp import spec
 from kvinterp.errors import InputError, shown
-from kvinterp.inputs import check_instance, check_known, check_whole
+from kvinterp.inputs import check_choice, check_instance, check_known, check_whole
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
-from kvinterp.models.caches import CacheKind, Dynamic, cache_named
+from kvinterp.models.caches import CacheKind, Dynamic, Quantized, cache_named
 from kvinterp.paths.kernels import Kernels, Native, kernels_named
 from kvinterp.policies import Identity, Policy, policy_named
 
 __all__ = ["Cached", "ExecutionPath", "Recompute", "path_named"]
 
 FORMS = ("cached", "recompute")
-OPTIONS = ("chunk", "cache", "cache_dtype", "kernels")
+OPTIONS = ("chunk", "refresh", "prefill", "cache", "cache_dtype", "kernels")
+PREFILLS = ("exact", "stored")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +34,11 @@ class ExecutionPath:
         dtype: Compute dtype, such as ``"float64"``, or None for the model's own.
         cache_dtype: Dtype the cache keeps, or None for the compute dtype.
         chunk: Most tokens in one prefill forward, or None for all at once.
-        kernels: Which arithmetic it computes with; the machine's own unless said.
-        cache: Which cache keeps the keys and values; the model's own unless said.
+        kernels: Which arithmetic it computes with; default: the machine's own.
+        cache: Which cache keeps the keys and values; default: the model's own.
+        prefill: ``"exact"``: attention in the prefill reads keys and values as they were computed, as with transformers'
+            quantised caches; ``"stored"``: it reads what the cache keeps, as in llama.cpp.
+        refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix, or None for never.
     """
 
     form: str = "cached"
@@ -42,6 +48,8 @@ class ExecutionPath:
     chunk: int | None = None
     kernels: Kernels = dataclasses.field(default_factory=Native)
     cache: CacheKind = dataclasses.field(default_factory=Dynamic)
+    prefill: str = "exact"
+    refresh: int | None = None
 
     def __post_init__(self) -> None:
         check_known("form of path", self.form, FORMS)
@@ -49,27 +57,42 @@ class ExecutionPath:
             "kernels", self.kernels, Kernels, "a kernel mode, such as SplitK(4), or use Cached(kernels='native')"
         )
         check_instance("cache", self.cache, CacheKind, "a kind of cache, or use Cached(cache='static')")
-        if self.cache_dtype is not None and self.form == "recompute":
+        check_choice("prefill", self.prefill, PREFILLS)
+        if self.form == "recompute":
+            self._check_keeps_nothing()
+        if self.prefill == "stored" and isinstance(self.cache, Quantized):
             raise InputError(
-                f"cache_dtype={self.cache_dtype!r} was given for recompute, which keeps no cache: use Cached(...)."
+                f"prefill=stored was given with cache={self.cache}, which hands the prefill what was computed: leave one out."
             )
-        if self.form == "recompute" and self.cache != Dynamic():
-            raise InputError(f"cache={self.cache} was given for recompute, which keeps no cache: use Cached(...).")
         if not isinstance(self.policy, Policy):
             raise InputError(
                 f"policy={shown(self.policy)} was given: expected a Policy, such as kvinterp.policy_named('identity')."
             )
         dtype_named(self.dtype)
         dtype_named(self.cache_dtype)
-        if self.chunk is not None:
-            object.__setattr__(self, "chunk", check_whole("chunk", self.chunk, hint=" of tokens, or None"))
+        for name, of in (("chunk", " of tokens, or None"), ("refresh", " of decode steps, or None")):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_whole(name, getattr(self, name), hint=of))
+
+    def _check_keeps_nothing(self) -> None:
+        """Refuses what only a path with a cache can do."""
+        given = {"cache_dtype": (self.cache_dtype, None), "cache": (self.cache, Dynamic()), "refresh": (self.refresh, None)}
+        for name, (value, default) in {**given, "prefill": (self.prefill, "exact")}.items():
+            if value != default:
+                shown_value = repr(value) if name == "cache_dtype" else value
+                raise InputError(f"{name}={shown_value} was given for recompute, which keeps no cache: use Cached(...).")
+        if isinstance(self.policy, Policy) and (self.policy.evicts or self.policy.sites):
+            raise InputError(
+                f"policy={self.policy} chooses which rows stay by what it sees, and recompute keeps no rows: use Cached(...)."
+            )
 
     def __str__(self) -> str:
         """The text form, such as ``cached``, ``recompute@float64`` or ``cached[chunk=16]+q8_0``."""
         kernels = None if isinstance(self.kernels, Native) else self.kernels
         kind = None if self.cache == Dynamic() else self.cache
         cache = {"cache": self.cache_dtype} if kind is None else {"cache": kind, "cache_dtype": self.cache_dtype}
-        options = {"chunk": self.chunk, **cache, "kernels": kernels}
+        prefill = None if self.prefill == "exact" else self.prefill
+        options = {"chunk": self.chunk, "refresh": self.refresh, "prefill": prefill, **cache, "kernels": kernels}
         shown = ",".join(f"{name}={value}" for name, value in options.items() if value is not None)
         policy = "" if isinstance(self.policy, Identity) else f"+{self.policy}"
         return self.form + (f"[{shown}]" if shown else "") + policy + (f"@{self.dtype}" if self.dtype else "")
@@ -82,6 +105,8 @@ def Cached(  # noqa: N802  # reads as the noun it makes
     chunk: int | None = None,
     kernels: Kernels | str = "native",
     cache: Any = "dynamic",
+    prefill: str = "exact",
+    refresh: int | None = None,
 ) -> ExecutionPath:
     """Decoding from a KV cache: prefill once, then one token a step.
 
@@ -94,8 +119,10 @@ def Cached(  # noqa: N802  # reads as the noun it makes
         cache: ``"dynamic"`` (the model's own), ``"static"``, ``"static(256)"``, ``"quantized(4)"``, ``"preallocated"``; or a
             class of transformers caches, or a function that makes a new one of those of ``config`` and ``max_cache_len``
             that it takes.
+        prefill: ``"exact"``: the prefill reads what it computes; ``"stored"``: what the cache keeps of it.
+        refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix; default: never.
     """
-    kept = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache)
+    kept = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache), prefill, refresh
     return ExecutionPath("cached", _policy(policy), _name(dtype), *kept)
 
 
@@ -132,30 +159,42 @@ def path_named(text: object) -> ExecutionPath:
     if match is None:
         raise InputError(
             f"path {text!r} cannot be read: expected cached or recompute, then if wanted "
-            "[chunk=N,cache=KIND,cache_dtype=DTYPE,kernels=MODE], +POLICY and @DTYPE, as in cached, recompute@float64 or "
-            "cached[chunk=16]."
+            "[chunk=N,refresh=N,prefill=stored,cache=KIND,cache_dtype=DTYPE,kernels=MODE], +POLICY once or more and @DTYPE, as "
+            "in cached, recompute@float64 or cached[chunk=16]."
         )
     form, options, policy, dtype = match.groups()
     chosen: dict[str, str] = {}
-    # A comma inside brackets belongs to a mode's own values, as in kernels=split_k(4,float16).
-    for part in filter(None, re.split(r",(?![^(]*\))", options or "")):
+    for part in spec.split(options or "", ","):
         name, value = (side.strip() for side in (*part.split("=", 1), "")[:2])
         # The cache's dtype, the older of the two, may stand where its kind does.
         name = "cache_dtype" if name == "cache" and value in DTYPES else name
         if name not in OPTIONS or not value or name in chosen:
             raise InputError(
                 f"path option {part!r} in {text!r} is {'given twice' if name in chosen else 'unknown'}: expected chunk=N, "
-                "cache=KIND, cache_dtype=DTYPE or kernels=MODE."
+                "refresh=N, prefill=stored, cache=KIND, cache_dtype=DTYPE or kernels=MODE."
             )
         chosen[name] = value
     if form == "recompute" and ("cache" in chosen or "cache_dtype" in chosen):
         raise InputError(f"path {text!r} gives a cache to a path that keeps none: use cached[cache=...].")
-    chunk = chosen.get("chunk")
-    if chunk is not None and not (chunk.isascii() and chunk.isdecimal() and len(chunk) < 20):
-        raise InputError(f"chunk={chunk!r} in path {text!r}: expected a whole number of tokens of at least 1.")
-    size, kernels = None if chunk is None else int(chunk), kernels_named(chosen.get("kernels", "native"))
-    cache = cache_named(chosen.get("cache", "dynamic"))
-    return ExecutionPath(form, _policy(policy), dtype, chosen.get("cache_dtype"), size, kernels, cache)
+    return ExecutionPath(
+        form,
+        _policy(policy),
+        dtype,
+        chosen.get("cache_dtype"),
+        _count(text, "chunk", chosen, "tokens"),
+        kernels_named(chosen.get("kernels", "native")),
+        cache_named(chosen.get("cache", "dynamic")),
+        chosen.get("prefill", "exact"),
+        _count(text, "refresh", chosen, "decode steps"),
+    )
+
+
+def _count(text: str, name: str, chosen: Mapping[str, str], of: str) -> int | None:
+    """An option that is a whole number, or None where it was not given."""
+    given = chosen.get(name)
+    if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):
+        raise InputError(f"{name}={given!r} in path {text!r}: expected a whole number of {of} of at least 1.")
+    return None if given is None else int(given)
 
 
 def _policy(policy: Policy | str | None) -> Policy:

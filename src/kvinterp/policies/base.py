@@ -28,8 +28,8 @@ class Place:
         stop: One past the absolute position of the last key.
         rotated: Whether these keys are after RoPE.
         known: Whether the positions are known; a user's cache may have let go of some and does not say of which.
-        rows: The absolute position of each row that is left, where a policy let go of some and they are no longer all
-            from start to stop; each sequence and KV head may have kept others. None where none is missing.
+        rows: The absolute position of each row, where a policy may have let go of some: they need no longer be all from start
+            to stop, and each sequence and KV head may have kept others. None where none can be missing.
     """
 
     layer: int
@@ -69,7 +69,7 @@ class Place:
             UnsupportedError: Rows are missing.
         """
         self.check_known(site)
-        if self.rows is not None:
+        if self.rows is not None and self.rows.shape[-1] < self.stop:
             raise UnsupportedError(
                 f"site {site!r} cannot be lined up by position at layer {self.layer}: the policy let go of rows, and "
                 f"{self.rows.shape[-1]} of {self.stop} are left; record it with run(), or leave the cache sites out."

@@ -28,8 +28,12 @@ HEADS = {
     "cache_k": (1, "kv"),
     "cache_k_pre": (1, "kv"),
     "cache_v": (1, "kv"),
+    "cache_positions": (1, "kv"),
 }
-POSITION_LAST_BUT_ONE = {"attn_scores", "pattern", "cache_k", "cache_k_pre", "cache_v"}
+POSITION_LAST_BUT_ONE = {"attn_scores", "pattern", "cache_k", "cache_k_pre", "cache_v", "cache_positions"}
+SCORES = ("attn_scores", "pattern")
+ROWS = "cache_positions"
+"""Recorded beside cache sites and patterns where a policy may let go of rows: their positions, ``[batch, kv_head, row]``."""
 
 
 class Recorder:
@@ -83,7 +87,7 @@ class Recorder:
         self.recorded_steps: list[int] = []
         self._pieces: dict[Site, list[Tensor]] = {}
         self._on = self._begun = False
-        self.watch = Watch(adapter, self.kept, self._keep, positions)
+        self.watch = Watch(adapter, self.kept, self._keep, positions, rows="any")
 
     def __repr__(self) -> str:
         """What it keeps, in one line."""
@@ -112,7 +116,7 @@ class Recorder:
     def end_step(self) -> None:
         """Puts together what one step showed; a chunked prefill shows a site once a chunk."""
         for place, pieces in self._pieces.items():
-            self.kept[place].append(pieces[0] if len(pieces) == 1 else self._joined(place[0], pieces))
+            self.kept.setdefault(place, []).append(pieces[0] if len(pieces) == 1 else self._joined(place[0], pieces))
         self._pieces = {}
         self._on = self._begun = False
 
@@ -145,6 +149,8 @@ class Recorder:
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Hears what attention reads from the cache; changes nothing."""
+        if place.rows is not None and any((site, place.layer) in self.kept for site in (*CACHE_SITES, *SCORES)):
+            self._keep(ROWS, place.layer, place.start, place.rows)
         self.watch.on_read(place, keys, values)
         return None
 
@@ -160,9 +166,9 @@ class Recorder:
         self._pieces.setdefault((site, layer), []).append(tensor.clone())
 
     def _joined(self, site: str, pieces: list[Tensor]) -> Tensor:
-        if self.positions == "newest" or site in CACHE_SITES:
+        if self.positions == "newest" or site in CACHE_SITES or site == ROWS:
             return pieces[-1]
-        if site not in ("attn_scores", "pattern"):
+        if site not in SCORES:
             return torch.cat(pieces, 1)
         # A piece's newest key is its newest query's; a sliding window lets go of the oldest ones.
         ends = list(itertools.accumulate(piece.shape[2] for piece in pieces))

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import CACHE_SITES, Listener, Site
+from kvinterp.models.caches import taken
 from kvinterp.policies import Place
 
 __all__ = ["Sink", "Watch"]
@@ -31,17 +32,22 @@ class Watch:
         wanted: The sites.
         sink: What hears them.
         positions: ``"all"``, or ``"newest"`` where the sink keeps the newest row alone, so that no other is derived.
+        rows: ``"whole"`` where the sink lines keys up by position: patterns are then shown over all positions, and the cache
+            sites not at all where a policy let go of rows; ``"any"`` where it keeps the rows' positions besides.
 
     Attributes:
         places: The hooks to attach.
         listeners: What those hooks call.
     """
 
-    def __init__(self, adapter: Adapter, wanted: Iterable[Site], sink: Sink, positions: str = "all") -> None:
-        self.sink, self._newest = sink, positions == "newest"
+    def __init__(
+        self, adapter: Adapter, wanted: Iterable[Site], sink: Sink, positions: str = "all", rows: str = "whole"
+    ) -> None:
+        self.sink, self._newest, self._whole = sink, positions == "newest", rows == "whole"
         self.listeners: dict[Site, Listener] = {}
         self._reads: dict[int, list[str]] = {}
         self._keys_before_rope: dict[int, list[Tensor]] = {}
+        self._rows: dict[int, Place] = {}
         self._rotated_in_cache = adapter.facts.cached_keys_rotated
         for site, layer in sorted(wanted, key=lambda place: place[0] in CACHE_SITES):
             if site in CACHE_SITES:
@@ -58,11 +64,16 @@ class Watch:
     def begin_pass(self) -> None:
         """A forward that starts from position 0 follows: what was gathered over earlier positions is forgotten."""
         self._keys_before_rope.clear()
+        self._rows.clear()
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Hears what attention is about to read from the store."""
         changed = False
+        if self._whole and place.rows is not None:
+            self._rows[place.layer] = place
         for site in self._reads.get(place.layer, ()):
+            if self._whole:
+                place.check_whole(site)
             place.check_known(site)
             if site == "cache_v":
                 new = self.sink(site, place.layer, place.start, values)
@@ -70,7 +81,8 @@ class Watch:
             elif site == "cache_k_pre" and self._rotated_in_cache:
                 pieces = self._keys_before_rope[place.layer]
                 gathered = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
-                self.sink(site, place.layer, place.start, gathered[:, :, place.start :])
+                rows = gathered[:, :, place.start :] if place.rows is None else taken(gathered, place.rows)
+                self.sink(site, place.layer, place.start, rows)
             else:
                 new = self.sink(site, place.layer, place.start, keys)
                 keys, changed = (keys, changed) if new is None else (new, True)
@@ -78,11 +90,20 @@ class Watch:
 
     def _tell(self, site: str, layer: int) -> Listener:
         def listener(tensor: Tensor) -> Tensor | None:
-            return self.sink(site, layer, 0, tensor)
+            return self.sink(site, layer, 0, self._lined_up(site, layer, tensor) if layer in self._rows else tensor)
 
         # Read by the adapter: a function takes attributes, and wrapping one keeps them.
         listener.newest_row = self._newest  # type: ignore[attr-defined]
         return listener
+
+    def _lined_up(self, site: str, layer: int, tensor: Tensor) -> Tensor:
+        """A pattern whose columns are absolute positions, where a policy let go of rows: nothing is read at those."""
+        place = self._rows[layer]
+        if site not in ("pattern", "attn_scores") or place.rows is None:
+            return tensor
+        rows = place.rows.repeat_interleave(tensor.shape[1] // place.rows.shape[1], 1)[:, :, None].expand_as(tensor)
+        whole = tensor.new_full((*tensor.shape[:3], place.stop), 0.0 if site == "pattern" else -torch.inf)
+        return whole.scatter(3, rows, tensor)
 
     def _watch_cache(self, adapter: Adapter, site: str, layer: int) -> None:
         if not adapter.attention_only:

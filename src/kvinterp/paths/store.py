@@ -1,0 +1,360 @@
+"""The keys and values of one pass: what is new goes through the policy into a memory, what attention reads comes out of it.
+
+The memory is the model's own cache, a preallocated one that grows in place, or none. All take the policy, and all tell their
+watchers what attention is about to read, so that a recorder or a patch sees the cached and the recompute path through one door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models import Facts
+from kvinterp.models.adapter import Listener, Site
+from kvinterp.models.caches import OwnCache, taken
+from kvinterp.policies import Place, Policy
+
+__all__ = ["Growing", "PassThrough", "ReadListener", "Store", "policy_listeners"]
+
+KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
+
+ReadListener = Callable[[Place, Tensor, Tensor], "KeysValues | None"]
+"""Called with what attention is about to read; what it returns is read instead."""
+
+
+class Nothing:
+    """A memory that keeps nothing: attention reads what it is given."""
+
+    dressed: Any = None
+    name = ""
+
+    def connect(self, update: Callable[..., KeysValues]) -> None:
+        """The model is given the store in the shape of a cache, and calls it."""
+
+    def append(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *_: Any, **__: Any) -> KeysValues:
+        """What it is given, to the very tensor."""
+        return keys, values
+
+    def held(self, layer: int) -> KeysValues | None:
+        """Nothing."""
+        return None
+
+    def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
+        """Nowhere."""
+        return None
+
+    def let_go(self, kind: str) -> None:
+        """It holds no row to let go of."""
+
+    def take(self, layer: int, rows: Tensor) -> None:
+        """It holds no row to let go of."""
+
+
+class Growing(Nothing):
+    """A memory allocated once and appended to in place (``torch.cat`` at every step would be quadratic).
+
+    Args:
+        capacity: Most positions it will ever hold.
+        position_major: Whether a position's heads lie side by side in memory, as in TransformerLens' cache.
+    """
+
+    name = "preallocated"
+
+    def __init__(self, capacity: int, position_major: bool = False) -> None:
+        self.capacity, self._position_major = capacity, position_major
+        self._room: dict[int, KeysValues] = {}
+        self._rows: dict[int, int] = {}
+
+    def append(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *_: Any, **__: Any) -> KeysValues:
+        """Appends; the first tensors are handed on as they are, and read as a forward without a cache reads them."""
+        begun = self._rows.get(layer, 0)
+        if layer not in self._room:
+            self._room[layer] = self._allocate(keys), self._allocate(values)
+        stop = self._rows[layer] = begun + keys.shape[2]
+        for room, new in zip(self._room[layer], (keys, values), strict=True):
+            room[:, :, begun:stop] = new
+        start = 0 if window is None else max(begun - window + 1, 0)
+        return self._between(layer, start, stop) if begun else (keys, values)
+
+    def held(self, layer: int) -> KeysValues | None:
+        """Views of what is held."""
+        return self._between(layer, 0, self._rows[layer]) if layer in self._room else None
+
+    def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
+        """The newest rows."""
+        stop = self._rows[layer]
+        return self._between(layer, stop - handed[0].shape[2], stop)
+
+    def take(self, layer: int, rows: Tensor) -> None:
+        """Moves them to the front."""
+        left = self._rows[layer] = rows.shape[2]
+        for room in self._room[layer]:
+            room[:, :, :left] = taken(room, rows)
+
+    def _between(self, layer: int, start: int, stop: int) -> KeysValues:
+        keys, values = self._room[layer]
+        return keys[:, :, start:stop], values[:, :, start:stop]
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        batch, heads, _, width = like.shape
+        if self._position_major:
+            return like.new_empty(batch, self.capacity, heads, width).transpose(1, 2)
+        return like.new_empty(batch, heads, self.capacity, width)
+
+
+class Store:
+    """One pass from position 0: a policy in motion, a memory, and who is told of what attention reads.
+
+    What the model's own cache hands to attention is handed on as it is, so that its bits are production's; the store steps in
+    only where a policy, the cache's dtype or a patch makes it something else.
+
+    Args:
+        facts: The model's facts.
+        policy: What is done to keys and values.
+        batch: Number of sequences.
+        dtype: Compute dtype.
+        device: Where the model runs.
+        listeners: Told of every read.
+        memory: What keeps them, new and empty.
+        cache_dtype: Dtype that is kept, if another than the keys and values come in.
+        prefill: Positions in whose forwards attention reads keys and values as they were computed; 0 where it always reads
+            what is kept.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        policy: Policy,
+        batch: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        listeners: Sequence[ReadListener],
+        memory: OwnCache | None = None,
+        cache_dtype: torch.dtype | None = None,
+        prefill: int = 0,
+    ) -> None:
+        policy.check(facts.layers)
+        self.facts, self.policy, self.listeners = facts, policy.start(facts), listeners
+        self._said = f"policy {policy}"
+        self.memory: OwnCache = memory or Nothing()
+        self.own = None if self.memory.dressed is None else self.memory
+        self.name = self.memory.name
+        self.dressed: Any = None
+        self.cache_dtype, self.prefill = cache_dtype, prefill
+        self._empty = torch.empty(batch, facts.kv_heads, 0, facts.head_dim, dtype=dtype, device=device)
+        self._lengths: dict[int, int] = {}
+        self._computed: dict[int, KeysValues] = {}
+        self._put: dict[int, list[Tensor]] = {}
+        self._rows: dict[int, Tensor] = {}
+        self._places: dict[int, Place] = {}
+        if policy.evicts:
+            self.memory.let_go(self._said)
+        self.memory.connect(self.update)
+
+    def length(self, layer: int) -> int:
+        """Positions put in so far, whatever was let go of since."""
+        return self._lengths.get(layer, 0)
+
+    def held(self, layer: int) -> KeysValues:
+        """What the memory holds of them."""
+        held = self.memory.held(layer) if layer in self._lengths else None
+        return (self._empty, self._empty) if held is None else held
+
+    def update(
+        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
+    ) -> KeysValues:
+        """Appends, and returns what attention reads.
+
+        In the prefill that is what was computed, whatever is kept of it, as with transformers' quantised caches: step 0 is
+        then the same computation on both paths.
+        """
+        begun, new = self.length(layer), (keys, values)
+        stop = self._lengths[layer] = begun + keys.shape[2]
+        kept = self.policy.write(keys, values, Place(layer, begun, stop, self.facts.cached_keys_rotated))
+        if self.cache_dtype is not None:
+            kept = kept[0].to(self.cache_dtype), kept[1].to(self.cache_dtype)
+        handed = self.memory.append(layer, *kept, window, *more, **named)
+        place = self._places[layer] = self._appended(layer, begun, stop, handed[0])
+        # A static cache hands over all its room, of which the last slots may be empty.
+        filled = stop - place.start if place.rows is None else place.rows.shape[2]
+        if layer in self._put:
+            self._put[layer] = [pad(marks, (0, keys.shape[2]))[..., -filled:] for marks in self._put[layer]]
+        exact = begun < self.prefill
+        if exact:
+            read = self._as_computed(layer, new, kept, handed, filled)
+        else:
+            read = handed[0].to(keys.dtype), handed[1].to(keys.dtype)
+        seen = _first(read, filled)
+        changed = seen if exact else self._through_policy(layer, seen, place)
+        changed = self._listened(layer, changed, place, handed)
+        if stop < self.prefill and (layer in self._computed or any(a is not b for a, b in zip(new, kept, strict=True))):
+            self._computed[layer] = changed
+        else:
+            self._computed.pop(layer, None)
+        keys, values = (
+            whole if after is before else after if whole is before else _with(whole, after, filled)
+            for whole, before, after in zip(read, seen, changed, strict=True)
+        )
+        return keys, values
+
+    def hear(self, site: str, layer: int, tensor: Tensor) -> None:
+        """Shows the policy a site of the forward that runs."""
+        place = self._places.get(layer, Place(layer, 0, 0, self.facts.cached_keys_rotated))
+        if site in ("pattern", "attn_scores"):
+            tensor = tensor[..., : place.positions.shape[-1]]
+        self.policy.see(site, tensor, place)
+
+    def settle(self) -> None:
+        """Lets go of what the policy does not keep; called when a forward is over and attention has read.
+
+        Raises:
+            UnsupportedError: Layers would be left with different numbers of rows, for which a model makes one mask.
+        """
+        if not self.policy.evicts or any(length < self.prefill for length in self._lengths.values()):
+            return
+        left = {layer: self._thinned(layer) for layer in self._lengths}
+        if len(set(left.values())) > 1:
+            raise UnsupportedError(
+                f"{self._said} keeps {min(left.values())} rows in one layer and {max(left.values())} in another, and a "
+                "model has one mask for all its layers: keep as many in each."
+            )
+
+    def _thinned(self, layer: int) -> int:
+        """Lets go of a layer's rows; how many are left."""
+        keys, values = self.held(layer)
+        place = self._place(layer, self.length(layer), keys.shape[2])
+        kept = self.policy.keep(keys, values, place)
+        if kept is None:
+            return keys.shape[2]
+        rows = kept.to(keys.device).expand(*keys.shape[:2], -1).sort(-1).values
+        if not rows.numel() or bool(
+            (rows[..., 0] < 0).any() | (rows[..., -1] >= keys.shape[2]).any() | (rows.diff() == 0).any()
+        ):
+            raise InputError(
+                f"{self._said} names rows of layer {layer} that are not there, or one twice, or none: expected some of "
+                f"0 to {keys.shape[2] - 1}, each once."
+            )
+        self.memory.take(layer, rows)
+        self._rows[layer] = self._rows[layer].gather(2, rows)
+        if layer in self._put:
+            self._put[layer] = [marks.gather(2, rows) for marks in self._put[layer]]
+        return rows.shape[2]
+
+    def _appended(self, layer: int, begun: int, stop: int, handed: Tensor) -> Place:
+        """Where the rows are that were just handed over."""
+        if self.policy.evicts:
+            new = torch.arange(begun, stop, device=handed.device).expand(*handed.shape[:2], -1)
+            self._rows[layer] = torch.cat([self._rows[layer], new], 2) if layer in self._rows else new
+        return self._place(layer, stop, min(stop, handed.shape[2]))
+
+    def _place(self, layer: int, stop: int, filled: int) -> Place:
+        rotated, rows = self.facts.cached_keys_rotated, self._rows.get(layer)
+        if rows is not None:
+            return Place(layer, int(rows.min()), stop, rotated, rows=rows)
+        window = self.facts.windows[layer]
+        # A cache that a user brings may let go of positions, and does not say of which.
+        known = filled >= (stop if window is None else min(stop, window))
+        return Place(layer, stop - filled, stop, rotated, known)
+
+    def _as_computed(self, layer: int, new: KeysValues, kept: KeysValues, handed: KeysValues, filled: int) -> KeysValues:
+        """Keys and values of a prefill as they were computed, laid out in memory as the cache hands them over."""
+        earlier, result = self._computed.get(layer), []
+        for index, (own, put, whole) in enumerate(zip(new, kept, handed, strict=True)):
+            if own is put and earlier is None:
+                result.append(whole.to(own.dtype))
+                continue
+            before = filled - own.shape[2]
+            held = whole[:, :, :before] if earlier is None else earlier[index][:, :, earlier[index].shape[2] - before :]
+            computed = own if not before else torch.cat([held.to(own.dtype), own], 2)
+            result.append(own if whole is put and not before else _with(whole.to(own.dtype), computed, filled))
+        return result[0], result[1]
+
+    def _through_policy(self, layer: int, seen: KeysValues, place: Place) -> KeysValues:
+        """What the policy reads of what is held; a row that a watcher put there is read as it was put."""
+        keys, values = self.policy.read(*seen, place)
+        if layer not in self._put:
+            return keys, values
+        pairs = zip(self._put[layer], seen, (keys, values), strict=True)
+        keys, values = (torch.where(marks[..., None], held, read) for marks, held, read in pairs)
+        return keys, values
+
+    def _listened(self, layer: int, read: KeysValues, place: Place, handed: KeysValues) -> KeysValues:
+        """What attention reads after the watchers, and keeps what they put there."""
+        for listener in self.listeners:
+            changed = listener(place, *read)
+            if changed is not None:
+                self._keep(layer, read, changed, handed)
+                read = changed
+        return read
+
+    def _keep(self, layer: int, before: KeysValues, after: KeysValues, handed: KeysValues) -> None:
+        """Keeps the rows that a watcher put in place of others: a patched cache stays patched. All others stay as they are."""
+        memory = self.memory.memory_of(layer, handed)
+        if memory is None:
+            raise UnsupportedError(
+                f"keys and values in a {self.memory.name} cannot be patched, since layer {layer} keeps them in another form than "
+                "attention reads them: patch k, v or z, or a path with cache=dynamic."
+            )
+        marks = []
+        for tensor, was, now in zip(memory, before, after, strict=True):
+            kept = tensor[:, :, : was.shape[2]]
+            if was.data_ptr() == kept.data_ptr() and was.dtype == kept.dtype and not self.policy.reads:
+                kept.copy_(now)
+                continue
+            changed = (now != was).any(-1)
+            kept.copy_(torch.where(changed[..., None], now.to(kept.dtype), kept))
+            marks.append(changed)
+        if self.policy.reads:
+            # Read as it was put: the policy has no say over what a patch moved.
+            earlier = self._put.get(layer, [torch.zeros_like(mark) for mark in marks])
+            self._put[layer] = [mark | old for mark, old in zip(marks, earlier, strict=True)]
+
+
+class PassThrough(Store):
+    """No cache: attention reads the very tensors this forward made, so the bits are those of a forward without one."""
+
+    def length(self, layer: int) -> int:
+        """Always 0: nothing is held."""
+        return 0
+
+    def _keep(self, layer: int, before: KeysValues, after: KeysValues, handed: KeysValues) -> None:
+        """There is nothing to keep without a cache."""
+
+
+def policy_listeners(policy: Policy, layers: int, store: Callable[[], Store | None]) -> dict[Site, Listener]:
+    """The hooks through which a policy sees the sites it asked for.
+
+    Args:
+        policy: The policy.
+        layers: How many the model has.
+        store: Gives the store of the pass that runs.
+    """
+
+    def listener(site: str, layer: int) -> Listener:
+        def hear(tensor: Tensor) -> None:
+            running = store()
+            if running is not None:
+                running.hear(site, layer, tensor)
+
+        return hear
+
+    return {(site, layer): listener(site, layer) for site in policy.sites for layer in range(layers)}
+
+
+def _first(pair: KeysValues, filled: int) -> KeysValues:
+    """Their first rows; the very tensors where they have no more."""
+    keys, values = (tensor if tensor.shape[2] == filled else tensor[:, :, :filled] for tensor in pair)
+    return keys, values
+
+
+def _with(whole: Tensor, part: Tensor, filled: int) -> Tensor:
+    """A copy of a tensor, laid out in memory as it is, whose first positions are another's."""
+    copy = whole.clone()
+    copy[:, :, :filled] = part
+    return copy

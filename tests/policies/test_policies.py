@@ -1,0 +1,448 @@
+"""What a policy may do to K and V: write, read, keep, see; against plain loops of transformers, which share nothing with it."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvinterp as kv
+from kvinterp.patching import PatchWatcher
+from kvinterp.paths import Runner
+from kvinterp.policies import Chain, Policy
+from plain import FED
+from support import PROMPT, Case, assert_bitwise, assert_close
+
+STEPS = len(FED) + 1
+NATIVE = [Case("llama-gqa", "native", "sdpa"), Case("llama-gqa", "native", "eager")]
+LETTING_GO = [*NATIVE, Case("llama-gqa", "bridge"), Case("gpt2", "native", "eager")]
+every_case = pytest.mark.parametrize("case", LETTING_GO, ids=str)
+native = pytest.mark.parametrize("case", NATIVE, ids=str)
+both_caches = pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Sinks(Policy):
+    """Keeps the first positions and the newest, as StreamingLLM does."""
+
+    first: int = 2
+    newest: int = 8
+
+    def keep(self, keys, values, place):
+        rows = torch.arange(keys.shape[2])
+        return torch.cat([rows[: self.first], rows[self.first :][-self.newest :]])
+
+
+@dataclasses.dataclass(frozen=True)
+class HeavyHitters(Policy):
+    """Keeps in each head the rows that were attended to most so far, as H2O does, and the newest."""
+
+    rows: int = 6
+
+    @property
+    def sites(self):
+        return ("pattern",)
+
+    def start(self, facts):
+        return _Counting(self.rows, facts)
+
+
+class _Counting(HeavyHitters):
+    def __init__(self, rows, facts):
+        super().__init__(rows)
+        self.heads, self.seen = facts.kv_heads, {}
+
+    def see(self, site, tensor, place):
+        mass = tensor.double().sum(2).unflatten(1, (self.heads, -1)).sum(2)
+        total = self.seen.setdefault(place.layer, torch.zeros(*mass.shape[:2], 200, dtype=torch.float64))
+        total.scatter_add_(2, place.positions.expand_as(mass), mass)
+
+    def keep(self, keys, values, place):
+        total = self.seen[place.layer].gather(2, place.positions.expand(*keys.shape[:3])).clone()
+        total[..., -1] = torch.inf
+        return total.topk(min(self.rows, keys.shape[2]), -1).indices
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(Policy):
+    """Keeps half of every value and reads it back, exactly in any binary format."""
+
+    def write(self, keys, values, place):
+        return keys, values / 2
+
+    def read(self, keys, values, place):
+        return keys, values * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Louder(Policy):
+    """Attention reads twice the values that are kept."""
+
+    def read(self, keys, values, place):
+        return keys, values * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounds(Policy):
+    """Keeps eight bits of every number."""
+
+    def write(self, keys, values, place):
+        return keys.bfloat16().to(keys), values.bfloat16().to(values)
+
+
+def run(model, path, **more):
+    settings = {"max_new_tokens": STEPS, "continuation": FED, "stop": "length", "logits": "keep"} | more
+    return kv.run(model, list(PROMPT), path, **settings)
+
+
+# Letting go of rows ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def by_hand(model, choose):
+    """A decode of transformers with explicit positions and masks; after every forward ``choose`` says which rows stay.
+
+    Returns:
+        Logits of every step, and for every step and layer the positions that attention read, with K and V.
+    """
+    tokens, cache, held, logits, read = torch.tensor([PROMPT]), DynamicCache(), None, [], []
+    for step in range(STEPS):
+        feed = tokens if step == 0 else torch.tensor([[FED[step - 1]]])
+        begun = 0 if step == 0 else len(PROMPT) + step - 1
+        places = torch.arange(begun, begun + feed.shape[1])
+        rows = 0 if held is None else held[0].shape[-1]
+        mask = torch.zeros(1, 1, feed.shape[1], rows + feed.shape[1], dtype=torch.float64)
+        mask[..., rows:] = torch.full((feed.shape[1], feed.shape[1]), torch.finfo(torch.float32).min).triu(1)
+        out = model(feed, position_ids=places[None], attention_mask=mask, past_key_values=cache, use_cache=True,
+                    output_attentions=True)  # fmt: skip
+        logits.append(out.logits[0, -1])
+        heads = cache.layers[0].keys.shape[1]
+        new = places.expand(1, heads, -1)
+        layers = range(len(cache.layers))
+        held = [new if held is None else torch.cat([held[layer], new], 2) for layer in layers]
+        read.append([(held[layer], cache.layers[layer].keys, cache.layers[layer].values) for layer in layers])
+        for layer in layers:
+            index = choose(layer, held[layer], out.attentions[layer]).sort(-1).values
+            for name in ("keys", "values"):
+                whole = getattr(cache.layers[layer], name)
+                setattr(cache.layers[layer], name, whole.gather(2, index[..., None].expand(*index.shape, whole.shape[3])))
+            held[layer] = held[layer].gather(2, index)
+    return torch.stack(logits), read
+
+
+def first_two_and_newest_eight(layer, positions, pattern):
+    rows = torch.arange(positions.shape[2])
+    return torch.cat([rows[:2], rows[2:][-8:]]).expand(*positions.shape[:2], -1)
+
+
+def most_attended():
+    totals = {}
+
+    def choose(layer, positions, pattern):
+        mass = pattern.double().sum(2).unflatten(1, (positions.shape[1], -1)).sum(2)
+        total = totals.setdefault(layer, torch.zeros(*positions.shape[:2], 200, dtype=torch.float64))
+        total.scatter_add_(2, positions, mass)
+        found = total.gather(2, positions)
+        found[..., -1] = torch.inf
+        return found.topk(6, -1).indices
+
+    return choose
+
+
+@pytest.mark.parametrize(("policy", "choose"), [(Sinks(), lambda: first_two_and_newest_eight), (HeavyHitters(), most_attended)],
+                         ids=["sinks", "heavy hitters"])  # fmt: skip
+@both_caches
+@every_case
+def test_rows_are_let_go_of_as_by_hand(load, case, cache, policy, choose):
+    """Positions, masks, K and V are those of a plain loop with explicit positions and masks, in float64 to rounding."""
+    model = load(case).at(torch.float64)
+    plain = load(Case(case.model, "native", "eager")).at(torch.float64)
+    wanted, read = by_hand(plain.model, choose())
+    found = run(model, kv.Cached(policy, cache=cache), record="kv", positions="all")
+    # transformers' eager attention has a softmax in float32.
+    assert_close(found.logits, wanted, "logits", ("step", "vocab"), relative=1e-6)
+    for layer in range(plain.facts.layers):
+        for step, (positions, keys, values) in enumerate(layers[layer] for layers in read):
+            assert torch.equal(found.records["cache_positions", layer][step], positions[0]), f"layer {layer}, step {step}"
+            for site, tensor in (("cache_k", keys), ("cache_v", values)):
+                assert_close(
+                    found.records[site, layer][step], tensor[0], f"{site}, layer {layer}, step {step}", relative=1e-6
+                )
+    assert found.records["cache_positions", 0][-1].shape[-1] < len(PROMPT)
+
+
+@both_caches
+@every_case
+def test_a_policy_that_lets_nothing_go_changes_no_bit(load, case, cache):
+    model = load(case)
+    kept = run(model, kv.Cached(Sinks(2, 100), cache=cache), record="kv", positions="all")
+    assert_bitwise(kept.logits, run(model, kv.Cached(cache=cache)).logits, "logits", ("step", "vocab"))
+    assert kept.records["cache_positions", 1][-1][0].tolist() == list(range(len(PROMPT) + STEPS - 1))
+
+
+@native
+def test_the_newest_position_is_recorded_where_the_newest_is_asked_for(load, case):
+    found = run(load(case), kv.Cached(Sinks()), record="cache_k,cache_k_pre")
+    newest = [kept.tolist() for kept in found.records["cache_positions", 0]]
+    assert newest == [[len(PROMPT) + step - 1] * 2 for step in range(STEPS)]
+
+
+@native
+def test_rows_are_let_go_of_once_the_exact_prefill_is_over_and_between_the_chunks_of_a_stored_one(load, case):
+    model = load(case).at(torch.float64)
+    whole, chunked = (run(model, kv.Cached(Sinks(), chunk=chunk), record="cache_v") for chunk in (None, 4))
+    assert_close(chunked.logits, whole.logits, "logits in chunks", relative=1e-6)
+    stored = run(model, kv.Cached(Sinks(1, 3), chunk=4, prefill="stored"), record="cache_v", positions="all")
+    assert stored.records["cache_positions", 0][0][0].tolist() == [0, 5, 6, 7, 8, 9, 10, 11]
+    assert not torch.allclose(stored.logits[0], whole.logits[0])
+
+
+@native
+def test_two_policies_that_let_go_of_rows_do_so_one_after_the_other(load, case):
+    model = load(case)
+    found = run(model, kv.Cached(Chain((Sinks(2, 8), Sinks(1, 3)))), record="cache_v", positions="all")
+    end = len(PROMPT) + STEPS - 1
+    assert found.records["cache_positions", 0][-1][0].tolist() == [0, end - 4, end - 3, end - 2, end - 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong(Policy):
+    """Names rows that are not there, or as many in each layer as it likes."""
+
+    rows: tuple[int, ...] = ()
+    more: int = 0
+
+    def keep(self, keys, values, place):
+        return torch.tensor([*self.rows, *range(3, 3 + self.more * place.layer)], dtype=torch.long)
+
+
+@pytest.mark.parametrize("rows", [(), (99,), (-1, 2), (1, 1)])
+def test_rows_that_are_not_there_are_an_error(load, rows):
+    with pytest.raises(kv.InputError, match="names rows of layer 0 that are not there, or one twice, or none"):
+        run(load(NATIVE[0]), kv.Cached(Wrong(rows)))
+
+
+def test_what_cannot_let_go_of_rows_says_so(load):
+    model = load(NATIVE[0])
+    with pytest.raises(kv.UnsupportedError, match="keeps 1 rows in one layer and 2 in another"):
+        run(model, kv.Cached(Wrong((0,), 1)))
+    for cache in ("static", "quantized(8,fp8)"):
+        with pytest.raises(kv.UnsupportedError, match=r"policy sinks\(2,8\) lets go of rows, and a .*Cache cannot"):
+            run(model, kv.Cached(Sinks(), cache=cache))
+    with pytest.raises(kv.UnsupportedError, match="slides a window over"):
+        run(load(Case("mistral-window", "native", "sdpa")), kv.Cached(Sinks()))
+    for policy in (Sinks(), HeavyHitters(), Chain((Halves(), Sinks()))):
+        with pytest.raises(kv.InputError, match="recompute keeps no rows"):
+            kv.Recompute(policy)
+    with pytest.raises(kv.UnsupportedError, match="cannot be lined up by position at layer 0"):
+        kv.compare(model, list(PROMPT), kv.Cached(Sinks()), "cached", record="kv", max_new_tokens=3, progress="none")
+
+
+@pytest.mark.hooked
+def test_a_hooked_transformer_lets_go_of_no_rows(load):
+    """It turns cached keys by the number of their row, which would be another."""
+    for policy in (Sinks(), Chain((Halves(), HeavyHitters()))):
+        with pytest.raises(kv.UnsupportedError, match="turns cached keys by the number of their row"):
+            run(load(Case("llama-gqa", "hooked")), kv.Cached(policy))
+
+
+@every_case
+def test_a_path_that_lets_go_of_rows_is_compared_over_all_positions(load, case):
+    """A row that was let go of is a key of probability 0, as one that slid out of a window is."""
+    found = kv.compare(load(case), list(PROMPT), kv.Cached(Sinks()), "cached", max_new_tokens=STEPS, stop="length",
+                       progress="none")  # fmt: skip
+    assert found.kv_steps.empty
+    heads = found.heads.groupby("step").kl.max()
+    assert (heads[0], len(heads)) == (0, STEPS)
+    assert (heads[1:] > 0).all()
+    assert found.steps.kl[0] == 0
+    same = kv.compare(load(case), list(PROMPT), kv.Cached(Sinks(2, 99)), "cached", max_new_tokens=STEPS, stop="length",
+                      progress="none")  # fmt: skip
+    assert (same.heads.kl == 0).all()
+
+
+# Several at once -------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_reads_as_it_is_written(monkeypatch):
+    from kvinterp.policies.registry import POLICIES
+
+    monkeypatch.setitem(POLICIES, "sinks", Sinks)
+    monkeypatch.setitem(POLICIES, "halves", Halves)
+    path = kv.path_named("cached[refresh=16,prefill=stored]+halves+sinks(4,1000)@float32")
+    assert path.policy == Chain((Halves(), Sinks(4, 1000)))
+    assert str(path) == "cached[refresh=16,prefill=stored]+halves+sinks(4,1000)@float32"
+    assert kv.policy_named("sinks") == Sinks()
+    with pytest.raises(kv.InputError, match="unknown policy 'sinc': did you mean 'sinks'"):
+        kv.path_named("cached+halves+sinc(2)")
+
+
+@native
+def test_what_one_wrote_last_is_read_first(load, case):
+    """Halving what was rounded is undone before anything else reads it."""
+    model = load(case)
+    chained = run(model, kv.Cached(Chain((Rounds(), Halves(), Sinks()))))
+    assert_bitwise(chained.logits, run(model, kv.Cached(Chain((Rounds(), Sinks())))).logits, "logits", ("step", "vocab"))
+
+
+# The prefill -----------------------------------------------------------------------------------------------------------
+
+KINDS = [*NATIVE, Case("llama-gqa", "bridge"), pytest.param(Case("llama-gqa", "hooked"), marks=pytest.mark.hooked)]
+every_kind = pytest.mark.parametrize("case", KINDS, ids=str)
+
+
+@pytest.mark.parametrize("policy", [Louder(), Halves(), Rounds(), Chain((Rounds(), Louder()))], ids=str)
+@pytest.mark.parametrize("chunk", [None, 4])
+@every_kind
+def test_law_3_an_exact_prefill_reads_what_it_computed_whatever_the_policy(load, case, chunk, policy):
+    """Defect: the policy's ``read`` was asked in the prefill too, and a second chunk read what ``write`` had changed."""
+    model = load(case)
+    found, plain = (run(model, make(chunk=chunk), max_new_tokens=2) for make in (
+        lambda chunk: kv.Cached(policy, chunk=chunk), lambda chunk: kv.Recompute(chunk=chunk)))  # fmt: skip
+    assert_bitwise(found.logits[0], plain.logits[0], "step 0")
+    if policy != Halves():
+        assert not torch.equal(found.logits[1], run(model, "cached", max_new_tokens=2).logits[1]), (
+            "the policy was not asked"
+        )
+
+
+@pytest.mark.parametrize("policy", [Louder(), Rounds(), Chain((Rounds(), Louder()))], ids=str)
+@pytest.mark.parametrize("chunk", [None, 4])
+@every_kind
+def test_a_stored_prefill_is_the_recompute_path_under_the_same_policy(load, case, chunk, policy):
+    model = load(case)
+    stored, recomputed, plain = (
+        run(model, path, max_new_tokens=1).logits
+        for path in (kv.Cached(policy, chunk=chunk, prefill="stored"), kv.Recompute(policy, chunk=chunk), "recompute")
+    )
+    assert_bitwise(stored, recomputed, "step 0")
+    assert not torch.equal(stored, plain)
+
+
+def test_a_narrower_cache_is_read_in_a_stored_prefill_only(load):
+    model = load(NATIVE[0])
+    plain, exact, stored = (
+        run(model, path, max_new_tokens=1).logits
+        for path in ("cached", "cached[cache=bfloat16]", "cached[cache=bfloat16,prefill=stored]")
+    )
+    assert_bitwise(exact, plain, "step 0")
+    assert_bitwise(stored, run(model, kv.Recompute(Rounds()), max_new_tokens=1).logits, "step 0")
+
+
+# Refreshing ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bits
+@every_kind
+def test_a_cache_refreshed_at_every_step_is_the_recompute_path(load, case):
+    """Law 3 at every step: each one is a prefill, which reads what it computes."""
+    model = load(case, "float16")
+    for chunk in (None, 4):
+        fresh, plain = (run(model, make(chunk=chunk)).logits for make in (lambda chunk: kv.Cached(refresh=1, chunk=chunk),
+                        lambda chunk: kv.Recompute(chunk=chunk)))  # fmt: skip
+        assert_bitwise(fresh, plain, "logits", ("step", "vocab"))
+
+
+@every_kind
+def test_a_refresh_forgets_what_the_policy_did(load, case):
+    model = load(case)
+    found = run(model, kv.Cached(Louder(), refresh=3)).logits
+    plain = run(model, "recompute").logits
+    equal = [torch.equal(a, b) for a, b in zip(found, plain, strict=True)]
+    assert equal == [step % 3 == 0 for step in range(STEPS)]
+
+
+@native
+def test_state_begins_anew_at_a_refresh(load, case):
+    model = load(case)
+    found = run(model, kv.Cached(HeavyHitters(), refresh=3), record="cache_v", positions="all")
+    lengths = [kept.shape[-1] for kept in found.records["cache_positions", 0]]
+    assert lengths == [len(PROMPT) + step if step % 3 == 0 else 7 for step in range(STEPS)]
+
+
+def test_a_refresh_is_said_and_keeps_the_preallocated_cache_checked(load):
+    path = kv.Cached(refresh=2, cache="preallocated")
+    found = run(load(NATIVE[0]), path)
+    assert found.path == "cached[refresh=2,cache=preallocated]" == str(kv.path_named(found.path))
+    assert "DynamicCache" in found.provenance["cache"]
+    assert_bitwise(found.logits, run(load(NATIVE[0]), kv.Cached(refresh=2)).logits, "logits")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: kv.Cached(refresh=0),
+            "refresh=0 was given: expected a whole number of at least 1 of decode steps, or None",
+        ),
+        (lambda: kv.path_named("cached[refresh=x]"), "refresh='x' in path .*: expected a whole number of decode steps"),
+        (lambda: kv.path_named("cached[prefill=exakt]"), "prefill='exakt' was given: expected 'exact' or 'stored'"),
+        (lambda: kv.path_named("recompute[refresh=4]"), "refresh=4 was given for recompute, which keeps no cache"),
+        (
+            lambda: kv.path_named("recompute[prefill=stored]"),
+            "prefill=stored was given for recompute, which keeps no cache",
+        ),
+        (lambda: kv.Cached(prefill="stored", cache="quantized(4)"), "hands the prefill what was computed"),
+    ],
+)
+def test_options_that_do_not_fit_are_said(make, said):
+    with pytest.raises(kv.InputError, match=said):
+        make()
+
+
+# Patches ---------------------------------------------------------------------------------------------------------------
+
+
+def patched(model, policy, steps, positions, cache="dynamic", donor_prompt=tuple(PROMPT)):
+    """K and V that attention reads at every step of layer 1, with rows of another prompt patched in; and the donor's."""
+    donor = kv.run(model, [*reversed(PROMPT)], "cached", continuation=FED, max_new_tokens=STEPS, stop="length", record="kv",
+                   positions="all")  # fmt: skip
+    donor = dataclasses.replace(donor, prompt=donor_prompt)
+    patch = kv.Patch("kv", (1,), None, positions, steps, donor)
+    watcher = PatchWatcher(model, [patch], prompt_length=len(PROMPT), every_from=0)
+    seen = Hearing()
+    with Runner(model, kv.Cached(policy, cache=cache), torch.tensor([PROMPT]), STEPS, [watcher, seen]) as runner:
+        for step in range(STEPS):
+            runner.advance(None if step == 0 else torch.tensor([FED[step - 1]]))
+    return seen.read, donor
+
+
+class Hearing:
+    """Keeps what attention reads at layer 1."""
+
+    def __init__(self):
+        self.places, self.listeners, self.read = (), {}, []
+
+    def begin_step(self, step):
+        pass
+
+    def begin_pass(self):
+        pass
+
+    def on_read(self, place, keys, values):
+        if place.layer == 1:
+            self.read.append((keys.clone(), values.clone()))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_patched_row_makes_read_apply_once_to_all_others(load, cache):
+    """Defect: the whole range was stored after ``read``, which was then applied to it again at the next step."""
+    model = load(NATIVE[0])
+    read, donor = patched(model, Louder(), (1,), (3, 5), cache)
+    plain = run(model, kv.Cached(Louder(), cache=cache), record="kv", positions="all")
+    others = [row for row in range(len(PROMPT)) if row not in (3, 4)]
+    for step in range(1, STEPS):
+        assert_bitwise(read[step][1][0][:, others], plain.records["cache_v", 1][step][:, others], f"V at step {step}")
+        assert_bitwise(read[step][1][0][:, 3:5], donor.records["cache_v", 1][1][:, 3:5], f"patched V at step {step}")
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_patch_at_step_0_leaves_what_the_policy_wrote(load, cache):
+    """Defect: it stored the rows that the prefill computed over those that the policy had written."""
+    model = load(NATIVE[0])
+    read, donor = patched(model, Rounds(), (0,), (3, 5), cache)
+    others = [row for row in range(len(PROMPT)) if row not in (3, 4)]
+    first = run(model, "cached", record="kv", positions="all", max_new_tokens=1).records["cache_v", 1][0]
+    for step in range(1, STEPS):
+        assert_bitwise(read[step][1][0][:, others], first.bfloat16().float()[:, others], f"V at step {step}")
+        assert_bitwise(read[step][1][0][:, 3:5], donor.records["cache_v", 1][0][:, 3:5], f"patched V at step {step}")
