@@ -128,11 +128,14 @@ class _Sums:
             if not rows:
                 continue
             place = (at, torch.tensor(rows, device=self.like.device)[None], slice(None), slice(start, stop), kind)
+            mine = {name: error[:, rows] for name, error in errors.items()}
             self.held["vectors"][place] += 1
-            self.held["differing"][place] += errors["relative_error"][:, rows] != 0
+            self.held["differing"][place] += mine["relative_error"] != 0
             for name, (of, way) in SUMMED.items():
-                held, more = self.held[name][place], errors[of][:, rows]
-                self.held[name][place] = held + more if way == "mean" else torch.maximum(held, more)
+                if way == "mean":
+                    self.held[name][place] += mine[of]
+                else:
+                    self.held[name][place] = torch.maximum(self.held[name][place], mine[of])
 
     def means(self) -> dict[str, Tensor]:
         """The sums over what they count; in the order of the table's dimensions."""

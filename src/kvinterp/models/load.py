@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvinterp.errors import InputError, UnsupportedError, shown, unknown
-from kvinterp.inputs import check_text
+from kvinterp.errors import InputError, UnsupportedError, shown
+from kvinterp.inputs import check_known, check_text
 from kvinterp.models.adapter import Adapter, dtype_named
 from kvinterp.models.checkpoint import reason
 from kvinterp.models.door import check_hooked_code, config_of, loading, weights_of
@@ -56,17 +56,15 @@ def load_model(
         InputError: The name, kind, dtype, device or attention is not one there is.
         UnsupportedError: This kind cannot run this architecture; the message names the kinds that can.
     """
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise unknown("kind", kind, KINDS)
+    check_known("kind", kind, KINDS)
     if attention is not None and kind != "native":
         raise InputError(
             f"attention={attention!r} was given for kind {kind!r}, which has its own attention: leave it out, "
             "or use kind='native'."
         )
-    if attention is not None and attention not in ATTENTION:
-        raise unknown("attention implementation", attention, ATTENTION)
-    if remote_code not in ("refuse", "trust"):
-        raise unknown("remote_code", remote_code, ("refuse", "trust"))
+    if attention is not None:
+        check_known("attention implementation", attention, ATTENTION)
+    check_known("remote_code", remote_code, ("refuse", "trust"))
     if not isinstance(name, str | Path):
         raise InputError(
             f"model {shown(name)} is a {type(name).__name__}: expected a name or a folder; use wrap() for a model."
