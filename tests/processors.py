@@ -1,6 +1,6 @@
 """Runs the tests marked `bits` as other processors would: torch, oneDNN and MKL are told to use fewer instructions.
 
-python tests/processors.py                       every processor, every such test
+python tests/processors.py                       every processor, every such test of the default sample
 python tests/processors.py --only avx2 --share 4   one of them, a quarter of the tests
 """
 
@@ -40,6 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=PROCESSORS, help="a processor; may be given again")
     parser.add_argument("--share", type=int, default=1, help="run one in so many of the tests, others on each processor")
+    parser.add_argument("--everything", action="store_true", help="the full product of every law, and what takes long")
     parser.add_argument("--workers", default="2", help="processes that test beside each other")
     parser.add_argument("tests", nargs="*", help="files or folders; all of them unless given")
     given = parser.parse_args()
@@ -56,6 +57,7 @@ def main() -> int:
         }
         command = [sys.executable, "-m", "pytest", "-q", "-m", "bits", "-p", "no:cacheprovider"]
         command += ["-n", given.workers, "--dist", "loadgroup"]
+        command += ["--everything"] if given.everything else []
         if given.share > 1:
             command += ["--share", f"{number % given.share + 1}/{given.share}"]
         began = time.perf_counter()

@@ -324,7 +324,19 @@ main()
 )
 def test_cut_off_after_one_prompt_it_goes_on_to_the_uninterrupted_tables(tmp_path: Path, number: signal.Signals) -> None:
     """A real process and a real signal: nothing is half-written, and the second run skips what is there."""
-    options = ["compare", MODEL, "--prompts", "arithmetic:3", *QUICK, "--strategy", "top_p(0.99,3.0)", "--stop", "length"]
+    options = [
+        "compare",
+        MODEL,
+        "--prompts",
+        "arithmetic:3",
+        *QUICK,
+        "--strategy",
+        "top_p(0.99,3.0)",
+        "--stop",
+        "length",
+        "--layers",
+        "0",
+    ]
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     process = started(SLOW.format(arguments=[*options, "--out", str(cut)]))
     try:

@@ -36,7 +36,7 @@ def residual_sum_off(patch: pytest.MonkeyPatch, factor: float, layer: int = 1) -
     patch.setattr(Block, "forward", forward)
 
 
-@pytest.mark.parametrize("factor", [1.01, 1.1])
+@pytest.mark.parametrize("factor", [1.01, pytest.param(1.1, marks=pytest.mark.long)])
 def test_a_residual_sum_that_is_off_in_decode(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 1% it was called a kernel; no module inside the block is off, only what the block adds up."""
     residual_sum_off(monkeypatch, factor)
@@ -46,7 +46,7 @@ def test_a_residual_sum_that_is_off_in_decode(factor: float, monkeypatch: pytest
     assert verdict.first_position == 9
 
 
-@pytest.mark.parametrize("factor", [0.0, 1.001])
+@pytest.mark.parametrize("factor", [pytest.param(0.0, marks=pytest.mark.long), 1.001])
 def test_an_input_changed_between_two_blocks(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop of the model hands a block another input in decode: every block by itself is right."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer as Block
@@ -89,7 +89,7 @@ def key_times(factor: float) -> Callable[..., Any]:
     return lambda store, k, v, cache, decoding: store(k * factor if decoding else k, v)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.long)])
 def test_a_value_off_by_a_tenth_in_bfloat16(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was called a kernel, since a tenth is within what bfloat16 may round."""
     on_update(value_times(1.1), 1)(monkeypatch)
@@ -99,6 +99,7 @@ def test_a_value_off_by_a_tenth_in_bfloat16(attention: str, monkeypatch: pytest.
     assert where(verdict) == ("bug", 1, "V"), verdict.reading
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rungs", [("float16", "bfloat16"), ("bfloat16", "float16", "float32", "float64")])
 def test_a_key_off_by_half_a_percent_in_the_serving_dtype_only(
@@ -112,7 +113,7 @@ def test_a_key_off_by_half_a_percent_in_the_serving_dtype_only(
     assert where(verdict) == ("bug", 1, "K"), verdict.reading
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("everywhere", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_bfloat16_cache_in_a_float16_model(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are 16 bits wide; bfloat16 rounds eight times more coarsely."""
 
@@ -156,6 +157,7 @@ def opaque_attention(monkeypatch: pytest.MonkeyPatch, scale: float) -> str:
     return name
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 1.02])
 def test_where_only_16_bit_kernels_run(dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:

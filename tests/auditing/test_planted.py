@@ -297,7 +297,7 @@ def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -
     model = build(plant.architecture)
     prompt = torch.randint(3, 131, (plant.prefill + 2,), generator=torch.Generator().manual_seed(5)).tolist()
     plant.plant(monkeypatch)
-    verdict = audit(model, [prompt], rungs=plant.rungs, lengths=(plant.prefill,), steps=2, sweep="no")
+    verdict = audit(model, [prompt], rungs=plant.rungs, lengths=(plant.prefill,), steps=2, sweep="no", checks="none")
     assert (verdict.verdict, verdict.first_layer) == (plant.verdict, plant.layer), verdict.reading
     assert verdict.tensor.startswith(plant.tensor), verdict.reading
     assert verdict.first_position == plant.position, verdict.reading

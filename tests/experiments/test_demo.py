@@ -57,8 +57,9 @@ def test_it_writes_tables_figures_report_and_picture(smoke: Path) -> None:
 @pytest.mark.bits
 def test_it_holds_a_case_in_which_a_token_flips(tmp_path: Path) -> None:
     """On every processor: eight bits for K and V move the logits a thousand times further than the order of additions does."""
-    made = Demo(flip_problems=32).flips(tmp_path, progress="none")
-    assert made.comparison.examples["flip_index"].notna().any()
+    # Some of the 40: eight are enough on most processors.
+    made = (Demo(flip_problems=count).flips(tmp_path / str(count), progress="none") for count in (8, 32))
+    assert any(result.comparison.examples["flip_index"].notna().any() for result in made)
 
 
 def test_a_finished_demo_is_not_touched(smoke: Path) -> None:

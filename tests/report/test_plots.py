@@ -48,6 +48,7 @@ def inside(figure: Figure) -> bool:
     return box.x0 >= -slack and box.y0 >= -slack and box.x1 <= page.width + slack and box.y1 <= page.height + slack
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("what", MADE)
 @pytest.mark.parametrize("drawn", DRAWN)
 def test_nothing_is_cut_off(drawn: str, what: str) -> None:

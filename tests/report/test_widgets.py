@@ -25,6 +25,7 @@ def model(load: Any) -> Any:
 
 
 @pytest.mark.hooked
+@pytest.mark.each
 @pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
 @pytest.mark.parametrize(
     ("site", "layer", "head", "step"),
