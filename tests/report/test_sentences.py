@@ -32,7 +32,7 @@ class NoFiles:
     """Stands in for the gallery: these tests are of words."""
 
     def add(self, name: str, figure: Any, caption: str) -> Picture:
-        return Picture(caption, "")
+        return Picture(caption, b"")
 
 
 @pytest.fixture(autouse=True)

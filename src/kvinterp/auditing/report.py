@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from kvinterp.locks import Lock
 from kvinterp.reading import verdict as say
 from kvinterp.reading.vocabulary import EMBEDDING
 from kvinterp.report.figures import draw_ladder
-from kvinterp.report.page import Answer, Bullets, Column, Heading, Pairs, Picture, Pictures, Table, Text, render
+from kvinterp.report.page import Answer, Bullets, Column, Pairs, Picture, Table, Text, render
 from kvinterp.report.style import png, sheet
 
 if TYPE_CHECKING:
@@ -101,19 +100,19 @@ def page(audit: Audit) -> str:
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
         *_place(verdict),
-        Heading("What was exercised, and what not"),
+        Text("What was exercised, and what not", look="h2"),
         *_exercised(verdict),
-        Heading("The ladder"),
+        Text("The ladder", look="h2"),
         *_ladder(audit.rungs),
-        Text(say.LADDER, note=True),
+        Text(say.LADDER, look="note"),
         _table(_rung_rows(audit.rungs)),
-        Heading("First tensor that differs, given equal inputs", 3),
+        Text("First tensor that differs, given equal inputs", look="h3"),
         *_first_tensors(verdict),
-        Heading("Block by block, given equal inputs"),
-        Text(say.BLOCKS, note=True),
+        Text("Block by block, given equal inputs", look="h2"),
+        Text(say.BLOCKS, look="note"),
         *_layers(audit, verdict.first_layer if verdict.exit_code else None),
         *_last_token(audit.rung(own), own),
-        Heading("Made with"),
+        Text("Made with", look="h2"),
         _pairs(audit.about),
     ]
     return render("audit", f"Audit of {audit.about['model']}", parts)
@@ -149,9 +148,11 @@ def _exercised(verdict: Verdict) -> list[Any]:
         for check in verdict.checks
     ]
     parts += (
-        [Text(say.CHECKS, note=True), _table(pd.DataFrame(rows), text=detail)] if rows else [Text(say.NO_CHECKS, note=True)]
+        [Text(say.CHECKS, look="note"), _table(pd.DataFrame(rows), text=detail)]
+        if rows
+        else [Text(say.NO_CHECKS, look="note")]
     )
-    return [*parts, *([Heading("Notes", 3), Bullets(verdict.notes)] if verdict.notes else [])]
+    return [*parts, *([Text("Notes", look="h3"), Bullets(verdict.notes)] if verdict.notes else [])]
 
 
 def _number(value: Any) -> str:
@@ -161,7 +162,7 @@ def _number(value: Any) -> str:
 
 
 def _pairs(values: Mapping[str, Any]) -> Pairs:
-    return Pairs({name.replace("_", " "): _words(value) for name, value in values.items()}, side_by_side=True)
+    return Pairs({name.replace("_", " "): _words(value) for name, value in values.items()}, look="beside")
 
 
 def _words(value: Any) -> str:
@@ -181,7 +182,7 @@ def _table(frame: pd.DataFrame, here: str | None = None, text: str = "") -> Tabl
 # The ladder ------------------------------------------------------------------------------------------------------------
 
 
-def _ladder(rungs: Sequence[Rung]) -> list[Pictures]:
+def _ladder(rungs: Sequence[Rung]) -> list[Picture]:
     """Differences by precision beside the unit roundoff of each; rounding falls with it."""
     native = sorted((r for r in rungs if r.name == str(r.dtype).removeprefix("torch.")), key=lambda r: -r.unit)
     if not native:
@@ -196,7 +197,7 @@ def _ladder(rungs: Sequence[Rung]) -> list[Pictures]:
     with sheet(5.6, 3.7) as figure:
         axes = draw_ladder(figure, {r.name: r.unit for r in native}, lines)
         axes.set(xlabel="dtype of weights and arithmetic", ylabel="relative difference")
-    return [Pictures([Picture("The precision ladder", base64.b64encode(png(figure)).decode("ascii"))])]
+    return [Picture("The precision ladder", png(figure))]
 
 
 def _rung_rows(rungs: Sequence[Rung]) -> pd.DataFrame:
@@ -247,7 +248,7 @@ def _first_tensors(verdict: Verdict) -> list[Any]:
         )
     if not rows:
         return [Text(say.NO_TENSOR)]
-    return [Text(say.FIRST_TENSORS, note=True), _table(pd.DataFrame(rows), text="what takes it away")]
+    return [Text(say.FIRST_TENSORS, look="note"), _table(pd.DataFrame(rows), text="what takes it away")]
 
 
 # Blocks and one token --------------------------------------------------------------------------------------------------
@@ -263,9 +264,9 @@ def _layers(audit: Audit, marked: int | None) -> list[Any]:
         names = {EMBEDDING: "embedding", int(table.index.max()): "head"}
         named = table.reset_index().assign(layer=[names.get(int(n), str(int(n))) for n in table.index])
         here = None if marked is None else names.get(marked, str(marked))
-        parts += [Heading(title, 3), _table(named, here)]
+        parts += [Text(title, look="h3"), _table(named, here)]
     why = {rung.name: rung.unfixed for rung in audit.rungs if rung.unfixed}
-    return parts + [Text(f"{name}: no fixed order, since {text}.", note=True) for name, text in why.items()]
+    return parts + [Text(f"{name}: no fixed order, since {text}.", look="note") for name, text in why.items()]
 
 
 def _last_token(rung: Rung | None, own: str) -> list[Any]:
@@ -275,15 +276,15 @@ def _last_token(rung: Rung | None, own: str) -> list[Any]:
     layers, top = rung.layers, rung.top
     position, prefill = int(layers["position"].iloc[0]), int(layers["prefill"].iloc[0])
     where = f"position {position}, fed after a prompt of {prefill} tokens"
-    title = Heading(f"One token, free-running, in {own}")
+    title = Text(f"One token, free-running, in {own}", look="h2")
     differing = top[top["difference"] > 0]
     if not (layers["max_abs"] > 0).any() and differing.empty:
         return [title, Text(say.same_everywhere(rung, where))]
     return [
         title,
-        Text(say.one_token(where), note=True),
+        Text(say.one_token(where), look="note"),
         _table(_issue_layers(layers)),
-        Heading("Logits that differ most", 3),
+        Text("Logits that differ most", look="h3"),
         Text(say.NO_LOGIT) if differing.empty else _table(_issue_top(differing)),
     ]
 

@@ -24,7 +24,7 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.recording import Trace
 from kvinterp.report.attention_page import AttentionPage, ShownHead, View, page_of, readable
-from kvinterp.report.page import NotebookFrame, fragment
+from kvinterp.report.page import Text, fragment
 
 __all__ = ["AttentionComparison", "assembled_pattern", "attention_comparison"]
 
@@ -64,7 +64,7 @@ class AttentionComparison:
         return target
 
     def _repr_html_(self) -> str:
-        return fragment(NotebookFrame(self.page.html()))
+        return fragment(Text(self.page.html(), look="frame"))
 
 
 def attention_comparison(

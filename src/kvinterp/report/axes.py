@@ -152,19 +152,7 @@ def medians(
     size: float,
     alpha: float,
 ) -> None:
-    """A faint point an example and step, and the line of the medians over the examples.
-
-    Args:
-        axes: Where they go.
-        steps: A table with a row an example and step.
-        column: What is drawn.
-        height: From values to heights.
-        index: The number of the line.
-        shift: How far all is moved sideways.
-        label: What the line is called.
-        size: How large the points are.
-        alpha: How faint they are.
-    """
+    """A faint point an example and step of a column, and the line of the medians over the examples, both moved sideways."""
     series = SERIES[index % len(SERIES)]
     axes.plot(
         steps["step"] + shift, height(steps[column]), series.marker, color=series.color, markersize=size, alpha=alpha,
@@ -177,17 +165,7 @@ def medians(
 def quartiles(
     axes: Axes, table: pd.DataFrame, height: Height, index: int, shift: float, label: str, ends: str = ""
 ) -> None:
-    """A line of medians by layer, with the quartiles as bars.
-
-    Args:
-        axes: Where they go.
-        table: Layer by quantile (0.25, 0.5, 0.75).
-        height: From values to heights.
-        index: The number of the line.
-        shift: How far all is moved sideways.
-        label: What the line is called.
-        ends: The marker at the ends of the bars (default: none).
-    """
+    """A line of medians by layer, with the quartiles (columns 0.25, 0.5 and 0.75) as bars; ``ends`` marks the bars' ends."""
     color, x = SERIES[index % len(SERIES)].color, table.index + shift
     low, middle, high = (height(table[q]) for q in (0.25, 0.5, 0.75))
     axes.vlines(x, low, high, color=color, linewidth=1.4, zorder=2)

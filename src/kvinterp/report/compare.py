@@ -5,7 +5,6 @@ Every number is computed from the tables it is given, every sentence is chosen b
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from kvinterp.reading.results import (
 from kvinterp.reading.sections import attention_said, drift_said, kl_said, kv_said, table_said
 from kvinterp.reading.vocabulary import glossary
 from kvinterp.report.figures import FIGURES, Labelled, figure_named, overview, precision_ladder
-from kvinterp.report.page import Answer, Column, Folded, Heading, Pairs, Picture, Section, Table, Text, render
+from kvinterp.report.page import Answer, Column, Pairs, Picture, Section, Table, Text, render
 from kvinterp.report.style import save
 from kvinterp.results import Result
 
@@ -66,8 +65,7 @@ class Gallery:
 
     def add(self, name: str, figure: Figure, caption: str) -> Picture:
         """Saves one figure as ``name.png``."""
-        path = save(figure, self.folder / f"{name}.png")
-        return Picture(caption, base64.b64encode(path.read_bytes()).decode("ascii"))
+        return Picture(caption, save(figure, self.folder / f"{name}.png").read_bytes())
 
 
 def write_report(results: Sequence[Result], out: str | Path, flips: Result | None = None) -> Path:
@@ -107,10 +105,10 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
         Answer(answer_of(main, rungs)),
         *(section for section in sections if section is not None),
         *_texts(main),
-        Heading("How to read this"),
+        Text("How to read this", look="h2"),
         Pairs(glossary(map(kind_of, results))),
         *_provenance(results if flips is None else [*results, flips]),
-        Text(_files(results, folder), note=True),
+        Text(_files(results, folder), look="note"),
     ]
     title = f"kvinterp: {about['paths']['a']} against {about['paths']['b']}"
     kicker = f"kvinterp {about['kvinterp']} · {', '.join(dict.fromkeys(map(model_of, main)))} · {about['dtype']}"
@@ -337,8 +335,8 @@ def _texts(main: Sequence[Result]) -> list[Any]:
     rows = [[prompt.id, prompt.text, _decoded(main, prompt.id)] for prompt in shown]
     note = f"{len(shown)} of {len(widest.prompts)} prompts. " if len(shown) < len(widest.prompts) else ""
     note += "Where everything decoded the same text it is shown once, otherwise with what decoded it."
-    table = Table([Column("id"), Column("prompt", "pre"), Column("decoded", "pre")], rows)
-    return [Heading("The texts"), Text(note), Folded("Prompts and what was decoded", [table])]
+    head = [Column("id"), Column("prompt", "pre"), Column("decoded", "pre")]
+    return [Text("The texts", look="h2"), Text(note), Table(head, rows, folded="Prompts and what was decoded")]
 
 
 def _decoded(main: Sequence[Result], prompt_id: str) -> str:
@@ -370,7 +368,11 @@ def _provenance(results: Sequence[Result]) -> list[Any]:
     keys = list(dict.fromkeys(key for row in rows for key in row))
     varying = [key for key in keys if len({row.get(key) for row in rows}) > 1]
     common = Table([Column("what"), Column("value")], [[key, rows[0][key]] for key in keys if key not in varying])
-    parts = [Heading("What this was made with"), Text("The same on every line of the tables and in every figure:"), common]
+    parts = [
+        Text("What this was made with", look="h2"),
+        Text("The same on every line of the tables and in every figure:"),
+        common,
+    ]
     if varying:
         cells = [[r.folder.name, *[row.get(key, "") for key in varying]] for r, row in zip(results, rows, strict=True)]
         parts += [Text("And what differs:"), Table([Column("comparison"), *map(Column, varying)], cells)]

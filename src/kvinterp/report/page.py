@@ -11,52 +11,22 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-__all__ = [
-    "Alert",
-    "Answer",
-    "Bullets",
-    "Column",
-    "Folded",
-    "Heading",
-    "NotebookFrame",
-    "Pairs",
-    "Picture",
-    "Pictures",
-    "Section",
-    "Table",
-    "Text",
-    "fragment",
-    "render",
-]
+__all__ = ["Answer", "Bullets", "Column", "Pairs", "Picture", "Section", "Table", "Text", "fragment", "render"]
+
+# Parts: each is shown by the macro that bears its name -----------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
-    """The head of a column: its text, and what its cells are.
-
-    Attributes:
-        text: The head.
-        kind: ``""``, ``"number"``, ``"text"`` (broken into lines), ``"pre"`` (a whole text as it is) or ``"code"``.
-    """
+class Text:
+    """A text, led by a label: a paragraph, or what ``look`` says (note, h2, h3, alert; frame: a whole page in a notebook)."""
 
     text: str
-    kind: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """A figure on the page: its caption, its file in base64, and what kind of file."""
-
-    caption: str
-    data: str
-    format: str = "png"
-
-
-# Parts: each is shown by the macro of its kind -------------------------------------------------------------------------
+    label: str = ""
+    look: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,26 +35,6 @@ class Answer:
 
     sentences: Sequence[str]
     mark: str = ""
-    kind: ClassVar = "answer"
-
-
-@dataclasses.dataclass(frozen=True)
-class Heading:
-    """A heading of the second or third level."""
-
-    text: str
-    level: int = 2
-    kind: ClassVar = "heading"
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A paragraph, led by a label, or a note in small print."""
-
-    text: str
-    label: str = ""
-    note: bool = False
-    kind: ClassVar = "text"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,35 +42,41 @@ class Bullets:
     """A list of texts."""
 
     texts: Sequence[str]
-    kind: ClassVar = "bullets"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Terms and what they are, under each other or side by side."""
+
+    found: Mapping[str, str]
+    look: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A figure: its caption, and its PNG."""
+
+    caption: str
+    png: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """The head of a column, and what its cells are: ``number``, ``text`` (broken into lines), ``pre`` or ``code``."""
+
+    text: str
+    kind: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table; the row whose first cell is ``here`` stands out."""
+    """A table; the row whose first cell is ``here`` stands out, and ``folded`` is what one clicks on to see it."""
 
     head: Sequence[Column]
     rows: Sequence[Sequence[str]]
     here: str | None = None
     caption: str = ""
-    kind: ClassVar = "table"
-
-
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Terms and what they are."""
-
-    values: Mapping[str, str]
-    side_by_side: bool = False
-    kind: ClassVar = "pairs"
-
-
-@dataclasses.dataclass(frozen=True)
-class Pictures:
-    """Figures beside each other."""
-
-    pictures: Sequence[Picture]
-    kind: ClassVar = "pictures"
+    folded: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,34 +89,6 @@ class Section:
     pictures: Sequence[Picture] = ()
     head: Sequence[Column] = ()
     rows: Sequence[Sequence[str]] = ()
-    here: str | None = None
-    caption: str = ""
-    kind: ClassVar = "section"
-
-
-@dataclasses.dataclass(frozen=True)
-class Folded:
-    """Parts that are shown on a click."""
-
-    summary: str
-    parts: Sequence[Any]
-    kind: ClassVar = "folded"
-
-
-@dataclasses.dataclass(frozen=True)
-class Alert:
-    """One sentence about what went wrong."""
-
-    text: str
-    kind: ClassVar = "alert"
-
-
-@dataclasses.dataclass(frozen=True)
-class NotebookFrame:
-    """A whole page in a frame without rights."""
-
-    page: str
-    kind: ClassVar = "notebook_frame"
 
 
 # Rendering -------------------------------------------------------------------------------------------------------------
@@ -197,10 +125,7 @@ def _template() -> Any:
         keep_trailing_newline=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters["sha256"] = _sha256
+    environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
+    # The hash by which a policy allows a script.
+    environment.filters["sha256"] = lambda text: hashlib.sha256(text.encode()).digest()
     return environment.get_template("page.html.j2")
-
-
-def _sha256(text: str) -> str:
-    """The hash by which a policy allows a script."""
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

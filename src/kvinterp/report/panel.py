@@ -30,7 +30,7 @@ from kvinterp.paths import path_named, run
 from kvinterp.reading.patching import recovery_said
 from kvinterp.recording import Trace
 from kvinterp.recording.recorder import HEADS
-from kvinterp.report.page import Alert, Column, Table, Text, fragment
+from kvinterp.report.page import Column, Table, Text, fragment
 
 __all__ = ["PatchAnswer", "PatchBench", "PatchPanel", "patch_panel"]
 
@@ -298,7 +298,7 @@ class PatchPanel:
             self.output.value = self.answer.html()
         except Exception as error:  # A callback's traceback would be lost in the notebook's log.
             said = str(error) if isinstance(error, KvinterpError) else f"{type(error).__name__}: {error}"
-            self.output.value = fragment(Alert(" ".join(said.split())))
+            self.output.value = fragment(Text(" ".join(said.split()), look="alert"))
         finally:
             self._settling = False
 

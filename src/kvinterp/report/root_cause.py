@@ -65,8 +65,8 @@ def accumulation_figure(table: pd.DataFrame) -> Figure:
             axes, [m for m in measures.items() for _ in products], [*products.items()] * 2, strict=True
         ):
             lines = table[chosen].groupby(["accumulate", "length"], sort=False)[column].mean()
-            for index, name in enumerate(dict.fromkeys(table["accumulate"])):
-                axis.plot(lines[name].index, height(lines[name]), **line_of(index, 1.3), label=f"sums kept in {name}")
+            kept = dict.fromkeys(table["accumulate"])
+            _lines(axis, height, {f"sums kept in {name}": lines[name] for name in kept})
             axis.set_xscale("log", base=2)
             lengths = sorted(set(table["length"]))[::2]
             axis.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
@@ -88,9 +88,8 @@ def propagation_figure(table: pd.DataFrame) -> Figure:
         for row, (measure, label) in zip(grid, measures.items(), strict=True):
             for name, axis in zip(names, row, strict=True):
                 height = zero_aware(axis, [middle[measure].to_numpy(dtype=float)])
-                for index, (source, line) in enumerate(middle[measure][name].groupby("source")):
-                    layers = line.index.get_level_values("layer")
-                    axis.plot(layers, height(line), **line_of(index, 1.3), label=f"rounded in layer {source}")
+                behind = middle[measure][name].groupby("source")
+                _lines(axis, height, {f"rounded in layer {source}": line.droplevel("source") for source, line in behind})
                 whole_numbers(axis.xaxis, 10)
                 if axis is row[0]:
                     axis.set_ylabel(f"{label}\n(median over prompts)")
@@ -175,9 +174,9 @@ def gqa_figure(table: pd.DataFrame) -> Figure:
     }
     with sheet(8.4, 3.4) as figure:
         for axis, (column, (title, label)) in zip(figure.subplots(1, 3), titles.items(), strict=True):
-            for index, (tensor, group) in enumerate(table.groupby("tensor")):
-                line = group.groupby("query_heads_per_kv_head")[column].median()
-                axis.plot(line.index, line, **line_of(index, 1.3), label=f"error planted in {tensor}")
+            middle = table.groupby(["tensor", "query_heads_per_kv_head"])[column].median()
+            tensors = middle.index.unique("tensor")
+            _lines(axis, np.asarray, {f"error planted in {tensor}": middle[tensor] for tensor in tensors})
             axis.set_xscale("log", base=2)
             counts = sorted(set(table["query_heads_per_kv_head"]))
             axis.set_xticks(counts, [str(count) for count in counts])
@@ -201,6 +200,12 @@ def _panels(count: int, values: Any, label: str) -> Iterator[tuple[Figure, list[
             axis.tick_params(labelleft=False)
         panels[0].set_ylabel(label)
         yield figure, list(zip(panels, heights, strict=True))
+
+
+def _lines(axis: Axes, height: Height, lines: Mapping[str, pd.Series]) -> None:
+    """Lines by label; each has its x in its index."""
+    for index, (label, line) in enumerate(lines.items()):
+        axis.plot(line.index, height(line), **line_of(index, 1.3), label=label)
 
 
 def _bare(name: object) -> str:

@@ -1,0 +1,65 @@
+"""Every part of a page shows what it is given as text, and the template comes with the package."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvinterp.report import page
+from kvinterp.report.page import Answer, Bullets, Column, Pairs, Picture, Section, Table, Text, fragment, render
+
+EVIL = "<script>alert('x')</script>&\"quoted\""
+HEAD = [Column(EVIL, kind) for kind in ("", "number", "text", "pre", "code")]
+PARTS = [
+    *(Text(EVIL, EVIL if not look else "", look) for look in ("", "note", "h2", "h3", "alert", "frame")),
+    Answer([EVIL]),
+    Answer([EVIL, EVIL], "good"),
+    Bullets([EVIL]),
+    Pairs({EVIL: EVIL}),
+    Picture(EVIL, b"a figure"),
+    Table(HEAD, [[EVIL] * 5], EVIL, EVIL, EVIL),
+    Section(EVIL, [EVIL], [EVIL] * 3, [Picture(EVIL, b"a figure")], HEAD, [[EVIL] * 5]),
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{type(part).__name__} {getattr(part, 'look', '')}")
+def test_every_part_is_text(part: Any) -> None:
+    shown = fragment(part)
+    assert "<script" not in shown
+    assert "&lt;script&gt;" in shown
+    assert EVIL not in shown
+    assert "<script" not in render("report", EVIL, [part], EVIL, EVIL)
+
+
+def test_every_kind_of_part_was_tried() -> None:
+    kinds = {value for value in vars(page).values() if isinstance(value, type) and dataclasses.is_dataclass(value)}
+    assert {type(part) for part in PARTS} == kinds - {Column}
+
+
+def test_a_section_shows_what_was_done_and_what_to_see() -> None:
+    shown = fragment(Section("Title", ["one", "two"], ["first", "second"]))
+    assert '<b class="label">What was done.</b> one' in shown
+    assert '<b class="label">What to see.</b> first' in shown
+    assert "<p>second</p>" in shown
+    assert "<li>" not in shown
+    assert fragment(Section("Title", [], ["first", "second", "third"])).count("<li>") == 2
+    assert "<table" not in shown
+
+
+def test_the_row_that_stands_out_is_the_one_named() -> None:
+    table = Table([Column("layer"), Column("error")], [["0", "a"], ["1", "b"]], here="1")
+    assert fragment(table).count('class="here"') == 1
+    assert '<tr class="here"><td>1</td>' in fragment(table)
+    assert "here" not in fragment(dataclasses.replace(table, here=None))
+
+
+def test_the_template_is_installed_with_the_package() -> None:
+    assert resources.files("kvinterp.report").joinpath("page.html.j2").is_file()
+    # tomllib is there from Python 3.11 on.
+    settings = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"report/\*\.j2"', settings)
