@@ -6,16 +6,16 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cutting import same
-from kvinterp.comparison import Comparison
+from kvinterp.cells import Parts
 from kvinterp.experiments import Compare
 from kvinterp.experiments.circumstances import circumstances
 from kvinterp.models import load_model, zoo
-from kvinterp.results import ResultFolder
 
 
 def edit_rope(folder: Path) -> None:
@@ -48,19 +48,19 @@ def test_a_checkpoint_edited_between_gives_the_table_of_the_edited_one(
 ) -> None:
     """`compare` was killed, rope_theta or the tokenizer edited, and it went on: old and new rows in one table."""
     asked = Compare(str(model), "arithmetic:2", max_new_tokens=3, stop="length", device="cpu", record="")
-    add = ResultFolder.add
+    keep = Parts.keep
 
-    def cut(self: ResultFolder, part: Comparison) -> None:
-        add(self, part)
+    def cut(self: Parts, *part: Any) -> None:
+        keep(self, *part)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ResultFolder, "add", cut)
+        patch.setattr(Parts, "keep", cut)
         with pytest.raises(KeyboardInterrupt):
-            asked.run(tmp_path / "cut" / "out", progress="none")
+            asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
     edit(model)
-    asked.run(tmp_path / "cut" / "out", progress="none")
-    asked.run(tmp_path / "whole" / "out", progress="none")
+    asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
+    asked.run(tmp_path / "whole" / "out", progress="none", figures="none")
     same(tmp_path / "cut" / "out", tmp_path / "whole" / "out")
 
 

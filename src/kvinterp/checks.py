@@ -12,6 +12,7 @@ from kvinterp.errors import InputError, unknown
 
 __all__ = [
     "SEEDS",
+    "among",
     "check_callable",
     "check_choice",
     "check_instance",
@@ -166,3 +167,22 @@ def given_list(name: str, values: object, expected: str) -> list[Any]:
         except TypeError:
             pass
     raise InputError(f"{name}={shown(values)} was given: expected {expected}.")
+
+
+def among(name: str, given: object, known: Iterable[int]) -> list[int]:
+    """The whole numbers given, where each is one of those known.
+
+    Args:
+        name: What the caller calls them.
+        given: What was given.
+        known: The numbers there are.
+
+    Raises:
+        InputError: One is none of them, or there are none.
+    """
+    numbers = list(known)
+    expected = f"a list of at least one of the numbers {shown(numbers)}"
+    wanted = [whole_number(value) for value in given_list(name, given, expected)]
+    if not wanted or not set(wanted) <= set(numbers):
+        raise InputError(f"{name}={shown(given)} was given: expected {expected}.")
+    return [number for number in wanted if number is not None]

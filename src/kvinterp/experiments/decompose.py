@@ -1,0 +1,86 @@
+"""Split the difference by what makes it: rows computed alone (now, or when decoded), the prompt's rows made anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.experiments import base
+from kvinterp.experiments.base import Experiment, Outcome, option
+
+if TYPE_CHECKING:
+    from kvinterp.cells import Cell, Made
+
+__all__ = ["Decompose"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decompose(Experiment):
+    """What makes the difference at every step, each part beside its null?"""
+
+    TABLES: ClassVar = ("decomposition", "layers")
+    UNIT: ClassVar = "prompts"
+
+    model: str = base.model()
+    prompts: str = base.prompts()
+    kind: str = base.kind()
+    dtype: str = base.dtype()
+    max_new_tokens: int = option(32, "Most steps a prompt.")
+    device: str | None = base.device()
+    attention: str | None = base.attention()
+
+    def cells(self) -> list[Cell]:
+        """A cell a prompt."""
+        from kvinterp.cells import Cell
+        from kvinterp.data import load_prompts
+
+        count = len(load_prompts(self.prompts))
+        settings = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        return [Cell(f"example-{number}", f"{__name__}:decomposed", settings) for number in range(count)]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """The split over all of them."""
+        import pandas as pd
+
+        from kvinterp.patching import Decomposition
+
+        tables = {name: pd.concat([tables[name] for tables, _ in made.values()], ignore_index=True) for name in self.TABLES}
+        about = next(about for _, about in made.values())
+        found = Decomposition(tables["decomposition"], tables["layers"], about)
+        return Outcome(found, tables, found.summary())
+
+    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """The parts at every step."""
+        from kvinterp.views import save_decomposition_figure
+
+        return save_decomposition_figure(outcome.result, folder)
+
+    def sentences(self, outcome: Outcome) -> list[str]:
+        """How much each part is."""
+        from kvinterp.views.said_of_patching import said_of_decomposition
+
+        return said_of_decomposition(outcome.summary)
+
+
+def decomposed(
+    keys: Sequence[str],
+    keep: Callable[..., None],
+    model: Mapping[str, Any],
+    prompts: str,
+    max_new_tokens: int,
+    progress: str = "none",
+) -> None:
+    """Decomposes some of the prompts, and keeps what each gave."""
+    from tqdm.auto import tqdm
+
+    from kvinterp.cells import loaded
+    from kvinterp.data import load_prompts
+    from kvinterp.patching import decompose
+
+    adapter, given = loaded(model), load_prompts(prompts)
+    for key in tqdm(keys, "decomposing", unit="prompt", disable=None if progress == "bar" else True):
+        only = [int(key.rpartition("-")[2])]
+        found = decompose(adapter, given, max_new_tokens=max_new_tokens, only=only, progress="none")
+        keep(key, {"decomposition": found.steps, "layers": found.layers}, found.about)
