@@ -28,14 +28,11 @@ from typer.core import TyperCommand, TyperGroup
 from kvinterp._version import __version__
 from kvinterp.console import VisibleFormatter, echo, escaped
 from kvinterp.errors import InputError, KvinterpError
-from kvinterp.experiments.base import OPTION, Experiment
+from kvinterp.experiments.base import NOTHING, OPTION, Experiment
 from kvinterp.experiments.registry import experiment_named, experiments, question_of
 from kvinterp.listing import listed
 
 __all__ = ["app", "main"]
-
-RESUMES = "what was finished is on disk; the same command goes on from there"
-NOTHING = "nothing was finished; run the same command again"
 
 
 # Experiments as commands -----------------------------------------------------------------------------------------------
@@ -90,7 +87,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
     fields = [field for field in dataclasses.fields(experiment) if OPTION in field.metadata]
     examples = {field.name: field.metadata[OPTION]["example"] for field in fields if "example" in field.metadata[OPTION]}
 
-    @_told(RESUMES)
+    @_told(experiment.INTERRUPTED)
     def command(out: Path | None, overwrite: bool, **given: Any) -> None:
         for name, example in examples.items():
             given[name] = _numbers(f"--{name.replace('_', '-')}", given[name], example)

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.checks import shown
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError
-from kvinterp.experiments import base
-from kvinterp.experiments.base import Experiment, Outcome, argument, option
+from kvinterp.experiments.base import NOTHING, Experiment, Outcome, argument, option, shared
 
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
@@ -35,6 +34,7 @@ class Audit(Experiment):
 
     OUT: ClassVar = "kvinterp-audit"
     OVERWRITES: ClassVar = "always"
+    INTERRUPTED: ClassVar = NOTHING
 
     model: str | None = argument(
         None,
@@ -48,12 +48,12 @@ class Audit(Experiment):
     config: Path | None = option(
         None, "The config.json of package.module:Class; its config's defaults unless given.", flag="--config"
     )
-    random_init: bool = base.random_init()
-    prompts: str | None = base.prompts(
+    random_init: bool = shared("random_init")
+    prompts: str | None = option(
         None, "A .jsonl file, or arithmetic:N, ...; two of random tokens unless given.", show_default=False
     )
-    kind: str = base.kind()
-    dtype: str = base.dtype()
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
     rungs: str = option("bfloat16,float16,float32,float64", "Precisions to climb beside --dtype.")
     lengths: tuple[int, ...] | None = option(
         None,
@@ -71,9 +71,9 @@ class Audit(Experiment):
     as_json: bool = option(False, "Print the verdict as JSON, and nothing else there.", flag="--json", decides="nothing")
     junit: Path | None = option(None, "Also write the checks as JUnit XML here.", decides="nothing")
     seed: int = option(0, "Seeds random prompts and random weights.")
-    device: str | None = base.device()
-    attention: str | None = base.attention()
-    remote_code: bool = base.remote_code()
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+    remote_code: bool = shared("remote_code")
 
     def cells(self) -> list[Cell]:
         """One cell: a rung is judged beside the others."""

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
     from kvinterp.models import Adapter
 
-__all__ = ["OPTION", "Experiment", "Outcome", "argument", "option"]
+__all__ = ["NOTHING", "OPTION", "Experiment", "Outcome", "argument", "model", "option", "shared"]
 
 OPTION = "option"
 """The key in a field's metadata under which its option stands."""
-PROMPTS = "A .jsonl file, or arithmetic:N, restate:N, instructions:N."
+NOTHING = "nothing was finished; run the same command again"
+"""What an interruption of a single piece of work leaves behind."""
 
 
 # Options ---------------------------------------------------------------------------------------------------------------
@@ -49,44 +50,26 @@ def argument(default: Any, help: str, **shown: Any) -> Any:
     return option(default, help, positional="yes", **shown)
 
 
-def prompts(default: str | None = "arithmetic:6", help: str = PROMPTS, **shown: Any) -> Any:
-    """The option that names prompts."""
-    return option(default, help, **shown)
+SHARED: dict[str, tuple[Any, str]] = {
+    "prompts": ("arithmetic:6", "A .jsonl file, or arithmetic:N, restate:N, instructions:N."),
+    "kind": ("native", "native, hooked or bridge."),
+    "dtype": ("float16", "float16, bfloat16, float32 or float64."),
+    "device": (None, "cpu, cuda or cuda:N; CUDA where there is one."),
+    "attention": (None, "For native: sdpa, eager, ...; its own unless given."),
+    "random_init": (False, "Random weights, from the config alone."),
+    "remote_code": (False, "Run the code that comes with a checkpoint; without this it is refused."),
+}
+"""Default and help of the options that several experiments have."""
+
+
+def shared(name: str) -> Any:
+    """A field that several experiments have, by its name in :data:`SHARED`."""
+    return option(*SHARED[name])
 
 
 def model() -> Any:
     """The argument that names a model."""
     return argument("zoo:mistral-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
-
-
-def kind() -> Any:
-    """The option that chooses the kind of model."""
-    return option("native", "native, hooked or bridge.")
-
-
-def dtype() -> Any:
-    """The option that chooses the dtype of the weights, and of every path that names none."""
-    return option("float16", "float16, bfloat16, float32 or float64.")
-
-
-def device() -> Any:
-    """The option that chooses where to run."""
-    return option(None, "cpu, cuda or cuda:N; CUDA where there is one.")
-
-
-def attention() -> Any:
-    """The option that chooses the attention implementation."""
-    return option(None, "For native: sdpa, eager, ...; its own unless given.")
-
-
-def random_init() -> Any:
-    """The option of random weights."""
-    return option(False, "Random weights, from the config alone.")
-
-
-def remote_code() -> Any:
-    """The option that lets a checkpoint's code run."""
-    return option(False, "Run the code that comes with a checkpoint; without this it is refused.")
 
 
 # Experiments -----------------------------------------------------------------------------------------------------------
@@ -129,6 +112,8 @@ class Experiment(abc.ABC):
     """The names of what else it writes, beside tables, figures and the summary."""
     UNIT: ClassVar[str] = "parts"
     """What a cell is of, in the plural."""
+    INTERRUPTED: ClassVar[str] = "what was finished is on disk; the same command goes on from there"
+    """What an interruption leaves behind."""
     PARTIAL: ClassVar[str] = "no"
     """``"yes"``: an interrupted run writes the tables of what is finished."""
 
@@ -197,10 +182,10 @@ class Experiment(abc.ABC):
         return {"name": str(values["model"] if name is None else name), **wanted}
 
     def adapters(self) -> list[Adapter]:
-        """The models it is asked of, loaded."""
+        """The models it is asked of, loaded: that of the option ``model``, where there is one."""
         from kvinterp.cells import loaded
 
-        return [loaded(self.named())]
+        return [loaded(self.named()) for field in dataclasses.fields(self) if field.name == "model"]
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides what the tables will hold: choices, prompts, and the circumstances of each model."""
@@ -271,7 +256,8 @@ class Experiment(abc.ABC):
         return outcome
 
     def _cut_off(self, folder: Any, cells: Sequence[Cell], error: BaseException) -> None:
-        done = {cell.key: part for cell in cells if (part := folder.parts.read(cell.key)) is not None}
-        if done and self.PARTIAL == "yes" and isinstance(error, KeyboardInterrupt):
-            self._written(folder, self.reduce(done, folder.settings, folder.path), ending="interrupted")
+        if self.PARTIAL == "yes" and isinstance(error, KeyboardInterrupt):
+            done = {cell.key: part for cell in cells if (part := folder.parts.read(cell.key)) is not None}
+            if done:
+                self._written(folder, self.reduce(done, folder.settings, folder.path), ending="interrupted")
         folder.withdraw()

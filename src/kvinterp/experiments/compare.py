@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.experiments import base
-from kvinterp.experiments.base import Experiment, Outcome, option
+from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
 
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
@@ -29,12 +28,12 @@ class Compare(Experiment):
     UNIT: ClassVar = "prompts"
     PARTIAL: ClassVar = "yes"
 
-    model: str = base.model()
-    prompts: str = base.prompts()
+    model: str = model()
+    prompts: str = shared("prompts")
     a: str = option("cached", "The leading path.")
     b: str = option("recompute", "The path it is compared with.")
-    kind: str = base.kind()
-    dtype: str = base.dtype()
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
     protocol: str = option("matched", "matched or free.")
     strategy: str = option("greedy", "greedy, top_k(50,0.8), top_p(0.95,0.8).")
     max_new_tokens: int = option(48, "Most steps a prompt.")
@@ -46,8 +45,8 @@ class Compare(Experiment):
     )
     layers: tuple[int, ...] | None = option(None, "Layers to compare, as in 0,2,-1; all unless given.", example="0,2,-1")
     seed: int = option(0, "Seeds the random numbers of the strategy.")
-    device: str | None = base.device()
-    attention: str | None = base.attention()
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
     batch_size: int = option(1, "Most prompts a batch; used where it keeps the bits.", decides="nothing")
     stop: str = option("end of sequence", "'end of sequence' or 'length'.")
     cache_errors: str = option(

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.experiments import base
-from kvinterp.experiments.base import Experiment, Outcome, option
+from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
 
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
@@ -23,13 +22,13 @@ class Decompose(Experiment):
     TABLES: ClassVar = ("decomposition", "layers")
     UNIT: ClassVar = "prompts"
 
-    model: str = base.model()
-    prompts: str = base.prompts()
-    kind: str = base.kind()
-    dtype: str = base.dtype()
+    model: str = model()
+    prompts: str = shared("prompts")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
     max_new_tokens: int = option(32, "Most steps a prompt.")
-    device: str | None = base.device()
-    attention: str | None = base.attention()
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""

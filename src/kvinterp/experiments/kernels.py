@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.experiments import base
-from kvinterp.experiments.base import Experiment, Outcome, option
+from kvinterp.experiments.base import Experiment, Outcome, option, shared
 
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
@@ -24,17 +23,17 @@ class Kernels(Experiment):
     TABLES: ClassVar = ("kernels",)
 
     model: str = option("zoo:mistral-mini", "zoo:NAME, a checkpoint folder or a hub id.")
-    random_init: bool = base.random_init()
-    kind: str = base.kind()
-    dtype: str = base.dtype()
+    random_init: bool = shared("random_init")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
     kernels: str = option("native", "native, batch_invariant, split_k(4,float16), flash_decoding(4), layer_cast.")
     sizes: tuple[int, ...] = option(
         (1, 2, 17, 64, 128, 257), "Numbers of rows, and of keys, to compare.", example="1,2,17,64"
     )
     seed: int = option(0, "Seeds the prompt.")
-    device: str | None = base.device()
-    attention: str | None = base.attention()
-    remote_code: bool = base.remote_code()
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+    remote_code: bool = shared("remote_code")
 
     def cells(self) -> list[Cell]:
         """One cell: the operations are those of one forward."""

@@ -18,8 +18,7 @@ import pandas as pd
 from kvinterp.cells import Cell, Made, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments import base
-from kvinterp.experiments.base import Experiment, Outcome, argument
+from kvinterp.experiments.base import SHARED, Experiment, Outcome, argument, option, shared
 from kvinterp.models import Adapter
 from kvinterp.paths.runner import encode
 from kvinterp.provenance import provenance
@@ -35,10 +34,10 @@ class OfModels(Experiment):
     """An experiment on some models."""
 
     models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")
-    prompts: str = base.prompts("arithmetic:20")
-    kind: str = base.kind()
-    device: str | None = base.device()
-    attention: str | None = base.attention()
+    prompts: str = option("arithmetic:20", SHARED["prompts"][1])
+    kind: str = shared("kind")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """A model with its weights in float16."""

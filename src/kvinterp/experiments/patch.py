@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import unknown
-from kvinterp.experiments import base
-from kvinterp.experiments.base import Experiment, Outcome, option
+from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
 
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
@@ -24,7 +23,7 @@ class Patch(Experiment):
     TABLES: ClassVar = ("recovery", "steps", "controls")
     UNIT: ClassVar = "prompts"
 
-    model: str = base.model()
+    model: str = model()
     site: str = option("kv", "kv, cache_k, cache_v, resid_post, attn_out, ...")
     sweep: str = option("single", "single, cumulative, cumulative-from, heads, kv-heads or blocks.")
     direction: str = option("into-recompute", "into-recompute or into-cached.")
@@ -35,12 +34,12 @@ class Patch(Experiment):
     preset: str | None = option(
         None, "paper or matched: sets site, sweep, direction, steps, protocol, examples and distance."
     )
-    prompts: str = base.prompts()
-    kind: str = base.kind()
-    dtype: str = base.dtype()
+    prompts: str = shared("prompts")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
     max_new_tokens: int = option(32, "Most steps a prompt.")
-    device: str | None = base.device()
-    attention: str | None = base.attention()
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
     controls: str = option("all", "all, quick (without planted causes) or none.")
 
     def settled(self) -> Patch:
