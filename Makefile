@@ -20,8 +20,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/kvinterp demo --out demo --overwrite
 
+# Tests of one group, as those of the notebooks, share what is slow to make: one worker runs them all.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(PYTEST)
 
 # The tests that rest on bits, as five other processors. Minutes each: SHARE=4 runs a quarter of them.
 SHARE ?= 1
@@ -29,12 +32,12 @@ test-processors: $(STAMP)
 	$(BIN)/python tests/processors.py --workers $(WORKERS) --share $(SHARE)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest --everything -n $(WORKERS)
+	$(PYTEST) --everything
 	$(MAKE) test-processors
 
 # The same package with TransformerLens 4, which has no HookedTransformer.
 test-tl4: $(TL4)/.made
-	PYTHONPATH=$(TL4) $(BIN)/python -m pytest -n $(WORKERS) -m "not hooked" tests/contracts/test_laws.py tests/test_spine.py
+	PYTHONPATH=$(TL4) $(PYTEST) -m "not hooked" tests/contracts/test_laws.py tests/test_spine.py
 
 $(TL4)/.made: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TL4) transformer-lens==4.3.0
@@ -55,7 +58,7 @@ figures: $(STAMP)
 	$(BIN)/kvinterp demo --out demo --overwrite --picture figures/demo.png
 
 zoo: $(STAMP)
-	$(BIN)/python -m kvinterp.models.zoo.recipe
+	PYTHONPATH=tools $(BIN)/python -m zoo.recipe
 
 clean:
 	rm -rf $(VENV) $(TL4) demo out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -13,7 +13,7 @@ from rich.table import Table
 
 import kvinterp as kv
 from kvinterp.models import zoo
-from kvinterp.views.widgets import PatchBench
+from kvinterp.report.panel import PatchBench
 
 ROUNDS = 5
 

@@ -33,7 +33,7 @@ def values() -> list[Any]:
     import torch
 
     plain = [None, True, 0, 1, -1, 2.5, float("nan"), float("inf"), 10**30, 2**63, 99_999, 1j, "", "a", "0", "\x1b[31m"]
-    texts = ["x" * 3000, "a\0b", "\ud800", b"a", "(1", "../x", "1e999", "zoo:", "planted('a')", "cached+planted(99)"]
+    texts = ["x" * 3000, "a\0b", "\ud800", b"a", "(1", "../x", "1e999", "zoo:", "identity('a')", "cached+identity(99)"]
     lists = [[], [[]], ["a"], [1.5], [10**30], [None], [-1], (), ("a", "b"), (0.5, 2), (0,), (1, (2,)), {}, {"a": 1}, {1}]
     tensors = [torch.tensor([1.0]), torch.tensor(1), torch.zeros(0), torch.zeros(2, 3, 4), torch.zeros(2) * 1j]
     others = [np.array(["a"]), np.int64(1), Path("/dev/null/x"), slice(0, 2), range(3), iter([]), object(), float]
@@ -68,8 +68,8 @@ TEXTS = [
         "arithmetic:0",
     ),
     *(
-        "cached+planted(99)",
-        "cached+planted('a')",
+        "cached+identity(99)",
+        "cached+identity('a')",
         "cached[chunk=0]",
         "recompute@int8",
         "top_k(0)",
@@ -89,9 +89,9 @@ def api() -> dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., A
 
     import kvinterp as kv
     from kvinterp.auditing import random_model
+    from kvinterp.patching.planted import Planted
     from kvinterp.patching.sweeping import highest_kl
     from kvinterp.paths import strategy_named
-    from kvinterp.policies.planted import Planted
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -25,31 +25,36 @@ install_import_hook(
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvinterp.models import Adapter, load_model, wrap, zoo
+from sampling import left_to_everything
 from support import BARE, TINY, Case, bare_hooked_transformer, has_hooked_transformer, write_checkpoint
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What may be asked of the whole suite."""
-    parser.addoption("--everything", action="store_true", help="also run the tests that take long")
+    parser.addoption("--everything", action="store_true", help="also run what takes long, and every case of every law")
     parser.addoption("--share", default="1/1", metavar="N/OF", help="run one in OF of the tests: the Nth share of them")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes the share that was asked for, skips what cannot run here, and says why."""
+    """Takes the sample and the share that were asked for, skips what cannot run here, and says why."""
     share, of = map(int, config.getoption("--share").split("/"))
+    left = set() if config.getoption("--everything") else left_to_everything(items)
     # By name, so that every worker takes the same tests and a new test moves no other.
-    chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % of == share - 1]
-    if len(chosen) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-        items[:] = chosen
+    left |= {item for item in items if zlib.crc32(item.nodeid.encode()) % of != share - 1}
+    # A test that was named on the command line runs whatever it is.
+    left -= {item for item in items if "[" in item.nodeid and item.nodeid in config.args}
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left"] = len(left)
     reasons = {}
-    if not config.getoption("--everything"):
-        reasons["long"] = "runs only with --everything"
     if any(item.get_closest_marker("hooked") for item in items) and not has_hooked_transformer():
         reasons["hooked"] = "the TransformerLens that is imported has no HookedTransformer (it was removed in 4.0)"
     if not torch.cuda.is_available():
@@ -58,6 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The closing line counts what the workers of pytest-xdist deselected too: all of them the same."""
+    left = getattr(node, "workeroutput", {}).get("left", 0)
+    node.config.pluginmanager.get_plugin("terminalreporter").stats["deselected"] = [None] * left
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -54,7 +54,8 @@ def main() -> int:
             "OMP_WAIT_POLICY": "PASSIVE",
             **settings,
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "bits", "-p", "no:cacheprovider", "-n", given.workers]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "bits", "-p", "no:cacheprovider"]
+        command += ["-n", given.workers, "--dist", "loadgroup"]
         if given.share > 1:
             command += ["--share", f"{number % given.share + 1}/{given.share}"]
         began = time.perf_counter()

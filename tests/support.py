@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,22 +231,28 @@ SUITES_OWN_SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "KVINTERP_THREADS",
 ZOO_CASES = [case for name in zoo.names() for case in _ways(f"zoo:{name}")]
 TINY_CASES = [case for name in TINY for case in _ways(name, name in CONVERTED)] + [Case(name, "hooked") for name in BARE]
 CASES = ZOO_CASES + TINY_CASES
-ALIKE = ("zoo:llama-mini", "zoo:gqa2-mini", "zoo:mqa-mini")
-"""Models that differ from zoo:mistral-mini in their KV heads only, as the tiny ones differ among each other too."""
+FEATURES: dict[str, tuple[str, ...]] = {
+    "llama-gqa": ("GQA", "rotary"),
+    "llama-mha": ("MHA", "rotary"),
+    "llama3-rope": ("MQA", "rotary", "scaled rotary"),
+    "mistral-window": ("GQA", "rotary", "window"),
+    "gemma2": ("GQA", "rotary", "window", "soft cap"),
+    "gpt2": ("MHA", "learned positions"),
+    "standard": ("MHA", "learned positions"),
+    "rotary": ("MHA", "rotary"),
+    "zoo:llama-mini": ("MHA", "rotary"),
+    "zoo:gqa2-mini": ("GQA", "rotary"),
+    "zoo:mistral-mini": ("GQA", "rotary"),
+    "zoo:mqa-mini": ("MQA", "rotary"),
+    "zoo:gemma2-mini": ("GQA", "rotary", "soft cap"),
+}
+"""What can matter of a model; by default each meets each kind once (``sampling.py``)."""
 
 
-def cases(chosen: list[Case] = CASES, always: Container[str] | None = None) -> Any:
-    """Parametrises a test over cases; those that need HookedTransformer carry its mark.
-
-    Where ``always`` names models, the other models' cases run with ``--everything`` only; else those of ALIKE do.
-    """
-
-    def marks(case: Case) -> list[Any]:
-        hooked = [pytest.mark.hooked] if case.kind == "hooked" else []
-        wanted = case.model not in ALIKE if always is None else case.model in always
-        return hooked if wanted else [*hooked, pytest.mark.long]
-
-    return pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=marks(c)) for c in chosen])
+def cases(chosen: list[Case] = CASES) -> Any:
+    """Parametrises a test over cases, of which ``sampling.py`` draws; those that need HookedTransformer carry its mark."""
+    marks = {True: [pytest.mark.hooked], False: []}
+    return pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=marks[c.kind == "hooked"]) for c in chosen])
 
 
 # Asserts that explain themselves ---------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.comparison import TABLES, Comparison
-from kvinterp.comparison.cache_errors import by_position, by_step
 from kvinterp.data import Prompt
 from kvinterp.results import Result
 
@@ -33,6 +32,9 @@ ABOUT: dict[str, Any] = {
     "strategy": "greedy",
     "seed": 0,
 }
+
+
+_POSITION = ("tensor", "layer", "example", "kv_head", "position")
 
 
 def about(**changed: Any) -> dict[str, Any]:
@@ -138,3 +140,26 @@ def _example(
     kv = grid.assign(example=example, relative_error=error, ulp_mean=error * 1e3, ulp_max=error * 1e4)
     inside = [table.assign(after_flip=after[table["step"]]) for table in (residual, pattern, kv)]
     return frame, pd.DataFrame([row]), *inside
+
+
+def by_step(every: pd.DataFrame) -> pd.DataFrame:
+    """The table ``kv_steps`` of a whole table ``kv``."""
+    return _aggregated(every, ["step", *_POSITION[:-1], "after_flip"])
+
+
+def by_position(every: pd.DataFrame) -> pd.DataFrame:
+    """The table ``kv_positions`` of a whole table ``kv``."""
+    return _aggregated(every[every["step"] > 0], [*_POSITION, "after_flip"])
+
+
+def _aggregated(every: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    groups = every.assign(differs=every["relative_error"] != 0).groupby(keys, sort=False)
+    made = groups.agg(
+        vectors=("relative_error", "size"),
+        differing=("differs", "sum"),
+        relative_error=("relative_error", "mean"),
+        relative_error_max=("relative_error", "max"),
+        ulp_mean=("ulp_mean", "mean"),
+        ulp_max=("ulp_max", "max"),
+    ).reset_index()
+    return made.astype({"vectors": float, "differing": float})

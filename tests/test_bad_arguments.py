@@ -12,14 +12,14 @@ import torch
 import kvinterp as kv
 from bad_arguments import API, COMMANDS
 from command_line import kvinterp, wrong
-from kvinterp.checks import check_number, check_seed, check_whole, shown
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, shown
+from kvinterp.inputs import check_number, check_seed, check_whole
 from kvinterp.paths.sampling import uniforms
 from support import TINY
 
 SHARE = 200
 """Cases a process runs."""
-SAMPLE = ((0, 100), (API, API + 6))
+SAMPLE = ((0, 60), (API, API + 4))
 """By default the first cases of each kind; all of them with --everything."""
 
 
@@ -85,8 +85,8 @@ def _tiny():
         ),
         (("compare", "zoo:gqa2-mini", "--seed", str(2**64)), "expected a whole number from -2**63 to 2**63 - 1"),
         (("compare", "zoo:gqa2-mini", "--prompts", "instructions:100000"), "the generator has only 12,283: ask for fewer"),
-        (("compare", "zoo:gqa2-mini", "--a", "cached+planted(99)"), "layer 99 does not exist"),
-        (("compare", "zoo:gqa2-mini", "--a", "cached+planted('a')"), "planted('a')"),
+        (("compare", "zoo:gqa2-mini", "--a", "cached+identity(99)"), "identity takes no values"),
+        (("compare", "zoo:gqa2-mini", "--a", "cached[kernels=split_k(4,float16,all,99)]"), "names layer 99: "),
         (("audit", "zoo:gqa2-mini", "--steps", "100000"), "at most 4,096 steps in all; give fewer"),
         (("audit", "zoo:gqa2-mini", "--lengths", ",".join(map(str, range(5, 99_999)))), "give fewer"),
         (("audit", "zoo:gqa2-mini", "--lengths", "99999"), "expected lengths up to 32,768"),

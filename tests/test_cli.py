@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.testing import Result
 
+import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp import __version__
 from kvinterp.models import zoo
@@ -163,6 +164,7 @@ def test_help_imports_nothing_heavy() -> None:
         ("sites", ["resid_post", "pattern", "cache_k", "kv"]),
         ("strategies", ["greedy", "top_k", "temperature=1.0"]),
         ("policies", ["identity"]),
+        ("metrics", ["steps.kl", "heads.kl", "kv.ulp_max"]),
         ("protocols", ["matched", "free"]),
         ("experiments", ["compare", "root-cause", "propagation"]),
     ],
@@ -172,6 +174,12 @@ def test_list(what: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     made = kvinterp("list", what)
     assert made.exit_code == 0, made.output
     assert all(name in made.stdout for name in names)
+
+
+def test_what_is_planted_by_tests_is_no_policy_to_choose() -> None:
+    assert "planted" not in kvinterp("list", "policies").stdout
+    with pytest.raises(kv.InputError, match="unknown policy 'planted'"):
+        kv.path_named("cached+planted(1)")
 
 
 def test_list_models_shows_what_is_known_of_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from cutting import VERBS, Run, cut_after, ended, pages, same, started
 
+pytestmark = pytest.mark.xdist_group("nothing lost")
 KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
 AGAIN = ("already holds a result", "already holds a report")
-BY_DEFAULT = {("compare", "page", 0), ("patch", "page", 1), ("kernels", "moment", 0), ("kernels", "page", 2)}
+BY_DEFAULT = {("compare", "page", 0), ("patch", "page", 1), ("kernels", "moment", 0)}
 """The cuts that are tried without ``--everything``."""
 
 CUTS = [
@@ -111,7 +112,7 @@ def test_of_two_processes_on_one_folder_one_is_refused(
 # Nobody reads ----------------------------------------------------------------------------------------------------------
 
 
-@verbs("compare", "kernels")
+@verbs("kernels")
 def test_a_closed_pipe_loses_nothing(verb: str, tmp_path: Path, whole: Callable[[str], tuple[Path, Run]]) -> None:
     """`kvinterp compare ... | head -1` left no page, `kernels` no table."""
     expected, _ = whole(verb)

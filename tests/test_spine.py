@@ -43,7 +43,9 @@ def model():
 # Models --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("mqa-mini", "gemma2-mini") else pytest.mark.long) for n in zoo.names()]
+)
 def test_every_kind_agrees_with_transformers_eager_in_float32(name):
     """Relative to the largest logit, 1e-5: the bound of the issue, on all three families."""
     tokens = torch.randint(4, 500, (1, 60), generator=torch.Generator().manual_seed(0))
@@ -223,8 +225,8 @@ def test_a_chunked_prefill_agrees_in_float64(model):
 
 def test_batches_change_no_bit_and_no_order(model):
     prompts = kv.load_prompts("arithmetic:8")
-    one = kv.compare(model, prompts, max_new_tokens=6, progress="none")
-    many = kv.compare(model, prompts, max_new_tokens=6, batch_size=4, progress="none")
+    one = kv.compare(model, prompts, max_new_tokens=3, progress="none")
+    many = kv.compare(model, prompts, max_new_tokens=3, batch_size=4, progress="none")
     for name in ("steps", "examples", "layers", "kv_steps", "kv_positions"):
         keys = [c for c in ("example", "step", "site", "tensor", "layer", "kv_head", "position") if c in getattr(one, name)]
         frames = [getattr(c, name).sort_values(keys, ignore_index=True) for c in (one, many)]
@@ -437,16 +439,18 @@ def test_prompt_files(tmp_path):
 
 
 def test_importing_is_quick_and_free_of_side_effects():
-    """At most 0.3 s more than torch, the least of three; and nothing heavy is imported before it is used."""
+    """At most 0.3 s more than torch, at one of three attempts; and nothing heavy is imported before it is used."""
     program = (
         "import time, sys, torch; start = time.perf_counter(); import kvinterp; "
         "heavy = ('transformers', 'transformer_lens', 'pandas'); "
         "print(time.perf_counter() - start, [m for m in heavy if m in sys.modules])"
     )
-    shown = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout for _ in range(3)
-    ]
-    assert all(line.strip().endswith("[]") for line in shown)
-    assert min(float(line.split()[0]) for line in shown) < 0.3
+    for _ in range(3):
+        shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        assert shown.strip().endswith("[]")
+        if float(shown.split()[0]) < 0.3:
+            break
+    else:
+        pytest.fail(f"importing took {shown.split()[0]} s, and more before")
     for name in kv.__all__:
         assert getattr(kv, name) is not None

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kvinterp.paths import Cached, ExecutionPath, Greedy, Recompute, TopK, TopP, path_named, run
     from kvinterp.policies import Policy, policy_named
     from kvinterp.recording import Recorder, Trace, record
-    from kvinterp.views import attention_comparison
-    from kvinterp.views.widgets import patch_panel
+    from kvinterp.report import attention_comparison
+    from kvinterp.report.panel import patch_panel
 
 _HOMES = {
     "auditing": ("KernelsTable", "Verdict", "audit", "kernels_table"),
@@ -34,8 +34,8 @@ _HOMES = {
     "paths": ("Cached", "ExecutionPath", "Greedy", "Recompute", "TopK", "TopP", "path_named", "run"),
     "policies": ("Policy", "policy_named"),
     "recording": ("Recorder", "Trace", "record"),
-    "views": ("attention_comparison",),
-    "views.widgets": ("patch_panel",),
+    "report": ("attention_comparison",),
+    "report.panel": ("patch_panel",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -262,11 +262,8 @@ def _speak() -> None:
 
 # list ------------------------------------------------------------------------------------------------------------------
 
-What = enum.Enum(  # type: ignore[misc]
-    "What",
-    {name: name for name in ("models", "kinds", "sites", "strategies", "policies", "kernels", "protocols", "experiments")},
-    type=str,
-)
+_LISTED = ("models", "kinds", "sites", "strategies", "policies", "metrics", "kernels", "protocols", "experiments")
+What = enum.Enum("What", {name: name for name in _LISTED}, type=str)  # type: ignore[misc]
 
 
 @app.command("list")
@@ -274,7 +271,7 @@ What = enum.Enum(  # type: ignore[misc]
 def _list(
     what: Annotated[What | None, typer.Argument(help="Everything, unless said.", show_default=False)] = None,
 ) -> None:
-    """Show the models, kinds, sites, strategies, policies, kernels, protocols and experiments there are."""
+    """Show the models, kinds, sites, strategies, policies, metrics, kernels, protocols and experiments there are."""
     from rich.console import Console
 
     console = Console()

@@ -11,8 +11,19 @@ import difflib
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-__all__ = ["InputError", "KvinterpError", "NonFiniteError", "UnsupportedError", "located", "unknown", "visible"]
+__all__ = [
+    "InputError",
+    "KvinterpError",
+    "NonFiniteError",
+    "UnsupportedError",
+    "located",
+    "shown",
+    "unexpected",
+    "unknown",
+    "visible",
+]
 
 
 def visible(text: object) -> str:
@@ -26,6 +37,16 @@ def visible(text: object) -> str:
 
 def _commands(character: str) -> bool:
     return not character.isprintable() and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: on one line, its middle left out where it is long, its type where it shows nothing."""
+    text = " ".join(repr(str(value) if isinstance(value, Path) else value).split())
+    if " object at 0x" in text or (text.startswith(("<", "tensor(", "array(")) and not isinstance(value, type)):
+        kind = type(value).__name__
+        article = "an" if kind[0].lower() in "aeiou" or kind == "ndarray" else "a"
+        return f"{article} {kind}" + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
+    return text if len(text) <= 120 else f"{text[:80]}...{text[-30:]}"
 
 
 _LINES, _LONG_WORD, _LONGEST = re.compile(r"\s*\n\s*"), re.compile(r"\S{400,}"), 2000
@@ -50,6 +71,17 @@ class UnsupportedError(KvinterpError):
 
 class NonFiniteError(KvinterpError):
     """NaN or Inf appeared; the message names the path, step, layer and site where it appeared first."""
+
+
+def unexpected(name: str, given: object, expected: str) -> InputError:
+    """Builds the error for an argument that is not what it must be.
+
+    Args:
+        name: What the caller calls it.
+        given: What was given.
+        expected: What it must be, as in ``"a whole number of at least 1"``.
+    """
+    return InputError(f"{name}={shown(given)} was given: expected {expected}.")
 
 
 def unknown(what: str, given: object, known: Iterable[str], hint: str = "") -> InputError:

@@ -24,6 +24,7 @@ __all__ = [
     "Record",
     "check_writable",
     "digest_of",
+    "is_file",
     "is_plain",
     "is_there",
     "partial_name",
@@ -324,3 +325,12 @@ def _made_anew(path: Path) -> int:
     # O_NOFOLLOW is not on Windows; with O_EXCL no link is followed anyway.
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     return os.open(path, flags, 0o666)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there; no for what no file can be called."""
+    try:
+        return path.is_file()
+    # Longer than a name can be, or with a character that no name can have.
+    except (OSError, ValueError):
+        return False

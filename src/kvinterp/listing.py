@@ -13,13 +13,14 @@ __all__ = ["listed"]
 
 
 def listed(what: str) -> Table:
-    """The table of one kind of thing: models, kinds, sites, strategies, policies, kernels, protocols or experiments."""
+    """The table of one kind of thing: models, kinds, sites, strategies, policies, metrics, kernels, protocols or experiments."""
     makers = {
         "models": _models,
         "kinds": _kinds,
         "sites": _sites,
         "strategies": _strategies,
         "policies": _policies,
+        "metrics": _metrics,
         "kernels": _kernels,
         "protocols": _protocols,
         "experiments": _experiments,
@@ -62,6 +63,16 @@ def _policies() -> Table:
     from kvinterp.policies import POLICIES
 
     return _fields("policies", POLICIES)
+
+
+def _metrics() -> Table:
+    from kvinterp.metrics import KINDS, REGISTRY
+
+    table = table_of("metrics", "name", "fills", "what it is")
+    for metric in REGISTRY.values():
+        first = (metric.function.__doc__ or "").strip().splitlines()[0]
+        table.add_row(metric.name, f"{KINDS[metric.kind].table}.{metric.column}", first)
+    return table
 
 
 def _kernels() -> Table:

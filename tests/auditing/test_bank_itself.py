@@ -17,7 +17,7 @@ ROUNDING = 1e-9
 STEPS_DIFFER = {"steps": (steps,), "positions": (steps,), "chunk": (chunk,), "batch": (batch,)}
 
 
-def _sampled(names: list[str], count: int = 6) -> list[object]:
+def _sampled(names: list[str], count: int = 3) -> list[object]:
     drawn = random.Random(7).sample(sorted(names), count)
     return [
         pytest.param(name, id=name, marks=[pytest.mark.bank, *([] if name in drawn else [pytest.mark.long])])

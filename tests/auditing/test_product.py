@@ -19,6 +19,7 @@ from kvinterp.auditing.junit import junit_xml
 from kvinterp.auditing.report import page
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 
+pytestmark = pytest.mark.xdist_group("audit's product")
 QUICK = {"lengths": (5,), "steps": 2, "rungs": ("float32",)}
 OPTIONS = (
     "--lengths",

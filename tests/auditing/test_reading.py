@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import torch
 
-from kvinterp.auditing import reading as say
 from kvinterp.auditing.accounting import Account
 from kvinterp.auditing.causes import Cause
 from kvinterp.auditing.evidence import Evidence
@@ -19,6 +18,7 @@ from kvinterp.auditing.judging import ONE_BY_ONE, Judged
 from kvinterp.auditing.ladder import LOCAL, STEPS, Rung
 from kvinterp.auditing.verdict import judge
 from kvinterp.paths.kernels import Native
+from kvinterp.reading import verdict as say
 
 
 def rung(

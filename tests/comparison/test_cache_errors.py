@@ -11,9 +11,9 @@ import pytest
 
 import kvinterp as kv
 from kvinterp.comparison import mean_error
-from kvinterp.comparison.cache_errors import by_position, by_step
 from kvinterp.comparison.forecast import forecast, say
 from support import Case, cases
+from synthetic import by_position, by_step
 
 PROMPTS = [[3, 5, 7, 9, 2, 4], [8, 10, 6, 1, 3, 7]]
 SETTINGS = {"max_new_tokens": 9, "progress": "none"}

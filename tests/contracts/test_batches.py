@@ -60,7 +60,7 @@ def quick_check(monkeypatch):
     monkeypatch.setattr("kvinterp.paths.batches.CHECKED_NUMBERS", 2000)
 
 
-@cases(always=("llama-gqa", "zoo:gemma2-mini", "mistral-window"))
+@cases()
 def test_a_batch_gives_the_same_tables_as_one_by_one(load, case, batches):
     model = load(case, "float16")
     alone = compared(model, case)

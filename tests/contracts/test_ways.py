@@ -121,12 +121,14 @@ WAYS = [
 
 
 def cases_and_ways() -> Any:
-    """Every kind of model with every way that it has."""
-    marks = {"hooked": [pytest.mark.hooked]}
+    """Every kind of model with every way that it has; by default one model and one attention of each kind."""
+    marks = {
+        case: [pytest.mark.hooked] * (case.kind == "hooked") + [pytest.mark.long] * (case in KINDS[3:]) for case in KINDS
+    }
     return pytest.mark.parametrize(
         ("case", "way"),
         [
-            pytest.param(case, way, id=f"{case}-{way.name}", marks=marks.get(case.kind, []))
+            pytest.param(case, way, id=f"{case}-{way.name}", marks=marks[case])
             for case in KINDS
             for way in WAYS
             if case.kind in way.kinds

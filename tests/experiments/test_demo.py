@@ -17,6 +17,8 @@ from kvinterp.errors import InputError
 from kvinterp.experiments import Demo
 from kvinterp.experiments.demo import FLIPS, SMOKE
 
+pytestmark = pytest.mark.xdist_group("demo")
+
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -186,6 +186,7 @@ def test_tied_weights_are_not_missing(tiny, tmp_path, kind):
     kv.load_model(tmp_path, kind=kind, dtype="float32", device="cpu")
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("value", "what"), [(float("nan"), "NaN"), (float("inf"), "Inf")])
 def test_weights_that_are_not_finite(broken, kind, value, what):
@@ -250,6 +251,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", FILES)
 def test_broken_files(broken, kind, what):
@@ -257,6 +259,7 @@ def test_broken_files(broken, kind, what):
     refused(broken, kind, "expected|copy or download")
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", CONFIGS, ids=str)
 def test_impossible_configs(broken, kind, more):

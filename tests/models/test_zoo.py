@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvinterp.data import score, split_of
 from kvinterp.errors import InputError
 from kvinterp.models import zoo
-from kvinterp.models.zoo.build import build_model
-from kvinterp.models.zoo.card import card_text
-from kvinterp.models.zoo.measure import answer_all, heldout_prompts
-from kvinterp.models.zoo.recipe import Plan, batches
+from zoo.build import build_model
+from zoo.card import card_text
+from zoo.measure import answer_all, heldout_prompts
+from zoo.recipe import Plan, batches
 
 NAMES = zoo.names()
 SMALL = ("llama-mini", "gqa2-mini", "mistral-mini", "mqa-mini")

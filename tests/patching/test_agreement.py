@@ -15,11 +15,11 @@ import pytest
 import kvinterp as kv
 from kvinterp.patching import PARTS, PLACES
 from kvinterp.patching.localising import PLACES_OF
+from kvinterp.patching.planted import nudged
 from kvinterp.policies import Policy
-from kvinterp.policies.planted import nudged
 from support import Case
 
-COUNT, SAMPLED = 200, 8
+COUNT, TURN, SAMPLED = 200, 8, 16
 MODELS = [
     Case("llama-mha", "hooked"),
     Case("gemma2", "hooked"),
@@ -65,7 +65,7 @@ class Generated:
         draw = random.Random(self.number)
         causes = [*EXACT, *OTHER]
         # By turns, so that the sample too holds every cause.
-        self.__dict__["cause"] = causes[(self.number // SAMPLED + self.number) % len(causes)]
+        self.__dict__["cause"] = causes[(self.number // TURN + self.number) % len(causes)]
         self.__dict__["case"] = draw.choice(MODELS)
         self.__dict__["dtype"] = draw.choice(DTYPES)
         self.__dict__["steps"] = draw.randint(2, 3)

@@ -40,6 +40,7 @@ def test_there_are_enough_plantings_on_every_kind():
         assert sum(param.values[0].kind == kind for param in PLANTINGS) >= 8
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(("case", "plant"), PLANTINGS)
 def test_law_6_a_planted_cause_is_found_where_it_is_and_nowhere_else(load, case, plant):
     model = load(case)

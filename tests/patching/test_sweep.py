@@ -11,8 +11,8 @@ import torch
 import kvinterp as kv
 from kvinterp import metrics
 from kvinterp.patching import PRESETS, PatchWatcher, highest_kl
+from kvinterp.patching.planted import Planted
 from kvinterp.paths import Runner
-from kvinterp.policies.planted import Planted
 from support import PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases, hooks_of, plain_forward
 
 pytestmark = pytest.mark.bits
@@ -292,6 +292,7 @@ def unembedding(model):
     return lambda resid: source.lm_head(source.model.norm(resid))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
 @cases(KINDS)
 def test_law_6_the_floor_is_exactly_the_unembeddings_own_difference(load, case, direction):
@@ -326,6 +327,7 @@ def test_law_6_the_floor_is_exactly_the_unembeddings_own_difference(load, case, 
     assert together["d_after"] == floor["d_after"]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("protocol", ["matched", "free"])
 @pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
 @cases([HOOKED, NATIVE, Case("gemma2", "bridge")])
@@ -442,6 +444,7 @@ def test_blocks_of_the_stream_that_a_decode_step_does_not_compute_have_no_row(lo
     assert prefill["positions"].tolist() == ["0:4", "4:8", "8:12", "12:16"]
 
 
+@pytest.mark.each
 @cases(KINDS)
 @pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
 def test_every_site_sweeps_in_both_directions_at_all_positions(load, case, direction):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.paths import Cached, Recompute, fixed_order, kernels_named, path_named
-from kvinterp.paths.kernels import BatchInvariant, LayerCast, Native, SplitK
+from kvinterp.paths import Cached, Recompute, kernels_named, path_named
+from kvinterp.paths.kernels import BatchInvariant, LayerCast, Native, SplitK, fixed_order
 from support import CASES, ZOO_CASES, Case, assert_bitwise, cases, hooks_of
 
 pytestmark = pytest.mark.bits

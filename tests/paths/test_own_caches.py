@@ -59,6 +59,7 @@ def logits(model, path, **more):
 # Law 10 ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("head_dim", [6, 10])
@@ -69,6 +70,7 @@ def test_law_10_holds_for_odd_shapes(heads, head_dim, attention, dtype):
     check_law_10(llama(head_dim=head_dim, attention=attention, dtype=dtype, heads=HEADS[heads]), PROMPT)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stem", ARCHITECTURES)
 def test_law_10_holds_for_architectures(stem, dtype):

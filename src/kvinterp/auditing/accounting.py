@@ -7,7 +7,7 @@ found in each part are put into the recomputation, at random signs, and the logi
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class Account:
     kernels: str
     layer: int | None = None
     position: int | None = None
+
+    room: ClassVar[float] = ROOM
 
     @property
     def holds(self) -> bool:

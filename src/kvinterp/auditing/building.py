@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from kvinterp.auditing.subject import check_causal
-from kvinterp.checks import check_seed, shown
-from kvinterp.errors import InputError, unknown
+from kvinterp.errors import InputError, shown, unknown
+from kvinterp.inputs import check_seed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
-from kvinterp.models.door import config_of, loading
+from kvinterp.models.door import config_of, loading, weights_of
 from kvinterp.models.finding import cached_folder, local_folder, reach
 from kvinterp.models.load import ATTENTION, device_named
 from kvinterp.models.soundness import check_finite, check_loaded
@@ -204,14 +204,7 @@ def _loaded(code: str, found: Any, source: str, remote_code: str) -> nn.Module:
     if folder is not None:
         check_files(folder)
     with loading(source, f"{code!r}"):
-        model, report = found.from_pretrained(
-            folder or source,
-            use_safetensors=True,
-            trust_remote_code=remote_code == "trust",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **options,
-        )
+        model, report = weights_of(folder or source, found, remote_code, **options)
     check_loaded(report, source)
     check_finite(model, source, folder or cached_folder(source))
     made: nn.Module = model

@@ -15,18 +15,9 @@ from kvinterp.auditing.evidence import Auditor
 from kvinterp.auditing.ladder import Plan, Rung, band, difference, dtype_name, prefix_plan
 from kvinterp.auditing.subject import Subject, check_causal, prompts_for
 from kvinterp.auditing.verdict import VERDICTS, Verdict, judge
-from kvinterp.checks import (
-    check_callable,
-    check_choice,
-    check_instance,
-    check_known,
-    check_seed,
-    given_list,
-    shown,
-    whole_number,
-)
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
+from kvinterp.inputs import check_callable, check_choice, check_instance, check_known, check_seed, given_list, whole_number
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.provenance import provenance

@@ -27,10 +27,10 @@ from kvinterp.auditing.watch import CHOICE
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels
+from kvinterp.reading.vocabulary import ONE_BY_ONE
 
 __all__ = ["ONE_BY_ONE", "Judged", "RungJudge"]
 
-ONE_BY_ONE = "tokens fed one by one"
 HARD = "gone with a fixed order; the recomputation is as far from float64 on the same inputs"
 FURTHER = "further from float64 on the same inputs than the recomputation"
 LOOKED_AT = 3

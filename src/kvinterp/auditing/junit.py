@@ -8,10 +8,9 @@ from xml.etree import ElementTree as Tree
 
 import torch
 
-from kvinterp.auditing.reading import failed
-from kvinterp.auditing.report import reading_parts
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL
+from kvinterp.reading.verdict import failed, reading_parts
 
 if TYPE_CHECKING:
     from kvinterp.auditing.entry import Audit

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from kvinterp.paths.kernels import Kernels
+from kvinterp.reading.vocabulary import EMBEDDING
 
 __all__ = ["EMBEDDING", "LOCAL", "Plan", "Rung", "band", "difference", "dtype_name", "prefix_plan", "unit_roundoff"]
 
-EMBEDDING, SLACK = -1, 32.0
-"""The layer number that stands for what enters the first block, and the room left for rounding (see band)."""
+SLACK = 32.0
+"""The room left for rounding (see band)."""
 
 CHUNKS = 3
 """Chunks fed on a cache that is not empty."""

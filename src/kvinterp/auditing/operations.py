@@ -23,8 +23,8 @@ from kvinterp.auditing.calls import BACKENDS, Operation, Variant, collect
 from kvinterp.auditing.first_difference import Feed, Finding, find
 from kvinterp.auditing.ladder import prefix_plan
 from kvinterp.auditing.subject import BlockTaps, Subject, prompts_for
-from kvinterp.checks import check_whole, given_list, shown, whole_number
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, shown
+from kvinterp.inputs import check_whole, given_list, whole_number
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads

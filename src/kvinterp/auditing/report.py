@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import html
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,47 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvinterp.auditing.ladder import EMBEDDING
-from kvinterp.auditing.ladder_plot import ladder_plot
 from kvinterp.errors import InputError
 from kvinterp.files import Record, check_writable, refuse_foreign, told, write_whole
 from kvinterp.locks import Lock
+from kvinterp.reading import verdict as say
+from kvinterp.reading.vocabulary import EMBEDDING
+from kvinterp.report.figures import draw_ladder
+from kvinterp.report.page import Answer, Bullets, Column, Heading, Pairs, Picture, Pictures, Table, Text, render
+from kvinterp.report.style import png, sheet
 
 if TYPE_CHECKING:
     from kvinterp.auditing.entry import Audit
     from kvinterp.auditing.ladder import Rung
     from kvinterp.auditing.verdict import Verdict
 
-__all__ = ["check_own", "layer_table", "page", "put", "reading_parts", "texts_of", "write"]
+__all__ = ["check_own", "layer_table", "page", "put", "texts_of", "write"]
 
 TABLES = ("steps", "local", "sweep", "chunks")
 _ABOUT = {"verb": "audit"}
 NAMES = ("audit.html", *(f"{name}.csv" for name in TABLES), "verdict.json")
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c1e21; --soft: #5a6069; --line: #d5d9de; --card: #f5f6f8; --page: #ffffff;
-  --free: #0a5c96; --local: #b3541e; --null: #6b7280; --fine: #1d6b3a; --fault: #a82020; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8eaed; --soft: #a3abb5; --line: #3a4048; --card: #20242a;
-  --page: #15181c; --free: #7cc4f5; --local: #f0a070; --null: #9aa3ad; --fine: #7fd6a0; --fault: #ff9a8f; } }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.6 system-ui, sans-serif; overflow-wrap: anywhere; }
-main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
-h1 { font-size: 1.7rem; line-height: 1.25; } h2 { margin: 2.2rem 0 0.6rem; } h3 { margin: 1.4rem 0 0.4rem; }
-.answer { border-left: 5px solid var(--mark); background: var(--card); padding: 0.9rem 1.1rem; border-radius: 0 6px 6px 0; }
-.answer strong { font-size: 1.3rem; color: var(--mark); } .answer p { margin: 0.5rem 0 0; }
-.good { --mark: var(--fine); } .bad { --mark: var(--fault); } .unsure { --mark: var(--local); }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.15rem 1.2rem; margin: 1rem 0 0; font-size: 0.95rem; }
-dt { color: var(--soft); } dd { margin: 0; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: 0.3rem 0.7rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
-td { white-space: nowrap; } td.text { white-space: normal; text-align: left; min-width: 20rem; }
-th { vertical-align: bottom; line-height: 1.3; color: var(--soft); font-weight: 600; }
-th:first-child, td:first-child { text-align: left; }
-tr.here td { font-weight: 700; background: var(--card); }
-svg { display: block; width: 100%; max-width: 42rem; height: auto; font: 13px system-ui, sans-serif; }
-svg text { fill: var(--ink); } .axis { stroke: var(--line); }
-.note { color: var(--soft); font-size: 0.9rem; }
-"""
 
 
 def check_own(folder: Path) -> None:
@@ -128,101 +106,61 @@ def layer_table(audit: Audit, order: str = "native") -> pd.DataFrame:
 def page(audit: Audit) -> str:
     """The page, self-contained; whatever comes from the model is escaped."""
     verdict, own = audit.verdict, audit.about["dtype"]
-    marked = verdict.first_layer if verdict.exit_code else None
-    sections = [
-        _answer(verdict),
-        _place(verdict),
-        "<h2>What was exercised, and what not</h2>",
+    first, why, _ = say.reading_parts(verdict)
+    parts = [
+        Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
+        *_place(verdict),
+        Heading("What was exercised, and what not"),
         *_exercised(verdict),
-        *_notes(verdict),
-        "<h2>The ladder</h2>",
-        ladder_plot(audit.rungs),
-        "<p class='note'>Free-running: the logits of tokens fed one by one against those of the same prefix recomputed. The null "
-        "control is the same row recomputed among more rows. Given equal inputs: every block was handed the rows that the "
-        "recomputation handed it, so that its error is its own. With a fixed order of additions what is left has another reason "
-        "than the order of additions.</p>",
+        Heading("The ladder"),
+        *_ladder(audit.rungs),
+        Text(say.LADDER, note=True),
         _table(_rung_rows(audit.rungs)),
-        "<h3>First tensor that differs, given equal inputs</h3>",
+        Heading("First tensor that differs, given equal inputs", 3),
         *_first_tensors(verdict),
-        "<h2>Block by block, given equal inputs</h2>",
-        "<p class='note'>The largest error of each block in any row that was checked, in unit roundoffs of each precision. A "
-        "large one is no verdict by itself: what takes it away is.</p>",
-        *_layers(audit, marked),
+        Heading("Block by block, given equal inputs"),
+        Text(say.BLOCKS, note=True),
+        *_layers(audit, verdict.first_layer if verdict.exit_code else None),
         *_last_token(audit.rung(own), own),
-        "<h2>Made with</h2>",
+        Heading("Made with"),
         _pairs(audit.about),
     ]
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    title = f"Audit of {audit.about['model']}"
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
-        f'initial-scale=1"><meta http-equiv="Content-Security-Policy" content="{policy}"><title>{_e(title)}</title>'
-        f"<style>{_STYLE}</style></head><body><main><h1>{_e(title)}</h1>{''.join(sections)}</main></body></html>\n"
-    )
+    return render("audit", f"Audit of {audit.about['model']}", parts)
 
 
 # The verdict and what was exercised ------------------------------------------------------------------------------------
 
 
-def reading_parts(verdict: Verdict) -> tuple[str, list[str], str]:
-    """The reading's first line, those that say why, and the one on what was run; notes and checks have tables here."""
-    first, *rest = verdict.reading.splitlines()
-    cut = next((i for i, line in enumerate(rest) if line.startswith("exercised: ")), len(rest))
-    return first, rest[:cut], "".join(rest[cut : cut + 1]).removeprefix("exercised: ")
-
-
-def _answer(verdict: Verdict) -> str:
-    first, why, _ = reading_parts(verdict)
-    mark = {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")
-    return f'<div class="answer {mark}"><strong>{_e(first)}</strong>{"".join(f"<p>{_e(line)}</p>" for line in why)}</div>'
-
-
-def _place(verdict: Verdict) -> str:
+def _place(verdict: Verdict) -> list[Pairs]:
     found = {
-        "layer": _layer_name(verdict.first_layer),
+        "layer": say.layer_name(verdict.first_layer),
         "position": verdict.first_position,
         "tensor": verdict.tensor,
         "module": verdict.module,
     }
     what = "first wrong" if verdict.exit_code == 1 else "first that differs"
     known = {f"{what}: {k}": v for k, v in found.items() if v not in (None, "")}
-    return _pairs(known) if known else ""
+    return [_pairs(known)] if known else []
 
 
-def _layer_name(layer: int | None) -> str | None:
-    return "embedding" if layer == EMBEDDING else None if layer is None else str(layer)
-
-
-def _exercised(verdict: Verdict) -> list[str]:
-    run = reading_parts(verdict)[2]
-    parts = [f"<p>{_e(run)}</p>"] if run else []
-    if not verdict.checks:
-        return [*parts, "<p class='note'>Nothing else was asked for: the audit was made without further checks.</p>"]
+def _exercised(verdict: Verdict) -> list[Any]:
+    run = say.reading_parts(verdict)[2]
+    parts: list[Any] = [Text(run)] if run else []
+    detail = "what it showed, or why it was not run"
     rows = [
         {
             "check": check.name,
             "status": check.status,
             "error": "" if check.error is None else check.error,
             "without a cache": "" if check.null is None else check.null,
-            "what it showed, or why it was not run": check.detail + (f" Hint: {check.hint}" if check.hint else ""),
+            detail: check.detail + (f" Hint: {check.hint}" if check.hint else ""),
         }
         for check in verdict.checks
     ]
-    note = (
-        "<p class='note'>Error: the largest difference of the logits, cached against recomputed, relative to the largest logit. "
-        "Beside it the same between two recomputations without a cache.</p>"
+    parts += (
+        [Text(say.CHECKS, note=True), _table(pd.DataFrame(rows), text=detail)] if rows else [Text(say.NO_CHECKS, note=True)]
     )
-    return [*parts, note, _table(pd.DataFrame(rows), text=("what it showed, or why it was not run",))]
-
-
-def _notes(verdict: Verdict) -> list[str]:
-    if not verdict.notes:
-        return []
-    return ["<h3>Notes</h3><ul>", *(f"<li>{_e(note)}</li>" for note in verdict.notes), "</ul>"]
-
-
-def _e(value: object) -> str:
-    return html.escape(str(value))
+    return [*parts, *([Heading("Notes", 3), Bullets(verdict.notes)] if verdict.notes else [])]
 
 
 def _number(value: Any) -> str:
@@ -231,9 +169,8 @@ def _number(value: Any) -> str:
     return str(value)
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
-    shown = (f"<dt>{_e(k.replace('_', ' '))}</dt><dd>{_e(_words(v))}</dd>" for k, v in values.items())
-    return f"<dl>{''.join(shown)}</dl>"
+def _pairs(values: Mapping[str, Any]) -> Pairs:
+    return Pairs({name.replace("_", " "): _words(value) for name, value in values.items()}, side_by_side=True)
 
 
 def _words(value: Any) -> str:
@@ -244,20 +181,31 @@ def _words(value: Any) -> str:
     return ", ".join(map(_words, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _table(frame: pd.DataFrame, marked: str | None = None, text: Sequence[str] = ()) -> str:
-    """A table; the row whose first cell is ``marked`` stands out, and columns of text are broken into lines."""
-    head = "".join(f"<th>{_e(name)}</th>" for name in frame.columns)
-    kinds = ['<td class="text">' if name in text else "<td>" for name in frame.columns]
-    rows = (
-        ('<tr class="here">' if str(row[0]) == marked else "<tr>")
-        + "".join(f"{kind}{_e(_number(v))}</td>" for kind, v in zip(kinds, row, strict=True))
-        + "</tr>"
-        for row in frame.itertuples(index=False, name=None)
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+def _table(frame: pd.DataFrame, here: str | None = None, text: str = "") -> Table:
+    """A table; the row whose first cell is ``here`` stands out, and the column of text is broken into lines."""
+    head = [Column(name, "text" if name == text else "") for name in frame.columns]
+    return Table(head, [list(map(_number, row)) for row in frame.itertuples(index=False, name=None)], here)
 
 
-# The tables ------------------------------------------------------------------------------------------------------------
+# The ladder ------------------------------------------------------------------------------------------------------------
+
+
+def _ladder(rungs: Sequence[Rung]) -> list[Pictures]:
+    """Differences by precision beside the unit roundoff of each; rounding falls with it."""
+    native = sorted((r for r in rungs if r.name == str(r.dtype).removeprefix("torch.")), key=lambda r: -r.unit)
+    if not native:
+        return []
+    lines: dict[str, dict[str, float]] = {
+        label: {r.name: value for r in native if (value := r.summary()[name]) is not None and math.isfinite(value)}
+        for name, label in (
+            ("relative_logit", "logits, free-running (relative)"),
+            ("block_error", "largest block error given equal inputs (relative)"),
+        )
+    }
+    with sheet(5.6, 3.7) as figure:
+        axes = draw_ladder(figure, {r.name: r.unit for r in native}, lines)
+        axes.set(xlabel="dtype of weights and arithmetic", ylabel="relative difference")
+    return [Pictures([Picture("The precision ladder", base64.b64encode(png(figure)).decode("ascii"))])]
 
 
 def _rung_rows(rungs: Sequence[Rung]) -> pd.DataFrame:
@@ -287,50 +235,35 @@ def _rung_rows(rungs: Sequence[Rung]) -> pd.DataFrame:
     return pd.DataFrame(rows).map(lambda value: "" if value is None else value)
 
 
-def _first_tensors(verdict: Verdict) -> list[str]:
+def _first_tensors(verdict: Verdict) -> list[Any]:
     rows = []
     for name, evidence in verdict.evidence.items():
         found = evidence.get("first_tensor")
         if found is None:
             continue
-        unit = evidence["unit_roundoff"]
+        away = found["taken_away_by"] in ("order", "cast", "choice", "kernel")
+        apart = "one side sees what the other does not" if math.isinf(found["error"]) else found["error_in_unit_roundoffs"]
         rows.append(
             {
                 "rung": name,
-                "layer": _layer_name(found["layer"]),
+                "layer": say.layer_name(found["layer"]),
                 "tensor": found["tensor"],
                 "position": found["position"],
-                "error": "one side sees what the other does not"
-                if math.isinf(found["error"])
-                else found["error_in_unit_roundoffs"],
-                "left": found["left"] / unit if found["taken_away_by"] in ("order", "cast", "choice", "kernel") else "",
-                "what takes it away": _taken_away(found),
+                "error": apart,
+                "left": found["left"] / evidence["unit_roundoff"] if away else "",
+                "what takes it away": say.taken_away(found),
             }
         )
     if not rows:
-        return ["<p>Given equal inputs no tensor differs in any precision.</p>"]
-    note = (
-        "<p class='note'>Of each precision the first tensor that nothing takes away, or else the first that differs. Errors in "
-        "unit roundoffs; left is what remains once the cause is taken away.</p>"
-    )
-    return [note, _table(pd.DataFrame(rows), text=("what takes it away",))]
+        return [Text(say.NO_TENSOR)]
+    return [Text(say.FIRST_TENSORS, note=True), _table(pd.DataFrame(rows), text="what takes it away")]
 
 
-def _taken_away(found: Mapping[str, Any]) -> str:
-    word, detail = found["taken_away_by"], found["detail"]
-    plain = {
-        "order": "a fixed order of additions",
-        "kernel": "a fixed order of additions, but it is larger than rounding: a kernel is coarse there",
-        "choice": "a fixed order of additions: rounding tips the choice between nearly equal experts",
-        "cast": f"leaving out the cast to {found['cast_to']}",
-        "rounding": f"it is {detail}",
-        "unknown": f"that could not be tried: {detail}",
-    }
-    return plain.get(word) or ("nothing" + (f": it is {detail}" if detail else ""))
+# Blocks and one token --------------------------------------------------------------------------------------------------
 
 
-def _layers(audit: Audit, marked: int | None) -> list[str]:
-    parts = []
+def _layers(audit: Audit, marked: int | None) -> list[Any]:
+    parts: list[Any] = []
     for order, title in (("native", "With the machine's own kernels"), ("fixed", "With a fixed order of additions")):
         table = layer_table(audit, order)
         if table.empty:
@@ -338,32 +271,29 @@ def _layers(audit: Audit, marked: int | None) -> list[str]:
         # The embedding stands before the first block and the head after the last, wherever they were compared.
         names = {EMBEDDING: "embedding", int(table.index.max()): "head"}
         named = table.reset_index().assign(layer=[names.get(int(n), str(int(n))) for n in table.index])
-        shown = None if marked is None else names.get(marked, str(marked))
-        parts += [f"<h3>{title}</h3>", _table(named, shown)]
+        here = None if marked is None else names.get(marked, str(marked))
+        parts += [Heading(title, 3), _table(named, here)]
     why = {rung.name: rung.unfixed for rung in audit.rungs if rung.unfixed}
-    return parts + [f"<p class='note'>{_e(name)}: no fixed order, since {_e(text)}.</p>" for name, text in why.items()]
+    return parts + [Text(f"{name}: no fixed order, since {text}.", note=True) for name, text in why.items()]
 
 
-def _last_token(rung: Rung | None, own: str) -> list[str]:
+def _last_token(rung: Rung | None, own: str) -> list[Any]:
     """The report format of transformers issue 46190, for a step that differs where there is one."""
     if rung is None or rung.layers.empty:
         return []
     layers, top = rung.layers, rung.top
     position, prefill = int(layers["position"].iloc[0]), int(layers["prefill"].iloc[0])
     where = f"position {position}, fed after a prompt of {prefill} tokens"
-    title = f"<h2>One token, free-running, in {_e(own)}</h2>"
-    apart, logits = bool((layers["max_abs"] > 0).any()), bool((top["difference"] > 0).any())
-    if not apart and not logits:
-        every = not bool((rung.steps["max_abs"] != 0).any())
-        also = f" So is every logit of all {len(rung.steps)} steps." if every else ""
-        return [title, f"<p>At {_e(where)}, every layer's output and every logit is the same on both paths.{also}</p>"]
+    title = Heading(f"One token, free-running, in {own}")
+    differing = top[top["difference"] > 0]
+    if not (layers["max_abs"] > 0).any() and differing.empty:
+        return [title, Text(say.same_everywhere(rung, where))]
     return [
         title,
-        f"<p class='note'>At {_e(where)}. Layer n is <code>hidden_states[n]</code>, what block n - 1 returned; of the last block "
-        "before the final norm.</p>",
+        Text(say.one_token(where), note=True),
         _table(_issue_layers(layers)),
-        "<h3>Logits that differ most</h3>",
-        _table(_issue_top(top[top["difference"] > 0])) if logits else "<p>No logit differs at this position.</p>",
+        Heading("Logits that differ most", 3),
+        Text(say.NO_LOGIT) if differing.empty else _table(_issue_top(differing)),
     ]
 
 

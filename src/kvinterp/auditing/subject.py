@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.auditing.causality import check_causal
-from kvinterp.checks import check_seed
 from kvinterp.errors import UnsupportedError
+from kvinterp.inputs import check_seed
 from kvinterp.models import Adapter
 from kvinterp.models.native import plain_experts
 from kvinterp.models.transformers_cache import CACHES

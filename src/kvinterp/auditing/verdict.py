@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing import reading as say
 from kvinterp.auditing.evidence import Evidence
 from kvinterp.auditing.exercises import Check
 from kvinterp.auditing.judging import ONE_BY_ONE, Judged
 from kvinterp.auditing.values import narrower
+from kvinterp.reading import verdict as say
 
 __all__ = ["CANNOT_TELL", "FAIL", "GOOD", "PASS", "VERDICTS", "Verdict", "judge"]
 

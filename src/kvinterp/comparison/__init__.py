@@ -1,10 +1,12 @@
 """How far apart two paths are: run side by side, reduced on the device, told in tidy tables."""
 
-from kvinterp.comparison.cache_errors import CACHE_ERRORS, mean_error
-from kvinterp.comparison.comparing import PROTOCOLS, compare
+from kvinterp.comparison.cache_errors import CACHE_ERRORS
+from kvinterp.comparison.comparing import compare
 from kvinterp.comparison.comparison import COLUMNS, PARTS, TABLES, Comparison
 from kvinterp.comparison.recordable import DEFAULT_RECORD, recordable
 from kvinterp.comparison.traces import compare_traces
+from kvinterp.metrics.statistics import mean_error
+from kvinterp.reading.vocabulary import PROTOCOLS
 
 __all__ = [
     "CACHE_ERRORS",

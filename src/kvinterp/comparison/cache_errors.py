@@ -14,18 +14,24 @@ import torch
 from torch import Tensor
 
 from kvinterp.comparison.table import Table
+from kvinterp.metrics import KINDS, OF_KIND
 
-__all__ = ["CACHE_ERRORS", "CacheErrors", "by_position", "by_step", "mean_error"]
+__all__ = ["CACHE_ERRORS", "CacheErrors"]
 
 CACHE_ERRORS = {
     "aggregated": "K/V errors by step and by position separately (kv_steps, kv_positions)",
     "whole": "besides these every position at every step (kv), which is quadratic in the steps",
 }
 
-VALUES = ("vectors", "differing", "relative_error", "relative_error_max", "ulp_mean", "ulp_max")
-_ERRORS = ("relative_error", "ulp_mean", "ulp_max")
-_STEP = ("step", "tensor", "layer", "example", "kv_head")
-_POSITION = ("tensor", "layer", "example", "kv_head", "position")
+_POSITION = KINDS["kv"].dimensions
+_STEP = ("step", *_POSITION[:-1])
+SUMMED = {
+    metric.column + f"_{way}" * (way != metric.over[0]): (metric.column, way)
+    for metric in OF_KIND["kv"]
+    for way in metric.over
+}
+"""The columns of the summed tables: of which metric each is, and whether the mean of several vectors or the most of any."""
+VALUES = ("vectors", "differing", *SUMMED)
 
 
 class CacheErrors:
@@ -43,7 +49,7 @@ class CacheErrors:
     def __init__(self, layers: Sequence[int], keep: str = "aggregated") -> None:
         self.layers, self.keep = list(layers), keep
         self.steps = Table(_STEP, VALUES)
-        self.every = Table((*_STEP, "position"), _ERRORS)
+        self.every = Table(("step", *_POSITION), [metric.column for metric in OF_KIND["kv"]])
         self._sums: dict[tuple[str, int], _Sums] = {}
 
     def add(
@@ -66,7 +72,7 @@ class CacheErrors:
             examples: The example number of each row of the batch.
             heads: Labels of the KV heads.
             start: Absolute position of the first key.
-            errors: relative_error, ulp_mean and ulp_max, ``[layer, batch, kv_head, position]``.
+            errors: What every metric of K and V gave, by column, ``[layer, batch, kv_head, position]``.
             kinds: For each row of the batch 1 after its flip, 0 before it, None where its text has ended.
         """
         relative = errors["relative_error"]
@@ -75,10 +81,7 @@ class CacheErrors:
         over = {
             "vectors": torch.full_like(relative[..., 0], count),
             "differing": (relative != 0).sum(-1).to(relative.dtype),
-            "relative_error": relative.mean(-1),
-            "relative_error_max": relative.amax(-1),
-            "ulp_mean": errors["ulp_mean"].mean(-1),
-            "ulp_max": errors["ulp_max"].amax(-1),
+            **{name: errors[of].mean(-1) if way == "mean" else errors[of].amax(-1) for name, (of, way) in SUMMED.items()},
         }
         self.steps.add(coordinates, over)
         if self.keep == "whole":
@@ -125,55 +128,19 @@ class _Sums:
             if not rows:
                 continue
             place = (at, torch.tensor(rows, device=self.like.device)[None], slice(None), slice(start, stop), kind)
-            relative, mean, largest = (errors[name][:, rows] for name in _ERRORS)
-            for name, more in (("differing", relative != 0), ("relative_error", relative), ("ulp_mean", mean)):
-                self.held[name][place] += more
             self.held["vectors"][place] += 1
-            for name, more in (("relative_error_max", relative), ("ulp_max", largest)):
-                self.held[name][place] = torch.maximum(self.held[name][place], more)
+            self.held["differing"][place] += errors["relative_error"][:, rows] != 0
+            for name, (of, way) in SUMMED.items():
+                held, more = self.held[name][place], errors[of][:, rows]
+                self.held[name][place] = held + more if way == "mean" else torch.maximum(held, more)
 
     def means(self) -> dict[str, Tensor]:
         """The sums over what they count; in the order of the table's dimensions."""
         count = self.held["vectors"]
-        means = {name: self.held[name] / count for name in ("relative_error", "ulp_mean")}
+        means = {name: self.held[name] / count for name, (_, way) in SUMMED.items() if way == "mean"}
         found = {**self.held, **means}
         # Dimensions of the table: tensor, layer, example, KV head, position, after the flip.
         return {name: held.contiguous() for name, held in found.items()}
 
 
 # What is read of it ----------------------------------------------------------------------------------------------------
-
-
-def mean_error(frame: pd.DataFrame, keys: Sequence[str], value: str = "relative_error") -> pd.Series:
-    """The mean of an error over all vectors behind the rows of kv_steps or kv_positions.
-
-    Args:
-        frame: One of the two tables, or some rows of one.
-        keys: What to group by.
-        value: ``"relative_error"`` or ``"ulp_mean"``.
-    """
-    summed = frame[value].mul(frame["vectors"]).groupby([frame[key] for key in keys]).sum()
-    return summed / frame.groupby(list(keys))["vectors"].sum()
-
-
-def by_step(every: pd.DataFrame) -> pd.DataFrame:
-    """The table ``kv_steps`` of a whole table ``kv``."""
-    return _aggregated(every, [*_STEP, "after_flip"])
-
-
-def by_position(every: pd.DataFrame) -> pd.DataFrame:
-    """The table ``kv_positions`` of a whole table ``kv``."""
-    return _aggregated(every[every["step"] > 0], [*_POSITION, "after_flip"])
-
-
-def _aggregated(every: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    groups = every.assign(differs=every["relative_error"] != 0).groupby(keys, sort=False)
-    made = groups.agg(
-        vectors=("relative_error", "size"),
-        differing=("differs", "sum"),
-        relative_error=("relative_error", "mean"),
-        relative_error_max=("relative_error", "max"),
-        ulp_mean=("ulp_mean", "mean"),
-        ulp_max=("ulp_max", "max"),
-    ).reset_index()
-    return made.astype({"vectors": float, "differing": float})

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvinterp.checks import SEEDS, check_callable, check_choice, check_seed, given_list, shown, whole_number
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
@@ -23,32 +22,35 @@ from kvinterp.comparison.rows import failed, of_example
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, UnsupportedError, located
+from kvinterp.inputs import (
+    check_callable,
+    check_choice,
+    check_seed,
+    checked_continuation,
+    chosen_layers,
+    encode,
+    listed,
+    whole_numbers,
+)
 from kvinterp.models import Adapter, dtype_named, expand_sites, wrap
 from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Site
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.runner import (
-    checked_continuation,
-    encode,
-    end_tokens,
     first_nonfinite,
     in_batches,
-    listed,
 )
 from kvinterp.paths.sampling import uniforms
-from kvinterp.paths.vocabulary import padding_of, sound_rows
+from kvinterp.paths.vocabulary import end_tokens, padding_of, sound_rows
 from kvinterp.policies import Place
 from kvinterp.provenance import provenance
-from kvinterp.recording import Watch, chosen_layers
+from kvinterp.reading.vocabulary import PROTOCOLS
+from kvinterp.recording import Watch
 
 log = logging.getLogger("kvinterp")
 
-__all__ = ["PROTOCOLS", "compare"]
+__all__ = ["compare"]
 
-PROTOCOLS = {
-    "matched": "both paths are fed the same tokens at every step: the difference is numerical only",
-    "free": "each path is fed its own tokens: after the first flip the two contexts differ",
-}
 COMPARED = (*RESIDUAL_SITES, "pattern", *CACHE_SITES)
 
 
@@ -115,10 +117,7 @@ def compare(
     # Made into a list here: it is asked for more than once.
     layers = None if layers is None else chosen_layers(adapter, layers)
     expected = "whole numbers of at least 0, one a prompt"
-    given = range(len(items)) if examples is None else given_list("examples", examples, expected)
-    numbers = [-1 if n is None else n for n in map(whole_number, given)]
-    if min(numbers, default=0) < 0 or max(numbers, default=0) > SEEDS[1]:
-        raise InputError(f"examples={shown(examples)} was given: expected {expected}.")
+    numbers = list(range(len(items))) if examples is None else whole_numbers("examples", examples, expected)
     if len(numbers) != len(items) or len(set(numbers)) != len(numbers):
         raise InputError(f"{len(items)} prompts came with the example numbers {numbers}: give each prompt one of its own.")
     tokens = [encode(adapter, item, max_new_tokens) for item in items]

@@ -12,9 +12,9 @@ from torch import nn
 
 from kvinterp import metrics
 from kvinterp.comparison.tables import Differences
-from kvinterp.comparison.where import where
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
+from kvinterp.reading.where import where
 
 __all__ = ["COLUMNS", "PARTS", "TABLES", "Comparison", "Origin"]
 

@@ -1,4 +1,4 @@
-"""How far apart two paths are at a step, measured on the device and gathered in tidy tables."""
+"""How far apart two paths are at a step, measured on the device by every metric there is and gathered in tidy tables."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from kvinterp.models.adapter import RESIDUAL_SITES, Site
 
 __all__ = ["Differences"]
 
+_CACHED = {"cache_k": "K", "cache_k_pre": "K before RoPE", "cache_v": "V"}
+"""What a cache site is called in the tables."""
+
 
 class Differences:
     """Takes what both paths showed at a step and keeps how far apart they were.
@@ -29,21 +32,19 @@ class Differences:
     def __init__(
         self, layers: Sequence[int], heads: Sequence[int], kv_heads: Sequence[int], cache_errors: str = "aggregated"
     ) -> None:
-        self.layer_labels, self.heads, self.kv_heads = list(layers), list(heads), list(kv_heads)
-        logit_values = ("kl", "js", "max_abs_logit", "rms_logit", "top1_agree", "margin_a", "margin_b")
-        self.steps = Table(("step", "example"), (*logit_values, "top_probability_difference"))
-        drift = ("l2", "relative_l2", "cosine", "cosine_distance")
-        self.layers = Table(("step", "site", "layer", "example"), drift)
-        self.patterns = Table(("step", "layer", "example", "head"), ("kl",))
+        self.heads, self.kv_heads = list(heads), list(kv_heads)
         self.cache = CacheErrors(layers, cache_errors)
+        self.tables = {
+            fills.table: Table(("step", *fills.dimensions), [metric.column for metric in metrics.OF_KIND[kind]])
+            for kind, fills in metrics.KINDS.items()
+            if kind != "kv"
+        } | {"kv": self.cache.every, "kv_steps": self.cache.steps}
 
     @classmethod
     def columns(cls) -> dict[str, tuple[str, ...]]:
         """The columns of each table, by the names they have in a comparison."""
         empty = cls((), (), ())
-        named = {"steps": empty.steps, "layers": empty.layers, "heads": empty.patterns, "kv": empty.cache.every}
-        named["kv_steps"] = empty.cache.steps
-        found = {name: (*table.dimensions, *table.values, "after_flip") for name, table in named.items()}
+        found = {name: (*table.dimensions, *table.values, "after_flip") for name, table in empty.tables.items()}
         return found | {"kv_positions": tuple(empty.cache.positions((), ()).columns)}
 
     def frames(self, examples: Sequence[int]) -> dict[str, pd.DataFrame]:
@@ -52,8 +53,7 @@ class Differences:
         Args:
             examples: The example number of each row of the batch.
         """
-        made = {"steps": self.steps, "layers": self.layers, "heads": self.patterns, "kv": self.cache.every}
-        frames = {name: table.frame() for name, table in (made | {"kv_steps": self.cache.steps}).items()}
+        frames = {name: table.frame() for name, table in self.tables.items()}
         return frames | {"kv_positions": self.cache.positions(examples, self.kv_heads)}
 
     def add(
@@ -75,53 +75,51 @@ class Differences:
             seen: For each path what it showed at the newest position, sites to tensors with a batch dimension.
             kinds: For each row 1 after its flip, 0 before it, None where its text has ended.
         """
-        self.steps.add({"step": [step], "example": examples}, metrics.compare_logits(*logits))
-        a, b = seen
-        both = [place for place in a if place in b]
-        for site in RESIDUAL_SITES:
-            layers = [layer for s, layer in both if s == site]
-            if layers:
-                drift = metrics.residual_drift(_stack(a, site, layers), _stack(b, site, layers))
-                self.layers.add({"step": [step], "site": [site], "layer": layers, "example": examples}, drift)
-        layers = [layer for site, layer in both if site == "pattern"]
-        if layers:
-            widest = max(seen_by["pattern", layer].shape[-1] for seen_by in seen for layer in layers)
-            kl = metrics.pattern_kl(*(_stack_patterns(seen_by, layers, widest) for seen_by in seen))
-            self.patterns.add({"step": [step], "layer": layers, "example": examples, "head": self.heads}, {"kl": kl})
-        for site, name in (("cache_k", "K"), ("cache_k_pre", "K before RoPE"), ("cache_v", "V")):
-            self._add_cache(step, examples, end, site, name, [layer for s, layer in both if s == site], a, b, kinds)
+        at = {"step": [step], "example": examples}
+        self._measure("logits", at, *logits)
+        layers_of: dict[str, list[int]] = {}
+        for site, layer in seen[0]:
+            if (site, layer) in seen[1]:
+                layers_of.setdefault(site, []).append(layer)
+        for site in filter(layers_of.get, RESIDUAL_SITES):
+            layers = layers_of[site]
+            streams = (torch.stack([path[site, layer] for layer in layers]) for path in seen)
+            self._measure("residual", {**at, "site": [site], "layer": layers}, *streams)
+        if "pattern" in layers_of:
+            layers = layers_of["pattern"]
+            rows = [[path["pattern", layer] for layer in layers] for path in seen]
+            widest = max(row.shape[-1] for path in rows for row in path)
+            self._measure(
+                "pattern", {**at, "layer": layers, "head": self.heads}, *(_stacked(path, widest) for path in rows)
+            )
+        for site in filter(layers_of.get, _CACHED):
+            self._measure_cache(step, examples, end, site, layers_of[site], seen, kinds)
 
-    def _add_cache(
+    def _measure(self, kind: metrics.Kind, at: Mapping[str, Sequence[object]], a: Tensor, b: Tensor) -> None:
+        self.tables[metrics.KINDS[kind].table].add(at, metrics.measured(kind, a, b))
+
+    def _measure_cache(
         self,
         step: int,
         examples: Sequence[int],
         end: int,
         site: str,
-        name: str,
         layers: Sequence[int],
-        a: Mapping[Site, Tensor],
-        b: Mapping[Site, Tensor],
+        seen: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
         kinds: Sequence[int | None],
     ) -> None:
         # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to the shorter. Layers may
         # differ in the number and the width of their heads too (Gemma 4).
         by_shape: dict[tuple[int, int, int], list[int]] = {}
         for layer in layers:
-            length = min(a[site, layer].shape[2], b[site, layer].shape[2])
-            by_shape.setdefault((length, a[site, layer].shape[1], a[site, layer].shape[3]), []).append(layer)
+            _, heads, length, width = seen[0][site, layer].shape
+            by_shape.setdefault((min(length, seen[1][site, layer].shape[2]), heads, width), []).append(layer)
         for (length, heads, _), group in by_shape.items():
-            first, second = (torch.stack([s[site, x][:, :, s[site, x].shape[2] - length :] for x in group]) for s in (a, b))
-            ulp = metrics.ulp_error(first, second)
-            errors = {"relative_error": metrics.relative_error(first, second)}
-            errors |= {"ulp_mean": ulp["mean"], "ulp_max": ulp["max"]}
-            self.cache.add(step, name, group, examples, self.kv_heads[:heads], end - length, errors, kinds)
+            pair = (torch.stack([s[site, x][:, :, s[site, x].shape[2] - length :] for x in group]) for s in seen)
+            errors = metrics.measured("kv", *pair)
+            self.cache.add(step, _CACHED[site], group, examples, self.kv_heads[:heads], end - length, errors, kinds)
 
 
-def _stack(seen: Mapping[Site, Tensor], site: str, layers: Sequence[int]) -> Tensor:
-    return torch.stack([seen[site, layer] for layer in layers])
-
-
-def _stack_patterns(seen: Mapping[Site, Tensor], layers: Sequence[int], widest: int) -> Tensor:
+def _stacked(rows: Sequence[Tensor], widest: int) -> Tensor:
     # The newest key is the last on both paths; what a window does not hold got probability 0.
-    rows = [seen["pattern", layer] for layer in layers]
     return torch.stack([torch.nn.functional.pad(row, (widest - row.shape[-1], 0)) for row in rows])

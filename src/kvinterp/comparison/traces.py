@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from kvinterp.checks import check_choice, check_instance
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison
 from kvinterp.comparison.rows import of_example
 from kvinterp.comparison.tables import Differences
 from kvinterp.errors import InputError
+from kvinterp.inputs import check_choice, check_instance
 from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Site
 from kvinterp.paths.vocabulary import padding_of
 from kvinterp.recording import Trace

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from kvinterp.data.example import Example, Prompt, Split, split_of
-from kvinterp.data.prompts import check_text, load_prompts
+from kvinterp.data.prompts import check_characters, load_prompts
 from kvinterp.data.tasks import TASKS, Task, score, stream
 
-__all__ = ["TASKS", "Example", "Prompt", "Split", "Task", "check_text", "load_prompts", "score", "split_of", "stream"]
+__all__ = [
+    "TASKS",
+    "Example",
+    "Prompt",
+    "Split",
+    "Task",
+    "check_characters",
+    "load_prompts",
+    "score",
+    "split_of",
+    "stream",
+]

@@ -13,24 +13,13 @@ import re
 from collections.abc import Callable
 from random import Random
 
-from kvinterp.data.example import Example, Prompt, Split, distinct
+from kvinterp.data.example import Example, Prompt
 from kvinterp.data.words import OBJECTS, PEOPLE, THINGS
 
-__all__ = ["draw", "generate", "score"]
+__all__ = ["draw", "score"]
 
 LIMIT = 99
 _FINAL = re.compile(r"####\s*(-?\d+)")
-
-
-def generate(count: int, seed: int, split: Split = "heldout") -> list[Example]:
-    """Makes ``count`` different word problems with worked solutions.
-
-    Args:
-        count: How many.
-        seed: Seed of the generator; the same count, seed and split give the same problems.
-        split: ``"train"`` or ``"heldout"``; no problem text is ever in both.
-    """
-    return distinct(draw, count, seed, split)
 
 
 def score(prompt: Prompt, completion: str) -> bool:

@@ -13,8 +13,7 @@ from itertools import islice
 from random import Random
 from typing import Any, Literal, get_args
 
-from kvinterp.checks import check_text
-from kvinterp.errors import InputError, unknown
+from kvinterp.errors import InputError, unexpected, unknown
 
 __all__ = ["Example", "Prompt", "Split", "check_split", "distinct", "draws", "split_of"]
 
@@ -43,7 +42,9 @@ class Prompt:
 
     def __post_init__(self) -> None:
         for name in ("id", "text", "task", "answer"):
-            check_text(f"a prompt's {name}", getattr(self, name), "Prompt(id='mine', text='2 + 2 =')")
+            given = getattr(self, name)
+            if not isinstance(given, str):
+                raise unexpected(f"a prompt's {name}", given, "a text, as in Prompt(id='mine', text='2 + 2 =')")
 
 
 @dataclass(frozen=True)

@@ -11,26 +11,15 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from kvinterp.data.example import Example, Prompt, Split, distinct
+from kvinterp.data.example import Example, Prompt
 from kvinterp.data.words import ADJECTIVES, CATEGORIES, PEOPLE, PLACES, THINGS
 from kvinterp.errors import unknown
 
-__all__ = ["draw", "generate", "score"]
+__all__ = ["MOST", "draw", "score"]
 
 
 MOST = {"train": 110_917, "heldout": 12_283}
 """How many different instructions there are; a test makes them all."""
-
-
-def generate(count: int, seed: int, split: Split = "heldout") -> list[Example]:
-    """Makes ``count`` different instructions, each with an answer that follows it.
-
-    Args:
-        count: How many.
-        seed: Seed of the generator; the same count, seed and split give the same instructions.
-        split: ``"train"`` or ``"heldout"``; no instruction is ever in both.
-    """
-    return distinct(draw, count, seed, split, MOST.get(split))
 
 
 def score(prompt: Prompt, completion: str) -> bool:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvinterp.checks import is_file
 from kvinterp.data.example import Prompt
 from kvinterp.data.tasks import TASKS
 from kvinterp.errors import InputError, unknown
+from kvinterp.files import is_file
 
-__all__ = ["Prompt", "check_text", "load_prompts"]
+__all__ = ["Prompt", "check_characters", "load_prompts"]
 
 _FORMS = "expected a generator such as arithmetic:20 (or arithmetic:20:SEED) or the path of a .jsonl file"
 
@@ -78,7 +78,7 @@ MOST = 1_000_000
 """More problems than any generator has different ones."""
 
 
-def check_text(text: str, where: str) -> None:
+def check_characters(text: str, where: str) -> None:
     """Raises where a text holds half of a character, which no tokenizer and no file takes.
 
     Args:
@@ -104,7 +104,7 @@ def _from_item(index: int, item: object) -> Prompt:
         raise InputError(f"prompt {index} is {type(item).__name__}: expected a text or a Prompt; convert it first.")
     if not prompt.text.strip():
         raise InputError(f"prompt {index} has an empty text: expected at least one visible character; write or drop it.")
-    check_text(prompt.id + prompt.text, f"prompt {index}")
+    check_characters(prompt.id + prompt.text, f"prompt {index}")
     return prompt
 
 
@@ -144,7 +144,7 @@ def _from_line(file: str, number: int, line: str) -> Prompt:
         raise InputError(f'{where} has no field "prompt" (fields: {given}): expected the text there; add it.')
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{where} has an empty prompt: expected a text with at least one visible character; write one.")
-    check_text(f"{record.get('id', '')}{text}", where)
+    check_characters(f"{record.get('id', '')}{text}", where)
     task = str(record.get("task") or "")
     return Prompt(
         id=str(record.get("id", f"line-{number}")),

@@ -11,21 +11,10 @@ import re
 from collections.abc import Callable
 from random import Random
 
-from kvinterp.data.example import Example, Prompt, Split, distinct
+from kvinterp.data.example import Example, Prompt
 from kvinterp.data.words import ADJECTIVES, JOBS, OBJECTS, PEOPLE, PLACES, THINGS
 
-__all__ = ["draw", "generate", "score"]
-
-
-def generate(count: int, seed: int, split: Split = "heldout") -> list[Example]:
-    """Makes ``count`` different texts with a restatement of each.
-
-    Args:
-        count: How many.
-        seed: Seed of the generator; the same count, seed and split give the same texts.
-        split: ``"train"`` or ``"heldout"``; no text is ever in both.
-    """
-    return distinct(draw, count, seed, split)
+__all__ = ["draw", "score"]
 
 
 def score(prompt: Prompt, completion: str) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from random import Random
 
 from kvinterp.data import arithmetic, instructions, restate
-from kvinterp.data.example import Example, Prompt, Split, draws
+from kvinterp.data.example import Example, Prompt, Split, distinct, draws
 from kvinterp.errors import unknown
 
 __all__ = ["TASKS", "Task", "get", "score", "stream"]
@@ -20,20 +20,33 @@ class Task:
     Attributes:
         name: What ``Prompt.task`` says.
         draw: Makes one example, of either split, from a random state.
-        generate: ``generate(count, seed, split)`` gives that many different examples.
         score: Tells whether a completion is right.
+        most: How many different examples a split has, where they were counted.
     """
 
     name: str
     draw: Callable[[Random], Example]
-    generate: Callable[[int, int, Split], list[Example]]
     score: Callable[[Prompt, str], bool]
+    most: Mapping[str, int] = field(default_factory=dict)
+
+    def generate(self, count: int, seed: int, split: Split = "heldout") -> list[Example]:
+        """Makes ``count`` different examples.
+
+        Args:
+            count: How many.
+            seed: Seed of the generator; the same count, seed and split give the same examples.
+            split: ``"train"`` or ``"heldout"``; no problem text is ever in both.
+        """
+        return distinct(self.draw, count, seed, split, self.most.get(split))
 
 
 TASKS: dict[str, Task] = {
-    "arithmetic": Task("arithmetic", arithmetic.draw, arithmetic.generate, arithmetic.score),
-    "restate": Task("restate", restate.draw, restate.generate, restate.score),
-    "instructions": Task("instructions", instructions.draw, instructions.generate, instructions.score),
+    task.name: task
+    for task in (
+        Task("arithmetic", arithmetic.draw, arithmetic.score),
+        Task("restate", restate.draw, restate.score),
+        Task("instructions", instructions.draw, instructions.score, instructions.MOST),
+    )
 }
 
 
@@ -58,5 +71,5 @@ def score(prompt: Prompt, completion: str) -> bool:
 
 
 def stream(name: str, seed: int, split: Split = "train") -> Iterator[Example]:
-    """Yields a task's examples without end; problems may repeat. See ``generate`` for different ones."""
+    """Yields a task's examples without end; problems may repeat. See :meth:`Task.generate` for different ones."""
     return draws(get(name).draw, seed, split)

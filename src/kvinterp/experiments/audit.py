@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.checks import shown
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
 from kvinterp.experiments.base import NOTHING, Experiment, Outcome, argument, option, shared
 
 if TYPE_CHECKING:

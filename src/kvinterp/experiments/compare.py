@@ -73,7 +73,7 @@ class Compare(Experiment):
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
         """The page and its figures, where there is anything to show."""
-        from kvinterp.views import write_report
+        from kvinterp.report import write_report
 
         for row in outcome.result.comparison.failures.to_dict("records"):
             log.warning("prompt %s is left out: %s", row["id"], row["message"])
@@ -108,9 +108,9 @@ class Compare(Experiment):
 
     def _checked(self) -> int:
         """How many prompts there are, once what can be checked without a model was."""
-        from kvinterp.checks import check_choice, check_seed, check_whole
         from kvinterp.comparison import PROTOCOLS
         from kvinterp.data import load_prompts
+        from kvinterp.inputs import check_choice, check_seed, check_whole
         from kvinterp.models import expand_sites
         from kvinterp.paths import path_named, strategy_named
 
@@ -126,7 +126,7 @@ class Compare(Experiment):
 
     def _recorded(self) -> dict[str, Any]:
         from kvinterp.comparison import recordable
-        from kvinterp.recording import chosen_layers
+        from kvinterp.inputs import chosen_layers
 
         layers = chosen_layers(self._adapter, self.layers)
         sites, left_out = recordable(self._adapter, self.record, layers)

@@ -52,13 +52,13 @@ class Decompose(Experiment):
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
         """The parts at every step."""
-        from kvinterp.views import save_decomposition_figure
+        from kvinterp.report import save_decomposition_figure
 
         return save_decomposition_figure(outcome.result, folder)
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """How much each part is."""
-        from kvinterp.views.said_of_patching import said_of_decomposition
+        from kvinterp.reading.patching import said_of_decomposition
 
         return said_of_decomposition(outcome.summary)
 

@@ -128,8 +128,7 @@ class Demo(Experiment):
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
         """The page with its figures, and the picture where one was asked for."""
-        from kvinterp.views import save, write_report
-        from kvinterp.views.report import overview_of
+        from kvinterp.report import overview_of, save, write_report
 
         *results, flips = outcome.result
         drawn = [] if self.picture is None else [save(overview_of(results), self.picture)]

@@ -13,11 +13,11 @@ from scipy import stats
 
 from kvinterp import metrics
 from kvinterp.cells import Cell, Made, loaded
-from kvinterp.checks import check_whole
 from kvinterp.comparison import compare
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import option
 from kvinterp.experiments.of_models import OfModels
+from kvinterp.inputs import check_whole
 from kvinterp.paths import strategy_named
 from kvinterp.paths.kernels import kernels_named
 

@@ -12,11 +12,11 @@ import pandas as pd
 
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.cells import loaded
-from kvinterp.checks import check_whole
 from kvinterp.comparison import Comparison, compare
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import option
 from kvinterp.experiments.of_models import OfModels
+from kvinterp.inputs import check_whole
 from kvinterp.models import dtype_named
 
 __all__ = ["LADDER", "Ladder", "precision_ladder"]

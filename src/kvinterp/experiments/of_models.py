@@ -19,8 +19,8 @@ from kvinterp.cells import Cell, Made, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, argument, option, shared
+from kvinterp.inputs import encode
 from kvinterp.models import Adapter
-from kvinterp.paths.runner import encode
 from kvinterp.provenance import provenance
 
 __all__ = ["FEW", "OfModels", "encoded"]
@@ -81,7 +81,7 @@ class OfModels(Experiment):
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The tables, and what they say."""
-        from kvinterp.views.root_cause_words import said_of_root_cause
+        from kvinterp.reading.root_cause import said_of_root_cause
 
         tables = self.tables(made)
         about = {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
@@ -93,7 +93,7 @@ class OfModels(Experiment):
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
         """A figure a table."""
-        from kvinterp.views import save_root_cause_figures
+        from kvinterp.report import save_root_cause_figures
 
         return save_root_cause_figures(outcome.tables, outcome.summary["provenance"], folder)
 

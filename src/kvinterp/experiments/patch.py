@@ -56,8 +56,8 @@ class Patch(Experiment):
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
         from kvinterp.cells import Cell
-        from kvinterp.checks import check_whole
         from kvinterp.data import load_prompts
+        from kvinterp.inputs import check_whole
 
         count = len(load_prompts(self.prompts))
         if self.examples is not None:
@@ -83,13 +83,13 @@ class Patch(Experiment):
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
         """Recovery by place."""
-        from kvinterp.views import save_sweep_figures
+        from kvinterp.report import save_sweep_figures
 
         return save_sweep_figures(outcome.result, folder)
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """Where the largest recovery is."""
-        from kvinterp.views.said_of_patching import said_of_sweep
+        from kvinterp.reading.patching import said_of_sweep
 
         return said_of_sweep(outcome.summary)
 

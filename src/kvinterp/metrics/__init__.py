@@ -7,7 +7,7 @@ plausible one.
 """
 
 from kvinterp.metrics.attention import pattern_entropy, pattern_kl
-from kvinterp.metrics.base import Metric
+from kvinterp.metrics.base import KINDS, Kind, Metric
 from kvinterp.metrics.divergence import (
     compare_logits,
     js_divergence,
@@ -21,12 +21,15 @@ from kvinterp.metrics.divergence import (
 from kvinterp.metrics.drift import cosine_distance, residual_drift
 from kvinterp.metrics.kv import relative_error, ulp_error, units_in_last_place
 from kvinterp.metrics.recovery import recovery, recovery_percent, why_undefined
-from kvinterp.metrics.registry import REGISTRY
+from kvinterp.metrics.registry import OF_KIND, REGISTRY, measured
 from kvinterp.metrics.statistics import Interval, bootstrap_interval, clustered_interval, kl_statistics
 
 __all__ = [
+    "KINDS",
+    "OF_KIND",
     "REGISTRY",
     "Interval",
+    "Kind",
     "Metric",
     "bootstrap_interval",
     "clustered_interval",
@@ -37,6 +40,7 @@ __all__ = [
     "kl_statistics",
     "logit_margin",
     "max_abs_difference",
+    "measured",
     "pattern_entropy",
     "pattern_kl",
     "recovery",

@@ -76,4 +76,4 @@ def _smallest_subnormal(dtype: torch.dtype) -> float:
     return info.smallest_normal * info.eps
 
 
-METRICS = (Metric("pattern_kl", pattern_kl, "pattern", 0.0, nonnegative=True),)
+METRICS = (Metric("pattern_kl", pattern_kl, "pattern", 0.0, nonnegative=True, column="kl"),)

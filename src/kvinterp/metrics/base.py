@@ -1,10 +1,10 @@
-"""What every metric is and how every metric takes its two inputs."""
+"""What every metric is, which table it fills, and how every metric takes its two inputs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Float64
@@ -13,29 +13,63 @@ from torch import Tensor
 from kvinterp.errors import InputError
 from kvinterp.shapes import Flag, Measure
 
-__all__ = ["Kind", "Metric", "float64_pair"]
+__all__ = ["KINDS", "Fills", "Kind", "Metric", "float64_pair"]
 
 #: What a metric compares, see :mod:`kvinterp.shapes`.
 Kind = Literal["logits", "residual", "pattern", "kv"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Metric:
-    """One number about two tensors of the same kind, as the contract tests and the tables find it.
+class Fills(NamedTuple):
+    """Where the numbers about two tensors of a kind go.
 
     Attributes:
-        name: The key it has in tables.
+        table: The table of a comparison, see :class:`kvinterp.comparison.Comparison`.
+        dimensions: What a row of it is told apart by, besides the step.
+        summed: The tables that hold the same, brought together over their last dimension or over the steps.
+    """
+
+    table: str
+    dimensions: tuple[str, ...]
+    summed: tuple[str, ...] = ()
+
+
+KINDS: dict[Kind, Fills] = {
+    "logits": Fills("steps", ("example",)),
+    "residual": Fills("layers", ("site", "layer", "example")),
+    "pattern": Fills("heads", ("layer", "example", "head")),
+    "kv": Fills("kv", ("tensor", "layer", "example", "kv_head", "position"), ("kv_steps", "kv_positions")),
+}
+"""The kinds of tensors that are compared, each with the table that holds how far apart two of them are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """One number about two tensors of the same kind, as the contract tests, the tables and ``kvinterp list`` find it.
+
+    Attributes:
+        name: Its name, which no other metric has.
         function: From the two tensors, both ``[*batch, last]``, to one number each, ``[*batch]``.
-        kind: What the two tensors are.
-        zero: What it gives, exactly, when the two tensors are bitwise equal.
+        kind: What the two tensors are; :data:`KINDS` says which table it fills.
+        zero: What it gives, exactly, when the two tensors are bitwise equal; None where it is of one path alone.
         nonnegative: Whether it can never be below zero.
+        column: Its column there; default: its name.
+        together: Gives this metric and others of the same kind at once, by column, with the work they share done once and
+            the same bits; None where it shares none.
+        over: Of K and V alone, how the numbers of several vectors come together, ``"mean"`` or ``"max"``. The first has the
+            metric's own column in the summed tables, others one with their name behind it.
     """
 
     name: str
     function: Callable[[Tensor, Tensor], Measure | Flag]
     kind: Kind
-    zero: float | bool
+    zero: float | bool | None
     nonnegative: bool
+    column: str = ""
+    together: Callable[[Tensor, Tensor], dict[str, Measure | Flag]] | None = None
+    over: tuple[str, ...] = ("mean",)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "column", self.column or self.name)
 
 
 def float64_pair(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"], what: str) -> Float64[Tensor, "path=2 *shape"]:

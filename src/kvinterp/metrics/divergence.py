@@ -268,11 +268,26 @@ def _top_probability_difference(both: _Distributions) -> Tensor:
     return chosen[1] - chosen[0]
 
 
-METRICS = (
-    Metric("kl", kl_divergence, "logits", 0.0, nonnegative=True),
-    Metric("js", js_divergence, "logits", 0.0, nonnegative=True),
-    Metric("max_abs_logit", max_abs_difference, "logits", 0.0, nonnegative=True),
-    Metric("rms_logit", rms_difference, "logits", 0.0, nonnegative=True),
-    Metric("top1_agree", top1_agreement, "logits", True, nonnegative=True),
-    Metric("top_probability_difference", top_probability_difference, "logits", 0.0, nonnegative=False),
+def _margin_of_a(a: Logits, b: Logits) -> Measure:
+    """Largest logit of the first path minus its second largest."""
+    return logit_margin(a)
+
+
+def _margin_of_b(a: Logits, b: Logits) -> Measure:
+    """Largest logit of the second path minus its second largest."""
+    return logit_margin(b)
+
+
+METRICS = tuple(
+    Metric(name, function, "logits", zero, nonnegative, together=compare_logits)
+    for name, function, zero, nonnegative in (
+        ("kl", kl_divergence, 0.0, True),
+        ("js", js_divergence, 0.0, True),
+        ("max_abs_logit", max_abs_difference, 0.0, True),
+        ("rms_logit", rms_difference, 0.0, True),
+        ("top1_agree", top1_agreement, True, True),
+        ("margin_a", _margin_of_a, None, True),
+        ("margin_b", _margin_of_b, None, True),
+        ("top_probability_difference", top_probability_difference, 0.0, False),
+    )
 )

@@ -43,17 +43,17 @@ def residual_drift(a: Residual, b: Residual) -> dict[str, Measure]:
 
 
 def l2_distance(a: Residual, b: Residual) -> Measure:
-    """Length of the difference, see :func:`residual_drift`."""
+    """Length of the difference of two residual streams."""
     return residual_drift(a, b)["l2"]
 
 
 def relative_l2(a: Residual, b: Residual) -> Measure:
-    """Length of the difference over the length of b, see :func:`residual_drift`."""
+    """Length of the difference over the length of b; 0 where both are zero, inf where only b is."""
     return residual_drift(a, b)["relative_l2"]
 
 
 def cosine_similarity(a: Residual, b: Residual) -> Measure:
-    """Cosine of the angle between the vectors, see :func:`residual_drift`."""
+    """Cosine of the angle between two residual streams; NaN where one is zero and the other is not."""
     return residual_drift(a, b)["cosine"]
 
 
@@ -79,9 +79,12 @@ def _cosine_distance(both: Float64[Tensor, "path=2 *batch width"], length: Float
     return torch.where(length.amax(0) == 0, 0.0, distance)
 
 
-METRICS = (
-    Metric("l2", l2_distance, "residual", 0.0, nonnegative=True),
-    Metric("relative_l2", relative_l2, "residual", 0.0, nonnegative=True),
-    Metric("cosine", cosine_similarity, "residual", 1.0, nonnegative=False),
-    Metric("cosine_distance", cosine_distance, "residual", 0.0, nonnegative=True),
+METRICS = tuple(
+    Metric(name, function, "residual", zero, nonnegative, together=residual_drift)
+    for name, function, zero, nonnegative in (
+        ("l2", l2_distance, 0.0, True),
+        ("relative_l2", relative_l2, 0.0, True),
+        ("cosine", cosine_similarity, 1.0, False),
+        ("cosine_distance", cosine_distance, 0.0, True),
+    )
 )

@@ -60,12 +60,12 @@ def ulp_error(a: HeadVectors, b: HeadVectors) -> dict[str, Measure]:
 
 
 def mean_ulp_error(a: HeadVectors, b: HeadVectors) -> Measure:
-    """Mean over the last dimension, in ULP, see :func:`ulp_error`."""
+    """Mean absolute difference over the last dimension, in units in the last place of the coarser dtype."""
     return ulp_error(a, b)["mean"]
 
 
 def max_ulp_error(a: HeadVectors, b: HeadVectors) -> Measure:
-    """Maximum over the last dimension, in ULP, see :func:`ulp_error`."""
+    """Largest absolute difference over the last dimension, in units in the last place of the coarser dtype."""
     return ulp_error(a, b)["max"]
 
 
@@ -88,8 +88,13 @@ def units_in_last_place(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float
     return torch.where(wide.isfinite(), power.clamp(min=info.smallest_normal) * info.eps, torch.nan)
 
 
+def _ulp_errors(a: HeadVectors, b: HeadVectors) -> dict[str, Measure]:
+    ulp = ulp_error(a, b)
+    return {"ulp_mean": ulp["mean"], "ulp_max": ulp["max"]}
+
+
 METRICS = (
-    Metric("relative_error", relative_error, "kv", 0.0, nonnegative=True),
-    Metric("ulp_mean", mean_ulp_error, "kv", 0.0, nonnegative=True),
-    Metric("ulp_max", max_ulp_error, "kv", 0.0, nonnegative=True),
+    Metric("relative_error", relative_error, "kv", 0.0, nonnegative=True, over=("mean", "max")),
+    Metric("ulp_mean", mean_ulp_error, "kv", 0.0, nonnegative=True, together=_ulp_errors),
+    Metric("ulp_max", max_ulp_error, "kv", 0.0, nonnegative=True, together=_ulp_errors, over=("max",)),
 )

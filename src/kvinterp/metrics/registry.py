@@ -1,26 +1,45 @@
-"""Finds the metrics of every file in this folder, so that a new one is one new file with its ``METRICS``."""
+"""Finds the metrics of every file in this folder, so that a new one is one new file with its ``METRICS``.
+
+A metric that is found here has its column in the tables of a comparison, its row in ``kvinterp list metrics`` and its tests.
+"""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+from torch import Tensor
 
 import kvinterp.metrics as folder
-from kvinterp.metrics.base import Metric
+from kvinterp.metrics.base import KINDS, Kind, Metric
+from kvinterp.shapes import Flag, Measure
+from kvinterp.spec import modules_of
 
-__all__ = ["REGISTRY"]
+__all__ = ["OF_KIND", "REGISTRY", "measured"]
 
 
 def _discover() -> dict[str, Metric]:
     found: dict[str, Metric] = {}
-    for module in pkgutil.iter_modules(folder.__path__):
-        if module.name == "registry":
-            continue
-        for metric in getattr(importlib.import_module(f"{folder.__name__}.{module.name}"), "METRICS", ()):
+    for module in modules_of(folder):
+        for metric in getattr(module, "METRICS", ()):
             if metric.name in found:
-                raise RuntimeError(f"two metrics are called {metric.name!r}; the second is in {module.name}.py.")
+                raise RuntimeError(f"two metrics are called {metric.name!r}; the second is in {module.__name__}.")
             found[metric.name] = metric
     return found
 
 
 REGISTRY = _discover()
+OF_KIND: dict[Kind, tuple[Metric, ...]] = {kind: tuple(m for m in REGISTRY.values() if m.kind == kind) for kind in KINDS}
+"""The metrics of each kind, in the order of their columns."""
+
+
+def measured(kind: Kind, a: Tensor, b: Tensor) -> dict[str, Measure | Flag]:
+    """Every metric of two tensors of a kind, by column; what several share is worked out once.
+
+    Args:
+        kind: What the tensors are.
+        a: One path's, ``[*batch, last]``.
+        b: The other path's.
+    """
+    found: dict[str, Measure | Flag] = {}
+    for metric in OF_KIND[kind]:
+        if metric.column not in found:
+            found |= {metric.column: metric.function(a, b)} if metric.together is None else metric.together(a, b)
+    return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import pandas as pd
 import scipy.stats
 import torch
 from jaxtyping import Bool, Float64, Shaped
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, NonFiniteError
 
-__all__ = ["Interval", "bootstrap_interval", "clustered_interval", "kl_statistics"]
+__all__ = ["Interval", "bootstrap_interval", "clustered_interval", "kl_statistics", "mean_error"]
 
 #: One number for each step, prompt or whatever is counted, where the caller has them.
 Values: TypeAlias = Shaped[Tensor, " count"] | Shaped[np.ndarray, " count"]
@@ -68,6 +69,18 @@ def kl_statistics(kl: Values, same_top: Flags, top_probability_difference: Value
         "same_top": float(agree.mean()),
         "rms_dp": float(np.sqrt(np.mean(difference**2))),
     }
+
+
+def mean_error(frame: pd.DataFrame, keys: Sequence[str], value: str = "relative_error") -> pd.Series:
+    """The mean of an error over all vectors behind the rows of kv_steps or kv_positions.
+
+    Args:
+        frame: One of the two tables, or some rows of one.
+        keys: What to group by.
+        value: ``"relative_error"`` or ``"ulp_mean"``.
+    """
+    summed = frame[value].mul(frame["vectors"]).groupby([frame[key] for key in keys]).sum()
+    return summed / frame.groupby(list(keys))["vectors"].sum()
 
 
 def bootstrap_interval(values: Values, confidence: float = 0.95, seed: int = 0, resamples: int = 2000) -> Interval:

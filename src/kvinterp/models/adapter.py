@@ -29,8 +29,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kvinterp.checks import check_known, given_list
 from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.inputs import check_known, given_list
 from kvinterp.models.apart import check_apart
 from kvinterp.models.attaching import Attaching, Listener, Site
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.holding import Hold, hold_of
-from kvinterp.models.ready import check_evaluating, check_uncompiled
 from kvinterp.models.taps import Closing, Tap, tap_hooks
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Attaching(abc.ABC):
             UnsupportedError: The model, or a part of it, is compiled, so that it runs no hook.
         """
         with self.hold.taken(self.facts.name, context):
-            check_uncompiled(self.model, self.facts.name)
+            _check_uncompiled(self.model, self.facts.name)
             yield
 
     @contextlib.contextmanager
@@ -88,7 +88,7 @@ class Attaching(abc.ABC):
         hold = self.hold
         with self.alone(context):
             if not self.alike_in_training:
-                check_evaluating(self.model, self.facts.name)
+                _check_evaluating(self.model, self.facts.name)
             try:
                 for place in dict.fromkeys(places):
                     if place not in self._attachments:
@@ -180,3 +180,38 @@ def _returning(kept: Any, forward: Callable[..., Any], hold: Hold) -> Callable[.
         return kept if hold.mine() else forward(*args, **kwargs)
 
     return returned
+
+
+# Whether a model computes what its hooks will see ---------------------------------------------------------------------
+
+
+def _check_evaluating(model: nn.Module, name: str) -> None:
+    """Refuses a model of which any part is in training mode.
+
+    Raises:
+        InputError: A module is; the message names it.
+    """
+    part = next((path for path, module in model.named_modules() if module.training), None)
+    if part is not None:
+        where = f"the module {part!r} of model {name}" if part else f"model {name}"
+        raise InputError(
+            f"{where} is in training mode, in which dropout changes what it computes: call model.eval() first."
+        )
+
+
+def _check_uncompiled(model: nn.Module, name: str) -> None:
+    """Refuses a model of which any part was compiled in place: what Dynamo compiled runs no hook that came later.
+
+    Raises:
+        UnsupportedError: A module was, by ``module.compile()`` or ``module.forward = torch.compile(module.forward)``.
+    """
+    for path, module in model.named_modules():
+        forward = vars(module).get("forward")
+        by_forward = hasattr(forward, "_torchdynamo_orig_callable")
+        if getattr(module, "_compiled_call_impl", None) is not None or by_forward:
+            where = f"the module {path!r} of model {name}" if path else f"model {name}"
+            remedy = "delete its attribute 'forward'" if by_forward else "set its _compiled_call_impl to None"
+            raise UnsupportedError(
+                f"{where} is compiled, and compiled code runs no hooks, so nothing in it can be heard or patched: give the "
+                f"model as it was before (copy.deepcopy(model), made before compiling), or {remedy}."
+            )

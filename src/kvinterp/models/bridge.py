@@ -18,16 +18,12 @@ from kvinterp.models.hooked import HOOKS
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
+    dressed,
     keeps_only_keys_and_values,
     text_config,
     transformers_facts,
 )
-from kvinterp.models.transformers_cache import (
-    OnTransformersCache,
-    TransformersCache,
-    check_used,
-    dress,
-)
+from kvinterp.models.transformers_cache import OnTransformersCache, TransformersCache
 
 __all__ = ["BridgeAdapter", "build_bridge"]
 
@@ -88,11 +84,8 @@ class BridgeAdapter(OnTransformersCache):
         """Logits of every new token, through the bridge."""
         if store is None:
             return self.model(tokens, return_type="logits", use_cache=False)
-        if store.dressed is None:
-            store.dressed = dress(text_config(self.source), store)
-        else:
-            check_used(store.dressed, f"the bridge for {self.facts.architecture}")
-        return self.model(tokens, return_type="logits", past_key_values=store.dressed, use_cache=True)
+        cache = dressed(store, text_config(self.source), f"the bridge for {self.facts.architecture}")
+        return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True)
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:
         """The DynamicCache that a bridge's users make."""

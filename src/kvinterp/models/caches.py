@@ -12,18 +12,18 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import importlib.util
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvinterp import spec
 from kvinterp.errors import InputError, UnsupportedError, unknown
 
 __all__ = [
@@ -39,6 +39,8 @@ __all__ = [
     "cache_named",
     "check_plain",
     "lead",
+    "shared",
+    "taken",
 ]
 
 KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
@@ -46,7 +48,7 @@ KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tenso
 
 @runtime_checkable
 class KVStore(Protocol):
-    """Where keys and values live between forwards; ``paths.cache`` holds the implementations."""
+    """Where keys and values live between forwards; ``paths.store`` holds the implementations."""
 
     dressed: Any
     """What the model was given for this store, kept for the store's whole life, or None before its first forward."""
@@ -78,16 +80,48 @@ class OwnCache(Protocol):
     """The name of its class."""
 
     dressed: Any
-    """What the model is given."""
+    """What the model is given, or None where it is given the store's own memory in the shape of a cache."""
 
     def connect(self, update: Callable[..., KeysValues]) -> None:
         """Sends every update the model makes to ``update(layer, keys, values, None, *more)``, which calls :meth:`append`."""
 
-    def append(self, layer: int, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> KeysValues:
+    def append(
+        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
+    ) -> KeysValues:
         """What the library itself does: appends, and returns what attention reads, any unfilled room included."""
 
     def held(self, layer: int) -> KeysValues | None:
         """The tensors in which a layer keeps its keys and values, or None where it keeps them in another form."""
+
+    def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
+        """Where a layer keeps what it has just handed to attention, row for row; None where it does so in another form."""
+
+    def let_go(self, kind: str) -> None:
+        """Told before anything is put in that rows will be let go of.
+
+        Args:
+            kind: What lets go of them, for the error.
+
+        Raises:
+            UnsupportedError: It cannot do that.
+        """
+
+    def take(self, layer: int, rows: Int[Tensor, "batch kv_head kept"]) -> None:
+        """Lets go of all rows of a layer but these, counted among those that it holds."""
+
+
+def taken(tensor: Tensor, rows: Int[Tensor, "batch kv_head kept"]) -> Tensor:
+    """Some rows of keys or values ``[batch, kv_head, row, head_dim]``, others for each sequence and KV head."""
+    return torch.gather(tensor, 2, rows[..., None].expand(*rows.shape, tensor.shape[3]))
+
+
+def shared(handed: KeysValues, held: KeysValues | None) -> KeysValues | None:
+    """What was handed to attention where it is the memory in which it is held, or lies in it; else None."""
+    same = held is not None and all(
+        one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        for one, other in zip(handed, held, strict=True)
+    )
+    return handed if same else None
 
 
 # Kinds -----------------------------------------------------------------------------------------------------------------
@@ -111,9 +145,7 @@ class CacheKind:
 
     def __str__(self) -> str:
         """The text form used on the command line and in tables."""
-        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        shown = ",".join(str(value) for value in values if value is not None)
-        return type(self).__name__.lower() + (f"({shown})" if shown else "")
+        return spec.text_of(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,12 +283,7 @@ class MadeBy(CacheKind):
         return f"{self.factory.__module__}:{getattr(self.factory, '__qualname__', type(self.factory).__qualname__)}"
 
 
-CACHE_KINDS: dict[str, type[CacheKind]] = {
-    "dynamic": Dynamic,
-    "preallocated": Preallocated,
-    "static": Static,
-    "quantized": Quantized,
-}
+CACHE_KINDS: dict[str, type[CacheKind]] = spec.named(Dynamic, Preallocated, Static, Quantized)
 
 
 def cache_named(given: Any) -> CacheKind:
@@ -278,17 +305,9 @@ def cache_named(given: Any) -> CacheKind:
         )
     if ":" in given:
         return MadeBy(_imported(given))
-    match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", given)
-    if match is None or match.group(1) not in CACHE_KINDS:
-        raise unknown(
-            "cache", given, CACHE_KINDS, "A class or function is given as package.module:Name, a dtype as float32."
-        )
-    kind, values = CACHE_KINDS[match.group(1)], match.group(2)
-    try:
-        return kind(*(_value(part.strip()) for part in values.split(",")) if values else ())
-    except TypeError as error:
-        fields = ", ".join(field.name for field in dataclasses.fields(kind)) or "no values"
-        raise InputError(f"cache {given!r} cannot be read: {match.group(1)} takes {fields}.") from error
+    return spec.read(
+        "cache", given, CACHE_KINDS, "A class or function is given as package.module:Name, a dtype as float32."
+    )
 
 
 def check_plain(kind: CacheKind, who: str) -> None:
@@ -346,13 +365,6 @@ def lead(cache: Any, name: str, reader: Callable[..., Any]) -> Callable[[], None
             cache.__dict__[name] = before
 
     return undo
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text
 
 
 def _imported(text: str) -> Callable[..., Any]:

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvinterp.checks import shown
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, shown
 
 __all__ = ["INDEX", "WEIGHTS", "check_config", "check_files", "read_object", "reason", "stored_tensors"]
 
@@ -58,15 +57,15 @@ def read_object(file: Path, what: str) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise InputError(f"{_at(file)} does not exist: expected the name of {what}.") from error
+        raise InputError(f"{shown(file)} does not exist: expected the name of {what}.") from error
     except OSError as error:
-        raise InputError(f"{_at(file)} cannot be read ({error.strerror or error}): {mend}.") from error
+        raise InputError(f"{shown(file)} cannot be read ({error.strerror or error}): {mend}.") from error
     except RecursionError as error:
-        raise InputError(f"{_at(file)} is nested too deeply to be read: {mend}.") from error
+        raise InputError(f"{shown(file)} is nested too deeply to be read: {mend}.") from error
     except ValueError as error:
-        raise InputError(f"{_at(file)} is not JSON ({reason(error)}): {mend}.") from error
+        raise InputError(f"{shown(file)} is not JSON ({reason(error)}): {mend}.") from error
     if not isinstance(found, dict):
-        raise InputError(f"{_at(file)} is JSON but holds {_kind(found)}: {mend}.")
+        raise InputError(f"{shown(file)} is JSON but holds {_kind(found)}: {mend}.")
     return found
 
 
@@ -76,7 +75,7 @@ def check_files(folder: Path) -> None:
     Raises:
         InputError: A file is missing, cannot be read, or says what cannot be.
     """
-    config, where = read_object(folder / "config.json", "a transformers config"), _at(folder / "config.json")
+    config, where = read_object(folder / "config.json", "a transformers config"), shown(folder / "config.json")
     for name in _OBJECTS:
         if (folder / name).exists():
             _check_side_file(folder / name)
@@ -84,7 +83,7 @@ def check_files(folder: Path) -> None:
     headers = _shapes(folder)
     if not headers:
         raise InputError(
-            f"the weights of {_at(folder)} hold no tensor: expected those of its config; give a whole checkpoint."
+            f"the weights of {shown(folder)} hold no tensor: expected those of its config; give a whole checkpoint."
         )
     _check_fits(config, headers, where)
     layers = next((n for text in _parts(config) for key in _LAYERS if isinstance(n := text.get(key), int)), 0)
@@ -98,7 +97,7 @@ def check_files(folder: Path) -> None:
 def _check_side_file(file: Path) -> None:
     found = read_object(file, "a file of transformers")
     if file.name == "generation_config.json":
-        _check_ends(found, _at(file))
+        _check_ends(found, shown(file))
 
 
 def _check_tokenizer(file: Path) -> None:
@@ -109,10 +108,10 @@ def _check_tokenizer(file: Path) -> None:
         with file.open(encoding="utf-8") as opened:
             start = opened.read(4096).lstrip()[:1]
     except (OSError, ValueError) as error:
-        raise InputError(f"{_at(file)} cannot be read ({reason(error)}): copy or download that file again.") from error
+        raise InputError(f"{shown(file)} cannot be read ({reason(error)}): copy or download that file again.") from error
     if start != "{":
         raise InputError(
-            f"{_at(file)} is no tokenizer (it begins with {start!r}): expected the JSON object of a tokenizers file; copy "
+            f"{shown(file)} is no tokenizer (it begins with {start!r}): expected the JSON object of a tokenizers file; copy "
             "or download it again, or remove it and give token ids."
         )
 
@@ -227,11 +226,11 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             with safe_open(file, framework="pt") as opened:
                 found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
         except FileNotFoundError as error:
-            raise InputError(f"weights file {_at(file)} is missing: copy or download that file again.") from error
+            raise InputError(f"weights file {shown(file)} is missing: copy or download that file again.") from error
         # safetensors raises an error of its own, and the system's for a folder or a file that may not be read.
         except Exception as error:
             raise InputError(
-                f"weights file {_at(file)} is cut off or damaged ({reason(error)}): expected a safetensors file; copy or "
+                f"weights file {shown(file)} is cut off or damaged ({reason(error)}): expected a safetensors file; copy or "
                 "download it again."
             ) from error
     return found
@@ -249,31 +248,27 @@ def _files(folder: Path) -> list[Path]:
         else:
             found = f"only pickled ones ({pickled[0]}), which can run code when they are read" if pickled else "none"
         raise InputError(
-            f"model folder {_at(folder)} has no weights that can be read: expected {WEIGHTS} or {INDEX}, found {found}; "
+            f"model folder {shown(folder)} has no weights that can be read: expected {WEIGHTS} or {INDEX}, found {found}; "
             "save the model with save_pretrained()."
         )
     places = read_object(index, "an index of weights").get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise InputError(
-            f"{_at(index)} has no weight_map from tensors to files: expected one object of names; copy or download it again."
+            f"{shown(index)} has no weight_map from tensors to files: expected one object of names; copy or download it again."
         )
     names = sorted(set(places.values()))
     outside = [name for name in names if Path(name).name != name or name in (".", "..")]
     if outside:
         raise InputError(
-            f"{_at(index)} names the file {outside[0]!r}, which is not in its folder: expected plain file names; mend it."
+            f"{shown(index)} names the file {outside[0]!r}, which is not in its folder: expected plain file names; mend it."
         )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise InputError(
-            f"{_at(index)} names {len(missing)} files that are not there ({', '.join(map(repr, missing[:3]))}): copy or "
+            f"{shown(index)} names {len(missing)} files that are not there ({', '.join(map(repr, missing[:3]))}): copy or "
             "download them too."
         )
     return [folder / name for name in names]
-
-
-def _at(file: Path) -> str:
-    return shown(file)
 
 
 def _kind(value: object) -> str:

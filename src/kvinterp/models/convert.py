@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
+from kvinterp.models.door import weights_of
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights
 
 __all__ = ["convert_checkpoint", "hooked_class", "hooked_from_transformers", "lay_out_for_products", "layer_windows"]
@@ -69,20 +70,8 @@ def convert_checkpoint(
         UnsupportedError: The architecture is none of the three families.
     """
     hooked_class()
-    from transformers import AutoModelForCausalLM
-
     _check_convertible((config.architectures or ["unknown"])[0])
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        # Said by check_loaded, with the tensor's name.
-        ignore_mismatched_sizes=True,
-    )
-    source, found = loaded
+    source, found = weights_of(folder, config=config, dtype=dtype)
     check_loaded(found, name)
     _check_all_used(found["unexpected_keys"])
     check_plain_weights(source, name)

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from kvinterp.checks import shown
-from kvinterp.errors import InputError, KvinterpError
+from kvinterp.errors import InputError, KvinterpError, shown
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
 from kvinterp.models.finding import reach
 
-__all__ = ["check_hooked_code", "code_refused", "config_of", "loading", "quiet_transformers"]
+__all__ = ["check_hooked_code", "code_refused", "config_of", "loading", "quiet_transformers", "too_large", "weights_of"]
 
 log = logging.getLogger("kvinterp")
 
@@ -126,6 +125,32 @@ def _runs_code(name: str) -> InputError:
 # Loading it ------------------------------------------------------------------------------------------------------------
 
 
+def weights_of(
+    source: Path | str, model_class: Any = None, remote_code: str = "refuse", **options: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    """The model of a checkpoint and transformers' ``output_loading_info``, which :func:`check_loaded` judges.
+
+    Args:
+        source: A folder, or a hub id that was reached.
+        model_class: What loads it; default: ``AutoModelForCausalLM``.
+        remote_code: ``"trust"`` lets code that comes with the checkpoint run.
+        options: Whatever else it is loaded with, such as config and dtype.
+    """
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = model_class or AutoModelForCausalLM
+    model, found = loader.from_pretrained(
+        source,
+        use_safetensors=True,
+        trust_remote_code=remote_code == "trust",
+        output_loading_info=True,
+        # Said by check_loaded, with the tensor's name.
+        ignore_mismatched_sizes=True,
+        **options,
+    )
+    return model, found
+
+
 @contextlib.contextmanager
 def loading(name: str, part: str = "", config: Any = None) -> Iterator[None]:
     """Makes one sentence of whatever a library raises while it loads a model.
@@ -144,10 +169,7 @@ def loading(name: str, part: str = "", config: Any = None) -> Iterator[None]:
     except (KvinterpError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise InputError(
-            f"model {shown(name)} does not fit into memory ({reason(error)}): use a narrower dtype, another device or a "
-            "smaller model."
-        ) from error
+        raise too_large(name, error) from error
     # BaseException: what panics in Rust (tokenizers, safetensors) is no Exception.
     except BaseException as error:
         if "trust_remote_code" in str(error):
@@ -157,6 +179,14 @@ def loading(name: str, part: str = "", config: Any = None) -> Iterator[None]:
             f"model {shown(name)}: {what} ({reason(error)}): expected a whole checkpoint of a causal transformers model; "
             "mend its files, or copy or download them again."
         ) from error
+
+
+def too_large(name: str, error: BaseException) -> InputError:
+    """The sentence for a model for which there is too little memory."""
+    return InputError(
+        f"model {shown(name)} does not fit into memory ({reason(error)}): use a narrower dtype, another device or a "
+        "smaller model."
+    )
 
 
 @contextlib.contextmanager

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvinterp.checks import shown
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, shown
 from kvinterp.models import zoo
 from kvinterp.models.checkpoint import reason
 
@@ -54,20 +53,17 @@ def reach(name: str) -> dict[str, Any]:
         here = isinstance(try_to_load_from_cache(name, "config.json"), str)
     except HFValidationError as error:
         raise _not_found(name, "that is no hub id") from error
+    if constants.HF_HUB_OFFLINE and not here:
+        raise _not_found(name, "HF_HUB_OFFLINE is set and no copy of it is in the local cache")
     if constants.HF_HUB_OFFLINE:
-        if not here:
-            raise _not_found(name, "HF_HUB_OFFLINE is set and no copy of it is in the local cache")
         return {"local_files_only": True}
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
-    except HfHubHTTPError as error:
-        if not here:
-            raise _not_found(name, f"the hub says: {reason(error)}") from error
-        return {"local_files_only": True}
     # The errors of a connection depend on the library that makes it, which changes between versions.
     except Exception as error:
         if not here:
-            raise _not_found(name, f"the hub cannot be reached: {reason(error)}") from error
+            why = "the hub says" if isinstance(error, HfHubHTTPError) else "the hub cannot be reached"
+            raise _not_found(name, f"{why}: {reason(error)}") from error
         return {"local_files_only": True}
     return {}
 

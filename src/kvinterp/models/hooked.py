@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
-from kvinterp.models.caches import CacheKind, check_plain, lead
+from kvinterp.models.caches import CacheKind, check_plain, lead, shared
 
 __all__ = ["HookedAdapter"]
 
@@ -34,6 +34,11 @@ HOOKS = {
 }
 
 
+def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values with heads and positions exchanged: TransformerLens keeps ``[batch, position, kv_head, head_dim]``."""
+    return pair[0].transpose(1, 2), pair[1].transpose(1, 2)
+
+
 class _Entry:
     """One layer of the store, dressed as TransformerLens' cache entry (``[batch, position, kv_head, head_dim]``)."""
 
@@ -44,15 +49,14 @@ class _Entry:
 
     @property
     def past_keys(self) -> Tensor:
-        return self.store.held(self.layer)[0].transpose(1, 2)
+        return _turned(self.store.held(self.layer))[0]
 
     @property
     def past_values(self) -> Tensor:
-        return self.store.held(self.layer)[1].transpose(1, 2)
+        return _turned(self.store.held(self.layer))[1]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        all_keys, all_values = self.store.update(self.layer, keys.transpose(1, 2), values.transpose(1, 2))
-        return all_keys.transpose(1, 2), all_values.transpose(1, 2)
+        return _turned(self.store.update(self.layer, *_turned((keys, values))))
 
 
 class _Cache:
@@ -86,15 +90,29 @@ class _OwnCache:
     def connect(self, update: Any) -> None:
         """The store is heard through the entries that it is dressed with in every forward."""
 
-    def append(self, layer: int, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def append(
+        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
         """TransformerLens' own append."""
-        all_keys, all_values = self.dressed[layer].append(keys.transpose(1, 2), values.transpose(1, 2))
-        return all_keys.transpose(1, 2), all_values.transpose(1, 2)
+        return _turned(self.dressed[layer].append(*_turned((keys, values))))
 
     def held(self, layer: int) -> tuple[Tensor, Tensor]:
         """The entry's own tensors."""
-        entry = self.dressed[layer]
-        return entry.past_keys.transpose(1, 2), entry.past_values.transpose(1, 2)
+        return _turned((self.dressed[layer].past_keys, self.dressed[layer].past_values))
+
+    def memory_of(self, layer: int, handed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """What it handed over: the entry's own tensors."""
+        return shared(handed, self.held(layer))
+
+    def let_go(self, kind: str) -> None:
+        """Refuses: keys are held before RoPE, and turned at every step by the number of their row."""
+        raise UnsupportedError(
+            f"{kind} lets go of rows, and a HookedTransformer turns cached keys by the number of their row, which would then be "
+            "another: load the model with kind='native' or kind='bridge'."
+        )
+
+    def take(self, layer: int, rows: Tensor) -> None:
+        """Never asked, since :meth:`let_go` refuses."""
 
 
 class HookedAdapter(Adapter):
@@ -151,8 +169,8 @@ class HookedAdapter(Adapter):
             raise InputError("a patch of the cache needs a forward with a cache: call the model with past_kv_cache=...")
 
         def reader(read: tuple[Tensor, Tensor], *_: Any) -> tuple[Tensor, Tensor] | None:
-            new = on_read(layer, 0, read[0].transpose(1, 2), read[1].transpose(1, 2))
-            return None if new is None else (new[0].transpose(1, 2), new[1].transpose(1, 2))
+            new = on_read(layer, 0, *_turned(read))
+            return None if new is None else _turned(new)
 
         return lead(cache, "append", reader)
 
@@ -219,4 +237,4 @@ class HookedAdapter(Adapter):
         """What the layer's entry of the user's own TransformerLensKeyValueCache holds after the block."""
         if cache is None or site == "cache_k":
             return None
-        return (cache.past_keys if site == "cache_k_pre" else cache.past_values).transpose(1, 2)
+        return _turned((cache.past_keys, cache.past_values))[site != "cache_k_pre"]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvinterp.checks import check_text, shown
-from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.errors import InputError, UnsupportedError, shown, unknown
+from kvinterp.inputs import check_text
 from kvinterp.models.adapter import Adapter, dtype_named
 from kvinterp.models.checkpoint import reason
-from kvinterp.models.door import check_hooked_code, config_of, loading
+from kvinterp.models.door import check_hooked_code, config_of, loading, weights_of
 from kvinterp.models.finding import cached_folder, local_folder, reach
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights, check_runs
 
@@ -238,24 +238,12 @@ def _transformers(
     options = {} if folder is not None else reach(name)
     source = folder or name
     config = config_of(source, name, remote_code, options=options)
-    from transformers import AutoModelForCausalLM
-
     from kvinterp.models.native import plain_experts
 
     with loading(name, config=config):
         try:
-            made: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                config=config,
-                dtype=dtype,
-                attn_implementation=attention,
-                use_safetensors=True,
-                trust_remote_code=remote_code == "trust",
-                output_loading_info=True,
-                # Said by check_loaded, with the tensor's name.
-                ignore_mismatched_sizes=True,
-                **options,
-            )
+            settings = {"config": config, "dtype": dtype, "attn_implementation": attention}
+            model, found = weights_of(source, remote_code=remote_code, **settings, **options)
         except (ImportError, ValueError, RuntimeError) as error:
             if getattr(config, "quantization_config", None):
                 raise UnsupportedError(
@@ -271,7 +259,6 @@ def _transformers(
                     f"model {shown(name)} needs a package that is not installed ({reason(error)}): install it."
                 ) from error
             raise
-        model, found = made
     _check_decoder(model, name)
     check_loaded(found, name)
     check_plain_weights(model, name)

@@ -39,6 +39,7 @@ __all__ = [
     "NativeAdapter",
     "cast_transformers",
     "decoder_layers",
+    "dressed",
     "keeps_only_keys_and_values",
     "plain_experts",
     "text_config",
@@ -160,6 +161,20 @@ def keeps_only_keys_and_values(model: nn.Module) -> bool:
     return is_attention_only(cache) and len(cache.layers) in (0, config.num_hidden_layers)
 
 
+def dressed(store: KVStore, config: Any, architecture: str) -> Cache:
+    """The cache that a store is given to the model as: one for its whole life, since some layers keep a state in it.
+
+    Raises:
+        UnsupportedError: A forward before this one left it unused.
+    """
+    if store.dressed is None:
+        store.dressed = dress(config, store)
+    else:
+        check_used(store.dressed, architecture)
+    made: Cache = store.dressed
+    return made
+
+
 def _cache_argument(model: nn.Module) -> str | None:
     parameters = inspect.signature(model.forward).parameters
     named = next((name for name in CACHES if name in parameters), None)
@@ -228,12 +243,8 @@ class NativeAdapter(OnTransformersCache):
             self._check_continues()
         if self._cache_argument != "past_key_values":
             return self._with_own_cache(tokens, store)
-        if store.dressed is None:
-            # One cache for the store's whole life: layers that are not attention keep their state in it.
-            store.dressed = dress(text_config(self.model), store)
-        else:
-            check_used(store.dressed, self.facts.architecture)
-        return self.model(input_ids=tokens, past_key_values=store.dressed, use_cache=True).logits
+        cache = dressed(store, text_config(self.model), self.facts.architecture)
+        return self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache | None:
         """A transformers cache; for the default kind of the class that the model itself makes."""

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.adapter import Facts, KVStore, Site
+from kvinterp.models.adapter import Adapter, Facts, Site
 from kvinterp.models.taps import Tap, hooks_suspended, tap_hooks
 
-__all__ = ["Checked", "NativeSites", "Runs", "check_sites"]
+__all__ = ["Checked", "NativeSites", "check_sites"]
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "fc2")
@@ -144,24 +144,6 @@ class NativeSites:
 # Whether what was found is what the site means -------------------------------------------------------------------------
 
 
-class Runs(Protocol):
-    """What a check needs of an adapter."""
-
-    model: nn.Module
-    facts: Facts
-
-    @property
-    def attention_only(self) -> bool:
-        """Whether every layer keeps plain keys and values."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tokens go."""
-
-    def forward(self, tokens: Tensor, store: KVStore | None = None) -> Tensor:
-        """Logits of every token."""
-
-
 @dataclasses.dataclass
 class Checked:
     """What one forward of a few tokens showed.
@@ -197,7 +179,7 @@ class _Seen:
 class _Shown:
     """What every site of every layer showed in one forward, and what entered the norms on queries and keys."""
 
-    def __init__(self, adapter: Runs, sites: NativeSites) -> None:
+    def __init__(self, adapter: Adapter, sites: NativeSites) -> None:
         self.sites, self.facts = sites, adapter.facts
         # Another number than that of the heads, so that the dimensions can be told apart.
         self.count = next(n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads))
@@ -213,7 +195,7 @@ class _Shown:
         self._run(adapter)
 
     @torch.no_grad()
-    def _run(self, adapter: Runs) -> None:
+    def _run(self, adapter: Adapter) -> None:
         tokens = torch.arange(3, 3 + self.count, device=adapter.device)[None] % self.facts.vocabulary
         with hooks_suspended(adapter.model):
             handles = []
@@ -239,12 +221,12 @@ class _Shown:
         return keep
 
     def __getitem__(self, place: Site) -> Tensor | None:
-        """A site in the common layout, or None where it was not shown once."""
+        """A site in the common layout, or None where it was not found or not shown once."""
         shown = self.raw.get(place, [])
-        return self.taps[place].get(shown[0]) if len(shown) == 1 else None
+        return self.taps[place].get(shown[0]) if place in self.taps and len(shown) == 1 else None
 
 
-def check_sites(adapter: Runs, sites: NativeSites) -> Checked:
+def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
     """Runs a few tokens and holds every site inside the blocks to what it means.
 
     The hooks that others put on the model do not hear it.
@@ -269,9 +251,7 @@ def check_sites(adapter: Runs, sites: NativeSites) -> Checked:
 
 def _residual(shown: _Shown, layer: int) -> Mapping[str, str]:
     before, after = shown["resid_pre", layer], shown["resid_post", layer]
-    attention, mid, mlp = (
-        shown[s, layer] if (s, layer) in shown.taps else None for s in ("attn_out", "resid_mid", "mlp_out")
-    )
+    attention, mid, mlp = (shown[site, layer] for site in ("attn_out", "resid_mid", "mlp_out"))
     other = "what its {} returns is not what is added to the residual stream"
     reasons = {"attn_out": other.format("attention"), "mlp_out": other.format("MLP")}
     if before is None or after is None:
@@ -306,9 +286,9 @@ def _adds_up(total: Tensor, *parts: Tensor | None) -> bool:
 def _projections(shown: _Shown, layer: int, checked: Checked) -> Mapping[str, str]:
     facts = shown.facts
     reasons = {}
-    q, k, v, z = (shown[s, layer] if (s, layer) in shown.taps else None for s in ("q", "k", "v", "z"))
+    q, k, v, z = (shown[site, layer] for site in ("q", "k", "v", "z"))
     for site, tensor in (("q", q), ("k", k)):
-        if tensor is None or ("q projected" if site == "q" else "k projected", layer) not in shown.raw:
+        if tensor is None or (f"{site} projected", layer) not in shown.raw:
             continue
         (given,), (projected,) = shown.raw[f"{site} into its norm", layer], shown.raw[f"{site} projected", layer]
         rows = projected.reshape(shown.count, -1)
@@ -364,7 +344,7 @@ def _patterns(shown: _Shown, layer: int) -> Mapping[str, str]:
     wanted = (1, shown.facts.query_heads, shown.count, shown.count)
     reasons = {}
     for site in ("attn_scores", "pattern"):
-        tensor = shown[site, layer] if (site, layer) in shown.taps else None
+        tensor = shown[site, layer]
         if tensor is not None and tuple(tensor.shape) != wanted:
             extra = tensor.dim() == 4 and tensor.shape[-1] == shown.count + 1
             what = "scores are" if shown.taps[site, layer].side == "fused" else "softmax is over"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvinterp.checks import shown
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
 from kvinterp.models.checkpoint import reason, stored_tensors
+from kvinterp.models.door import too_large
 from kvinterp.models.taps import hooks_suspended
 
 __all__ = ["check_finite", "check_loaded", "check_plain_weights", "check_runs"]
@@ -138,10 +138,7 @@ def check_runs(adapter: Any, given: bool = False) -> None:
     except KvinterpError:
         raise
     except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"model {shown(name)} does not fit into memory ({reason(error)}): use a narrower dtype, another device or a "
-            "smaller model."
-        ) from error
+        raise too_large(name, error) from error
     except Exception as error:
         # An operation that this device lacks in this dtype may be there in another: what runs there says so.
         if isinstance(error, NotImplementedError) or "not implemented for" in str(error):

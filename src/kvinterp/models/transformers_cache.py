@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
-from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, lead
+from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, lead, shared, taken
 
 __all__ = [
     "CACHES",
@@ -68,16 +68,43 @@ class StoreLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of the keys that the next update will return."""
-        new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
         held = self.store.length(self.layer)
-        offset = 0 if self.sliding_window is None else max(held - self.sliding_window + 1, 0)
-        return held + new - offset, offset
+        if self.sliding_window is None:
+            return _mask_sizes(held, self.store.held(self.layer)[0].shape[2] if held else 0, query_length)
+        return _mask_sizes(held, min(held, self.sliding_window - 1), query_length)
 
     def get_max_length(self) -> int:
         """The window, or -1 where there is no limit, as transformers' own layers say."""
         return -1 if self.sliding_window is None else self.sliding_window
 
     get_max_cache_shape = get_max_length
+
+
+class ThinnedLayer(DynamicLayer):
+    """transformers' own growing layer, of which rows may be let go: it goes on counting the positions that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Appends as transformers does."""
+        self.seen += key_states.shape[-2]
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def get_seq_length(self) -> int:
+        """Positions seen so far: those of the tokens that follow begin there, whatever was let go of."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """As if the rows that are left were the newest: every query may read them all."""
+        return _mask_sizes(self.seen, 0 if self.keys is None else self.keys.shape[-2], query_length)
+
+
+def _mask_sizes(seen: int, held: int, query_length: int | Tensor) -> tuple[int, int]:
+    """How many keys the next queries find, and the place of the first of them."""
+    new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+    return held + new, seen - held
 
 
 def is_attention_only(cache: Cache) -> bool:
@@ -135,7 +162,9 @@ class TransformersCache:
 
         self.dressed.update = heard  # type: ignore[method-assign]
 
-    def append(self, layer: int, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> KeysValues:
+    def append(
+        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
+    ) -> KeysValues:
         """What transformers' update does."""
         return self._update(keys, values, layer, *more, **named)
 
@@ -146,6 +175,29 @@ class TransformersCache:
         if isinstance(found, BaseQuantizedLayer) or not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             return None
         return keys, values
+
+    def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
+        """What it handed over, where that is the layer's own memory."""
+        return shared(handed, self.held(layer))
+
+    def let_go(self, kind: str) -> None:
+        """Puts layers that count what they have seen in place of a DynamicCache's.
+
+        Raises:
+            UnsupportedError: It is another cache.
+        """
+        if type(self.dressed) is not DynamicCache or not is_attention_only(self.dressed):
+            raise UnsupportedError(
+                f"{kind} lets go of rows, and a {self.name} cannot: leave the cache out of the path, or use a model whose "
+                "layers all keep plain keys and values."
+            )
+        self.dressed.layers = [ThinnedLayer() for _ in self.dressed.layers]
+        self.dressed.layer_class_to_replicate = ThinnedLayer
+
+    def take(self, layer: int, rows: Tensor) -> None:
+        """Keeps these rows in memory of their own."""
+        held: Any = self.dressed.layers[layer]
+        held.keys, held.values = taken(held.keys, rows), taken(held.values, rows)
 
 
 def check_used(cache: Cache, architecture: str) -> None:

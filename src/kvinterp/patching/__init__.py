@@ -7,10 +7,10 @@ from kvinterp.patching.localising import Cause, localise
 from kvinterp.patching.patch import PATCH_SITES, Patch
 from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.splitting import ANEW, PARTS
 from kvinterp.patching.sweeping import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, highest_kl, sweep
 from kvinterp.patching.table import Sweep
 from kvinterp.patching.watcher import PatchWatcher
+from kvinterp.reading.vocabulary import ANEW, PARTS
 
 __all__ = [
     "ANEW",

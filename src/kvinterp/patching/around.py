@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kvinterp.checks import check_instance, given_list
 from kvinterp.errors import InputError
+from kvinterp.inputs import check_instance, chosen_layers, given_list
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.passes import Passes
 from kvinterp.patching.patch import Patch
 from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.policies import Place
-from kvinterp.recording import chosen_layers
 
 __all__ = ["patched"]
 

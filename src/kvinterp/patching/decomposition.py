@@ -28,17 +28,17 @@ import torch
 from tqdm.auto import tqdm
 
 from kvinterp import metrics
-from kvinterp.checks import among, check_choice, check_instance, check_whole
-from kvinterp.errors import InputError, UnsupportedError, located
+from kvinterp.errors import UnsupportedError, located
+from kvinterp.inputs import among, check_choice, check_instance, check_whole, encode_all
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import check_finite
-from kvinterp.patching.splitting import DIFFERENCES, PARTS, Shown, Split, leading_part
+from kvinterp.patching.splitting import DIFFERENCES, Shown, Split, leading_part
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.runner import encode, listed
 from kvinterp.provenance import provenance
+from kvinterp.reading.vocabulary import PARTS
 
 __all__ = ["Decomposition", "check_splittable", "decompose", "measured"]
 
@@ -125,10 +125,7 @@ def decompose(
         check_instance("plant", plant, Plant, "a Plant, such as kv.Plant('kv', layer=1), or None")
         plant.check(adapter)
     check_whole("max_new_tokens", max_new_tokens)
-    items, _ = listed(prompts)
-    if not items:
-        raise InputError("the list of prompts is empty: give at least one.")
-    tokens = [encode(adapter, item, max_new_tokens + suffix) for item in items]
+    tokens = encode_all(adapter, prompts, max_new_tokens + suffix)
     steps: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
     with located(f"model {adapter.facts.name}"), own_threads(adapter):

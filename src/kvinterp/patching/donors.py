@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvinterp.checks import check_instance, given_list, shown, whole_number
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import InputError, UnsupportedError, unexpected
+from kvinterp.inputs import check_instance, chosen_layers, token_ids
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import CACHE_SITES
 from kvinterp.patching.patch import Patch, stored_sites
-from kvinterp.recording import Recorder, Trace, chosen_layers
+from kvinterp.recording import Recorder, Trace
 from kvinterp.recording.recorder import HEADS
 
 __all__ = ["check_donor", "donor_trace", "rows_of"]
@@ -122,11 +122,9 @@ def donor_trace(recorder: Recorder, prompt: Sequence[int], fed: Sequence[int] = 
 
 
 def _token_ids(name: str, given: object) -> list[int]:
-    expected = "a list of token ids"
     if isinstance(given, Tensor) and given.dim() == 2 and given.shape[0] == 1:
         given = given[0]
-    items = given.tolist() if isinstance(given, Tensor) else given_list(name, given, expected)
-    tokens = [whole_number(item) for item in items] if isinstance(items, list) else [None]
-    if None in tokens:
-        raise InputError(f"{name}={shown(given)} was given: expected {expected}.")
-    return [token for token in tokens if token is not None]
+    tokens = token_ids(given)
+    if tokens is None:
+        raise unexpected(name, given, "a list of token ids")
+    return tokens

@@ -21,18 +21,18 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from kvinterp.checks import check_instance
 from kvinterp.errors import located
+from kvinterp.inputs import check_instance, encode
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.decomposition import check_splittable, measured
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import PLACES, Plant
-from kvinterp.patching.splitting import PARTS, KeysValues, Lane, Rows, Shown, Split
+from kvinterp.patching.splitting import KeysValues, Lane, Rows, Shown, Split
 from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.runner import encode
+from kvinterp.reading.vocabulary import PARTS
 
 __all__ = ["Cause", "localise"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvinterp.checks import check_instance, check_known, given_list, shown, whole_number
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, shown
+from kvinterp.inputs import check_instance, check_known, given_list, whole_number
 from kvinterp.models import SITES, Adapter
 from kvinterp.models.adapter import CACHE_SITES
 from kvinterp.recording import Trace

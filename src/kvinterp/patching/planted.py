@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from kvinterp.checks import check_known, check_whole
 from kvinterp.errors import InputError
+from kvinterp.inputs import check_known, check_number, check_whole
 from kvinterp.models import SITES, Adapter
 from kvinterp.models.adapter import CACHE_SITES, Listener, Site
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.runner import LOGITS
-from kvinterp.policies import Place
-from kvinterp.policies.planted import Planted, check_size, nudged
+from kvinterp.policies import Place, Policy
+from kvinterp.policies.base import KV
 
-__all__ = ["ONE_ROW", "PLACES", "PLANTED", "Plant", "PlantWatcher"]
+__all__ = ["ONE_ROW", "PLACES", "PLANTED", "Plant", "PlantWatcher", "Planted", "nudged"]
 
 PLACES = {
     "kv": "K and V as the cached path keeps them at a layer",
@@ -104,3 +105,59 @@ class PlantWatcher:
     def _nudge(self, tensor: Tensor) -> Tensor | None:
         planted = self.step >= 1 if self.plant.steps == "every" else self.step == 1
         return nudged(tensor, float(self.plant.units), self.plant.bits) if planted else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted(Policy):
+    """A policy that moves K and V of one layer by a few units in the last place as they are written (docs/laws.md, law 6).
+
+    An instrument, not something to run a model with: it stands in no registry and has no text form to be read.
+
+    Attributes:
+        layer: The layer whose cache writes are changed.
+        units: How many units in the last place of ``bits``.
+        bits: Significant bits of the format whose last place is meant: 11 is float16, 8 bfloat16, 24 float32.
+        until: Only writes of positions before this one are changed; every write for 0.
+    """
+
+    layer: int = 0
+    units: float = 4.0
+    bits: int = 11
+    until: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layer", "until"):
+            check_whole(name, getattr(self, name), 0)
+        check_size(self.units, self.bits)
+
+    def check(self, layers: int) -> None:
+        """Refuses a layer that the model does not have: nothing would be planted, and nothing would say so."""
+        if self.layer >= layers:
+            raise InputError(f"policy {self}: layer {self.layer} does not exist; this model has layers 0 to {layers - 1}.")
+
+    def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+        """K and V of the planted layer, moved; the others as they are."""
+        if place.layer != self.layer or (self.until and place.stop > self.until):
+            return keys, values
+        units = float(self.units)
+        return nudged(keys, units, self.bits), nudged(values, units, self.bits)
+
+
+def check_size(units: object, bits: object) -> None:
+    """Raises InputError where a difference is of no size: its units are no number, or the format has no such last place."""
+    check_number("units", units)
+    check_whole("bits", bits, 2, 53)
+
+
+def nudged(tensor: Tensor, units: float, bits: int) -> Tensor:
+    """A tensor whose elements are moved by ``units`` in the last of ``bits`` significant bits, signs alternating.
+
+    Args:
+        tensor: Any float tensor.
+        units: How far.
+        bits: Significant bits of the format whose last place is meant.
+    """
+    _, exponent = torch.frexp(tensor)
+    last_place = torch.ldexp(torch.ones_like(tensor), exponent - bits)
+    sign = 1 - 2 * (torch.arange(tensor.shape[-1], device=tensor.device) % 2)
+    return tensor + units * last_place * sign.to(tensor.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.errors import NonFiniteError
+from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import CACHE_SITES, Site
 from kvinterp.patching.lanes import Donor, PureLane, RunnerLane
@@ -20,7 +21,6 @@ from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.watcher import PatchWatcher, Window
 from kvinterp.paths import ExecutionPath
-from kvinterp.recording import chosen_layers
 
 __all__ = ["DISTANCES", "Advanced", "PlannedLane", "Setting", "advance_beside", "check_finite", "not_the_same"]
 

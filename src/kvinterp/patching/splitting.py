@@ -42,20 +42,7 @@ from kvinterp.paths.cache import PassThrough
 from kvinterp.paths.runner import LOGITS
 from kvinterp.policies import Identity, Place
 
-__all__ = ["ANEW", "DIFFERENCES", "PARTS", "KeysValues", "Lane", "Rows", "Shown", "Split", "leading_part"]
-
-PARTS = {
-    "fresh": "the newest row, computed alone at this step",
-    "alone": "K and V of the decoded rows, each computed alone at its own step",
-    "anew": "K and V of earlier rows, which the recompute path makes anew among another number of rows",
-    "kept": "K and V that the cached path keeps otherwise than they were written",
-}
-"""What makes the difference; as vectors they add up to the whole."""
-ANEW = {
-    "prompt": "K and V of the prompt's rows made anew",
-    "remade": "K and V of the decoded rows made anew",
-}
-"""What ``anew`` consists of."""
+__all__ = ["DIFFERENCES", "KeysValues", "Lane", "Rows", "Shown", "Split", "leading_part"]
 
 DIFFERENCES = {
     "total": ("cached", "recompute"),

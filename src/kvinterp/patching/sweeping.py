@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 from tqdm.auto import tqdm
 
-from kvinterp.checks import among, check_choice, check_known, check_text, check_whole
 from kvinterp.errors import InputError, located
+from kvinterp.inputs import among, check_choice, check_known, check_text, check_whole, chosen_layers, encode_all
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
@@ -29,9 +29,7 @@ from kvinterp.patching.side_by_side import (
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.runner import encode, listed
 from kvinterp.provenance import provenance
-from kvinterp.recording import chosen_layers
 from kvinterp.recording.recorder import HEADS
 
 __all__ = ["DIRECTIONS", "DISTANCES", "PRESETS", "SWEEPS", "Sweep", "highest_kl", "sweep"]
@@ -155,7 +153,7 @@ def sweep(
         ("progress", progress, ("bar", "none")),
     ):
         check_choice(name, given, tuple(known))
-    tokens = _encoded(adapter, prompts, max_new_tokens)
+    tokens = encode_all(adapter, prompts, max_new_tokens)
     paths = two_paths(cached, recompute, "a sweep")
     spot = positions if positions is not None else "all" if site in PATCHED_CACHE else "newest"
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
@@ -220,7 +218,7 @@ def highest_kl(
     adapter = wrap(model)
     for name, given, known in (("protocol", protocol, PROTOCOLS), ("progress", progress, ("bar", "none"))):
         check_choice(name, given, known)
-    tokens = _encoded(adapter, prompts, max_new_tokens)
+    tokens = encode_all(adapter, prompts, max_new_tokens)
     paths = two_paths(cached, recompute, "a sweep")
     setting = Setting(adapter, *paths, "into-recompute", protocol, "kl", max_new_tokens)
     return _chosen_examples(setting, tokens, count, progress)
@@ -238,13 +236,6 @@ def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: i
             check_finite(after_prefill, f"example {len(means)}")
             means.append(float(after_prefill.mean()) if len(after_prefill) else 0.0)
     return sorted(range(len(tokens)), key=lambda example: -means[example])[:count]
-
-
-def _encoded(adapter: Adapter, prompts: Any, max_new_tokens: int) -> list[list[int]]:
-    items, _ = listed(prompts)
-    if not items:
-        raise InputError("the list of prompts is empty: give at least one.")
-    return [encode(adapter, item, max_new_tokens) for item in items]
 
 
 def _check_reach(setting: Setting, lane: PlannedLane, shortest: int) -> None:

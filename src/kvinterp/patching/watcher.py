@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import CACHE_SITES, Listener, Site
 from kvinterp.patching.donors import check_donor, rows_of
 from kvinterp.patching.midstream import carry_on
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
 from kvinterp.policies import Place
-from kvinterp.recording import chosen_layers
 from kvinterp.recording.recorder import HEADS
 
 __all__ = ["PatchWatcher", "Window"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError
+from kvinterp.inputs import check_whole
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.paths.loops import RecorderWatcher, Runner
 from kvinterp.paths.model_cache import CHECKED_NUMBERS, CHECKED_SITES
@@ -46,8 +47,7 @@ def in_batches(
         work: Takes the indices of a batch and returns one result for each.
         done: Told of every batch as it finishes.
     """
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise InputError(f"batch_size={batch_size!r} was given: expected a whole number of at least 1.")
+    batch_size = check_whole("batch_size", batch_size)
     results: dict[int, Done] = {}
     waiting = list(batched(prompts, batch_size))
     while waiting:

@@ -137,7 +137,7 @@ class OwnStore(_Store):
         kept = self._write(layer, held, keys, values)
         if self.cache_dtype is not None:
             kept = kept[0].to(self.cache_dtype), kept[1].to(self.cache_dtype)
-        self._handed = self.own.append(layer, *kept, *more, **named)  # type: ignore[union-attr]
+        self._handed = self.own.append(layer, *kept, None, *more, **named)  # type: ignore[union-attr]
         stop = self._lengths[layer] = held + keys.shape[2]
         # A static cache hands over all its room, of which the last slots may be empty.
         filled = min(stop, self._handed[0].shape[2])

@@ -6,8 +6,8 @@ import dataclasses
 import re
 from typing import Any
 
-from kvinterp.checks import check_instance, check_known, check_whole, shown
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, shown
+from kvinterp.inputs import check_instance, check_known, check_whole
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.caches import CacheKind, Dynamic, cache_named

@@ -8,20 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.checks import check_choice, check_seed
 from kvinterp.errors import NonFiniteError, located
+from kvinterp.inputs import (
+    check_choice,
+    check_seed,
+    checked_continuation,
+    chosen_heads,
+    chosen_layers,
+    chosen_steps,
+    encode,
+    listed,
+)
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.batches import batched, in_batches
 from kvinterp.paths.finite import first_nonfinite
-from kvinterp.paths.inputs import checked_continuation, encode, end_tokens, listed
 from kvinterp.paths.loops import LOGITS, RecorderWatcher, Runner, Watcher
 from kvinterp.paths.model_cache import CHECKED_NUMBERS, CHECKED_SITES, path_store
 from kvinterp.paths.path import ExecutionPath, path_named
 from kvinterp.paths.sampling import Strategy, strategy_named, uniforms
-from kvinterp.paths.vocabulary import padding_of, sound_rows
+from kvinterp.paths.vocabulary import end_tokens, padding_of, sound_rows
 from kvinterp.provenance import provenance
-from kvinterp.recording import Recorder, Trace, chosen_heads, chosen_layers, chosen_steps
+from kvinterp.recording import Recorder, Trace
 
 __all__ = [
     "CHECKED_NUMBERS",
@@ -31,13 +39,8 @@ __all__ = [
     "Runner",
     "Watcher",
     "batched",
-    "check_choice",
-    "checked_continuation",
-    "encode",
-    "end_tokens",
     "first_nonfinite",
     "in_batches",
-    "listed",
     "path_store",
     "run",
 ]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import re
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvinterp.checks import check_seed, shown, whole_number
-from kvinterp.errors import InputError, unknown
+from kvinterp import spec
+from kvinterp.errors import InputError, shown
+from kvinterp.inputs import check_seed, whole_number
 
 __all__ = ["STRATEGIES", "Greedy", "Strategy", "TopK", "TopP", "strategy_named", "uniforms"]
 
@@ -42,9 +41,7 @@ class Strategy:
 
     def __str__(self) -> str:
         """The text form."""
-        values = ",".join(_exact(getattr(self, field.name)) for field in dataclasses.fields(self))
-        name = next(name for name, rule in STRATEGIES.items() if rule is type(self))
-        return f"{name}({values})" if values else name
+        return spec.text_of(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +110,7 @@ def _quanta(probabilities: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch v
     return (probabilities / QUANTUM).round().nan_to_num(0.0).long()
 
 
-STRATEGIES: dict[str, type[Strategy]] = {"greedy": Greedy, "top_k": TopK, "top_p": TopP}
+STRATEGIES: dict[str, type[Strategy]] = spec.named(Greedy, TopK, TopP)
 
 
 def strategy_named(text: object) -> Strategy:
@@ -128,20 +125,7 @@ def strategy_named(text: object) -> Strategy:
         raise InputError(
             f"strategy={shown(text)} was given: expected a text such as 'greedy' or 'top_p(0.95,0.8)', or a Strategy."
         )
-    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
-    name = match.group(1).replace("-", "_") if match else text
-    if match is None or name not in STRATEGIES:
-        raise unknown("strategy", text, STRATEGIES, "Values go in brackets, as in top_k(50,0.8).")
-    try:
-        values = ast.literal_eval(f"({match.group(2)},)") if match.group(2) else ()
-        kinds = [field.type for field in dataclasses.fields(STRATEGIES[name])]
-        whole = [type(value) is int and kind == "float" for value, kind in zip(values, kinds, strict=False)]
-        return STRATEGIES[name](*(float(v) if w else v for v, w in zip(values, whole, strict=True)))
-    except (SyntaxError, ValueError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
-        fields = ", ".join(field.name for field in dataclasses.fields(STRATEGIES[name])) or "no values"
-        raise InputError(f"strategy {text!r} cannot be read: {name} takes {fields}.") from error
+    return spec.read("strategy", text, STRATEGIES, "Values go in brackets, as in top_k(50,0.8).")
 
 
 def uniforms(seed: int, example: int, steps: int) -> Float[Tensor, " steps"]:
@@ -166,10 +150,3 @@ def _check_temperature(temperature: float) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _exact(value: int | float) -> str:
-    """The shortest text that is read back as the very same number."""
-    if isinstance(value, int):
-        return str(value)
-    return f"{value:g}" if float(f"{value:g}") == value else repr(float(value))

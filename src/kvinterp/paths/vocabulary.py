@@ -1,4 +1,4 @@
-"""Logits that stand for no token: a vocabulary padded with minus infinity."""
+"""Token ids that stand apart: those that end a text, and those of a vocabulary padded with minus infinity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-__all__ = ["padding_of", "shown_tokens", "sound_rows"]
+from kvinterp.models import Adapter
+
+__all__ = ["end_tokens", "padding_of", "shown_tokens", "sound_rows"]
+
+
+def end_tokens(adapter: Adapter, device: torch.device) -> Tensor:
+    """The token ids that end a sequence, as a tensor."""
+    return torch.tensor(sorted(adapter.end_tokens), dtype=torch.long, device=device)
 
 
 def padding_of(logits: Sequence[Float[Tensor, "batch vocab"]]) -> Bool[Tensor, " vocab"]:

@@ -8,8 +8,8 @@ The prefill attends to the tensors it has just made, before ``write``: step 0 is
 A recompute path keeps nothing, so there ``write`` changes what attention reads at every position.
 """
 
-from kvinterp.policies.base import Place, Policy
+from kvinterp.policies.base import Chain, Place, Policy
 from kvinterp.policies.identity import Identity
 from kvinterp.policies.registry import POLICIES, policy_named
 
-__all__ = ["POLICIES", "Identity", "Place", "Policy", "policy_named"]
+__all__ = ["POLICIES", "Chain", "Identity", "Place", "Policy", "policy_named"]

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from kvinterp.checks import check_choice, check_instance, is_among, shown
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, shown
+from kvinterp.inputs import check_choice, check_instance, chosen_heads, chosen_layers, chosen_steps, is_among
 from kvinterp.models import Adapter, expand_sites
 from kvinterp.models.adapter import CACHE_SITES, Site
 from kvinterp.policies import Place
-from kvinterp.recording.watch import Watch, chosen_heads, chosen_layers, chosen_steps
+from kvinterp.recording.watch import Watch
 
 __all__ = ["HEADS", "Recorder"]
 

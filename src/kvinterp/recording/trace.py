@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from kvinterp.checks import check_instance, is_among, is_file, shown
-from kvinterp.errors import InputError
-from kvinterp.files import write_whole
+from kvinterp.errors import InputError, shown
+from kvinterp.files import is_file, write_whole
+from kvinterp.inputs import check_instance, is_among
 from kvinterp.models.adapter import Site
 
 __all__ = ["Trace"]

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from kvinterp.checks import given_list, shown, whole_number
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import CACHE_SITES, Listener, Site
 from kvinterp.policies import Place
 
-__all__ = ["Sink", "Watch", "chosen_heads", "chosen_layers", "chosen_steps", "whole_number"]
+__all__ = ["Sink", "Watch"]
 
 Sink = Callable[[str, int, int, Tensor], "Tensor | None"]
 """Called with site, layer, the absolute position of the first key (0 for other sites) and the tensor."""
@@ -108,63 +107,3 @@ class Watch:
             return tell(tensor) if tell is not None else None
 
         self.listeners["k", layer] = gather
-
-
-def chosen_layers(adapter: Adapter, layers: Iterable[int] | None) -> tuple[int, ...]:
-    """The layers asked for, checked; all of them for None. Negative numbers count from the last.
-
-    Raises:
-        InputError: A layer does not exist.
-    """
-    count = adapter.facts.layers
-    if layers is None:
-        return tuple(range(count))
-    wanted = [layers] if isinstance(layers, int) else given_list("layers", layers, "numbers as in (0, 2), or None for all")
-    numbers = []
-    for layer in wanted:
-        number = whole_number(layer)
-        if number is None or not -count <= number < count:
-            raise InputError(f"layer {shown(layer)} does not exist: {adapter.facts.name} has layers 0 to {count - 1}.")
-        numbers.append(number % count)
-    if not numbers:
-        raise InputError("an empty list of layers was given: name at least one, or leave it out for all of them.")
-    return tuple(dict.fromkeys(numbers))
-
-
-def chosen_heads(heads: Iterable[int] | None, count: int, what: str) -> tuple[int, ...] | None:
-    """The heads asked for, checked; None for all of them.
-
-    Args:
-        heads: Their numbers.
-        count: How many there are.
-        what: The kind of head.
-
-    Raises:
-        InputError: A head does not exist, or there is none.
-    """
-    if heads is None:
-        return None
-    numbers = []
-    for head in given_list(f"{what}s", heads, "a list of whole numbers, or None for all"):
-        number = whole_number(head)
-        if number is None or not 0 <= number < count:
-            raise InputError(f"{what} {shown(head)} does not exist: this model has {what}s 0 to {count - 1}.")
-        numbers.append(number)
-    if not numbers:
-        raise InputError(f"an empty list of {what}s was given: name at least one, or leave it out to keep all of them.")
-    return tuple(numbers)
-
-
-def chosen_steps(steps: Iterable[int]) -> tuple[int, ...]:
-    """The decode steps asked for, checked.
-
-    Raises:
-        InputError: One is no number of a step.
-    """
-    numbers = []
-    for step in given_list("steps", steps, "a list of whole numbers, or None for all"):
-        number = whole_number(step)
-        if number is None or number < 0:
-            raise InputError(f"step {shown(step)} does not exist: steps are numbered 0, 1, 2, ...")
-        numbers.append(number)
-    return tuple(numbers)

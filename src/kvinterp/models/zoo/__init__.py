@@ -2,7 +2,7 @@
 
 Four of them differ in nothing but how many query heads share a KV head (``llama-mini`` 1, ``gqa2-mini`` 2,
 ``mistral-mini`` 4, ``mqa-mini`` 8); ``gemma2-mini`` has the parts of Gemma 2 that the others lack. ``CARD.md`` says how
-they were trained and how well they do; ``recipe.py`` makes them again.
+they were trained and how well they do; ``tools/zoo`` makes them again (``make zoo``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from kvinterp.errors import unknown
 __all__ = ["describe", "folder", "names"]
 
 _NAMES = ("llama-mini", "gqa2-mini", "mistral-mini", "mqa-mini", "gemma2-mini")
+
+_SIZES = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
 
 
 def names() -> tuple[str, ...]:
@@ -55,16 +63,8 @@ def describe() -> list[dict[str, Any]]:
             {
                 "name": name,
                 "architecture": config["architectures"][0],
-                "parameters": training["parameters"],
-                "layers": config["num_hidden_layers"],
-                "width": config["hidden_size"],
-                "heads": config["num_attention_heads"],
-                "kv_heads": config["num_key_value_heads"],
-                "head_dim": config["head_dim"],
-                "steps": training["steps"],
-                "tokens": training["tokens"],
-                "minutes": training["minutes"],
-                "accuracy": training["accuracy"],
+                **{ours: config[theirs] for ours, theirs in _SIZES.items()},
+                **{key: training[key] for key in ("parameters", "steps", "tokens", "minutes", "accuracy")},
                 "bytes": sum(file.stat().st_size for file in place.iterdir()),
             }
         )

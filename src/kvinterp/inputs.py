@@ -1,0 +1,380 @@
+"""What goes in: prompts, tokens, layers, heads, steps, choices and numbers, each checked here once, before anything runs."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from kvinterp.data import TASKS, Prompt, check_characters
+from kvinterp.errors import InputError, shown, unexpected, unknown
+
+__all__ = [
+    "SEEDS",
+    "among",
+    "check_callable",
+    "check_choice",
+    "check_instance",
+    "check_known",
+    "check_number",
+    "check_seed",
+    "check_text",
+    "check_whole",
+    "checked_continuation",
+    "chosen_heads",
+    "chosen_layers",
+    "chosen_steps",
+    "encode",
+    "encode_all",
+    "given_list",
+    "is_among",
+    "listed",
+    "token_ids",
+    "whole_number",
+    "whole_numbers",
+]
+
+SEEDS = (-(2**63), 2**63 - 1)
+"""The seeds there are, each with random numbers of its own: those of 64 bits with a sign."""
+
+_GENERATOR = re.compile(rf"({'|'.join(TASKS)}):\d+(:\d+)?")
+
+
+class Model(Protocol):
+    """What of a model the checks ask: an adapter, which stands above this room."""
+
+    facts: Any
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+
+
+# Numbers, words and other single values -----------------------------------------------------------------------------------
+
+
+def whole_number(value: object) -> int | None:
+    """The value as an int where it is a whole number of any library's type, else None; truth values are none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def check_whole(name: str, value: object, least: int = 1, most: int | None = None, hint: str = "") -> int:
+    """The value as an int, where it is a whole number of this range.
+
+    Args:
+        name: What the caller calls it.
+        value: What was given.
+        least: The smallest there is.
+        most: The largest there is, if there is one.
+        hint: What else would do, as in ``", or None for all"``.
+
+    Raises:
+        InputError: It is something else.
+    """
+    number = whole_number(value)
+    if number is None or number < least or (most is not None and number > most):
+        span = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise unexpected(name, value, f"a whole number {span}{hint}")
+    return number
+
+
+def check_number(name: str, value: object, hint: str = "") -> float:
+    """The value as a float, where it is a finite number of any library's type.
+
+    Raises:
+        InputError: It is something else.
+    """
+    number = value if isinstance(value, float) else whole_number(value)
+    if number is None or not -1e300 < number < 1e300 or math.isnan(number):
+        raise unexpected(name, value, f"a finite number{hint}")
+    return float(number)
+
+
+def check_seed(seed: object) -> int:
+    """The seed, where it is a whole number of 64 bits: a longer one would be cut, and share another's random numbers.
+
+    Raises:
+        InputError: It is something else.
+    """
+    number = whole_number(seed)
+    if number is None or not SEEDS[0] <= number <= SEEDS[1]:
+        raise unexpected("seed", seed, "a whole number from -2**63 to 2**63 - 1")
+    return number
+
+
+def is_among(given: object, known: Iterable[Any]) -> bool:
+    """Whether a value is one of those known, whatever type it has."""
+    return isinstance(given, Hashable) and _hashes(given) and given in set(known)
+
+
+def _hashes(value: Hashable) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def check_choice(name: str, given: object, known: Iterable[str]) -> None:
+    """Raises InputError where ``given`` is not one of the known words."""
+    words = list(known)
+    if not isinstance(given, str) or given not in words:
+        raise unexpected(name, given, " or ".join(map(repr, words)))
+
+
+def check_known(what: str, given: object, known: Iterable[str], hint: str = "") -> None:
+    """Raises InputError, with the near names, where ``given`` is not one of many names."""
+    names = list(known)
+    if not isinstance(given, str) or given not in names:
+        raise unknown(what, given, names, hint)
+
+
+def check_text(name: str, given: object, example: str) -> str:
+    """The value, where it is a text.
+
+    Raises:
+        InputError: It is something else.
+    """
+    check_instance(name, given, str, f"a text, as in {example}")
+    return str(given)
+
+
+def check_instance(name: str, given: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raises InputError where a value is of none of these types."""
+    if not isinstance(given, kind):
+        raise unexpected(name, given, expected)
+
+
+def check_callable(name: str, given: Callable[..., Any] | None) -> None:
+    """Raises InputError where what shall be called cannot be."""
+    if given is not None and not callable(given):
+        raise unexpected(name, given, "a function, or None")
+
+
+# Lists of numbers ---------------------------------------------------------------------------------------------------------
+
+
+def given_list(name: str, values: object, expected: str) -> list[Any]:
+    """What was given as a list of its elements; a text is none.
+
+    Raises:
+        InputError: It has no elements.
+    """
+    if not isinstance(values, str | bytes):
+        try:
+            return list(values)  # type: ignore[call-overload,no-any-return]
+        except TypeError:
+            pass
+    raise unexpected(name, values, expected)
+
+
+def whole_numbers(name: str, values: object, expected: str, least: int = 0, most: int = SEEDS[1]) -> list[int]:
+    """What was given as a list of ints, where each is a whole number of this range.
+
+    Raises:
+        InputError: It is no list, or one of them is something else.
+    """
+    numbers = [whole_number(value) for value in given_list(name, values, expected)]
+    kept = [number for number in numbers if number is not None and least <= number <= most]
+    if len(kept) != len(numbers):
+        raise unexpected(name, values, expected)
+    return kept
+
+
+def among(name: str, given: object, known: Iterable[int]) -> list[int]:
+    """The whole numbers given, where each is one of those known.
+
+    Args:
+        name: What the caller calls them.
+        given: What was given.
+        known: The numbers there are.
+
+    Raises:
+        InputError: One is none of them, or there are none.
+    """
+    numbers = list(known)
+    expected = f"a list of at least one of the numbers {shown(numbers)}"
+    wanted = whole_numbers(name, given, expected)
+    if not wanted or not set(wanted) <= set(numbers):
+        raise unexpected(name, given, expected)
+    return wanted
+
+
+def chosen_layers(adapter: Model, layers: Iterable[int] | None) -> tuple[int, ...]:
+    """The layers asked for, checked; all of them for None. Negative numbers count from the last.
+
+    Raises:
+        InputError: A layer does not exist.
+    """
+    count = adapter.facts.layers
+    if layers is None:
+        return tuple(range(count))
+    wanted = [layers] if isinstance(layers, int) else given_list("layers", layers, "numbers as in (0, 2), or None for all")
+    numbers = _existing("layer", wanted, -count, count, f"{adapter.facts.name} has layers 0 to {count - 1}.")
+    if not numbers:
+        raise InputError("an empty list of layers was given: name at least one, or leave it out for all of them.")
+    return tuple(dict.fromkeys(number % count for number in numbers))
+
+
+def chosen_heads(heads: Iterable[int] | None, count: int, what: str) -> tuple[int, ...] | None:
+    """The heads asked for, checked; None for all of them.
+
+    Args:
+        heads: Their numbers.
+        count: How many there are.
+        what: The kind of head.
+
+    Raises:
+        InputError: A head does not exist, or there is none.
+    """
+    if heads is None:
+        return None
+    wanted = given_list(f"{what}s", heads, "a list of whole numbers, or None for all")
+    numbers = _existing(what, wanted, 0, count, f"this model has {what}s 0 to {count - 1}.")
+    if not numbers:
+        raise InputError(f"an empty list of {what}s was given: name at least one, or leave it out to keep all of them.")
+    return numbers
+
+
+def chosen_steps(steps: Iterable[int]) -> tuple[int, ...]:
+    """The decode steps asked for, checked.
+
+    Raises:
+        InputError: One is no number of a step.
+    """
+    wanted = given_list("steps", steps, "a list of whole numbers, or None for all")
+    return _existing("step", wanted, 0, math.inf, "steps are numbered 0, 1, 2, ...")
+
+
+def _existing(what: str, wanted: Iterable[object], first: int, end: float, there_are: str) -> tuple[int, ...]:
+    """The numbers of what was asked for, each from ``first`` on and before ``end``."""
+    numbers = []
+    for one in wanted:
+        number = whole_number(one)
+        if number is None or not first <= number < end:
+            raise InputError(f"{what} {shown(one)} does not exist: {there_are}")
+        numbers.append(number)
+    return tuple(numbers)
+
+
+# Prompts and tokens -------------------------------------------------------------------------------------------------------
+
+
+def listed(prompts: Any) -> tuple[list[Any], bool]:
+    """Prompts as a list, and whether they were a single one.
+
+    Args:
+        prompts: A text, a :class:`Prompt` or token ids; or a list of these; or a tensor or array of token ids, of one
+            dimension for one prompt or of two for several.
+
+    Raises:
+        InputError: They are none of these, or there is none.
+    """
+    if isinstance(prompts, str | Prompt):
+        return [prompts], True
+    if isinstance(prompts, Tensor | np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise InputError(
+            f"prompts of type {type(prompts).__name__} were given: expected a text, token ids, or a list of them."
+        )
+    items = list(prompts)
+    if not items:
+        raise InputError("the list of prompts is empty: give at least one.")
+    single = not any(isinstance(item, str | Prompt | Iterable) for item in items)
+    return ([items], True) if single else (items, False)
+
+
+def encode_all(adapter: Model, prompts: Any, max_new_tokens: int) -> list[list[int]]:
+    """Token ids of one prompt or of several, each checked as :func:`encode` does."""
+    return [encode(adapter, item, max_new_tokens) for item in listed(prompts)[0]]
+
+
+def encode(adapter: Model, prompt: Any, max_new_tokens: int) -> list[int]:
+    """Token ids of a prompt, checked against the vocabulary and the context.
+
+    Args:
+        adapter: The model.
+        prompt: A text, a :class:`Prompt`, or token ids.
+        max_new_tokens: Tokens that will be decided; the last of them is not fed, so it needs no position.
+
+    Raises:
+        InputError: There is nothing to run, or it does not fit.
+    """
+    max_new_tokens = check_whole("max_new_tokens", max_new_tokens)
+    if isinstance(prompt, str) and _GENERATOR.fullmatch(prompt):
+        raise InputError(f"prompt {prompt!r} names a generator: give kv.load_prompts({prompt!r}), which makes the prompts.")
+    text = prompt.text if isinstance(prompt, Prompt) else prompt
+    if isinstance(text, str):
+        check_characters(text, f"prompt {text[:40]!r}")
+        tokens, begins = adapter.encode(text), repr(text[:40])
+    else:
+        tokens = _checked_ids(text, "prompt")
+        begins = repr(tokens[:8])
+    if not tokens:
+        raise InputError(f"prompt {begins} has no token: give at least one.")
+    facts = adapter.facts
+    wrong = _not_in_vocabulary(tokens, facts.vocabulary)
+    if wrong is not None:
+        raise InputError(
+            f"token id {wrong} in prompt {begins} does not exist: {facts.name} has 0 to {facts.vocabulary - 1}."
+        )
+    if len(tokens) + max_new_tokens - 1 > facts.context:
+        raise InputError(
+            f"prompt {begins} has {len(tokens)} tokens, and with max_new_tokens={max_new_tokens} that is more than the "
+            f"context of {facts.name}, {facts.context} positions: shorten the prompt or decode fewer tokens."
+        )
+    return tokens
+
+
+def checked_continuation(continuation: Any, prompts: int, adapter: Model) -> list[int] | None:
+    """The token ids to be fed, checked; None where none were given.
+
+    Args:
+        continuation: A list, an array or a tensor of token ids.
+        prompts: How many prompts it came with.
+        adapter: The model.
+
+    Raises:
+        InputError: There is more than one prompt, or something is no token of this model.
+    """
+    if continuation is None:
+        return None
+    if prompts != 1:
+        raise InputError(f"continuation was given with {prompts} prompts: give one prompt at a time with it.")
+    tokens = _checked_ids(continuation, "continuation")
+    wrong = _not_in_vocabulary(tokens, adapter.facts.vocabulary)
+    if wrong is not None:
+        raise InputError(
+            f"continuation holds token id {wrong}: {adapter.facts.name} has 0 to {adapter.facts.vocabulary - 1}."
+        )
+    return tokens
+
+
+def token_ids(given: object) -> list[int] | None:
+    """What was given as a list of ints, None where it is no list, array or tensor of whole numbers."""
+    items = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+    if not isinstance(items, Iterable) or isinstance(items, bytes):
+        return None
+    numbers = [whole_number(item) for item in items]
+    return None if None in numbers else [number for number in numbers if number is not None]
+
+
+def _checked_ids(given: object, what: str) -> list[int]:
+    tokens = token_ids(given)
+    if tokens is None:
+        raise InputError(f"{what} {shown(given)} was given: expected whole numbers, the ids of tokens.")
+    return tokens
+
+
+def _not_in_vocabulary(tokens: Sequence[int], vocabulary: int) -> int | None:
+    return next((token for token in tokens if not 0 <= token < vocabulary), None)

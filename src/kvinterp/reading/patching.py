@@ -1,0 +1,219 @@
+"""What is said of a sweep and of a decomposition: no sentence but what the numbers bear out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
+from kvinterp.reading.numbers import counted, machines_of, number, percent, prompts_said, upper
+from kvinterp.reading.vocabulary import ANEW, PARTS, RECOVERED
+
+if TYPE_CHECKING:
+    from kvinterp.report.panel import PatchAnswer
+
+__all__ = [
+    "PATCHED",
+    "layer_title",
+    "recovery_said",
+    "recovery_title",
+    "said_of_decomposition",
+    "said_of_sweep",
+    "split_title",
+    "step_title",
+]
+
+_DISTANCES = {"kl": "KL", "l2": "L2 distance of the logits", "margin": "margin"}
+_SHORT = {"kl": "KL", "l2": "L2", "margin": "margin"}
+
+
+# A sweep ---------------------------------------------------------------------------------------------------------------
+
+
+def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
+    """What a sweep found, in a few lines; ``summary`` is :meth:`kvinterp.patching.Sweep.summary`."""
+    best, distance = summary["best"], summary["distance"]
+    lines = [
+        f"{count} of {prompts_said(summary['examples'])}: recovery is undefined, for {why}"
+        for why, count in summary["examples_undefined"].items()
+    ]
+    if best is None:
+        equal = summary["examples_without_difference"] == summary["examples"]
+        return [*lines, *["There is no difference to recover."] * equal, _measured_on(summary)]
+    place = f"layer {best['layer']:g}" + (f", head {best['head']:g}" if best["head"] >= 0 else "")
+    place = f"positions {best['positions']}" if summary["sweep"] == "blocks" else place
+    what = f"{best['site']} ({best['sweep']}, {summary['direction']})"
+    others = [name for name in summary["distances"] if name != distance]
+    beside = "".join(f", of the {_DISTANCES[name]} {_defined(best[f'median_{name}'])}" for name in others)
+    found = f"the largest median recovery of the {_DISTANCES[distance]}, by {what}, is {best['median']:.1%}, at {place}"
+    found += f"{beside}, over {prompts_said(best['defined'])}"
+    if best["defined"] == 1:
+        found += ", so without an interval"
+    elif np.isfinite(best["interval_low"]):
+        found += f" (mean {best['mean']:.1%}, 95% interval {best['interval_low']:.1%} to {best['interval_high']:.1%})"
+    lines.append(f"No place recovers a twentieth: {found}." if best["median"] < 0.05 else f"{upper(found)}.")
+    if summary["together"]:
+        left = ", ".join(f"{found['share']:.1%} of the {_SHORT[name]}" for name, found in summary["together"].items())
+        lines.append(f"With {best['site']} of all the layers swept patched together, the median prompt keeps {left}.")
+    if summary["floor"]:
+        left = ", ".join(f"{_SHORT[name]} {number(found['mean'])}" for name, found in summary["floor"].items())
+        # Only where every step is patched does nothing but the unembedding follow the last residual stream.
+        own = ", what the final norm and the unembedding make" if summary["protocol"] == "matched" else ""
+        lines.append(f"Floor: with the last residual patched {left} is left{own}.")
+    return [*lines, _measured_on(summary)]
+
+
+def _measured_on(summary: Mapping[str, Any]) -> str:
+    return f"Measured on {machines_of([summary['provenance']])}."
+
+
+def _defined(share: float) -> str:
+    return "undefined" if share != share else f"{share:.1%}"
+
+
+PATCHED = {
+    "single": "One layer at a time",
+    "cumulative": "Layers from 0 on",
+    "cumulative-from": "Layers to the last",
+    "heads": "One head at a time",
+    "kv-heads": "One KV head at a time",
+    "blocks": "One block of positions at a time",
+}
+"""What a sweep patches at once."""
+
+
+def recovery_title(frame: pd.DataFrame, kind: str, distance: str) -> str:
+    """The title of a sweep's figure: which place recovers most.
+
+    Args:
+        frame: The rows of ``Sweep.recovery`` of one kind of sweep.
+        kind: That kind.
+        distance: What recovery is of.
+    """
+    said = PATCHED[kind]
+    known = frame[frame["defined"]]
+    if known.empty:
+        equal = f"the {RECOVERED[distance]} is 0 in every example, so nothing can be recovered"
+        return f"{said}: {equal}. {TO_SEE_A_DIFFERENCE}"
+    medians = known.groupby(["layer", "head", "positions"])["recovery"].median().reset_index()
+    best = medians["recovery"].max()
+    named = (
+        "block {positions}" if kind == "blocks" else "layer {layer}, head {head}" if "heads" in kind else "layer {layer}"
+    )
+    first, *others = (named.format(**row) for row in medians[medians["recovery"] == best].to_dict("records"))
+    alike = f" (as do {len(others)} others)" if others else ""
+    text = f"{said}: {first} recovers most{alike}, median {percent(best)}"
+    if best < 0.01:
+        text = f"{said}: none recovers 1 % at the median"
+    count, equal_ones = known["example"].nunique(), frame["example"].nunique() - known["example"].nunique()
+    text += f" of {counted(count, 'example')}"
+    return text + (f" ({equal_ones} without a difference left out)" if equal_ones else "")
+
+
+def step_title(table: pd.DataFrame, kind: str, distance: str) -> str:
+    """The title of recovery by step; ``table`` holds the medians, layer by step."""
+    known = table.dropna(axis=1, how="all")
+    if not known.shape[1]:
+        return f"{PATCHED[kind]}, by step: the {RECOVERED[distance]} is 0 at every step. {TO_SEE_A_DIFFERENCE}"
+    half = (known >= 0.5).sum(axis=1)
+    most = [str(layer) for layer in half.index[half == half.max()]]
+    if not half.max():
+        return f"{PATCHED[kind]}: no layer recovers half at any of {known.shape[1]} steps"
+    verb = "recovers" if len(most) == 1 else "recover"
+    return f"{PATCHED[kind]}: layer {' and '.join(most)} {verb} half or more at {half.max()} of {known.shape[1]} steps"
+
+
+def recovery_said(answer: PatchAnswer) -> tuple[str, str]:
+    """What one patch by hand recovered: the share, and what it is of."""
+    shares = {"KL": answer.recovery, "L2 distance of the logits": answer.l2_recovery}
+    share = ", ".join(f"{value:.2%} of the {name}" for name, value in shares.items() if value == value)
+    share = "; ".join(filter(None, (share, answer.why and f"undefined: {answer.why}")))
+    before, after = ("exactly 0" if v == 0 else f"{v:.3g} nats" for v in (answer.d_before, answer.d_after))
+    over = f"over {counted(len(answer.steps), 'step')}. KL to the donor: {before} before, {after} after the patch."
+    return f"Recovery {share}", over
+
+
+# A decomposition -------------------------------------------------------------------------------------------------------
+
+
+def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
+    """What a decomposition found; ``summary`` is :meth:`kvinterp.patching.Decomposition.summary`."""
+    steps, differ, of = summary["steps"], summary["differ"], prompts_said(summary["examples"])
+    if steps == 0:
+        return ["No step was decoded after the prefill: there is nothing to split."]
+    if differ == 0:
+        return [
+            f"The paths' logits are bitwise equal at all {steps} decode steps of {of}: there is nothing to split.",
+            TO_SEE_A_DIFFERENCE,
+            _measured_on(summary),
+        ]
+    made = [part for part in PARTS if summary[f"{part}_l2"] > 0]
+    lines = [
+        f"The logits differ at {differ} of {steps} decode steps of {of}, by L2 {number(summary['total_l2'])} on average over "
+        "all of them (the parts' lengths need not add up):"
+    ]
+    for part in made:
+        led = summary["most"].get(part, 0)
+        lines.append(
+            f"  {part}: {PARTS[part]}: {_beside(summary, part)}; most of the difference at {counted(led, 'step')}."
+        )
+        lines += [
+            f"    {name}: {text}: {_beside(summary, name)}."
+            for name, text in (ANEW.items() if part == "anew" else ())
+            if summary[f"{name}_l2"] > 0
+        ]
+    if summary["anew_l2"] > 0:
+        lines.append("The part anew is the recompute path's difference from itself: no cache makes it.")
+    if summary["cache_l2"] > 0:
+        lines.append(f"A cache as such contributes the rows computed alone, fresh and alone: {_beside(summary, 'cache')}.")
+    if summary["without_cache"]:
+        lines.append(
+            f"At {summary['without_cache']} of the {differ} steps that differ a cache as such contributes nothing."
+        )
+    if summary["within_null"]:
+        lines.append(
+            f"At {summary['within_null']} of the {differ} it contributes no more than its null: a difference of that size "
+            "needs no cache."
+        )
+    kl = ", ".join(f"{number(summary[part])} {part}" for part in made)
+    lines.append(
+        f"Mean KL in nats: {number(summary['total'])} in all, {kl} (KL is no sum of its parts: two can undo each other)."
+    )
+    return [*lines, _measured_on(summary)]
+
+
+def _beside(summary: Mapping[str, Any], part: str) -> str:
+    null = summary.get(f"null_{part}_l2")
+    said = number(summary[f"{part}_l2"])
+    return said if null is None else f"{said} (null, the same rows among {summary['suffix']} more: {number(null)})"
+
+
+def split_title(steps: pd.DataFrame) -> str:
+    """The title of the parts by step: how often each is more than all others together."""
+    later = steps[steps["step"] > 0]
+    if later.empty or not (later["total_l2"] > 0).any():
+        return f"The logits are bitwise equal at every step: there is nothing to split. {TO_SEE_A_DIFFERENCE}"
+    differing = later[later["total_l2"] > 0]
+    counts = differing["most"].value_counts()
+    led = [f"{part} at {counts[part]}" for part in counts.index if part in PARTS]
+    said = f"More than all other parts together, of {len(differing)} steps that differ: {', '.join(led)}"
+    spread = int(counts.get("spread", 0))
+    if not led:
+        return f"No part is more than all others together at any of {len(differing)} steps that differ"
+    return said + f"; none at {spread}" * bool(spread)
+
+
+def layer_title(quartiles: Mapping[str, pd.DataFrame]) -> str:
+    """The title of the parts by layer; ``quartiles`` by part."""
+    found = []
+    for part in PARTS:
+        median = quartiles[part][0.5]
+        first = median.index[median > 0]
+        if len(first):
+            found.append(f"{part} is first above 0 at layer {first[0]}")
+    if not found:
+        return "At the median step every part is 0 in every layer"
+    return f"At the median step {', '.join(found)}" + "; the other parts are 0" * (len(found) < len(PARTS))

@@ -1,0 +1,170 @@
+"""What the same weights and prompts in several precisions say: of each model whether the difference falls, and where not."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvinterp.reading.numbers import listed, number, prompts_said
+from kvinterp.reading.results import unit_roundoff
+
+if TYPE_CHECKING:
+    from kvinterp.comparison import Comparison
+
+__all__ = ["Fall", "fall_of", "kl_falls_as_a_square", "ladder_said", "ladder_title", "precision_said"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fall:
+    """What the largest logit difference of one model does from each dtype to the next finer one.
+
+    Attributes:
+        model: The model.
+        sizes: Dtype and largest logit difference, the coarsest dtype first.
+    """
+
+    model: str
+    sizes: tuple[tuple[str, float], ...]
+
+    @property
+    def steps(self) -> list[tuple[tuple[str, float], tuple[str, float]]]:
+        """Each dtype beside the next finer one."""
+        return list(itertools.pairwise(self.sizes))
+
+    @property
+    def stuck(self) -> list[tuple[tuple[str, float], tuple[str, float]]]:
+        """The steps at which a difference is there and does not fall."""
+        return [(coarse, fine) for coarse, fine in self.steps if fine[1] >= coarse[1] > 0]
+
+    @property
+    def begins(self) -> list[tuple[tuple[str, float], tuple[str, float]]]:
+        """The steps from exact equality to a difference: they neither fall nor say anything against rounding."""
+        return [(coarse, fine) for coarse, fine in self.steps if fine[1] > coarse[1] == 0]
+
+    @property
+    def falls(self) -> bool:
+        """Whether there is a difference, and it falls at every step up in precision (or is gone and stays so)."""
+        return self.sizes[0][1] > 0 and not self.stuck and not self.begins
+
+
+def fall_of(model: str, rungs: Sequence[Comparison]) -> Fall:
+    """Orders one model's comparisons from the coarsest dtype to the finest."""
+    return Fall(model, tuple((c.about["dtype"], float(c.steps["max_abs_logit"].max())) for c in _ordered(rungs)))
+
+
+def _ordered(rungs: Sequence[Comparison]) -> list[Comparison]:
+    """Those that hold a step, the coarsest dtype first."""
+    return sorted((c for c in rungs if len(c.steps)), key=lambda c: unit_roundoff(c.about["dtype"]), reverse=True)
+
+
+def _largest_by_dtype(falls: Sequence[Fall]) -> dict[str, float]:
+    """The largest logit difference of any model in each dtype."""
+    largest: dict[str, float] = {}
+    for dtype, size in (pair for fall in falls for pair in fall.sizes):
+        largest[dtype] = max(size, largest.get(dtype, 0.0))
+    return largest
+
+
+def ladder_said(rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
+    """What the ladder says, a sentence each: how large the difference is in each dtype, and of which models it falls."""
+    falls = [fall_of(model, group) for model, group in rungs.items()]
+    falls = [fall for fall in falls if len(fall.sizes) > 1]
+    if not falls:
+        return []
+    sizes = ", ".join(f"{number(size)} in {dtype}" for dtype, size in _largest_by_dtype(falls).items())
+    of = "" if len(falls) == 1 else " of any model"
+    every = [c for group in rungs.values() for c in group]
+    setting = ", ".join(sorted({str(c.about[key]) for c in every for key in ("kind", "protocol")}))
+    count = prompts_said(len({name for c in every for name in c.examples["id"]}))
+    said = [f"On the same {count} ({setting}) the largest logit difference{of} was {sizes}."]
+    equal = [fall for fall in falls if not any(size for _, size in fall.sizes)]
+    falling = [fall for fall in falls if fall.falls]
+    if len(falling) == len(falls):
+        said[0] += (
+            f" {'It falls' if len(falls) == 1 else 'In each model it falls'} at every step up in precision, as rounding does; "
+            "an error that has nothing to do with precision would stay. Whether it is rounding, kvinterp audit checks."
+        )
+        return said
+    if falling:
+        said[0] += (
+            f" In {listed([fall.model for fall in falling])} it falls at every step up in precision, as rounding does."
+        )
+    if equal:
+        said[0] += f" In {listed([fall.model for fall in equal])} the paths are bitwise equal in every one of them."
+    for fall in falls:
+        for (coarse, _), (fine, size) in fall.begins:
+            said.append(
+                f"{fall.model}: bitwise equal in {coarse} and {number(size)} apart in {fine}. In which dtype this processor's "
+                "kernels add alike on both paths is their choice; equality in one speaks neither for nor against rounding."
+            )
+        for (coarse, before), (fine, size) in fall.stuck:
+            said.append(
+                f"{fall.model}: it does not fall from {coarse} ({number(before)}) to {fine} ({number(size)}), which this table "
+                "does not explain: ask kvinterp audit."
+            )
+    return said
+
+
+def ladder_title(rungs: Mapping[str, Sequence[Comparison]]) -> str:
+    """The figure's title."""
+    falls = [fall for fall in (fall_of(model, group) for model, group in rungs.items()) if len(fall.sizes) > 1]
+    if not falls:
+        return "Largest logit difference by dtype"
+    if all(fall.falls for fall in falls):
+        return "The difference falls with every step up in precision"
+    if not any(size for fall in falls for _, size in fall.sizes):
+        return "The paths are bitwise equal in every dtype"
+    stuck = [(fall.model, *step) for fall in falls for step in fall.stuck]
+    if stuck:
+        model, (coarse, _), (fine, _) = stuck[0]
+        return f"{model}: the difference does not fall from {coarse} to {fine}"
+    begins = [fall.model for fall in falls if fall.begins]
+    if begins:
+        return f"Wherever there is a difference it falls; {listed(begins)}: none in a coarser dtype"
+    return "Wherever there is a difference it falls with precision"
+
+
+def kl_falls_as_a_square(rungs: Mapping[str, Sequence[Comparison]]) -> bool:
+    """Whether in every model KL falls by one and a half to two and a half times as many orders as the logit difference."""
+    ratios = []
+    for group in rungs.values():
+        ordered = _ordered(group)
+        if len(ordered) < 2:
+            return False
+        kl = [float(c.steps["kl"].mean()) for c in (ordered[0], ordered[-1])]
+        size = [float(c.steps["max_abs_logit"].max()) for c in (ordered[0], ordered[-1])]
+        if not (kl[0] > kl[1] > 0 and size[0] > size[1] > 0):
+            return False
+        ratios.append(np.log(kl[0] / kl[1]) / np.log(size[0] / size[1]))
+    return bool(ratios) and all(1.5 <= ratio <= 2.5 for ratio in ratios)
+
+
+def precision_said(rungs: Mapping[str, Sequence[Comparison]]) -> tuple[list[str], list[str]]:
+    """What was done and what is to be seen in the report's section on higher precision."""
+    every = [c for group in rungs.values() for c in group]
+    units = [unit_roundoff(c.about["dtype"]) for c in every]
+    ratios = [float(c.steps["max_abs_logit"].max()) / unit for c, unit in zip(every, units, strict=True)]
+    kinds, protocols = (sorted({c.about[key] for c in every}) for key in ("kind", "protocol"))
+    done = (
+        f"The same weights and the same problems ({', '.join(kinds + protocols)}) in more than one precision. Every dtype "
+        "rounds to its own unit roundoff, and a difference that comes from rounding shrinks with it; how many roundoffs it "
+        "comes to is the kernels' and the model's doing."
+    )
+    seen = (
+        f"Over the ladder the unit roundoff shrinks {number(max(units) / min(units))}-fold; counted in unit roundoffs the "
+    )
+    seen += (
+        f"differences are {number(min(ratios))} to {number(max(ratios))}." if max(ratios) else "difference is 0 everywhere."
+    )
+    if kl_falls_as_a_square(rungs):
+        seen += " KL goes about with the square of a small logit difference: it falls by about twice as many orders of magnitude."
+    equal = [
+        f"{fall.model} is bitwise equal in {coarse} on this processor: a 0 there is no measure of the others."
+        for fall in (fall_of(model, group) for model, group in rungs.items())
+        for (coarse, _), _ in fall.begins
+    ]
+    return [done], [seen, *equal]

@@ -1,0 +1,166 @@
+"""What the root-cause experiments found, a sentence each, with how many it is of, its interval and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvinterp import metrics
+from kvinterp.reading.numbers import between, counted, interval_said, machines_of, number, prompts_said, upper
+
+__all__ = ["ladder_title_of", "said_of_root_cause"]
+
+
+def said_of_root_cause(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any]) -> list[str]:
+    """What the root-cause experiments found.
+
+    Args:
+        tables: Those of :class:`kvinterp.experiments.root_cause.RootCause`, or some of them.
+        about: The provenance of each model, as it comes with them.
+    """
+    lines = [
+        f"{counted(len(about), 'model')} on {machines_of(about.values())}. Intervals are 95%, by bootstrap; other machines "
+        "choose other orders of addition, and every number from here on is this one's.",
+    ]
+    said: dict[str, Callable[..., list[str]]] = {
+        "accumulation": lambda sums: [_said_of_sums(sums)],
+        "propagation": _said_of_propagation,
+        "kv_write": _said_of_writing,
+        "flips": lambda flips: _said_of_flips(flips, tables["correlations"]),
+        "ladder": _said_of_ladder,
+        "gqa": _said_of_sharing,
+    }
+    return [*lines, *(line for name, say in said.items() if name in tables for line in say(tables[name]))]
+
+
+def _said_of_sums(sums: pd.DataFrame) -> str:
+    values = sums[sums["product"] == "values"]
+    low, high = values["length"].min(), values["length"].max()
+    said = f"1. Sums over {low} to {high} positions, one term after another, of random signs. The error"
+    for column, to, after in (
+        ("mean_relative", "the terms' magnitudes", ";"),
+        ("relative_to_result", "the result", "."),
+    ):
+        grown = []
+        for name, group in values.groupby("accumulate", sort=False):
+            table = group.pivot(index="seed", columns="length", values=column)
+            ratio = (table[high] / table[low]).dropna()
+            grown.append(f"{name} {number(ratio.mean())}-fold ({interval_said(ratio, 'seed')})")
+        said += f" relative to {to} changes " + ", ".join(grown) + after
+    return said
+
+
+def _said_of_propagation(behind: pd.DataFrame) -> list[str]:
+    deepest = behind[(behind["layer"] == behind["layer"].max()) & (behind["source"] == 0)]
+    if behind["layer"].max() == 0 or deepest[["l2_growth", "relative_growth"]].dropna().empty:
+        return []
+    said = "2. Layer 0's output rounded once, at the last layer, as a multiple of what it was there: "
+    parts = []
+    for column, name in (("l2_growth", "absolute L2 (the paper's measure)"), ("relative_growth", "relative to the stream")):
+        medians = deepest.groupby("model")[column].median()
+        parts.append(f"{name} {between(list(medians))}")
+    count, prompts = deepest["model"].nunique(), deepest["prompt"].nunique()
+    return [f"{said}{'; '.join(parts)} (medians over {prompts_said(prompts)} of each of {count} models)."]
+
+
+def _said_of_writing(written: pd.DataFrame) -> list[str]:
+    if written.empty:
+        return []
+    said = []
+    for kernels, group in written.groupby("kernels", sort=False):
+        if not group["relative_error"].max() > 0:
+            said.append(f"exactly 0 ({kernels})")
+            continue
+        interval = _interval_over_prompts(group, "relative_error")
+        said.append(f"{number(group['relative_error'].mean())}{interval} ({kernels})")
+    return [
+        "3. K and V written alone against those written jointly, mean relative error, interval over "
+        f"{prompts_said(written['prompt'].nunique())}: {', '.join(said)}."
+    ]
+
+
+def _interval_over_prompts(table: pd.DataFrame, column: str, by: str = "prompt") -> str:
+    names, values = table[by].to_numpy(str), table[column].to_numpy(float)
+    known = np.isfinite(values)
+    low, high = metrics.clustered_interval(lambda x: float(np.mean(x)), names[known], values[known])
+    return f", {number(low)} to {number(high)}" if low == low else ""
+
+
+_AGAINST = {"mean_kl": "free", "mean_kl_before_flip": "earlier", "matched_mean_kl": "matched"}
+
+
+def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]:
+    lines = []
+    for (strategy, kernels), group in flips.groupby(["strategy", "kernels"], sort=False):
+        flipped = group.dropna(subset=["flip_index"])
+        said = f"4. {strategy}, {kernels} kernels: {len(flipped)} of {len(group)} decodes flip a token"
+        if len(flipped):
+            free, before, matched = (
+                f"{number(flipped[name].mean())}{_interval_over_prompts(flipped, name, 'id')}"
+                for name in ("mean_kl", "mean_kl_before_flip", "matched_mean_kl")
+            )
+            said += f"; of these mean KL {free} nats over all free steps, {before} up to the flip, {matched} matched"
+        known = correlations[(correlations["strategy"] == strategy) & (correlations["kernels"] == kernels)]
+        known = known.dropna(subset=["pearson"])
+        whole = known[known["model"] == "all"]
+        for row in (whole if len(whole) else known).to_dict("records"):
+            if row["against"] in _AGAINST:
+                of = "" if row["model"] == "all" or correlations["model"].nunique() == 1 else f" of {row['model']}"
+                said += f"; Pearson{of} of flip step and {_AGAINST[row['against']]} KL {row['pearson']:+.2f}"
+                if row["pearson_low"] == row["pearson_low"]:
+                    said += f" ({row['pearson_low']:+.2f} to {row['pearson_high']:+.2f}"
+                    zero = row["pearson_low"] <= 0 <= row["pearson_high"]
+                    said += f"{', which 0 is in' if zero else ''}, over {prompts_said(row['prompts'])})"
+        lines.append(said + ".")
+    return lines
+
+
+def _said_of_ladder(ladder: pd.DataFrame) -> list[str]:
+    ladder = ladder[ladder["protocol"] == "matched"]
+    failed = int(ladder["failed"].sum())
+    ladder = ladder[~ladder["failed"].astype(bool)]
+    if ladder.empty:
+        return []
+    means = ladder.groupby(["dtype", "kernels", "model"], sort=False)["rms_logit"].mean()
+    rungs = []
+    for (dtype, kernels), found in means.groupby(level=[0, 1], sort=False):
+        rungs.append(f"{dtype} {kernels} {between(list(found))}")
+    one = means.index.get_level_values("model").nunique() == 1
+    said = f"5. RMS logit difference{'' if one else ', smallest and largest of the models'}: {'; '.join(rungs)}"
+    said += f" (means of {prompts_said(ladder['id'].nunique())})."
+    if failed:
+        said += f" {failed} runs could not be compared."
+    fixed = ladder[ladder["kernels"] == "batch_invariant"]
+    native = ladder[(ladder["kernels"] == "native") & ladder["dtype"].isin(fixed["dtype"])]
+    if len(fixed) and not fixed["max_abs_logit"].max() > 0 and native["max_abs_logit"].max() > 0:
+        said += (
+            " One fixed order leaves no difference where the machine's kernels make one: the order of additions is what does "
+            "it here. Both add in float32 and round once, so this is no statement about sums kept in float16."
+        )
+    return [said]
+
+
+def _said_of_sharing(table: pd.DataFrame) -> list[str]:
+    spread = table.groupby("query_heads_per_kv_head")[["heads_touched", "attn_out"]].median()
+    shown = (f"{int(n)} a KV head: {row['heads_touched']:g}, {number(row['attn_out'])}" for n, row in spread.iterrows())
+    return [
+        "6. Query heads touched by one KV head's error, and the attention output's relative L2, medians over "
+        f"{prompts_said(table['prompt'].nunique())}, heads and positions: " + "; ".join(shown) + "."
+    ]
+
+
+def ladder_title_of(table: pd.DataFrame) -> str:
+    """What the ladder shows of precision and of a fixed order, as far as its numbers do."""
+    mean = table.groupby(["model", "dtype", "kernels"])["rms_logit"].mean().unstack("kernels")
+    native = mean.get("native", pd.Series(dtype=float)).unstack("dtype")
+    said = []
+    if {"float16", "float32"} <= set(native):
+        shrinks = (native["float32"] < native["float16"]).sum()
+        said.append(f"float32 shrinks the difference of {shrinks} of {len(native)} models")
+    fixed = mean.get("batch_invariant", pd.Series(dtype=float)).dropna()
+    if len(fixed):
+        said.append(f"a fixed order of additions leaves none in {(fixed == 0).sum()} of {len(fixed)} runs")
+    return upper("; ".join(said)) or "Every rung"

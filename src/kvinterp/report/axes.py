@@ -1,0 +1,205 @@
+"""What figures share inside their axes: titles, scales with a place for exact zeros, ticks, legends, marks and maps."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from kvinterp.reading.numbers import power
+from kvinterp.report.style import CMAP, SERIES, line_of
+
+__all__ = [
+    "Height",
+    "color_bar",
+    "legend_below",
+    "legend_outside",
+    "log_norm",
+    "mapped",
+    "medians",
+    "place_title",
+    "quartiles",
+    "shift_of",
+    "whole_numbers",
+    "zero_aware",
+]
+
+Height = Callable[[Any], Any]
+"""From values to heights on an axis, see :func:`zero_aware`."""
+
+# Titles, ticks and legends ---------------------------------------------------------------------------------------------
+
+
+def place_title(axes: Axes, text: str, beside: float = 0.9) -> None:
+    """A title that says what is seen, broken where it would leave the figure.
+
+    Args:
+        axes: Where it goes, flush with the left spine.
+        text: The sentence.
+        beside: Inches left of the axes and right of it that the title cannot have.
+    """
+    target = axes.get_figure(root=False)
+    assert target is not None, "axes are made by a figure"
+    inches = target.bbox.width / target.dpi - beside
+    # Ten characters an inch: what bold DejaVu Sans needs at 10 points.
+    axes.set_title("\n".join(textwrap.wrap(text, max(20, int(inches * 10)))))
+
+
+def whole_numbers(axis: Any, ticks: int = 8) -> None:
+    """Ticks of an axis at whole numbers only, so many at most."""
+    axis.set_major_locator(MaxNLocator(nbins=ticks, integer=True, min_n_ticks=1))
+
+
+def shift_of(index: int, count: int) -> float:
+    """How far a point is moved sideways, so that those of one place are all seen."""
+    return 0.0 if count == 1 else (index - (count - 1) / 2) * min(0.16, 0.5 / count)
+
+
+def legend_below(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """A legend under the axes."""
+    if len(handles):
+        columns = len(labels) if sum(map(len, labels)) < 40 else 2
+        axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.45, -0.17), ncols=columns)
+
+
+def legend_outside(target: Figure | Any, axes: Axes, columns: int = 5, **how: Any) -> None:
+    """A legend of the axes under all axes of a figure."""
+    handles, labels = axes.get_legend_handles_labels()
+    target.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns), **how)
+
+
+# Scales ----------------------------------------------------------------------------------------------------------------
+
+
+def zero_aware(axes: Axes, values: Sequence[Any]) -> Height:
+    """A logarithmic y axis on which exact zeros have a place of their own: a grey strip under the smallest decade.
+
+    Args:
+        axes: The axes.
+        values: All the numbers that will be drawn, in any number of arrays; NaN is ignored.
+
+    Returns:
+        A function from values to heights: positive ones as they are, zeros in the strip.
+    """
+    parts = [np.asarray(v, dtype=float).reshape(-1) for v in values]
+    flat = np.concatenate(parts) if parts else np.zeros(0)
+    flat = flat[np.isfinite(flat)]
+    positive = flat[flat > 0]
+    if not positive.size:
+        axes.set_ylim(-1, 1)
+        axes.yaxis.set_major_locator(FixedLocator([0.0]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda *_: "exactly 0"))
+        axes.axhspan(-0.25, 0.25, color="#eeeeee", zorder=0)
+        return lambda given: np.asarray(given, dtype=float)
+    low, high = np.floor(np.log10(positive.min())), np.ceil(np.log10(positive.max()))
+    high = max(high, low + 1)
+    axes.set_yscale("log")
+    stride = max(1, int(np.ceil((high - low) / 6)))
+    decades = [10.0**e for e in np.arange(low, high + 1, stride)]
+    has_zero = bool((flat == 0).any())
+    height = (high - low) * 0.12
+    strip = 10 ** (low - height)
+    if has_zero:
+        axes.axhspan(10 ** (low - 1.5 * height), 10 ** (low - height / 2), color="#e8e8e8", zorder=0, linewidth=0)
+        axes.axhline(10 ** (low - height / 2), color="#999999", linewidth=0.6, linestyle=(0, (2, 2)), zorder=1)
+    bottom = 10 ** (low - (1.5 * height if has_zero else 0.04 * (high - low)))
+    axes.set_ylim(bottom, 10 ** (high + 0.04 * (high - low)))
+    axes.yaxis.set_major_locator(FixedLocator([strip, *decades] if has_zero else decades))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: "exactly 0" if has_zero and y <= strip * 1.001 else power(y)))
+    return lambda given: np.where(np.asarray(given, dtype=float) == 0, strip, np.asarray(given, dtype=float))
+
+
+def log_norm(values: np.ndarray) -> LogNorm:
+    """A logarithmic scale of the values above 0."""
+    positive = values[values > 0]
+    low, high = (positive.min(), positive.max()) if positive.size else (1e-9, 1e-8)
+    return LogNorm(low, high if high > low else low * 10)
+
+
+def color_bar(target: FigureBase, image: Any, axes: Any, label: str) -> None:
+    """The colour bar of a logarithmic scale."""
+    bar = target.colorbar(image, ax=axes, pad=0.02, aspect=30)
+    bar.set_label(label)
+    bar.ax.grid(visible=False)
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    low, high = np.log10([image.norm.vmin, image.norm.vmax])
+    decades = [10.0**exponent for exponent in np.arange(np.ceil(low), np.floor(high) + 1)]
+    few = len(decades) < 2
+    bar.ax.yaxis.set_major_locator(FixedLocator([10**low, 10**high] if few else decades))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1e}" if few else power(value)))
+
+
+# Marks -----------------------------------------------------------------------------------------------------------------
+
+
+def medians(
+    axes: Axes,
+    steps: pd.DataFrame,
+    column: str,
+    height: Height,
+    index: int,
+    shift: float,
+    label: str,
+    size: float,
+    alpha: float,
+) -> None:
+    """A faint point an example and step, and the line of the medians over the examples.
+
+    Args:
+        axes: Where they go.
+        steps: A table with a row an example and step.
+        column: What is drawn.
+        height: From values to heights.
+        index: The number of the line.
+        shift: How far all is moved sideways.
+        label: What the line is called.
+        size: How large the points are.
+        alpha: How faint they are.
+    """
+    series = SERIES[index % len(SERIES)]
+    axes.plot(
+        steps["step"] + shift, height(steps[column]), series.marker, color=series.color, markersize=size, alpha=alpha,
+        markeredgewidth=0, zorder=2,
+    )  # fmt: skip
+    middle = steps.groupby("step")[column].median()
+    axes.plot(middle.index + shift, height(middle), **line_of(index), label=label, zorder=3)
+
+
+def quartiles(
+    axes: Axes, table: pd.DataFrame, height: Height, index: int, shift: float, label: str, ends: str = ""
+) -> None:
+    """A line of medians by layer, with the quartiles as bars.
+
+    Args:
+        axes: Where they go.
+        table: Layer by quantile (0.25, 0.5, 0.75).
+        height: From values to heights.
+        index: The number of the line.
+        shift: How far all is moved sideways.
+        label: What the line is called.
+        ends: The marker at the ends of the bars (default: none).
+    """
+    color, x = SERIES[index % len(SERIES)].color, table.index + shift
+    low, middle, high = (height(table[q]) for q in (0.25, 0.5, 0.75))
+    axes.vlines(x, low, high, color=color, linewidth=1.4, zorder=2)
+    if ends:
+        axes.plot(x, low, ends, x, high, ends, color=color, markersize=6, zorder=2)
+    axes.plot(x, middle, **line_of(index), label=label, zorder=3)
+
+
+def mapped(axes: Axes, values: np.ndarray, norm: Any, cmap: Any = None, **how: Any) -> Any:
+    """A heatmap with the first row below; without a map of its own what is not above 0 stays white."""
+    axes.grid(visible=False)
+    if cmap is None:
+        cmap = colormaps[CMAP].with_extremes(bad="#ffffff")
+        values = np.ma.masked_where(~(values > 0), values)
+    return axes.imshow(values, norm=norm, cmap=cmap, aspect="auto", origin="lower", interpolation="nearest", **how)

@@ -1,0 +1,396 @@
+"""The page about one or more comparisons: the question, this run's answer in words, and what it rests on.
+
+Every number is computed from the tables it is given, every sentence is chosen by them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvinterp.comparison import PARTS, TABLES, Comparison
+from kvinterp.errors import InputError
+from kvinterp.files import write_whole
+from kvinterp.reading.answer import answer_of, question_of
+from kvinterp.reading.flips import flips_said
+from kvinterp.reading.numbers import mean_interval, number
+from kvinterp.reading.precision import precision_said
+from kvinterp.reading.results import (
+    grouped,
+    kind_of,
+    leading,
+    model_of,
+    place_of,
+    right_answers,
+    unit_roundoff,
+)
+from kvinterp.reading.sections import attention_said, drift_said, kl_said, kv_said, table_said
+from kvinterp.reading.vocabulary import glossary
+from kvinterp.report.figures import FIGURES, Labelled, figure_named, overview, precision_ladder
+from kvinterp.report.page import Answer, Column, Folded, Heading, Pairs, Picture, Section, Table, Text, render
+from kvinterp.report.style import save
+from kvinterp.results import Result
+
+__all__ = [
+    "Gallery",
+    "attention_section",
+    "drift_section",
+    "failures_section",
+    "flip_section",
+    "kl_section",
+    "kv_section",
+    "ladder_of",
+    "overview_of",
+    "precision_section",
+    "table_section",
+    "write_report",
+]
+
+_TEXTS = 12
+
+
+class Gallery:
+    """Saves figures and keeps them for the page.
+
+    Args:
+        folder: Where the files go.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, name: str, figure: Figure, caption: str) -> Picture:
+        """Saves one figure as ``name.png``."""
+        path = save(figure, self.folder / f"{name}.png")
+        return Picture(caption, base64.b64encode(path.read_bytes()).decode("ascii"))
+
+
+def write_report(results: Sequence[Result], out: str | Path, flips: Result | None = None) -> Path:
+    """Writes ``report.html`` and ``figures/*.png`` into a folder.
+
+    Args:
+        results: The results. Those in the dtype of the first are the matter of the report; the same in other dtypes are
+            its ladder of precisions.
+        out: The folder.
+        flips: A comparison in which to show what a flipped token changes; it counts in nothing else on the page.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        InputError: There is no result, or none with a step in it.
+    """
+    useful = [result for result in results if not result.comparison.steps.empty]
+    if not useful:
+        raise InputError("there is nothing to report: no prompt could be compared; see the failures in summary.json.")
+    folder = Path(out)
+    about = useful[0].comparison.about
+    main = [r for r in useful if r.comparison.about["dtype"] == about["dtype"]]
+    rungs = ladder_of(useful, about["dtype"])
+    gallery = Gallery(folder / "figures")
+    sections = [
+        table_section(results),
+        kl_section(main, gallery),
+        drift_section(main, gallery),
+        attention_section(main, gallery),
+        kv_section(main, gallery),
+        precision_section(rungs, gallery) if rungs else None,
+        flip_section(flips) if flips is not None else None,
+        failures_section(results if flips is None else [*results, flips]),
+    ]
+    parts = [
+        Answer(answer_of(main, rungs)),
+        *(section for section in sections if section is not None),
+        *_texts(main),
+        Heading("How to read this"),
+        Pairs(glossary(map(kind_of, results))),
+        *_provenance(results if flips is None else [*results, flips]),
+        Text(_files(results, folder), note=True),
+    ]
+    title = f"kvinterp: {about['paths']['a']} against {about['paths']['b']}"
+    kicker = f"kvinterp {about['kvinterp']} · {', '.join(dict.fromkeys(map(model_of, main)))} · {about['dtype']}"
+    path = folder / "report.html"
+    write_whole(path, render("report", title, parts, question_of(useful), kicker))
+    return path
+
+
+def overview_of(results: Sequence[Result]) -> Figure:
+    """The four figures in one picture, from the first model and kind that can give all of them.
+
+    Args:
+        results: The results; those in the dtype of the first are shown.
+
+    Raises:
+        InputError: No model and kind recorded residual streams, patterns, K and V.
+    """
+    dtype = results[0].comparison.about["dtype"]
+    main = [r for r in results if r.comparison.about["dtype"] == dtype and not r.comparison.steps.empty]
+    lead = leading(main)
+    whole = (
+        r for r in lead if not (r.comparison.layers.empty or r.comparison.heads.empty or r.comparison.kv_positions.empty)
+    )
+    chosen = next(whole, None)
+    if chosen is None:
+        raise InputError("no model and kind recorded resid_post, pattern and kv: the four figures need all of them.")
+    label = " ".join(place_of(chosen))
+    kl = {f"{label}, {r.comparison.about['protocol']}": r.comparison for r in grouped(main)[place_of(chosen)]}
+    drift = {" ".join(place_of(r)): r.comparison for r in lead if not r.comparison.layers.empty}
+    return overview(kl, drift, {label: chosen.comparison}, {label: chosen.comparison})
+
+
+# Sections --------------------------------------------------------------------------------------------------------------
+
+_NAMES = ("model", "kind", "dtype", "protocol")
+_NUMBERS = (
+    "prompts",
+    "steps",
+    "steps that differ",
+    "prompts that flip",
+    "largest logit difference",
+    "mean KL",
+    "median KL",
+    "largest KL",
+    "mean KL up to the flip",
+    "95% of a prompt's mean KL up to the flip",
+    "mean KL after the flip",
+    "answered right, a / b",
+)
+
+
+def table_section(results: Sequence[Result]) -> Section:
+    """One line a comparison."""
+    rows = [_row(result) for result in results]
+    head = [Column(name) for name in _NAMES] + [Column(name, "number") for name in _NUMBERS]
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    return Section("All comparisons" if len(results) > 1 else "The comparison", *table_said(results), head=head, rows=rows)
+
+
+def _row(result: Result) -> list[str]:
+    about, steps, examples = result.comparison.about, result.comparison.steps, result.comparison.examples
+    cells = [model_of(result), f"{about['kind']} ({about['attention']})", about["dtype"], about["protocol"]]
+    if steps.empty:
+        return [*cells, "0", "0", *["–"] * (len(_NUMBERS) - 3), ""]
+    before = steps[~steps["after_flip"].astype(bool)]
+    after, right = steps.loc[steps["after_flip"], "kl"], right_answers(result)
+    return [
+        *cells,
+        str(len(examples)),
+        str(len(steps)),
+        str(int((steps["max_abs_logit"] > 0).sum())),
+        str(int(examples["flip_index"].notna().sum())),
+        number(steps["max_abs_logit"].max()),
+        number(steps["kl"].mean()),
+        number(steps["kl"].median()),
+        number(steps["kl"].max()),
+        number(before["kl"].mean()),
+        mean_interval(before.groupby("example")["kl"].mean()),
+        number(after.mean()) if len(after) else "–" if examples["flip_index"].notna().any() else "no flip",
+        "" if right is None else f"{right[0]} / {right[1]} of {len(examples)}",
+    ]
+
+
+def _pictures(
+    gallery: Gallery, figure: str, lines: Mapping[tuple[str, str], Labelled], main: Sequence[Result]
+) -> list[Picture]:
+    """One figure of each model and kind; where the kind is empty, of all that are drawn."""
+    return [
+        gallery.add(
+            file_name(model, kind, figure, main),
+            figure_named(figure, drawn),
+            f"{model}, {kind or ' and '.join(drawn)}: {FIGURES[figure]}",
+        )
+        for (model, kind), drawn in lines.items()
+    ]
+
+
+def file_name(model: str, kind: str, figure: str, main: Sequence[Result]) -> str:
+    """The figure's file name: plain where there is one result, with model and kind where there are more."""
+    if len(main) == 1:
+        return figure
+    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in model.rpartition("/")[2])
+    return "-".join(part for part in (safe, kind, figure) if part)
+
+
+def kl_section(main: Sequence[Result], gallery: Gallery) -> Section:
+    """How far apart the next-token distributions are, step by step."""
+    lines = {
+        place: {r.comparison.about["protocol"]: r.comparison for r in group if not r.comparison.steps.empty}
+        for place, group in grouped(main).items()
+    }
+    lines = {place: drawn for place, drawn in lines.items() if drawn}
+    return Section("KL by step", *kl_said(main), _pictures(gallery, "kl_by_step", lines, main))
+
+
+def drift_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
+    """How far apart the residual streams are, layer by layer."""
+    lines: dict[tuple[str, str], dict[str, Comparison]] = {}
+    for result in leading(main):
+        if not result.comparison.layers.empty:
+            lines.setdefault((model_of(result), ""), {})[kind_of(result)] = result.comparison
+    if not lines:
+        return None
+    return Section("Drift by layer", *drift_said(main), _pictures(gallery, "drift_by_layer", lines, main))
+
+
+def attention_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
+    """How far apart the attention patterns are, head by head; and which kinds cannot say."""
+    lines = {place_of(r): {"": r.comparison} for r in leading(main) if not r.comparison.heads.empty}
+    pictures, said = _pictures(gallery, "attention_by_head", lines, main), attention_said(main)
+    return None if said is None else Section("Attention by layer and head", *said, pictures)
+
+
+def kv_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
+    """How far apart K and V are, position by position."""
+    lines = {place_of(r): {"": r.comparison} for r in leading(main) if not r.comparison.kv_positions.empty}
+    if not lines:
+        return None
+    return Section("K and V by cache position", *kv_said(main), _pictures(gallery, "kv_by_position", lines, main))
+
+
+def precision_section(rungs: Mapping[str, Sequence[Comparison]], gallery: Gallery) -> Section:
+    """The same weights and prompts in more than one dtype."""
+    picture = gallery.add("precision_ladder", precision_ladder(rungs), "Largest logit difference by dtype")
+    names = ("steps", "largest logit difference", "unit roundoff", "difference in unit roundoffs", "mean KL")
+    head = [Column("model"), Column("dtype"), *[Column(name, "number") for name in names]]
+    rows = []
+    for model, group in rungs.items():
+        for c in group:
+            unit, largest = unit_roundoff(c.about["dtype"]), float(c.steps["max_abs_logit"].max())
+            numbers = (largest, unit, largest / unit, c.steps["kl"].mean())
+            rows.append([model, c.about["dtype"], str(len(c.steps)), *map(number, numbers)])
+    return Section("The same in higher precision", *precision_said(rungs), [picture], head, rows)
+
+
+def ladder_of(results: Sequence[Result], dtype: str) -> dict[str, list[Comparison]]:
+    """For each model the same kind, protocol, paths and prompts in more than one dtype, ``dtype`` first.
+
+    Args:
+        results: All results.
+        dtype: The dtype in question.
+
+    Returns:
+        The comparisons by the model's name; with its kind and protocol where a model has more than one such ladder.
+    """
+    found: dict[tuple[str, ...], list[Comparison]] = {}
+    for rung in results:
+        if rung.comparison.about["dtype"] == dtype or rung.comparison.steps.empty:
+            continue
+        base = next((r for r in results if r.comparison.about["dtype"] == dtype and _like(r, rung)), None)
+        if base is None or base.comparison.steps.empty:
+            continue
+        key = _setting(rung)
+        if key not in found:
+            examples = base.comparison.examples
+            shared = examples[examples["id"].isin(rung.comparison.examples["id"])]["example"]
+            found[key] = [_only(base.comparison, shared)]
+        found[key].append(rung.comparison)
+    models = [key[0] for key in found]
+    return {key[0] if models.count(key[0]) == 1 else ", ".join(key[:3]): group for key, group in found.items()}
+
+
+def _setting(result: Result) -> tuple[str, ...]:
+    about = result.comparison.about
+    return (model_of(result), place_of(result)[1], about["protocol"], about["paths"]["a"], about["paths"]["b"])
+
+
+def _like(one: Result, other: Result) -> bool:
+    return _setting(one) == _setting(other)
+
+
+def _only(comparison: Comparison, examples: pd.Series) -> Comparison:
+    tables = {n: (t := getattr(comparison, n))[t["example"].isin(examples)] for n in PARTS}
+    return Comparison(**tables, about=comparison.about)
+
+
+def flip_section(result: Result) -> Section:
+    """What happens where a token flips, on a comparison that is made to show it and counts nowhere else on the page."""
+    done, seen, rows = flips_said(result)
+    head = [Column("prompt, path"), Column("decoded", "pre"), Column("answer")] if rows else []
+    return Section("A token that flips", done, seen, head=head, rows=rows)
+
+
+def failures_section(results: Sequence[Result]) -> Section | None:
+    """The prompts in which NaN or Inf appeared."""
+    rows = [
+        [r.folder.name, str(row["id"]), str(row["message"])]
+        for r in results
+        for row in r.comparison.failures.to_dict("records")
+    ]
+    if not rows:
+        return None
+    done = ["NaN or Inf appeared in these; they are left out of every number and figure above."]
+    return Section("Left out", done, [], head=[Column("comparison"), Column("prompt"), Column("what happened")], rows=rows)
+
+
+# The rest of the page --------------------------------------------------------------------------------------------------
+
+
+def _texts(main: Sequence[Result]) -> list[Any]:
+    widest = max(main, key=lambda r: len(r.prompts))
+    shown = widest.prompts[:_TEXTS]
+    rows = [[prompt.id, prompt.text, _decoded(main, prompt.id)] for prompt in shown]
+    note = f"{len(shown)} of {len(widest.prompts)} prompts. " if len(shown) < len(widest.prompts) else ""
+    note += "Where everything decoded the same text it is shown once, otherwise with what decoded it."
+    table = Table([Column("id"), Column("prompt", "pre"), Column("decoded", "pre")], rows)
+    return [Heading("The texts"), Text(note), Folded("Prompts and what was decoded", [table])]
+
+
+def _decoded(main: Sequence[Result], prompt_id: str) -> str:
+    by_text: dict[str, dict[str, list[str]]] = {}
+    sides: dict[str, int] = {}
+    for result in main:
+        examples = result.comparison.examples
+        for row in examples[examples["id"] == prompt_id].to_dict("records"):
+            for side in ("a", "b"):
+                sides[model_of(result)] = sides.get(model_of(result), 0) + 1
+                where = f"{kind_of(result)} {result.comparison.about['protocol']} {side}"
+                by_text.setdefault(str(row[f"text_{side}"]), {}).setdefault(model_of(result), []).append(where)
+    if not by_text:
+        return "(left out: see the failures)"
+    if len(by_text) == 1:
+        return next(iter(by_text))
+    return "\n".join(f"{text}\n    [{_who(models, sides)}]" for text, models in by_text.items())
+
+
+def _who(models: Mapping[str, Sequence[str]], sides: Mapping[str, int]) -> str:
+    """Each model, with kind, protocol and path where not all of the model's decoded the same text."""
+    return "; ".join(
+        model if len(where) == sides[model] else f"{model}: {', '.join(where)}" for model, where in models.items()
+    )
+
+
+def _provenance(results: Sequence[Result]) -> list[Any]:
+    rows = [_flattened(r.comparison.about) for r in results]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    varying = [key for key in keys if len({row.get(key) for row in rows}) > 1]
+    common = Table([Column("what"), Column("value")], [[key, rows[0][key]] for key in keys if key not in varying])
+    parts = [Heading("What this was made with"), Text("The same on every line of the tables and in every figure:"), common]
+    if varying:
+        cells = [[r.folder.name, *[row.get(key, "") for key in varying]] for r, row in zip(results, rows, strict=True)]
+        parts += [Text("And what differs:"), Table([Column("comparison"), *map(Column, varying)], cells)]
+    return parts
+
+
+def _flattened(about: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested values by dotted keys, as text."""
+    rows: dict[str, str] = {}
+    for key, value in about.items():
+        nested = isinstance(value, Mapping)
+        rows |= _flattened(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(value)}
+    return rows
+
+
+def _files(results: Sequence[Result], folder: Path) -> str:
+    inside = "runs/*/" if any(r.folder != folder for r in results) else ""
+    filled = [name for name in TABLES if any(len(getattr(r.comparison, name)) for r in results)]
+    tables = ", ".join(f"{inside}{name}.parquet" for name in filled)
+    return (
+        f"Beside this page: figures/*.png, every number above in {tables}, the statistics and settings in "
+        f"{inside}summary.json, and the prompts in {inside}prompts.jsonl."
+    )

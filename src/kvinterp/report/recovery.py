@@ -1,0 +1,268 @@
+"""The figures of patching: recovery by layer, head or position with its controls.
+
+Like those of a comparison they are drawn from tidy tables alone, without pyplot; :func:`kvinterp.report.save` writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.ticker import FuncFormatter
+
+from kvinterp.errors import InputError
+from kvinterp.patching import Sweep
+from kvinterp.reading.numbers import percent
+from kvinterp.reading.patching import recovery_title, step_title
+from kvinterp.reading.vocabulary import RECOVERED
+from kvinterp.report.axes import mapped, place_title, whole_numbers
+from kvinterp.report.style import SERIES, made_with, save, sheet
+
+__all__ = [
+    "DIVERGING",
+    "recovery_figure",
+    "save_sweep_figures",
+    "step_figure",
+]
+
+#: White at 0, orange below, blue above: told apart by the colour-blind; in grey the sign in each cell tells.
+DIVERGING = LinearSegmentedColormap.from_list("recovery", ["#8f3a00", "#e08a4a", "#ffffff", "#4a90c2", "#003f6b"])
+_HEADS = ("heads", "kv-heads")
+_LAYERS = ("single", "cumulative", "cumulative-from")
+_EDGE = 1.15
+_WRITTEN_CELLS = 96
+
+
+def recovery_figure(sweep: Sweep) -> Figure:
+    """Recovery of every patch of a sweep, with its controls beside it.
+
+    Sweeps over heads become a heatmap of layer by head (the median over examples, white at 0); all others one mark a layer
+    or block of positions: each example, the median and the quartiles. What leaves the range of ±100 % is marked at the edge
+    with its number.
+
+    Args:
+        sweep: What :func:`kvinterp.sweep` returned.
+
+    Raises:
+        InputError: The sweep holds no row.
+    """
+    frame = sweep.recovery
+    if frame.empty:
+        raise InputError("the sweep holds no row to draw: give it a prompt that decodes at least one step.")
+    kinds = list(dict.fromkeys(frame["sweep"]))
+    controls = sweep.controls if "control" in sweep.controls else sweep.controls.iloc[:0]
+    heights = [3.0 if kind in _HEADS else 2.6 for kind in kinds] + [1.7] * bool(len(controls))
+    with sheet(6.4, 0.7 + sum(heights)) as figure:
+        parts = _stacked(figure, heights)
+        for part, kind in zip(parts, kinds, strict=False):
+            (_draw_heads if kind in _HEADS else _draw_marks)(part, frame[frame["sweep"] == kind], kind, sweep.about)
+        if len(controls):
+            _draw_controls(parts[-1], controls)
+        marked = ("▼ n: n examples below the range, their median",) if len(controls) or set(kinds) - {*_HEADS} else ()
+        made_with(figure, sweep.about, (*_what(sweep.about), *marked))
+    return figure
+
+
+def step_figure(sweep: Sweep) -> Figure:
+    """Median recovery of a sweep over layers as a heatmap of layer by decode step, white at 0.
+
+    Args:
+        sweep: What :func:`kvinterp.sweep` returned, over layers and with more than one step counted.
+
+    Raises:
+        InputError: The sweep is not over layers, or counts one step only.
+    """
+    kinds = _stepped(sweep)
+    if not kinds:
+        raise InputError("the sweep has no layer by step to draw: sweep single or cumulative, with more than one step.")
+    with sheet(6.4, 0.7 + 2.4 * len(kinds)) as figure:
+        for part, kind in zip(_stacked(figure, [1.0] * len(kinds)), kinds, strict=True):
+            _draw_by_step(part, sweep.steps[sweep.steps["sweep"] == kind], kind, sweep.about)
+        counted = sweep.steps.groupby("step")["example"].nunique()
+        few = f", {counted.iloc[-1]} at the last step" if counted.iloc[-1] < counted.max() else ""
+        signs = ("−: below 0, ▼: below −100 %, ▲: above 100 %", "×: no difference to recover in any example")
+        made_with(figure, sweep.about, (*_what(sweep.about), f"examples: {counted.max()}{few}", *signs))
+    return figure
+
+
+def save_sweep_figures(sweep: Sweep, folder: str | Path) -> list[Path]:
+    """Writes the figures of a sweep into a folder, which is made where it is not there.
+
+    Args:
+        sweep: What :func:`kvinterp.sweep` returned.
+        folder: Where to.
+
+    Returns:
+        The files: ``recovery.png``, and ``recovery_by_step.png`` where layers were swept over more than one step.
+
+    Raises:
+        InputError: The sweep holds no row, or a file cannot be written.
+    """
+    written = [save(recovery_figure(sweep), Path(folder) / "recovery.png")]
+    if _stepped(sweep):
+        written.append(save(step_figure(sweep), Path(folder) / "recovery_by_step.png"))
+    return written
+
+
+def _stacked(figure: Figure, heights: Sequence[float]) -> list[FigureBase]:
+    """Parts of a figure one under the other."""
+    return list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
+
+
+# Recovery --------------------------------------------------------------------------------------------------------------
+
+
+def _draw_heads(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mapping[str, Any]) -> None:
+    axes = target.subplots()
+    table = frame[frame["defined"]].groupby(["layer", "head"])["recovery"].median().unstack()
+    layers, heads = (range(int(frame[name].min()), int(frame[name].max()) + 1) for name in ("layer", "head"))
+    values = table.reindex(index=layers, columns=heads).to_numpy(dtype=float)
+    query = about["site"] in ("q", "z", "pattern")
+    beyond = _draw_map(target, axes, values, (layers, heads), about)
+    axes.set(xlabel="query head" if query else "KV head", ylabel="layer")
+    place_title(axes, recovery_title(frame, kind, about["distance"]) + beyond)
+
+
+def _draw_by_step(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mapping[str, Any]) -> None:
+    axes = target.subplots()
+    table = frame.groupby(["layer", "step"])["recovery"].median().unstack()
+    layers, steps = list(table.index), list(table.columns)
+    _draw_map(target, axes, table.to_numpy(dtype=float), (layers, steps), about)
+    axes.set(xlabel="decode step", ylabel=_LAYER_LABELS[kind])
+    place_title(axes, step_title(table, kind, about["distance"]))
+
+
+def _draw_map(
+    target: FigureBase,
+    axes: Axes,
+    values: np.ndarray,
+    numbers: tuple[Sequence[int], Sequence[int]],
+    about: Mapping[str, Any],
+) -> str:
+    """A heatmap of recovery with its colour bar; returns what the title has to add."""
+    image = mapped(axes, values, Normalize(-1, 1), DIVERGING)
+    for row, column in np.ndindex(*values.shape):
+        _write_cell(axes, row, column, float(values[row, column]), values.size <= _WRITTEN_CELLS)
+    for shown, axis in zip(numbers, (axes.yaxis, axes.xaxis), strict=True):
+        whole_numbers(axis, 16)
+        axis.set_major_formatter(FuncFormatter(lambda at, _, shown=shown: _numbered(at, shown)))
+    known = values[np.isfinite(values)]
+    low, high = bool((known < -1).any()), bool((known > 1).any())
+    extend = "both" if low and high else "min" if low else "max" if high else "neither"
+    shares = FuncFormatter(lambda y, _: percent(y))
+    bar = target.colorbar(image, ax=axes, pad=0.02, aspect=24, extend=extend, format=shares)
+    bar.set_label(f"median recovery of\nthe {RECOVERED[about['distance']]}")
+    bar.ax.grid(visible=False)
+    return "; ▼ below −100 %" if low else ""
+
+
+def _write_cell(axes: Axes, row: int, column: int, value: float, written: bool) -> None:
+    if not np.isfinite(value):
+        axes.text(column, row, "n/a" if written else "×", ha="center", va="center", fontsize=6, color="#555555")
+        return
+    mark = "▼" if value < -1 else "▲" if value > 1 else ""
+    text = f"{percent(value)}{mark}" if written else mark or ("−" if value < -0.005 else "")
+    color = "#ffffff" if abs(value) > 0.55 else "#000000"
+    axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
+
+
+def _draw_marks(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mapping[str, Any]) -> None:
+    axes = target.subplots()
+    place = "positions" if kind == "blocks" else "layer"
+    groups = {str(name): group for name, group in frame.groupby(place, sort=False)}
+    _marks(axes, list(groups.values()), SERIES[0])
+    names = list(groups)
+    whole_numbers(axes.xaxis, 12)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _numbered(at, names)))
+    label = "cache positions patched, in all layers" if kind == "blocks" else _LAYER_LABELS[kind].replace("\n", " ")
+    axes.set(xlabel=label, ylabel=f"recovery of the {RECOVERED[about['distance']]}")
+    _range(axes)
+    place_title(axes, recovery_title(frame, kind, about["distance"]))
+
+
+def _draw_controls(target: FigureBase, controls: pd.DataFrame) -> None:
+    axes = target.subplots()
+    names = [name for name in _CONTROLS if (controls["control"] == name).any()]
+    names += [name for name in dict.fromkeys(controls["control"]) if name not in names]
+    groups = [controls[controls["control"] == name] for name in names]
+    _marks(axes, groups, SERIES[3])
+    axes.set_xticks(range(len(names)), [_CONTROLS.get(name, name.replace(" ", "\n")) for name in names], fontsize=7)
+    axes.set(ylabel="recovery")
+    _range(axes)
+    place_title(axes, "Controls: what the answer can be trusted by")
+
+
+_LAYER_LABELS = {
+    "single": "layer patched",
+    "cumulative": "last layer patched,\nfrom layer 0 on",
+    "cumulative-from": "first layer patched,\nto the last",
+}
+
+#: A number that may stand on a line.
+_ON_WHITE: dict[str, Any] = {"zorder": 5, "bbox": {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}}
+
+_CONTROLS = {
+    "self": "own tensors\n(expected 0)",
+    "other-prompt": "from another\nprompt",
+    "floor": "last residual\n(floor)",
+    "all-positions": "residual at\nall positions",
+}
+
+
+def _marks(axes: Axes, groups: Sequence[pd.DataFrame], series: Any) -> None:
+    """Each example as a point, the median as a large mark, the quartiles as a line; beyond the range, the number."""
+    axes.axhline(0, color="#000000", linewidth=0.8, zorder=1)
+    axes.axhline(1, color="#777777", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+    axes.set_xlim(-0.5, len(groups) - 0.5)
+    width = min(7.0, 150 / max(len(groups), 1))
+    for at, group in enumerate(groups):
+        values = group["recovery"].to_numpy(dtype=float)
+        values = values[np.isfinite(values)]
+        if not len(values):
+            axes.annotate("n/a", (at, 0), ha="center", va="bottom", fontsize=6.5, color="#555555")
+            continue
+        low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+        inside = values[np.abs(values) <= _EDGE]
+        axes.plot(np.full(len(inside), at), inside, "o", color=series.color, markersize=2.8, alpha=0.45, markeredgewidth=0)
+        if len(values) > 1:
+            axes.vlines(at, *np.clip((low, high), -_EDGE, _EDGE), color=series.color, linewidth=1.6, zorder=2)
+        if abs(middle) <= _EDGE:
+            axes.plot(at, middle, "_", color=series.color, markersize=width + 6, markeredgewidth=2.2, zorder=3)
+        else:
+            edge = _EDGE if middle > 0 else -_EDGE
+            axes.plot(at, edge * 0.96, "^" if middle > 0 else "v", color=series.color, markersize=6, zorder=3)
+            if len(groups) <= 16:
+                axes.annotate(percent(middle), (at, edge * 0.8), ha="center", va="center", fontsize=6.5, **_ON_WHITE)
+        for out, sign in ((values < -_EDGE, -1), (values > _EDGE, 1)):
+            if out.any() and len(groups) <= 16 and abs(middle) <= _EDGE:
+                text = f"{'▼' if sign < 0 else '▲'} {int(out.sum())}: {percent(float(np.median(values[out])))}"
+                axes.annotate(text, (at, sign * 0.98), ha="center", va="center", fontsize=6, **_ON_WHITE)
+
+
+def _range(axes: Axes) -> None:
+    axes.set_ylim(-_EDGE, _EDGE)
+    axes.set_yticks([-1, -0.5, 0, 0.5, 1])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
+
+
+def _numbered(at: float, names: Sequence[Any]) -> str:
+    index = round(at)
+    return str(names[index]) if abs(at - index) < 1e-6 and 0 <= index < len(names) else ""
+
+
+def _stepped(sweep: Sweep) -> list[str]:
+    """The sweeps over layers in which more than one step is counted."""
+    if sweep.steps.empty:
+        return []
+    counted = sweep.steps.groupby("sweep", sort=False)["step"].nunique()
+    return [kind for kind, steps in counted.items() if kind in _LAYERS and steps > 1]
+
+
+def _what(about: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{about['site']} at {about['positions']} positions", f"steps: {about['steps']}"

@@ -1,0 +1,190 @@
+"""The sheet every figure is drawn on, and how it looks: readable in grey, by the colour-blind and on a phone.
+
+No pyplot, so importing or drawing leaves no trace in the user's own session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from kvinterp.files import write_whole
+from kvinterp.reading.numbers import counted
+
+__all__ = ["CMAP", "SERIES", "Series", "line_of", "looks", "made_with", "png", "save", "sheet", "signed", "small_print"]
+
+RC: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "axes.titlesize": 10.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+    "xtick.labelsize": 8.0,
+    "ytick.labelsize": 8.0,
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "savefig.facecolor": "white",
+    # A model's name may hold a dollar sign, which is not mathematics.
+    "text.parse_math": False,
+    "text.usetex": False,
+}
+CMAP = "cividis"
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """How one line looks, told apart by marker and dashes as well as by colour."""
+
+    color: str
+    marker: str
+    line: Any
+
+
+#: Okabe and Ito's colours (https://jfly.uni-koeln.de/color/), the darker ones first.
+SERIES = (
+    Series("#0072B2", "o", "-"),
+    Series("#D55E00", "s", (0, (4, 2))),
+    Series("#009E73", "^", (0, (1, 1.2))),
+    Series("#000000", "D", (0, (5, 1.5, 1, 1.5))),
+    Series("#CC79A7", "v", (0, (6, 2))),
+    Series("#E69F00", "P", (0, (2, 2))),
+)
+
+
+def line_of(index: int, width: float = 1.4) -> dict[str, Any]:
+    """Keyword arguments for ``Axes.plot`` of the line of a number."""
+    series = SERIES[index % len(SERIES)]
+    # Later lines are drawn hollow: where two coincide, both are seen.
+    hollow = {"markerfacecolor": "#ffffff"} if index % 2 else {}
+    look = {"color": series.color, "marker": series.marker, "linestyle": series.line}
+    return {**look, "linewidth": width, "markersize": 4, **hollow}
+
+
+# The sheet -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def looks() -> Iterator[None]:
+    """Applies the style while a figure is made or saved, and puts the user's own settings back."""
+    with matplotlib.rc_context(RC):
+        yield
+
+
+@contextlib.contextmanager
+def sheet(width: float, height: float) -> Iterator[Figure]:
+    """An empty figure of a size in inches, and the style while it is drawn on; no session of pyplot knows it."""
+    with looks():
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+
+
+def signed(figure: Figure, text: str, abouts: Sequence[Mapping[str, Any]]) -> None:
+    """Writes under a figure what it was made with, and keeps the whole of it for :func:`save`."""
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=5.5, color="#555555")
+    figure.provenance = list(abouts)  # type: ignore[attr-defined]  # kept for save()
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as PNG, with the full provenance in its text fields."""
+    about = json.dumps(getattr(figure, "provenance", []))
+    drawn = io.BytesIO()
+    with looks():
+        figure.savefig(drawn, format="png", dpi=160, metadata={"Software": "kvinterp", "Description": about})
+    return drawn.getvalue()
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Writes a PNG, with the full provenance in its text fields.
+
+    Args:
+        figure: A figure made here.
+        path: Where to; the folder is made.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+    write_whole(Path(path), png(figure))
+    return Path(path)
+
+
+# The small print -------------------------------------------------------------------------------------------------------
+
+_VERSIONS = {
+    "weights": "weights",
+    "torch": "torch",
+    "transformers": "transformers",
+    "TransformerLens": "transformer_lens",
+    "kvinterp": "kvinterp",
+}
+
+
+def small_print(abouts: Sequence[Mapping[str, Any]], width: int) -> str:
+    """What a figure was made with, in a few lines; where the comparisons differ, each value once.
+
+    Args:
+        abouts: ``Comparison.about`` of everything drawn.
+        width: Characters a line.
+    """
+    columns = [
+        [
+            f"{a['paths']['a']} against {a['paths']['b']}",
+            *_model(a),
+            f"{a['protocol']}, {a['strategy']}, seed {a.get('seed', 'unknown')}",
+            *(a[name] for name in _VERSIONS.values()),
+            f"{a['device']}, {counted(a['threads'], 'thread')}",
+        ]
+        for a in abouts
+    ]
+    parts = []
+    for title, column in zip((*[""] * 5, *_VERSIONS, ""), zip(*columns, strict=True), strict=True):
+        values = list(dict.fromkeys(column))
+        # Six hashes would fill the picture; the file's own text fields hold them all.
+        many = title == "weights" and len(values) > 2
+        parts.append(f"{title} ".lstrip() + (f"({len(values)} different)" if many else " / ".join(values)))
+    return "\n".join(textwrap.wrap(" · ".join(parts), width))
+
+
+def made_with(figure: Figure, about: Mapping[str, Any], more: Sequence[str]) -> None:
+    """Signs a figure of patching with what it was made with.
+
+    Args:
+        figure: The figure.
+        about: What the sweep or decomposition knows about itself.
+        more: What else is said of it.
+    """
+    made = about["provenance"]
+    paths = about.get("paths", {"cached": "cached", "recompute": "recompute"})
+    parts = [
+        f"{paths['cached']} and {paths['recompute']}",
+        *(about[name] for name in ("direction", "protocol") if name in about),
+        *more,
+        *_model(made),
+        *(f"{title} {made[name]}" for title, name in _VERSIONS.items()),
+        f"{made['device']}, threads: {made['threads']}",
+    ]
+    signed(figure, "\n".join(textwrap.wrap(" · ".join(parts), 134)), [dict(about)])
+
+
+def _model(about: Mapping[str, Any]) -> tuple[str, str, str]:
+    return str(about["model"]), f"{about['kind']} ({about['attention']})", about["dtype"]

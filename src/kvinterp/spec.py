@@ -1,0 +1,138 @@
+"""Text form to object and back, and the plugins of a folder: one leaf that every registry calls.
+
+A plugin is a dataclass. Its name is its class's in snake case (``SplitK`` is ``split_k``), and its text form that name with the
+values of its fields in brackets: ``split_k(4,float16,all,0+2)``. A number or a Python literal is read as such, anything else is
+a text; a field that is a tuple is written with ``+``, and empty as ``all``.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, TypeVar
+
+from kvinterp.errors import InputError, unknown
+
+__all__ = ["modules_of", "name_of", "named", "plugins_of", "read", "split", "text_of"]
+
+Plugin = TypeVar("Plugin")
+
+MADE_OF = ("base", "registry")
+"""Files of a folder that hold what its plugins are made of and found by, and no plugin."""
+
+
+def modules_of(folder: ModuleType) -> Iterator[ModuleType]:
+    """Every module of a package in which a plugin may be, imported; in alphabetical order."""
+    for found in pkgutil.iter_modules(folder.__path__):
+        if found.name not in MADE_OF:
+            yield importlib.import_module(f"{folder.__name__}.{found.name}")
+
+
+def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]]:
+    """The plugins of a package by name: public classes that derive from ``base``, in the file that defines them."""
+    kinds = [(value, module.__name__) for module in modules_of(folder) for value in vars(module).values()]
+    return named(
+        *(
+            value
+            for value, module in kinds
+            if isinstance(value, type)
+            and issubclass(value, base)
+            and value.__module__ == module
+            and value.__name__[0] != "_"
+        )
+    )
+
+
+def named(*kinds: type[Plugin]) -> dict[str, type[Plugin]]:
+    """Classes by the names that their text forms begin with.
+
+    Raises:
+        RuntimeError: Two have one name.
+    """
+    found: dict[str, type[Plugin]] = {}
+    for kind in kinds:
+        name = name_of(kind)
+        if found.setdefault(name, kind) is not kind:
+            raise RuntimeError(f"{kind.__module__} and {found[name].__module__} both have a plugin called {name!r}.")
+    return found
+
+
+def name_of(kind: type) -> str:
+    """The name of a class in text forms: ``TopK`` is ``top_k``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def text_of(plugin: Any) -> str:
+    """The text form of a dataclass; values that are left at nothing are left out at its end."""
+    values = [getattr(plugin, field.name) for field in dataclasses.fields(plugin)]
+    while values and values[-1] in (None, ()):
+        values.pop()
+    shown = ",".join(map(_written, values))
+    return name_of(type(plugin)) + (f"({shown})" if shown else "")
+
+
+def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> Plugin:
+    """The object that a text form means.
+
+    Args:
+        what: The kind of thing, as errors call it.
+        text: ``name`` or ``name(value,value)``; capitals and hyphens of the name do not matter.
+        kinds: The classes there are, by name.
+        hint: What errors say besides of how it is written.
+
+    Raises:
+        InputError: The name is unknown or the values do not fit.
+    """
+    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
+    given = text if match is None else match.group(1)
+    name = given.lower().replace("-", "_")
+    if match is None or name not in kinds:
+        raise unknown(what, given, kinds, hint)
+    fields = dataclasses.fields(kinds[name])  # type: ignore[arg-type]
+    values = [_value(part) for part in split(match.group(2) or "", ",")]
+    for index, field in enumerate(fields[: len(values)]):
+        values[index] = _fitted(values[index], str(field.type))
+    try:
+        return kinds[name](*values)
+    except TypeError as error:
+        takes = ", ".join(field.name for field in fields) or "no values"
+        raise InputError(f"{what} {text!r} cannot be read: {name} takes {takes}.") from error
+
+
+def split(text: str, separator: str) -> list[str]:
+    """The parts of a text, stripped, at a separator that stands in no brackets; none of an empty text."""
+    parts, depth, begun = [], 0, 0
+    for index, character in enumerate(text):
+        depth += (character in "([") - (character in ")]")
+        if character == separator and depth == 0:
+            parts.append(text[begun:index])
+            begun = index + 1
+    return [part.strip() for part in (*parts, text[begun:])] if text.strip() else []
+
+
+def _fitted(value: Any, kind: str) -> Any:
+    """A value as a field of this type holds it."""
+    if kind.startswith("tuple") and not isinstance(value, tuple):
+        return () if value == "all" else tuple(_value(part) for part in str(value).split("+"))
+    return float(value) if kind == "float" and type(value) is int else value
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.strip())
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return text.strip()
+
+
+def _written(value: Any) -> str:
+    """The shortest text that is read back as the very same value."""
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "all"
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return str(value)

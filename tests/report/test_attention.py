@@ -1,0 +1,431 @@
+"""The attention page: true patterns, honest labels, one copy of circuitsvis, nothing loaded, text that stays text."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import pickle
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp.errors import InputError, NonFiniteError
+from kvinterp.recording import Trace
+from kvinterp.report.attention import assembled_pattern, attention_comparison
+from support import Case, assert_bitwise, assert_close
+
+PROMPT = "Question: Nora has 8 boxes and Jack has 5. How many more?\nAnswer:"
+HOSTILE = (
+    "<script>document.title='owned'</script> <!-- </script> <img src=x onerror=\"document.title='owned'\"> & \u2028 $a$"
+)
+MINI = Case("zoo:mistral-mini", "hooked")
+EAGER = Case("zoo:gemma2-mini", "native", "eager")
+STEP = 3
+_FLOAT32_SOFTMAX = 2.0**-23
+"""transformers' eager attention takes its softmax in float32 whatever the model's dtype: one rounding on each side."""
+
+
+@pytest.fixture(scope="module")
+def model(load: Any) -> Any:
+    return load(EAGER, "float16")
+
+
+def _trace(pattern: torch.Tensor, path: str = "recompute", step: int = 0, prompt: int = 3) -> Trace:
+    """A trace that shows this pattern at this step."""
+    ids = tuple(range(prompt))
+    fed = tuple(range(step))
+    return Trace(path, ids, tuple(range(step + 1)), fed, {("pattern", 0): [pattern]}, (step,))
+
+
+def _causal(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor([[row + [0.0] * (len(rows) - len(row)) for row in rows]])
+
+
+# The patterns ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cached_pattern_is_put_together_from_the_row_of_each_step(load: Any) -> None:
+    model = load(EAGER, "float64")
+    cached = kv.run(model, PROMPT, "cached", max_new_tokens=STEP + 1, record="pattern", positions="all")
+    again = kv.run(
+        model, PROMPT, "recompute", max_new_tokens=STEP + 1, continuation=cached.fed, record="pattern", positions="all"
+    )
+    for layer in range(model.facts.layers):
+        a, b = (assembled_pattern(trace, layer, STEP) for trace in (cached, again))
+        length = len(cached.prompt) + STEP
+        assert a.shape == (model.facts.query_heads, length, length)
+        assert_bitwise(a[:, : len(cached.prompt), : len(cached.prompt)], cached.records["pattern", layer][0])
+        assert_bitwise(
+            a[:, -1, -cached.records["pattern", layer][STEP].shape[-1] :], cached.records["pattern", layer][STEP][:, 0]
+        )
+        # In float64 the two paths agree to rounding, so a row put in the wrong place would be seen.
+        assert_close(a, b, f"pattern of layer {layer}", ("head", "query", "key"), absolute=_FLOAT32_SOFTMAX)
+
+
+def test_rows_of_a_sliding_cache_stand_under_their_own_keys(load: Any) -> None:
+    model = load(Case("mistral-window", "native", "eager"), "float64")
+    window = min(w for w in model.facts.windows if w is not None)
+    prompt = [(7 * i) % 50 + 3 for i in range(window + 5)]
+    cached = kv.run(model, prompt, "cached", max_new_tokens=4, record="pattern", positions="all", stop="length")
+    again = kv.run(
+        model,
+        prompt,
+        "recompute",
+        max_new_tokens=4,
+        record="pattern",
+        positions="all",
+        continuation=cached.fed,
+        stop="length",
+    )
+    a, b = (assembled_pattern(trace, 0, 3) for trace in (cached, again))
+    assert cached.records["pattern", 0][3].shape[-1] < a.shape[-1], "the cache did not slide: the test shows nothing"
+    assert_close(a, b, "pattern", ("head", "query", "key"), absolute=_FLOAT32_SOFTMAX)
+    assert not a[:, -1, :-window].any()
+
+
+def test_kl_is_what_a_comparison_reports_for_that_step(model: Any) -> None:
+    # Products split by their number of rows, so that the paths differ on every machine.
+    paths = {side: f"{form}[kernels=split_k(4,float16)]" for side, form in (("a", "cached"), ("b", "recompute"))}
+    compared = kv.compare(model, PROMPT, **paths, record="pattern", max_new_tokens=STEP + 1, progress="none")
+    shown = attention_comparison(model, PROMPT, step=STEP, **paths).heads.sort_values(["layer", "head"])
+    reported = compared.heads[compared.heads["step"] == STEP].sort_values(["layer", "head"])
+    assert shown["kl"].tolist() == reported["kl"].tolist()
+    assert reported["kl"].max() > 0, "no head differs here: the test shows nothing"
+    again = attention_comparison(compared, PROMPT, model=model, step=STEP)
+    assert again.heads["kl"].tolist() == shown.sort_index()["kl"].tolist()
+
+
+def test_a_path_against_itself_is_exactly_zero(model: Any) -> None:
+    same = attention_comparison(model, PROMPT, step=STEP, a="recompute", b="recompute")
+    assert not same.heads[["kl", "largest_row_kl", "largest_difference"]].to_numpy().any()
+    page = same.page.html()
+    assert page.count("KL exactly 0 nats") == len(same.heads)
+    assert page.count("difference: 0 in all") == len(same.heads)
+
+
+def test_traces_give_what_the_model_gives(model: Any) -> None:
+    a = kv.run(model, PROMPT, "cached", max_new_tokens=STEP + 1, record="pattern", positions="all")
+    b = kv.run(model, PROMPT, "recompute", max_new_tokens=STEP + 1, record="pattern", positions="all", continuation=a.fed)
+    shown = attention_comparison(a, b, step=STEP, model=model)
+    assert shown.page.html() == attention_comparison(model, PROMPT, step=STEP).page.html()
+    assert attention_comparison(a, b, step=STEP).page.tokens[0] == str(a.prompt[0])
+
+
+# What is shown ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_difference_is_first_minus_second_on_a_stated_scale() -> None:
+    a, b = _causal([1.0], [0.25, 0.75], [0.5, 0.25, 0.25]), _causal([1.0], [0.25, 0.75], [0.25, 0.25, 0.5])
+    page = attention_comparison(_trace(a), _trace(b), step=0, tokens=["x", "y", "z"]).page
+    data = _data(page.html())
+    figure = next(f for f in data["figures"] if f["id"] == "head-0-difference")
+    assert figure["rows"] == [[0.0], [0.0, 0.0], [0.25, 0.0, -0.25]]
+    assert figure["limit"] == 0.25
+    assert "difference: ±0.25, in 2 of 6 cells" in page.html()
+    assert [f["limit"] for f in data["figures"]] == [1.0, 1.0, 0.25]
+
+
+def test_kl_is_of_the_newest_row_and_the_largest_row_is_told_apart() -> None:
+    a, b = _causal([1.0], [0.25, 0.75], [0.5, 0.25, 0.25]), _causal([1.0], [0.75, 0.25], [0.5, 0.25, 0.25])
+    row = attention_comparison(_trace(a), _trace(b), step=0).heads.iloc[0]
+    assert row["kl"] == 0
+    assert row["largest_row"] == 1
+    assert row["largest_row_kl"] == pytest.approx(0.5 * np.log(3))
+    assert row["largest_difference"] == 0.5
+
+
+def test_heads_are_chosen_by_kl_and_said(model: Any) -> None:
+    few = attention_comparison(model, PROMPT, step=STEP, most=2)
+    whole = few.heads
+    assert whole["shown"].sum() == 2
+    assert whole.loc[whole["shown"], "kl"].min() >= whole.loc[~whole["shown"], "kl"].max()
+    assert f"2 of {len(whole)} heads are shown, those with the largest KL." in few.page.sentences
+    one = attention_comparison(model, PROMPT, step=STEP, layers=1, heads=[2])
+    assert one.heads[["layer", "head"]].to_numpy().tolist() == [[1, 2]]
+
+
+def test_long_contexts_are_cropped_to_the_newest_or_pooled(model: Any) -> None:
+    whole = attention_comparison(model, PROMPT, step=STEP, layers=0, heads=[0])
+    length = len(whole.page.tokens)
+    cropped = attention_comparison(model, PROMPT, step=STEP, layers=0, heads=[0], cells=10)
+    assert np.array_equal(cropped.page.heads[0].a, whole.page.heads[0].a[-10:, -10:])
+    assert cropped.page.places[0][0] == f"position {length - 10}"
+    assert cropped.page.tokens[0].startswith(f"{length - 10}: ")
+    inside = np.mean([head.sum(1).mean() for head in (cropped.page.heads[0].a, cropped.page.heads[0].b)])
+    assert any(f"{inside:.1%} of their attention" in sentence for sentence in cropped.page.sentences)
+
+    cells = next(cells for cells in range(4, length) if length % -(-length // cells))
+    pooled = attention_comparison(model, PROMPT, step=STEP, layers=0, heads=[0], cells=cells, fit="pool")
+    block = -(-length // cells)  # the last block is a shorter one
+    square = whole.page.heads[0].a
+    by_hand = [
+        [square[q : q + block, k : k + block].sum(1).mean() for k in range(0, length, block)]
+        for q in range(0, length, block)
+    ]
+    np.testing.assert_allclose(pooled.page.heads[0].a, by_hand, rtol=1e-12)
+    np.testing.assert_allclose(pooled.page.heads[0].a.sum(1), 1, atol=2e-3)  # float16 rows sum to one to three digits
+    assert pooled.heads["kl"].tolist() == whole.heads["kl"].tolist()
+    part = attention_comparison(model, PROMPT, step=STEP, layers=0, heads=[0], positions=(2, 5))
+    assert np.array_equal(part.page.heads[0].a, square[2:5, 2:5])
+
+
+# The page --------------------------------------------------------------------------------------------------------------
+
+
+class _Reader(HTMLParser):
+    """What a browser would make of the page: its elements, and the text outside of scripts."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text, self.comments = "", 0
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem == "script":
+            self.scripts[-1] += data
+        elif self.cdata_elem != "style":
+            self.text += data
+
+    def handle_comment(self, data: str) -> None:
+        self.comments += 1
+
+
+def _read(page: str) -> _Reader:
+    reader = _Reader()
+    reader.feed(page)
+    reader.close()
+    return reader
+
+
+def _data(page: str) -> dict[str, Any]:
+    return json.loads(_read(page).scripts[0])
+
+
+def test_the_page_holds_circuitsvis_once_and_loads_nothing(model: Any) -> None:
+    page = attention_comparison(model, PROMPT, step=STEP).page.html()
+    reader = _read(page)
+    assert page.count("var CircuitsVis=") == 1
+    assert len(reader.scripts) == 3
+    assert "sourceMappingURL" not in page
+    assert not [a for _, attributes in reader.elements for a in attributes if a in ("src", "href", "srcset", "data")]
+    policy = next(attributes["content"] for tag, attributes in reader.elements if "http-equiv" in attributes)
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    for script in reader.scripts[1:]:
+        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+
+
+def test_markup_in_prompts_stays_text(model: Any) -> None:
+    plain = _read(attention_comparison(model, PROMPT, step=1, layers=0).page.html())
+    shown = attention_comparison(model, HOSTILE, step=1, layers=0, cells=200)
+    reader = _read(shown.page.html())
+    assert {tag for tag, _ in reader.elements} == {tag for tag, _ in plain.elements}
+    assert sum(tag == "script" for tag, _ in reader.elements) == 3
+    assert reader.comments == 0
+    pieces = model.pieces(model.encode(HOSTILE))
+    assert _data(shown.page.html())["tokens"][: len(pieces)] == list(shown.page.tokens[: len(pieces)])
+    assert (
+        "".join(shown.page.tokens[1 : len(pieces)]).replace("·", " ").startswith("<script>document.title='owned'</script>")
+    )
+
+
+def test_whole_hostile_tokens_stay_text() -> None:
+    """A vocabulary may hold a whole element as one token; the zoo's does not, so the texts are given."""
+    texts = [HOSTILE, "</script><b>", "\u2028<!--", "\ud800"]
+    a = torch.tril(torch.ones(1, 4, 4)) / torch.arange(1, 5)[:, None]
+    trace = _trace(a, prompt=4)
+    trace.path = "<i>path</i>"
+    page = attention_comparison(trace, _trace(a, prompt=4), step=0, tokens=texts).page
+    reader = _read(page.html())
+    assert {tag for tag, _ in reader.elements} <= set(
+        re.findall(r"\w+", "html head meta title style body h1 h2 b small p span main section div figure figcaption script")
+    )
+    assert sum(tag == "b" for tag, _ in reader.elements) == 1  # the KL, and nothing of the tokens
+    assert [text.replace(" ", "·") for text in texts] == _data(page.html())["tokens"]
+    assert "<i>path</i>" in reader.text
+
+
+def test_in_a_notebook_it_shows_itself_in_a_frame_without_rights(model: Any) -> None:
+    shown = attention_comparison(model, PROMPT, step=1, layers=0)
+    reader = _read(shown._repr_html_())
+    assert [tag for tag, _ in reader.elements] == ["iframe"]
+    assert reader.elements[0][1]["srcdoc"] == shown.page.html()
+    assert reader.elements[0][1]["sandbox"] == "allow-scripts"
+
+
+def test_saving_makes_the_folder_and_survives_what_utf8_cannot_say(tmp_path: Path) -> None:
+    a = _causal([1.0], [0.5, 0.5])
+    shown = attention_comparison(_trace(a, prompt=2), _trace(a, prompt=2), step=0, tokens=["\ud800", "b"])
+    target = shown.save(tmp_path / "deep" / "page.html")
+    assert target.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert [p.name for p in target.parent.iterdir()] == ["page.html"]
+
+
+# Wrong input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"step": -1}, "step=-1 was given"),
+        ({"step": 1, "layers": 9}, "layer 9 does not exist"),
+        ({"step": 1, "heads": [9]}, "query head 9 does not exist: layer 0 has query heads 0 to 3"),
+        ({"step": 1, "heads": []}, r"heads=\[\] was given: expected at least one"),
+        ({"step": 1, "layers": []}, r"layers=\[\] was given: expected at least one"),
+        ({"step": True}, "step=True was given"),
+        ({"step": 1, "positions": (5, 400)}, r"0 <= start < stop <= \d+"),
+        ({"step": 1, "most": 0}, "most=0 was given"),
+        ({"step": 1, "fit": "squeeze"}, "fit='squeeze' was given"),
+        ({"step": 60}, "ends this prompt after step"),
+    ],
+)
+def test_what_does_not_exist_is_one_sentence(model: Any, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        attention_comparison(model, PROMPT, **arguments)
+
+
+def test_under_sdpa_the_page_says_that_its_patterns_are_derived(load: Any) -> None:
+    made = attention_comparison(load(Case("zoo:mistral-mini", "native", "sdpa"), "float16"), PROMPT, step=1)
+    assert "these are derived beside it" in made.page.html()
+
+
+def test_traces_that_do_not_fit_are_one_sentence(model: Any) -> None:
+    def traced(prompt: str = PROMPT, **options: Any) -> Trace:
+        return kv.run(model, prompt, "cached", max_new_tokens=3, **{"record": "pattern", "positions": "all", **options})
+
+    whole = traced()
+    for other, said in (
+        (traced("Question:"), "different prompts"),
+        (traced(positions="newest"), "newest row only"),
+        (traced(steps=[0, 2]), "did not record step 1"),
+        (traced(record="resid_post"), "holds no pattern of layer 0"),
+        (traced(continuation=[5, 6]), "fed different tokens"),
+        ("text", "expected two traces"),
+    ):
+        with pytest.raises(InputError, match=said):
+            attention_comparison(whole, other, step=2)
+    with pytest.raises(InputError, match="ends at step 2, before step 5"):
+        attention_comparison(whole, whole, step=5)
+    bad = _causal([1.0], [float("nan"), 0.5])
+    with pytest.raises(NonFiniteError, match="NaN or Inf"):
+        attention_comparison(_trace(bad, prompt=2), _trace(bad, prompt=2), step=0)
+
+
+def test_a_comparison_wants_its_own_model_and_prompt(model: Any, load: Any) -> None:
+    compared = kv.compare(model, PROMPT, record="", max_new_tokens=3, progress="none")
+    remembered = attention_comparison(compared, step=1).heads
+    pd.testing.assert_frame_equal(remembered, attention_comparison(compared, PROMPT, model=model, step=1).heads)
+    with pytest.raises(InputError, match="example 4 does not exist"):
+        attention_comparison(compared, step=1, example=4)
+    with pytest.raises(InputError, match="no longer has its model and prompts"):
+        attention_comparison(pickle.loads(pickle.dumps(compared)), step=1)
+    with pytest.raises(InputError, match="other weights"):
+        attention_comparison(compared, PROMPT, model=load(MINI, "float16"), step=1)
+    with pytest.raises(InputError, match="give the prompt it was made on"):
+        attention_comparison(compared, "Question:", model=model, step=1)
+    with pytest.raises(InputError, match="the comparison has steps 0 to 2"):
+        attention_comparison(compared, PROMPT, model=model, step=9)
+    free = kv.compare(model, PROMPT, record="", protocol="free", max_new_tokens=3, progress="none")
+    with pytest.raises(InputError, match="protocol='matched'"):
+        attention_comparison(free, PROMPT, model=model, step=1)
+
+
+# A real browser --------------------------------------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
+
+
+def browse(page: Path, profile: Path, *more: str) -> tuple[str, list[str]]:
+    """Opens a page in headless Chromium with the network off; returns the document it became and its console's lines."""
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9",
+        "--enable-logging=stderr", "--v=0", "--virtual-time-budget=60000", "--window-size=1300,1000", "--hide-scrollbars",
+        *more, "--dump-dom", page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.browser
+@in_a_browser
+def test_a_browser_without_network_draws_every_head(load: Any, tmp_path: Path) -> None:
+    shown = attention_comparison(load(MINI, "float16"), PROMPT, step=STEP, most=4)
+    document, console = browse(shown.save(tmp_path / "page.html"), tmp_path / "profile")
+    assert console == []
+    assert document.count('<section class="head">') == 4
+    assert len(re.findall(r"<canvas", document)) == 3 * 4
+    assert 'data-drawn="12"' in document
+
+
+@pytest.mark.browser
+@in_a_browser
+def test_a_browser_shows_what_differs_in_its_colours(tmp_path: Path) -> None:
+    """A canvas without ink would count as drawn: one cell of each colour at full strength is looked for."""
+    a, b = _causal([1.0], [0.25, 0.75], [0.5, 0.25, 0.25]), _causal([1.0], [0.25, 0.75], [0.25, 0.25, 0.5])
+    shown = attention_comparison(_trace(a), _trace(b), step=0, tokens=["x", "y", "z"])
+    picture = tmp_path / "page.png"
+    browse(shown.save(tmp_path / "page.html"), tmp_path / "profile", f"--screenshot={picture}")
+    pixels = (matplotlib.image.imread(picture)[..., :3] * 255).round().astype(int)
+    top = int(np.flatnonzero((np.abs(pixels - (0x3B, 0x0F, 0x70)).sum(-1) < 12).sum(1) > 60)[0])
+    assert top > 150, "purple in the legend"
+    below_legend = pixels[top:]
+    areas = {
+        name: int((np.abs(below_legend - colour).sum(-1) < 12).sum())
+        for name, colour in {"purple": (0x3B, 0x0F, 0x70), "blue": (0x00, 0x72, 0xB2), "orange": (0xD5, 0x5E, 0x00)}.items()
+    }
+    assert areas["blue"] > 1000
+    assert areas["orange"] == pytest.approx(areas["blue"], rel=0.05), "one cell each, of one size"
+    assert areas["purple"] == pytest.approx(2 * areas["blue"], rel=0.05), "the two cells of attention 1"
+
+
+@pytest.mark.browser
+@in_a_browser
+def test_a_browser_shows_markup_as_text(load: Any, tmp_path: Path) -> None:
+    shown = attention_comparison(load(MINI, "float16"), HOSTILE, step=1, most=1)
+    document, console = browse(shown.save(tmp_path / "page.html"), tmp_path / "profile")
+    assert console == []
+    assert 'data-drawn="3"' in document
+    assert "<title>Attention at step 1" in document
+    assert "<img" not in document
+
+
+@pytest.mark.browser
+@in_a_browser
+def test_the_browser_test_would_notice(load: Any, tmp_path: Path) -> None:
+    """An error of the drawing script, a script that was slipped in, and a file that is asked for each reach the console."""
+    page = attention_comparison(load(MINI, "float16"), PROMPT, step=1, most=1).page.html()
+    broken = {
+        "error": page.replace("CircuitsVis.AttentionPattern", "CircuitsVis.missing.part"),
+        "injected": page.replace("<main>", "<main><script>document.title='owned'</script>"),
+        "loaded": page.replace("<main>", '<main><img src="https://example.org/x.png">'),
+    }
+    for name, text in broken.items():
+        assert text != page
+        target = tmp_path / f"{name}.html"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            target.write_text(text, encoding="utf-8")
+            document, console = browse(target, tmp_path / name)
+            assert console != [], f"{name}: the console said nothing"
+            assert "<title>owned" not in document

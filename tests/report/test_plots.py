@@ -1,0 +1,245 @@
+"""The figures show what the tables say: zeros as zeros, flips, the prompt's end; nothing is cut off."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from PIL import Image
+
+from kvinterp.report.axes import zero_aware
+from kvinterp.report.figures import (
+    draw_attention,
+    draw_drift,
+    draw_kl,
+    draw_kv,
+    figure_of,
+    figures,
+    overview,
+    precision_ladder,
+)
+from kvinterp.report.style import looks, save, small_print
+from synthetic import comparison
+
+DRAWN = {"kl": draw_kl, "drift": draw_drift, "attention": draw_attention, "kv": draw_kv}
+MADE = {
+    "usual": comparison((0, 1, 2)),
+    "flipped": comparison((0, 1), flip=2, steps=9),
+    "equal": comparison((0, 1), size=0.0),
+    "one step": comparison((0,), steps=1),
+    "one example, layer and head": comparison((0,), layers=1, heads=1, steps=2),
+    "large": comparison((0,), layers=40, heads=48, steps=2),
+    "dollars": comparison((0,), model="a$b_{c}$ <model>"),
+}
+
+
+def inside(figure: Figure) -> bool:
+    """Whether all that is drawn lies within the picture."""
+    figure.draw_without_rendering()
+    box, page = figure.get_tightbbox(), figure.bbox_inches
+    slack = 0.02
+    return box.x0 >= -slack and box.y0 >= -slack and box.x1 <= page.width + slack and box.y1 <= page.height + slack
+
+
+@pytest.mark.parametrize("what", MADE)
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_nothing_is_cut_off(drawn: str, what: str) -> None:
+    assert inside(figure_of(DRAWN[drawn], {"matched": MADE[what]}, (5.6, 3.9)))
+
+
+def test_without_a_step_of_the_same_text_the_figure_of_k_and_v_says_so() -> None:
+    """In the free protocol a token may flip at step 0, after which nothing is of the same text."""
+    made = comparison((0, 1), flip=0, protocol="free")
+    assert "step after the prefill at which both" in _title(figure_of(draw_kv, {"": made}, (5.6, 3.9)))
+
+
+def test_the_overview_holds_all_four_and_cuts_nothing_off() -> None:
+    usual = {"mistral-mini hooked": MADE["usual"]}
+    many = {f"gemma2-mini kind {n}": MADE["usual"] for n in range(4)}
+    figure = overview({"matched": MADE["usual"], "free": MADE["flipped"]}, many, usual, usual)
+    assert inside(figure)
+    assert len(figure.subfigs) == 4
+
+
+def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:
+    with looks():
+        axes = Figure().subplots()
+        height = zero_aware(axes, [np.array([0.0, 3e-9, np.nan]), np.array([2e-4])])
+        shown = height(np.array([0.0, 3e-9, 2e-4]))
+        axes.figure.draw_without_rendering()
+        labels = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert shown[0] < 1e-9
+    np.testing.assert_array_equal(shown[1:], [3e-9, 2e-4])
+    assert labels[0] == "exactly 0"
+    assert axes.get_ylim()[0] < shown[0]
+
+
+def test_no_strip_where_nothing_is_zero() -> None:
+    with looks():
+        axes = Figure().subplots()
+        zero_aware(axes, [np.array([1e-3, 2e-2])])
+        axes.figure.draw_without_rendering()
+        assert "exactly 0" not in [tick.get_text() for tick in axes.get_yticklabels()]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "title"),
+    [
+        ("kl", "The paths are bitwise equal at all 10 steps"),
+        ("drift", "The median difference of resid_post is 0 at every layer"),
+        ("attention", "Every attention pattern is exactly equal"),
+        ("kv", "K and V are exactly equal everywhere in this prompt and what it decoded"),
+    ],
+)
+def test_titles_say_when_nothing_differs(drawn: str, title: str) -> None:
+    figure = figure_of(DRAWN[drawn], {"": MADE["equal"]}, (5.6, 3.9))
+    assert _title(figure) == title
+
+
+def test_titles_say_where_the_difference_is() -> None:
+    usual = MADE["usual"]
+    assert (
+        _title(figure_of(draw_kl, {"matched": usual}, (5.6, 3.9))) == "The paths differ at 12 of 15 steps, first at step 1"
+    )
+    means = usual.heads[usual.heads["step"] > 0].groupby(["layer", "head"])["kl"].mean()
+    layer, head = means.idxmax()
+    title = _title(figure_of(draw_attention, {"": usual}, (5.6, 3.5)))
+    assert (
+        title
+        == f"Attention differs most in layer {layer}, head {head} (and as much at 1 other place) ({short(means.max())} nats)"
+    )
+    medians = usual.layers[usual.layers["step"] > 0].groupby("layer")["relative_l2"].median()
+    expected = (
+        f"The median difference of resid_post is first above 0 at layer 1; at layer 2 it is {short(medians.iloc[-1])}"
+    )
+    assert _title(figure_of(draw_drift, {"": usual}, (5.6, 3.7))) == expected
+    assert _title(figure_of(draw_kv, {"": usual}, (5.6, 3.9))).startswith(
+        "This prompt's K and V are exactly equal, decoded"
+    )
+
+
+def test_the_first_flip_is_marked_where_it_happens() -> None:
+    figure = figure_of(draw_kl, {"free": MADE["flipped"]}, (5.6, 3.9))
+    axes = figure.axes[0]
+    marks = [line for line in axes.lines if line.get_marker() == "X"]
+    assert marks
+    assert all(set(np.round(line.get_xdata())) == {2} for line in marks)
+    assert "first flipped token" in [text.get_text() for text in axes.get_legend().get_texts()]
+    plain = figure_of(draw_kl, {"matched": MADE["usual"]}, (5.6, 3.9)).axes[0]
+    assert "first flipped token" not in [text.get_text() for text in plain.get_legend().get_texts()]
+
+
+def test_the_line_of_kl_is_the_median_over_examples() -> None:
+    usual = MADE["usual"]
+    axes = figure_of(draw_kl, {"matched": usual}, (5.6, 3.9)).axes[0]
+    line = next(line for line in axes.lines if line.get_label() == "matched, median")
+    medians = usual.steps.groupby("step")["kl"].median().to_numpy()
+    np.testing.assert_array_equal(np.asarray(line.get_ydata())[1:], medians[1:])
+    assert np.asarray(line.get_ydata())[0] < medians[1:].min() / 2
+
+
+def test_the_heatmap_leaves_equal_heads_white() -> None:
+    axes = figure_of(draw_attention, {"": MADE["usual"]}, (5.6, 3.5)).axes[0]
+    image = axes.images[0].get_array()
+    assert image.mask[0].all()
+    assert not image.mask[1:].any()
+    assert [text.get_text() for text in axes.texts][:2] == ["0", "0"]
+
+
+def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> None:
+    figure = figure_of(draw_kv, {"": MADE["usual"]}, (5.6, 3.9))
+    panels = [axes for axes in figure.axes if axes.images and axes.get_ylabel().endswith("layer")]
+    assert [axes.get_ylabel() for axes in panels] == ["K: layer", "V: layer"]
+    for axes in panels:
+        assert axes.images[0].get_extent()[:2] == [-0.5, 7.5]
+        assert {line.get_xdata()[0] for line in axes.lines} == {3.5}
+        assert axes.images[0].get_array().mask[:, :4].all()
+
+
+def test_a_window_that_holds_no_early_position_is_drawn_from_its_first() -> None:
+    kv = MADE["usual"].kv_positions
+    late = dataclasses.replace(MADE["usual"], kv_positions=kv[kv["position"] >= 3])
+    axes = figure_of(draw_kv, {"": late}, (5.6, 3.9)).axes[0]
+    assert axes.images[0].get_extent()[:2] == [2.5, 7.5]
+
+
+def test_figures_leave_out_what_was_not_recorded() -> None:
+    usual = MADE["usual"]
+    bare = dataclasses.replace(
+        usual, heads=usual.heads.iloc[:0], kv_positions=usual.kv_positions.iloc[:0], layers=usual.layers.iloc[:0]
+    )
+    assert list(figures({"matched": bare})) == ["kl_by_step"]
+    assert list(figures({"matched": usual})) == ["kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position"]
+
+
+def test_the_ladder_says_whether_the_difference_falls() -> None:
+    falling = [
+        comparison(size=size, dtype=dtype) for size, dtype in ((1e-2, "float16"), (1e-6, "float32"), (0.0, "float64"))
+    ]
+    assert _title(precision_ladder({"m": falling})) == "The difference falls with every step up in precision"
+    stuck = [*falling[:2], comparison(size=1e-5, dtype="float64")]
+    figure = precision_ladder({"m": falling, "n": stuck})
+    assert _title(figure) == "n: the difference does not fall from float32 to float64"
+    assert inside(figure)
+
+
+def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:
+    path = save(figure_of(draw_kl, {"matched": MADE["usual"]}, (5.6, 3.9)), tmp_path / "new" / "kl.png")
+    with Image.open(path) as image:
+        assert image.size == (896, 624)
+        (about,) = json.loads(image.info["Description"])
+    assert about == MADE["usual"].about
+    assert [p.name for p in path.parent.iterdir()] == ["kl.png"]
+
+
+def test_the_same_tables_give_the_same_picture(tmp_path: Path) -> None:
+    one, two = (save(figure_of(draw_kv, {"": MADE["usual"]}, (5.6, 3.9)), tmp_path / f"{n}.png") for n in (1, 2))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_dollar_in_a_name_is_no_mathematics() -> None:
+    figure = figure_of(draw_kl, {"a$b$": MADE["dollars"]}, (5.6, 3.9))
+    written = [text for text in figure.findobj(Text) if "$" in text.get_text()]
+    assert len(written) >= 2
+    assert not any(text.get_parse_math() for text in written)
+
+
+def test_small_print_names_each_value_once() -> None:
+    text = small_print([MADE["usual"].about, {**MADE["usual"].about, "protocol": "free"}], 200)
+    assert "matched, greedy, seed 0 / free, greedy, seed 0" in text
+    assert text.count("zoo:mistral-mini") == 1
+    assert "cached against recompute" in text
+    assert "torch 2.0" in text
+
+
+def test_drawing_leaves_the_users_settings_and_pyplot_alone() -> None:
+    """pyplot picks a backend and keeps figures for the whole process: a library has no business with it."""
+    code = (
+        "import matplotlib, sys\n"
+        "look = dict.__getitem__  # rcParams['backend'] would choose one, through pyplot\n"
+        "settings = lambda: {key: look(matplotlib.rcParams, key) for key in matplotlib.rcParams}\n"
+        "before = settings()\n"
+        "from synthetic import comparison\n"
+        "from kvinterp.report.figures import figures\n"
+        "assert len(figures({'': comparison()})) == 4\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "assert settings() == before\n"
+    )
+    tests = str(Path(__file__).parents[1])
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tests, check=False)
+    assert made.returncode == 0, made.stderr
+
+
+def short(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def _title(figure: Figure) -> str:
+    return figure.axes[0].get_title(loc="left").replace("\n", " ")

@@ -1,0 +1,568 @@
+"""Every sentence that can be written about a result: numbers of which it is true and it is written, and others where it is not.
+
+No model runs: the tables are made up, each to be what one processor or another could give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvinterp.comparison import Comparison
+from kvinterp.data import Prompt
+from kvinterp.reading.answer import answer_of, question_of
+from kvinterp.reading.numbers import share
+from kvinterp.reading.patching import layer_title, recovery_title, split_title
+from kvinterp.reading.precision import ladder_said, ladder_title
+from kvinterp.reading.root_cause import ladder_title_of, said_of_root_cause
+from kvinterp.reading.titles import drift_title, kl_title, kv_title
+from kvinterp.report import compare
+from kvinterp.report.compare import flip_section, ladder_of
+from kvinterp.report.page import Picture, Section
+from kvinterp.results import Result
+from synthetic import ABOUT, comparison, failures, result
+
+
+class NoFiles:
+    """Stands in for the gallery: these tests are of words."""
+
+    def add(self, name: str, figure: Any, caption: str) -> Picture:
+        return Picture(caption, "")
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("figure_named", "precision_ladder"):
+        monkeypatch.setattr(compare, name, lambda *given: None)
+
+
+Change = Callable[[Comparison], None]
+
+
+def made(change: Change | None = None, **settings: Any) -> Comparison:
+    made = comparison(**settings)
+    if change is not None:
+        change(made)
+    return made
+
+
+def setting(table: str, column: str, value: Any, where: str | None = None) -> Change:
+    """Sets a column, at the rows of a query or at all."""
+
+    def change(made: Comparison) -> None:
+        frame = getattr(made, table)
+        rows = frame.index if where is None else frame.query(where).index
+        frame.loc[rows, column] = value
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    def change(made: Comparison) -> None:
+        for one in changes:
+            one(made)
+
+    return change
+
+
+def steps_equal(where: str) -> Change:
+    return both(*(setting("steps", name, 0.0, where) for name in ("kl", "js", "max_abs_logit", "rms_logit")))
+
+
+def checked(text: str, wanted: list[str], unwanted: list[str]) -> None:
+    text = text.replace("\u00a0", " ").replace("\u202f", " ")
+    for sentence in wanted:
+        assert sentence in text, f"{sentence!r} is not in:\n{text}"
+    for sentence in unwanted:
+        assert sentence not in text, f"{sentence!r} is in:\n{text}"
+    assert "nan" not in text.lower().replace("finance", ""), text
+
+
+ALIKE = "bitwise equal at all"
+ONE = (0,)
+
+# where() ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "wanted", "unwanted"),
+    [
+        (made(), ["logits differ at 8 of 10 steps, the earliest step 1", "0 of 2 prompts flip a token", "95% interval",
+                  "over 2 prompts", "Measured on a processor, 1 thread;"], [ALIKE, "up to the flip", "left out"]),
+        (made(size=0.0), [f"{ALIKE} 10 steps of 2 prompts, on a processor, 1 thread", "To see a difference try another dtype"],
+         ["logits differ", "interval"]),
+        (made(examples=ONE), ["of one prompt, so without an interval", "0 of 1 prompt flips"], ["95%"]),
+        (made(steps_equal("step != 3")), ["differ at 2 of 10 steps, the earliest step 3"], ["earliest step 1", ALIKE]),
+        (made(flip=4, protocol="free"), ["2 of 2 prompts flip a token"], ["up to the flip", "after it"]),
+        (made(flip=2, protocol="free"), ["at 4 of 6 steps up to the flip", "nats after it, where the two texts differ"],
+         ["at 8 of 10"]),
+        (made(flip=2), ["at 8 of 10 steps", "2 of 2 prompts flip"], ["after it", "up to the flip"]),
+        (made(both(steps_equal("step < 4"), setting("steps", "max_abs_logit", 20.0, "step == 4")), flip=3, protocol="free"),
+         ["bitwise equal at all 8 steps up to the flip", "largest logit difference 0 up to the flip"], ["differ at"]),
+        (made(setting("heads", "kl", 0.0)), ["the attention pattern differs nowhere that was compared"],
+         ["attention pattern differs most"]),
+        (made(setting("kv_positions", "relative_error", np.nan)), ["the cache differs nowhere"], ["cache differs most"]),
+        (made(both(setting("heads", "kl", 1e-6))), ["at layer 0, head 0 (and as much at 5 other places)"], []),
+        (made(setting("layers", "site", "attn_out")), ["recorded tensors differ most", "site attn_out"],
+         ["residual stream"]),
+        (made(setting("layers", "relative_l2", 1.0, "layer == 0")), ["site resid_post, layer 0"], ["layer 2."]),
+        (made(layers=1), ["residual stream differs nowhere"], ["residual stream differs most"]),
+        (made(setting("steps", "kl", np.inf, "step == 1"), examples=ONE), ["no finite number"], ["95%"]),
+    ],
+)  # fmt: skip
+def test_where(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
+    checked(one.where(), wanted, unwanted)
+
+
+def test_where_says_what_was_left_out() -> None:
+    left = dataclasses.replace(made(), failures=failures(7))
+    checked(left.where(), ["1 prompt is left out; see failures."], [])
+    empty = dataclasses.replace(left, steps=left.steps.iloc[:0])
+    checked(empty.where(), ["no prompt could be compared", "1 prompt is left out"], ["differ", ALIKE])
+
+
+# The answer ------------------------------------------------------------------------------------------------------------
+
+
+def answered(*made: Comparison) -> str:
+    results = [result(one) for one in made]
+    dtype = made[0].about["dtype"]
+    return " ".join(answer_of([r for r in results if r.comparison.about["dtype"] == dtype], ladder_of(results, dtype)))
+
+
+FED = "fed the same tokens, gave"
+FALLS = "falls at every step up in precision, as rounding does"
+STUCK = "which this table does not explain"
+BEGINS = "speaks neither for nor against rounding"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "unwanted"),
+    [
+        ([made()], ["Not bit for bit: in float16", f"{FED} different logits at 8 of 10 steps (80%), the earliest at step 1",
+                    "first above 0 at layer 1 and", "No token changed: in all 2 decodes", "The closest decision was won by",
+                    "All this is of 2 prompts on a processor, 1 thread."],
+         ["yes, bit for bit", "depending on", FALLS, "left out"]),
+        ([made(size=0.0)], ["In this run, yes, bit for bit", "the same logits at all 10 steps"],
+         ["Not bit for bit", "Inside", "largest difference"]),
+        ([made(examples=ONE)], ["(one prompt, no interval)", "All this is of 1 prompt on"], ["95%"]),
+        ([made(steps_equal("step != 4 or example == 1"))], ["1 of 10 steps (10%), the earliest at step 4"], []),
+        ([made(strategy="top_p(1.0,2.0)")], ["No token changed"], ["The closest decision"]),
+        ([made(setting("steps", "margin_a", np.nan))], ["No token changed"], ["The closest decision"]),
+        ([made(flip=4, protocol="free")], ["In 2 of 2 decodes the paths chose a different token somewhere, the earliest at "
+                                           "step 4.", "each fed its own tokens"], ["No token changed"]),
+        ([made(both(steps_equal("step <= 2"), setting("steps", "max_abs_logit", 9.0, "step > 2")), flip=2, protocol="free")],
+         ["yes, bit for bit", "up to any flip", "at all 6 steps", "chose a different token"], ["Not bit for bit"]),
+        # The streams differ in the first layer only, and are equal again at the last.
+        ([made(both(setting("layers", "relative_l2", 0.0), setting("layers", "relative_l2", 1e-3, "layer == 0")))],
+         ["first above 0 at layer 0 and 0 of its length at the last layer recorded"], ["layer 1"]),
+        ([made(setting("layers", "relative_l2", 0.0))], ["Not bit for bit"], ["Inside"]),
+        ([made(layers=1)], ["Not bit for bit"], ["Inside"]),
+        ([made(setting("layers", "site", "mlp_out"))], ["median difference of mlp_out"], ["resid_post", "residual"]),
+        ([made(), made(kind="hooked", size=1e-2)], ["depending on kind."], ["model and kind"]),
+        ([made(), made(kind="hooked")], [], ["depending on"]),
+        ([made(), made(kind="hooked", layers=1)], ["at layer 1 (1 of 2 have none)"], []),
+        ([made(paths={"a": "cached@float64", "b": "recompute"})], ["with the weights loaded in float16"], [": in float16"]),
+    ],
+)  # fmt: skip
+def test_the_answer(given: list[Comparison], wanted: list[str], unwanted: list[str]) -> None:
+    checked(answered(*given), wanted, unwanted)
+
+
+def test_the_answer_says_what_was_left_out() -> None:
+    checked(answered(dataclasses.replace(made(), failures=failures(7, 8))), ["2 prompts were left out"], [])
+
+
+def test_the_question_is_that_of_the_paths() -> None:
+    other = {"a": "cached@float64", "b": "cached"}
+    checked(question_of([result(made())]), ["decoding from the KV cache"], ["the path"])
+    checked(question_of([result(made(paths=other))]), ["the path cached@float64"], ["KV cache"])
+    checked(question_of([result(made()), result(made(paths=other))]), ["these 2 pairs of paths"], ["KV cache"])
+
+
+# The ladder ------------------------------------------------------------------------------------------------------------
+
+
+def rungs(**models: dict[str, float]) -> dict[str, list[Comparison]]:
+    return {name: [made(size=size, dtype=dtype) for dtype, size in sizes.items()] for name, sizes in models.items()}
+
+
+ROUNDS = {"float16": 1e-3, "float32": 1e-7, "float64": 1e-16}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "unwanted", "title"),
+    [
+        (rungs(m=ROUNDS), ["On the same 2 prompts (matched, native)", "It " + FALLS], [STUCK, BEGINS, "of any model"], "falls with every step up in precision"),
+        (rungs(m=ROUNDS, n=ROUNDS), ["In each model it " + FALLS, "of any model was"], [STUCK, BEGINS],
+         "falls with every step up in precision"),
+        (rungs(m={**ROUNDS, "float64": 0.0}), ["It " + FALLS], [STUCK, BEGINS], "falls with every step"),
+        # A processor on which one model is exactly equal in float16: no sign against rounding.
+        (rungs(m={**ROUNDS, "float16": 0.0}, n=ROUNDS),
+         ["In n it " + FALLS, "m: bitwise equal in float16 and", "apart in float32", BEGINS],
+         ["In each model", STUCK, "does not fall"], "Wherever there is a difference it falls; m: none in a coarser dtype"),
+        (rungs(m={**ROUNDS, "float16": 0.0}), [BEGINS], ["It falls", "it falls", STUCK], "m: none in a coarser dtype"),
+        (rungs(m={"float16": 1e-3, "float32": 1e-7, "float64": 1e-6}),
+         ["m: it does not fall from float32", STUCK], ["falls at every", BEGINS],
+         "m: the difference does not fall from float32 to float64"),
+        (rungs(m={"float16": 1e-3, "float32": 1e-3}), ["m: it does not fall from float16", STUCK], ["falls at"],
+         "does not fall from float16 to float32"),
+        (rungs(m={"float16": 0.0, "float32": 0.0}), ["In m the paths are bitwise equal in every one of them"],
+         ["falls", STUCK, BEGINS], "bitwise equal in every dtype"),
+        (rungs(m={"float16": 0.0, "float32": 0.0}, n=ROUNDS), ["In n it " + FALLS, "In m the paths are bitwise equal"],
+         ["In each model", STUCK, BEGINS], "Wherever there is a difference it falls with precision"),
+        # Given in another order, it is judged from the coarsest to the finest.
+        (rungs(m={"float64": 1e-16, "bfloat16": 1e-2, "float32": 1e-7}), ["It " + FALLS], [STUCK], "falls with every step"),
+        (rungs(m={"float16": 1e-3}), [], ["largest"], "Largest logit difference by dtype"),
+    ],
+)  # fmt: skip
+def test_the_ladder(given: dict[str, list[Comparison]], wanted: list[str], unwanted: list[str], title: str) -> None:
+    checked(" ".join(ladder_said(given)), wanted, unwanted)
+    assert title in ladder_title(given)
+
+
+def test_a_ladder_is_of_one_kind_and_protocol() -> None:
+    """Two kinds in float32 were one model's two rungs of equal precision, so that nothing could fall."""
+    every = [made(), made(kind="hooked"), made(size=1e-7, dtype="float32"), made(size=1e-7, dtype="float32", kind="hooked")]
+    found = ladder_of([result(one) for one in every], "float16")
+    assert list(found) == ["mistral-mini, native, matched", "mistral-mini, hooked, matched"]
+    checked(" ".join(ladder_said(found)), ["In each model it " + FALLS], [STUCK])
+
+
+SQUARE = "KL goes about with the square"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "unwanted"),
+    [
+        (rungs(m=ROUNDS), [SQUARE, "differences are"], ["bitwise equal in float16"]),
+        (rungs(m={"float16": 1e-3, "float32": 1e-2}), ["differences are"], [SQUARE]),
+        (rungs(m={**ROUNDS, "float16": 0.0}), ["differences are 0 to", "m is bitwise equal in float16 on this processor"], [SQUARE]),
+        (rungs(m={"float16": 0.0, "float32": 0.0}), ["difference is 0 everywhere"], [SQUARE, "stays"]),
+        ({"m": [made(protocol="free"), made(size=1e-7, dtype="float32", protocol="free")]}, ["native, free"], ["matched"]),
+    ],
+)  # fmt: skip
+def test_the_section_on_precision(given: dict[str, list[Comparison]], wanted: list[str], unwanted: list[str]) -> None:
+    section = compare.precision_section(given, NoFiles())  # type: ignore[arg-type]
+    checked(" ".join([*section.done, *section.seen]), wanted, unwanted)
+
+
+# The other sections ----------------------------------------------------------------------------------------------------
+
+
+def said(section: Section | None) -> str:
+    return "" if section is None else " ".join([section.title, *section.done, *section.seen, *map(str, section.rows)])
+
+
+def shown(kind: str, *made: Comparison) -> str:
+    results: list[Result] = [result(one) for one in made]
+    if kind == "table_section":
+        return said(compare.table_section(results))
+    return said(getattr(compare, kind)(results, NoFiles()))
+
+
+SAME = "Matched and free give the same numbers"
+PROMPT_EQUAL = "prompt vectors are exactly equal"
+CORRELATED = "Its rank correlation"
+SURE = "a distribution that is sure of its token"
+
+
+def by_margin(made: Comparison) -> None:
+    made.steps["kl"] = np.where(made.steps["step"] > 0, np.exp(-made.steps["margin_a"]), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "wanted", "unwanted"),
+    [
+        ("table_section", [made()], ["1 comparison of path a, cached,", "on 2 prompts: 10", "no flip"], ["Each line", SAME]),
+        # The flip is at the last step: nothing is after it, and there is a flip all the same.
+        ("table_section", [made(flip=4, protocol="free")], ["'–'"], ["no flip"]),
+        ("table_section", [made(examples=ONE)], ["one prompt"], []),
+        ("table_section", [made(), made(protocol="free")], [SAME, "across protocols"], ["across dtypes", "across kinds"]),
+        ("table_section", [made(), made(protocol="free", seed=1)], ["across protocols"], [SAME]),
+        ("table_section", [made(), made(protocol="free", examples=ONE)], [], [SAME]),
+        ("table_section", [made(), made(protocol="free", dtype="float32")], ["across dtypes"], [SAME]),
+        ("table_section", [made(), made(kind="hooked")], ["across kinds"], ["across protocols"]),
+        ("table_section", [made(), made(paths={"a": "cached", "b": "cached"}, strategy="top_k(2)")],
+         ["2 pairs of paths", "greedy or top_k(2)"], ["path a, cached, with"]),
+        ("kl_section", [made()], ["equal in 2 of 2 decodes", "From step 1 on, 0 of 8 steps are bitwise equal."],
+         ["still", "leaving out", CORRELATED]),
+        ("kl_section", [made(setting("steps", "max_abs_logit", 1e-3))], ["equal in 0 of 2 decodes"], ["in 2 of 2"]),
+        ("kl_section", [made(size=0.0)], ["8 of 8 steps are bitwise equal"], ["Where KL"]),
+        ("kl_section", [made(flip=2, protocol="free")], ["0 of 4 steps", "leaving out those after a flip"], ["of 8 steps"]),
+        ("kl_section", [made(setting("steps", "kl", 1e-6, "step > 0"), steps=30)], ["Where KL is above 0 it is 1.0 × 10⁻⁶ nats"],
+         [CORRELATED, " to 1.0"]),
+        ("kl_section", [made(steps=30)], [CORRELATED, "58 steps of 2 prompts", "(95% "], [SURE]),
+        ("kl_section", [made(steps=30, examples=ONE)], [CORRELATED, "steps of 1 prompt"], ["95%"]),
+        ("kl_section", [made(by_margin, steps=30)], ["-1.00 with path a's margin", SURE], []),
+        ("kl_section", [made(both(by_margin, setting("steps", "margin_a", 1.0)), steps=30)], ["with the step"],
+         [SURE, "margin"]),
+        ("drift_section", [made()], ["resid_post first above 0 at layer 1", "at layer 2"], ["exactly 0"]),
+        ("drift_section", [made(size=0.0)], ["resid_post exactly 0 at every layer recorded; 0 of 24 vectors"], ["first above"]),
+        ("drift_section", [made(setting("layers", "relative_l2", 0.0, "step != 3 or layer != 1"))],
+         ["exactly 0 at every layer recorded; 2 of 24 vectors differ"], ["first above"]),
+        ("drift_section", [made(layers=1)], ["exactly 0 at every layer"], ["first above"]),
+        ("drift_section", [made(setting("layers", "relative_l2", np.nan))], [], ["first above", "exactly 0"]),
+        ("drift_section", [made(setting("layers", "site", "attn_out"))], ["attn_out first above"], ["residual", "resid_post"]),
+        ("drift_section", [made(setting("layers", "relative_l2", 9.0, "step > 2"), flip=2, protocol="free")],
+         ["first above 0 at layer 1"], ["layer 0", "is 9"]),
+        ("attention_section", [made()], ["exactly 0 in 2 of 6 heads; most in layer 2, head 0 (and as much at 1 other place)"], []),
+        ("attention_section", [made(setting("heads", "kl", 0.0))], ["exactly 0 in 6 of 6 heads"], ["most in"]),
+        ("attention_section", [made(setting("heads", "kl", 1.0, "layer == 0 and head == 1"))], ["most in layer 0, head 1:"],
+         ["as much"]),
+        ("kv_section", [made()], [PROMPT_EQUAL, "of the 120 decoded vectors differ"], ["prompt vectors differ"]),
+        ("kv_section", [made(setting("kv_positions", "differing", 0))], [PROMPT_EQUAL, "decoded vectors are exactly equal"],
+         ["differ, and"]),
+        ("kv_section", [made(setting("kv_positions", "differing", 1, "position == 0 and layer == 0 and tensor == 'K'"))],
+         ["of the 192 prompt vectors differ"], [PROMPT_EQUAL]),
+    ],
+)  # fmt: skip
+def test_the_sections(kind: str, given: list[Comparison], wanted: list[str], unwanted: list[str]) -> None:
+    checked(shown(kind, *given), wanted, unwanted)
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [(0, 5, "0%"), (5, 5, "100%"), (1, 1000, "less than 1%"), (999, 1000, "more than 99%"), (1, 2, "50%")],
+)
+def test_a_share_is_all_or_nothing_only_where_it_is(part: int, whole: int, text: str) -> None:
+    assert share(part, whole) == text
+
+
+# Titles ----------------------------------------------------------------------------------------------------------------
+
+
+def line(*medians: float) -> pd.DataFrame:
+    return pd.DataFrame({0.5: medians}, index=range(len(medians)))
+
+
+@pytest.mark.parametrize(
+    ("lines", "title"),
+    [
+        ({"a": line(0, 0, 0)}, "The median difference of resid_post is 0 at every layer"),
+        ({"a": line(0, 1e-3, 2e-3)}, "first above 0 at layer 1; at layer 2 it is 2.0e-3"),
+        ({"a": line(0, 1e-3, 0)}, "first above 0 at layer 1; at layer 2 it is 0"),
+        ({"a": line(1e-3, 2e-3, 4e-3)}, "From layer 0 to layer 2 the median difference changes 4-fold"),
+        ({"a": line(4e-3, 2e-3, 1e-3)}, "changes 0.25-fold"),
+        ({"a": line(1e-3, 2e-3), "b": line(1e-3, 5e-3)}, "changes 2 to 5-fold"),
+        ({"a": line(1e-3, 2e-3), "b": line(0, 5e-3)}, "At layer 1 the median difference of resid_post is 2.0e-3 to 5.0e-3"),
+        ({"a": line(1e-3)}, "At layer 0 the median difference of resid_post is 1.0e-3"),
+    ],
+)
+def test_the_title_of_the_drift(lines: dict[str, pd.DataFrame], title: str) -> None:
+    assert drift_title(lines, "resid_post").endswith(title)
+
+
+@pytest.mark.parametrize(
+    ("inside", "decoded", "wanted", "unwanted"),
+    [
+        ([0.0], [0.0], ["exactly equal everywhere in this prompt"], ["differ"]),
+        ([0.0], [1e-3], ["this prompt's K and V are exactly equal, decoded ones differ by 1.0e-3"], []),
+        (
+            [1e-3],
+            [0.0],
+            ["this prompt's K and V differ by 1.0e-3 on average over positions, decoded ones are exactly equal"],
+            [],
+        ),
+        ([1e-3], [], ["this prompt's K and V differ by 1.0e-3"], ["decoded"]),
+        ([], [1e-3], ["decoded K and V differ by 1.0e-3"], ["this prompt"]),
+    ],
+)
+def test_the_title_of_the_cache(inside: list[float], decoded: list[float], wanted: list[str], unwanted: list[str]) -> None:
+    positions = [*range(len(inside)), *range(4, 4 + len(decoded))]
+    means = pd.Series([*inside, *decoded], index=pd.Index(positions, name="position"))
+    checked(kv_title(means, 4), wanted, unwanted)
+
+
+@pytest.mark.parametrize(
+    ("steps", "title"),
+    [
+        (made(size=0.0).steps, "bitwise equal at all 10 steps"),
+        (made(steps_equal("step != 3")).steps, "differ at 2 of 10 steps, first at step 3"),
+    ],
+)
+def test_the_title_of_the_kl(steps: pd.DataFrame, title: str) -> None:
+    assert title in kl_title({"one": steps})
+
+
+def recovery(*medians: float) -> pd.DataFrame:
+    rows = [
+        {"layer": layer, "head": -1, "positions": "", "example": example, "recovery": value, "defined": value == value}
+        for layer, value in enumerate(medians)
+        for example in (0, 1)
+    ]
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("frame", "wanted", "unwanted"),
+    [
+        (recovery(0.1, 0.8), ["layer 1 recovers most, median 80 % of 2 examples"], ["as do", "left out"]),
+        (recovery(0.8, 0.8), ["layer 0 recovers most (as do 1 others)"], []),
+        (recovery(-3.0, -1.0), ["none recovers 1 %"], ["most"]),
+        (recovery(np.nan), ["the KL is 0 in every example"], ["bitwise", "most"]),
+        (recovery(0.5).iloc[:1], ["of 1 example"], ["examples"]),
+    ],
+)
+def test_the_title_of_a_recovery(frame: pd.DataFrame, wanted: list[str], unwanted: list[str]) -> None:
+    title = recovery_title(frame, "single", "kl")
+    checked(title, wanted, unwanted)
+
+
+@pytest.mark.parametrize(
+    ("most", "title"),
+    [
+        (["fresh", "anew"], "More than all other parts together, of 2 steps that differ: fresh at 1, anew at 1"),
+        (["fresh", "spread"], "of 2 steps that differ: fresh at 1; none at 1"),
+        (["spread", "spread"], "No part is more than all others together at any of 2 steps that differ"),
+        (["none", "none"], "bitwise equal at every step: there is nothing to split. To see a difference try"),
+    ],
+)
+def test_the_title_of_a_split(most: list[str], title: str) -> None:
+    steps = pd.DataFrame({"step": [1, 2], "most": most, "total_l2": [float(part != "none") for part in most]})
+    assert title in split_title(steps)
+
+
+def test_the_title_of_a_split_by_layer() -> None:
+    zero = line(0, 0, 0)
+    there = {"fresh": zero, "alone": zero, "anew": line(0, 1e-3, 0), "kept": zero}
+    assert layer_title(there) == ("At the median step anew is first above 0 at layer 1; the other parts are 0")
+    assert layer_title(dict.fromkeys(there, zero)) == "At the median step every part is 0 in every layer"
+
+
+# The root cause --------------------------------------------------------------------------------------------------------
+
+
+def causes(grown: float = 16.0, shrinks: float = 0.5, written: float = 1e-6, flips: int = 8, native: float = 1e-3,
+           fixed: float = 0.0, models: int = 2, slope: float = -1.0) -> dict[str, pd.DataFrame]:  # fmt: skip
+    names = [f"m{number}" for number in range(models)]
+    rng = np.random.default_rng(0)
+    sums = [
+        {"product": "values", "length": length, "accumulate": "float16", "seed": seed, "mean_relative": 1e-4,
+         "relative_to_result": 1e-3 * (grown if length == 64 else 1.0) * (1 + 0.01 * seed)}
+        for length in (16, 64) for seed in range(4)
+    ]  # fmt: skip
+    behind = [
+        {"model": name, "prompt": prompt, "source": 0, "layer": layer, "l2": 1.0, "relative_l2": 1.0,
+         "l2_growth": 2.0**layer, "relative_growth": shrinks**layer}
+        for name in names for prompt in (0, 1) for layer in (0, 1)
+    ]  # fmt: skip
+    write = [
+        {"kernels": kernels, "prompt": prompt, "relative_error": size * (1 + 0.1 * prompt)}
+        for kernels, size in (("native", written), ("batch_invariant", 0.0)) for prompt in (0, 1, 2)
+    ]  # fmt: skip
+    decodes = [
+        {"strategy": "greedy", "kernels": "native", "id": f"p{number}",
+         "flip_index": float(number) if number < flips else np.nan, "mean_kl": 8.0 + slope * number,
+         "mean_kl_before_flip": 1e-6, "matched_mean_kl": 1e-6 * (1 + rng.uniform())}
+        for number in range(10)
+    ]  # fmt: skip
+    from kvinterp.experiments.flips import correlations_of
+
+    flipped = pd.DataFrame(decodes).assign(matched_smallest_margin=1.0)
+    ladder = [
+        {"dtype": dtype, "kernels": kernels, "protocol": "matched", "model": name, "id": "p0", "failed": False,
+         "rms_logit": size, "max_abs_logit": size}
+        for name in names
+        for dtype, kernels, size in (("float16", "native", native), ("float16", "batch_invariant", fixed))
+    ]  # fmt: skip
+    frames = {"accumulation": sums, "propagation": behind, "kv_write": write, "flips": flipped, "ladder": ladder}
+    tables = {name: pd.DataFrame(rows) for name, rows in frames.items()}
+    tables["correlations"] = correlations_of(flipped).assign(model="all", strategy="greedy", kernels="native")
+    return tables
+
+
+ORDER = "the order of additions is what does it here"
+
+
+@pytest.mark.parametrize(
+    ("tables", "wanted", "unwanted"),
+    [
+        (causes(), ["2 models on a processor, 1 thread", "relative to the result changes float16 16-fold (95% interval",
+                    "over 4 seeds", "absolute L2 (the paper's measure) 2; relative to the stream 0.5", "exactly 0 (batch_",
+                    "8 of 10 decodes flip", "free KL -1.00", ORDER, "no statement about sums kept in float16"],
+         ["exactly 0 (native)", "shrinks", "sole"]),
+        (causes(grown=1.0, shrinks=3.0), ["changes float16 1-fold", "relative to the stream 3"], []),
+        (causes(written=0.0), ["exactly 0 (native)"], []),
+        (causes(flips=0), ["0 of 10 decodes flip a token."], ["Pearson", "mean KL", "nats"]),
+        (causes(flips=3), ["3 of 10 decodes flip"], ["Pearson"]),
+        (causes(slope=0.0), ["8 of 10 decodes flip"], ["free KL +", "free KL -"]),
+        (causes(fixed=1e-5), ["float16 batch_invariant 1.0 × 10⁻⁵"], [ORDER]),
+        (causes(native=0.0), ["float16 native 0"], [ORDER]),
+        (causes(models=1), ["1 model on"], ["smallest and largest"]),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_the_root_cause(tables: dict[str, pd.DataFrame], wanted: list[str], unwanted: list[str]) -> None:
+    about = dict.fromkeys(tables["propagation"]["model"].unique(), ABOUT)
+    checked(" ".join(said_of_root_cause(tables, about)), wanted, unwanted)
+
+
+@pytest.mark.parametrize(
+    ("native", "fixed", "title"),
+    [
+        ({"float16": 1e-3, "float32": 1e-6}, 0.0, "Float32 shrinks the difference of 1 of 1 models; a fixed order of "
+                                                  "additions leaves none in 1 of 1 runs"),
+        ({"float16": 0.0, "float32": 1e-6}, 0.0, "Float32 shrinks the difference of 0 of 1 models"),
+        ({"float16": 1e-3, "float32": 1e-6}, 1e-5, "leaves none in 0 of 1 runs"),
+        ({"float16": 1e-3}, 0.0, "A fixed order of additions leaves none in 1 of 1 runs"),
+    ],
+)  # fmt: skip
+def test_the_title_of_the_root_cause_ladder(native: dict[str, float], fixed: float, title: str) -> None:
+    rows = [{"model": "m", "dtype": dtype, "kernels": "native", "rms_logit": size} for dtype, size in native.items()]
+    rows.append({"model": "m", "dtype": "float16", "kernels": "batch_invariant", "rms_logit": fixed})
+    assert title in ladder_title_of(pd.DataFrame(rows))
+
+
+# A token that flips ----------------------------------------------------------------------------------------------------
+
+FLIP = {"flip": 2, "protocol": "free", "paths": {"a": "cached[cache=quantized(8,fp8)]", "b": "recompute"}}
+EIGHT = "What the flips changed"
+
+
+def said_of_flips(one: Comparison, **more: Any) -> str:
+    section = flip_section(result(one, **more))
+    cells = [cell for row in section.rows for cell in row]
+    return " ".join([*section.done, *section.seen, *cells])
+
+
+def sums(*texts: str) -> list[Prompt]:
+    """Prompts that can be judged: their right answer is 7."""
+    return [Prompt(id=f"p{n}", text=text, task="arithmetic", answer="7") for n, text in enumerate(texts)]
+
+
+def decoded(example: int, a: str, b: str) -> Change:
+    where = f"example == {example}"
+    return both(setting("examples", "text_a", a, where), setting("examples", "text_b", b, where))
+
+
+RIGHT, WRONG = " 3 + 4 = 7. #### 7", " 3 + 4 = 8. #### 8"
+
+
+@pytest.mark.parametrize(
+    ("one", "wanted", "unwanted"),
+    [
+        (made(), ["No token flipped in 2 decodes of at most 5 steps"], ["A token flipped", EIGHT, "Shown is"]),
+        (made(both(decoded(0, WRONG, RIGHT), decoded(1, RIGHT, WRONG)), **FLIP),
+         ["A token flipped in 2 of 2 decodes (95% interval of the share 34% to 100%)",
+          "of these 2, path a alone answered right in 1, path b alone in 1, and in 0", "Shown is p0.", "before step 2.",
+          "Mean KL over the 2 steps after it"], ["No token flipped"]),
+        (made(both(decoded(0, WRONG, WRONG), decoded(1, WRONG, RIGHT)), **FLIP),
+         ["path a alone answered right in 0, path b alone in 1, and in 1", "Shown is p1."], ["Shown is p0"]),
+        (made(both(decoded(0, RIGHT, RIGHT), decoded(1, RIGHT, RIGHT)), **FLIP),
+         ["path a alone answered right in 0, path b alone in 0, and in 2", "Shown is p0."], []),
+        (made(both(decoded(0, WRONG, RIGHT), setting("examples", "flip_index", np.nan, "example == 1")), **FLIP),
+         ["A token flipped in 1 of 2 decodes", "of it, path a alone answered right in 0, path b alone in 1"], ["p1"]),
+        (made(decoded(0, WRONG, RIGHT), examples=ONE, **{**FLIP, "flip": 4}), ["before step 4."], ["steps after it"]),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_flip(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
+    checked(said_of_flips(one, prompts=sums("a", "b")), wanted, unwanted)
+
+
+def test_a_flip_that_cannot_be_judged_says_so() -> None:
+    checked(said_of_flips(made(**FLIP)), ["A token flipped in 2 of 2", "not judged"], [EIGHT, " right ", "wrong"])

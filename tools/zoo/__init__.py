@@ -1,0 +1,1 @@
+"""How the checkpoints of kvinterp.models.zoo were made: `make zoo` makes them again."""
