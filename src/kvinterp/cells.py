@@ -41,6 +41,8 @@ __all__ = [
     "differences",
     "foreign_parts",
     "has_parts",
+    "imported",
+    "joined",
     "loaded",
     "loading_once",
     "remove_parts",
@@ -133,6 +135,12 @@ def _run_alike(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
         made = function(**cell.settings, **given)
         tables, about = made if isinstance(made, tuple) else (made, {})
         offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)
+
+
+def joined(made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+    """The tables of all cells by name, those of one below those of another."""
+    names = dict.fromkeys(name for tables, _ in made.values() for name in tables)
+    return {name: pd.concat([tables[name] for tables, _ in made.values()], ignore_index=True) for name in names}
 
 
 def imported(name: str) -> Callable[..., Any]:

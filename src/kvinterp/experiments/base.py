@@ -110,6 +110,10 @@ class Experiment(abc.ABC):
     """The names of its tables."""
     FILES: ClassVar[tuple[str, ...]] = ()
     """The names of what else it writes, beside tables, figures and the summary."""
+    FIGURES: ClassVar[str] = ""
+    """The import name of what draws its figures: given the result and a folder, it returns their files."""
+    READING: ClassVar[str] = ""
+    """The import name of what says in sentences what the summary holds."""
     UNIT: ClassVar[str] = "parts"
     """What a cell is of, in the plural."""
     INTERRUPTED: ClassVar[str] = "what was finished is on disk; the same command goes on from there"
@@ -140,11 +144,15 @@ class Experiment(abc.ABC):
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
         """Draws its figures into a folder and returns their files."""
-        return []
+        from kvinterp.cells import imported
+
+        return list(imported(self.FIGURES)(outcome.result, folder)) if self.FIGURES else []
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """What was found, a sentence a line."""
-        return []
+        from kvinterp.cells import imported
+
+        return list(imported(self.READING)(outcome.summary)) if self.READING else []
 
     def read(self, folder: Path) -> Outcome:
         """A finished result as it is in its folder."""

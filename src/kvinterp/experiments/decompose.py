@@ -20,6 +20,8 @@ class Decompose(Experiment):
     """What makes the difference at every step, each part beside its null?"""
 
     TABLES: ClassVar = ("decomposition", "layers")
+    FIGURES: ClassVar = "kvinterp.report:save_decomposition_figure"
+    READING: ClassVar = "kvinterp.reading.patching:said_of_decomposition"
     UNIT: ClassVar = "prompts"
 
     model: str = model()
@@ -41,26 +43,13 @@ class Decompose(Experiment):
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The split over all of them."""
-        import pandas as pd
-
+        from kvinterp.cells import joined
         from kvinterp.patching import Decomposition
 
-        tables = {name: pd.concat([tables[name] for tables, _ in made.values()], ignore_index=True) for name in self.TABLES}
+        tables = joined(made)
         about = next(about for _, about in made.values())
         found = Decomposition(tables["decomposition"], tables["layers"], about)
         return Outcome(found, tables, found.summary())
-
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """The parts at every step."""
-        from kvinterp.report import save_decomposition_figure
-
-        return save_decomposition_figure(outcome.result, folder)
-
-    def sentences(self, outcome: Outcome) -> list[str]:
-        """How much each part is."""
-        from kvinterp.reading.patching import said_of_decomposition
-
-        return said_of_decomposition(outcome.summary)
 
 
 def decomposed(

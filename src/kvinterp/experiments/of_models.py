@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.cells import Cell, Made, loaded
+from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, argument, option, shared
@@ -76,8 +76,7 @@ class OfModels(Experiment):
 
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         """Its tables, those of all models one below the other."""
-        frames = [tables["table"] for tables, _ in made.values()]
-        return {self.TABLES[0]: pd.concat(frames, ignore_index=True)} if frames else {}
+        return {self.TABLES[0]: joined(made)["table"]} if made else {}
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The tables, and what they say."""

@@ -21,6 +21,8 @@ class Patch(Experiment):
     """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
 
     TABLES: ClassVar = ("recovery", "steps", "controls")
+    FIGURES: ClassVar = "kvinterp.report:save_sweep_figures"
+    READING: ClassVar = "kvinterp.reading.patching:said_of_sweep"
     UNIT: ClassVar = "prompts"
 
     model: str = model()
@@ -67,12 +69,10 @@ class Patch(Experiment):
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The sweep over all of them."""
-        import pandas as pd
-
+        from kvinterp.cells import joined
         from kvinterp.patching import Sweep
 
-        abouts = [about for _, about in made.values()]
-        tables = {name: pd.concat([tables[name] for tables, _ in made.values()], ignore_index=True) for name in self.TABLES}
+        tables, abouts = joined(made), [about for _, about in made.values()]
         if len(tables["controls"]):
             # Those of the prompts, and behind them the planted ones.
             planted = tables["controls"]["control"].str.startswith("planted")
@@ -80,18 +80,6 @@ class Patch(Experiment):
         work = {name: sum(about["work"][name] for about in abouts) for name in abouts[0]["work"]}
         found = Sweep(**tables, about={**abouts[0], "work": work})
         return Outcome(found, tables, found.summary())
-
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Recovery by place."""
-        from kvinterp.report import save_sweep_figures
-
-        return save_sweep_figures(outcome.result, folder)
-
-    def sentences(self, outcome: Outcome) -> list[str]:
-        """Where the largest recovery is."""
-        from kvinterp.reading.patching import said_of_sweep
-
-        return said_of_sweep(outcome.summary)
 
 
 _PASSED = ("prompts", "site", "direction", "steps", "protocol", "distance", "examples", "max_new_tokens", "controls")
