@@ -221,9 +221,9 @@ class Cases:
         from kvinterp.cli import app
 
         name = chosen.choice(sorted(self.commands))
-        parameters = [
-            p for p in get_command(app).commands[name].params if p.name != "help" and not getattr(p, "is_flag", False)
-        ]
+        command = get_command(app).commands[name]
+        every = command.get_params(command.make_context(name, [], resilient_parsing=True))
+        parameters = [p for p in every if p.name != "help" and not getattr(p, "is_flag", False)]
         parameter, text, arguments = chosen.choice(parameters), chosen.choice(TEXTS), list(self.commands[name])
         option = max(parameter.opts, key=len)
         if parameter.param_type_name == "argument":

@@ -166,6 +166,7 @@ def test_help_imports_nothing_heavy() -> None:
         ("policies", ["identity"]),
         ("metrics", ["steps.kl", "heads.kl", "kv.ulp_max"]),
         ("protocols", ["matched", "free"]),
+        ("experiments", ["compare", "root-cause", "propagation"]),
     ],
 )
 def test_list(what: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,12 +302,12 @@ def test_failed_prompts_are_named_and_all_failed_is_an_error(tmp_path: Path, mon
 
 SLOW = """
 import time
-import kvinterp.results as results
-add = results.ResultFolder.add
-def slow(self, part):
-    add(self, part)
+import kvinterp.cells as cells
+keep = cells.Parts.keep
+def slow(self, *part):
+    keep(self, *part)
     time.sleep(120)  # the parent interrupts here
-results.ResultFolder.add = slow
+cells.Parts.keep = slow
 import sys
 sys.argv = ["kvinterp", *{arguments!r}]
 from kvinterp.cli import main
@@ -341,7 +342,7 @@ def test_cut_off_after_one_prompt_it_goes_on_to_the_uninterrupted_tables(tmp_pat
     process = started(SLOW.format(arguments=[*options, "--out", str(cut)]))
     try:
         until = time.monotonic() + 120
-        while not list(cut.glob(".parts/*/part-*")):
+        while not list(cut.glob(".parts/*/*.part")):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < until, "no part appeared"
             time.sleep(0.02)

@@ -12,14 +12,15 @@ import pandas as pd
 import pytest
 import torch
 
+from kvinterp.cells import Parts, remove_parts
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.errors import InputError
 from kvinterp.files import Record, digest_of, partial_name, write_whole
 from kvinterp.folders import check_free
-from kvinterp.parts import Parts, remove_parts
 from kvinterp.recording import Trace
-from kvinterp.results import ResultFolder, load_result, write_tables
+from kvinterp.results import load_result
 from synthetic import comparison, prompts
+from writing import Compared, write_tables
 
 TABLE = {"recovery": pd.DataFrame({"x": [1.0, 2.0]})}
 
@@ -91,14 +92,14 @@ def test_somebody_elses_parts_are_left(tmp_path: Path, where: str) -> None:
 
 def test_a_file_among_the_parts_outlives_them(tmp_path: Path) -> None:
     parts = Parts(tmp_path, {"verb": "root-cause"})
-    parts.made("one", lambda: TABLE["recovery"])
-    (parts.folder / "one" / "notes.txt").write_text("mine")
+    parts.keep("one", TABLE)
+    (parts.folder / "notes.txt").write_text("mine")
     remove_parts(tmp_path)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file() and path.name != "settings.json"] == ["notes.txt"]
 
 
 def test_an_unfinished_result_of_another_verb_is_not_removed_without_a_word(tmp_path: Path) -> None:
-    Parts(tmp_path, {"verb": "root-cause"}).made("one", lambda: TABLE["recovery"])
+    Parts(tmp_path, {"verb": "root-cause"}).keep("one", TABLE)
     with pytest.raises(InputError, match="holds an unfinished result of 'root-cause'"):
         write_tables(tmp_path, TABLE, {}, about={"verb": "patch"})
     write_tables(tmp_path, TABLE, {}, "overwrite", about={"verb": "patch"})
@@ -142,10 +143,10 @@ def test_no_flipped_bit_gives_other_numbers(tmp_path: Path) -> None:
     """Of 150 bits flipped in kv.parquet 73 were read as other numbers."""
     parts, table = Parts(tmp_path, {"a": 1}), TABLE["recovery"]
     parts.keep("one", {"table": table}, {"paths": "ab"})
-    content = {path: path.read_bytes() for path in (parts.folder / "one").iterdir()}
+    path = parts.folder / "one.part"
+    content = {path: path.read_bytes()}
     draw, refused = random.Random(0), 0
     for _ in range(1000):
-        path = draw.choice(sorted(content))
         bit = draw.randrange(8 * len(content[path]))
         changed = bytearray(content[path])
         changed[bit // 8] ^= 1 << bit % 8
@@ -154,7 +155,7 @@ def test_no_flipped_bit_gives_other_numbers(tmp_path: Path) -> None:
         if found is None:
             refused += 1
             (aside,) = parts.folder.glob(".damaged.*")
-            aside.rename(parts.folder / "one")
+            aside.rename(path)
         else:
             pd.testing.assert_frame_equal(found[0]["table"], table, check_exact=True)
             assert found[1] == {"paths": "ab"}
@@ -164,7 +165,7 @@ def test_no_flipped_bit_gives_other_numbers(tmp_path: Path) -> None:
 
 def test_other_circumstances_are_never_joined_and_never_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = Parts(tmp_path, {"verb": "root-cause", "made_with": {"threads": 1}})
-    one.made("a", lambda: TABLE["recovery"])
+    one.keep("a", TABLE)
     other = Parts(tmp_path, {"verb": "root-cause", "made_with": {"threads": 2}})
     assert other.read("a") is None
     assert "made with other threads: 1, now 2" in caplog.text
@@ -175,13 +176,13 @@ def test_other_circumstances_are_never_joined_and_never_lost(tmp_path: Path, cap
 def test_no_flipped_bit_of_a_comparison_gives_other_numbers(tmp_path: Path, flips: int) -> None:
     """In the parts of an unfinished one and in the tables of a finished one."""
     part = comparison((0,))
-    made = ResultFolder(tmp_path / "parts", {"made_with": {}}, prompts(1))
+    made = Compared(tmp_path / "parts", {"made_with": {}}, prompts(1))
     made.add(part)
-    finished = ResultFolder(tmp_path / "tables", {"made_with": {}}, prompts(1))
+    finished = Compared(tmp_path / "tables", {"made_with": {}}, prompts(1))
     finished.add(part)
     finished.close()
-    (held,) = (tmp_path / "parts" / ".parts").glob("*/part-*")
-    content = {path: path.read_bytes() for path in (*held.iterdir(), *(tmp_path / "tables").glob("*.parquet"))}
+    (held,) = (tmp_path / "parts" / ".parts").glob("*/*.part")
+    content = {path: path.read_bytes() for path in (held, *(tmp_path / "tables").glob("*.parquet"))}
     draw, accepted = random.Random(0), 0
     for _ in range(flips):
         path = draw.choice(sorted(content))
@@ -190,9 +191,9 @@ def test_no_flipped_bit_of_a_comparison_gives_other_numbers(tmp_path: Path, flip
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
         found: Comparison | None = None
-        if path.parent == held:
-            read = made._read_parts()
-            found = read[0] if read else None
+        if path == held:
+            read = made.made()
+            found = Comparison(*[read["example-0"][0][name] for name in (*TABLES, "failures")], {}) if read else None
             if found is None:
                 (aside,) = held.parent.glob(".damaged.*")
                 aside.rename(held)

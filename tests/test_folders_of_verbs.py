@@ -12,14 +12,14 @@ import pandas as pd
 import pytest
 
 import kvinterp.auditing.report as report
-import kvinterp.experiments  # noqa: F401  # what no_model takes away must be there before
+import kvinterp.experiments.root_cause  # noqa: F401  # what no_model takes away must be there before
 from command_line import wrong
 from cutting import MODEL, SMALL, VERBS
+from kvinterp.cells import Parts
 from kvinterp.errors import InputError
 from kvinterp.files import Record, write_whole
 from kvinterp.locks import Lock
-from kvinterp.parts import Parts
-from kvinterp.results import write_tables
+from writing import write_tables
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0]})
 
@@ -29,7 +29,6 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (
         "kvinterp.models.load_model",
         "kvinterp.models.load.load_model",
-        "kvinterp.experiments.compare.load_model",
     ):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("a model was loaded"))
 
@@ -150,7 +149,7 @@ def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb
     """It was removed without a word."""
     Record(tmp_path / "marked").begin({"verb": "study"})
     write_whole(tmp_path / "marked" / "table.parquet", b"half")
-    Parts(tmp_path / "parts", {"verb": "study"}).made("one", lambda: TABLE)
+    Parts(tmp_path / "parts", {"verb": "study"}).keep("one", {"table": TABLE})
     before = content(tmp_path)
     wrong("holds an unfinished result of 'study'", *VERBS[verb], "--out", tmp_path / "marked")
     if verb != "audit":  # An audit leaves parts alone.

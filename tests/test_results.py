@@ -14,23 +14,23 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvinterp.comparison import Comparison
+from kvinterp.comparison import TABLES, Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
 from kvinterp.files import Record, write_whole
 from kvinterp.folders import check_free
-from kvinterp.parts import remove_parts
-from kvinterp.results import TABLES, Parts, ResultFolder, load_result, write_tables
+from kvinterp.results import load_result
 from synthetic import comparison, failed, prompts
+from writing import Compared, write_tables
 
 SETTINGS = {"model": "zoo:mistral-mini", "dtype": "float16", "made_with": {"threads": 1}}
 
 
-def folder(path: Path, count: int = 4, existing: str = "error", **changed: Any) -> ResultFolder:
-    return ResultFolder(path, {**SETTINGS, **changed}, prompts(count), existing)
+def folder(path: Path, count: int = 4, existing: str = "error", **changed: Any) -> Compared:
+    return Compared(path, {**SETTINGS, **changed}, prompts(count), existing)
 
 
-def filled(path: Path, order: tuple[int, ...] = (0, 1, 2, 3)) -> ResultFolder:
+def filled(path: Path, order: tuple[int, ...] = (0, 1, 2, 3)) -> Compared:
     made = folder(path)
     for number in order:
         made.add(comparison((number,)))
@@ -95,7 +95,7 @@ def test_every_table_carries_its_provenance(tmp_path: Path) -> None:
 
 def test_loading_gives_back_what_was_written(tmp_path: Path) -> None:
     asked = [Prompt("p0", "Tell <me>.", "restate", "", ("one", "two"), {"count": 3}), Prompt("p1", "Line\u2028two")]
-    made = ResultFolder(tmp_path, SETTINGS, asked)
+    made = Compared(tmp_path, SETTINGS, asked)
     made.add(comparison((0, 1), flip=2))
     made.close()
     read = load_result(tmp_path)
@@ -154,10 +154,10 @@ def test_a_part_cut_off_while_written_is_not_there(tmp_path: Path, monkeypatch: 
         patch.setattr(pd.DataFrame, "to_parquet", cut)
         with pytest.raises(KeyboardInterrupt):
             made.add(comparison((1,)))
-    assert [p.name for p in parts_of(tmp_path).glob("part-*")] == ["part-00000000-1"]
+    assert [p.name for p in parts_of(tmp_path).glob("*.part")] == ["example-0.part"]
     again = folder(tmp_path)
     assert again.done() == {0}
-    assert [p.name for p in parts_of(tmp_path).iterdir() if p.is_dir()] == ["part-00000000-1"]
+    assert sorted(p.name for p in parts_of(tmp_path).iterdir()) == ["example-0.part", "settings.json"]
 
 
 def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, mon
 
 def test_a_part_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
     made = filled(tmp_path, (0, 1))
-    (parts_of(tmp_path) / "part-00000001-1" / "steps.parquet").write_bytes(b"")
+    (parts_of(tmp_path) / "example-1.part").write_bytes(b"")
     assert made.done() == {0}
     assert folder(tmp_path).done() == {0}
 
@@ -392,25 +392,18 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
 # Parts that something happened to --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", ["null", "{}", "[]", "{{{"])
-def test_a_part_without_its_about_is_made_again(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", [b"", b"null", b"x" * 64])
+def test_a_part_of_other_bytes_is_made_again(tmp_path: Path, content: bytes) -> None:
     made = filled(tmp_path, (0, 1))
-    (parts_of(tmp_path) / "part-00000001-1" / "about.json").write_text(content)
+    (parts_of(tmp_path) / "example-1.part").write_bytes(content)
     assert made.done() == {0}
 
 
-@pytest.mark.parametrize("table", ["steps", "examples", "layers", "failures"])
-def test_a_part_without_its_columns_is_made_again(tmp_path: Path, table: str) -> None:
-    made = filled(tmp_path, (0, 1))
-    pd.DataFrame({"x": [1]}).to_parquet(parts_of(tmp_path) / "part-00000001-1" / f"{table}.parquet")
-    assert made.done() == {0}
-
-
-def test_parts_that_overlap_never_duplicate_a_row(tmp_path: Path) -> None:
+def test_parts_under_other_names_never_duplicate_a_row(tmp_path: Path) -> None:
     filled(tmp_path / "whole").close()
     made = filled(tmp_path / "cut", (0, 1))
     held = parts_of(tmp_path / "cut")
-    shutil.copytree(held / "part-00000000-1", held / "part-00000000-2")
+    shutil.copy(held / "example-0.part", held / "example-2.part")
     (held / "part-x").touch()
     again = folder(tmp_path / "cut")
     assert again.done() == {0, 1}
@@ -427,11 +420,3 @@ def test_unreadable_settings_are_one_sentence(tmp_path: Path) -> None:
         folder(tmp_path, dtype="float32")
     assert "\n" not in str(error.value)
     assert folder(tmp_path, existing="overwrite", dtype="float32").done() == frozenset()
-
-
-def test_a_kept_table_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
-    Parts(tmp_path, {"a": 1}).made("one", lambda: pd.DataFrame({"x": [1]}))
-    (parts_of(tmp_path) / "one" / "table.parquet").write_bytes(b"")
-    assert Parts(tmp_path, {"a": 1}).made("one", lambda: pd.DataFrame({"x": [2]}))["x"].tolist() == [2]
-    remove_parts(tmp_path)
-    assert list(tmp_path.iterdir()) == []

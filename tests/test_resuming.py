@@ -6,16 +6,18 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cutting import same
-from kvinterp.comparison import Comparison
-from kvinterp.experiments import Compare
+from kvinterp.cells import Parts
+from kvinterp.experiments import Compare, Experiment
 from kvinterp.experiments.circumstances import circumstances
+from kvinterp.experiments.decompose import Decompose
+from kvinterp.experiments.patch import Patch
 from kvinterp.models import load_model, zoo
-from kvinterp.results import ResultFolder
 
 
 def edit_rope(folder: Path) -> None:
@@ -48,19 +50,19 @@ def test_a_checkpoint_edited_between_gives_the_table_of_the_edited_one(
 ) -> None:
     """`compare` was killed, rope_theta or the tokenizer edited, and it went on: old and new rows in one table."""
     asked = Compare(str(model), "arithmetic:2", max_new_tokens=3, stop="length", device="cpu", record="")
-    add = ResultFolder.add
+    keep = Parts.keep
 
-    def cut(self: ResultFolder, part: Comparison) -> None:
-        add(self, part)
+    def cut(self: Parts, *part: Any) -> None:
+        keep(self, *part)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ResultFolder, "add", cut)
+        patch.setattr(Parts, "keep", cut)
         with pytest.raises(KeyboardInterrupt):
-            asked.run(tmp_path / "cut" / "out", progress="none")
+            asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
     edit(model)
-    asked.run(tmp_path / "cut" / "out", progress="none")
-    asked.run(tmp_path / "whole" / "out", progress="none")
+    asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
+    asked.run(tmp_path / "whole" / "out", progress="none", figures="none")
     same(tmp_path / "cut" / "out", tmp_path / "whole" / "out")
 
 
@@ -94,3 +96,33 @@ def test_every_circumstance_is_in_the_key(model: Path, monkeypatch: pytest.Monke
     found.add(json.dumps(circumstances(adapter)))
     found |= {now(edit_rope), now(edit_tokenizer)}
     assert len(found) == 9, name
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Patch("zoo:gqa2-mini", prompts="arithmetic:3", examples=2, max_new_tokens=3, controls="quick", device="cpu"),
+        Decompose("zoo:gqa2-mini", "arithmetic:2", max_new_tokens=3, device="cpu"),
+    ],
+    ids=lambda asked: asked.verb(),
+)
+def test_a_prompt_that_is_finished_is_not_run_again(
+    tmp_path: Path, asked: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`patch` and `decompose` began anew; the tables are those of one uninterrupted run, byte for byte."""
+    kept: list[str] = []
+    keep = Parts.keep
+
+    def counting(self: Parts, key: str, *part: Any) -> None:
+        keep(self, key, *part)
+        kept.append(key)
+        if len(kept) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Parts, "keep", counting)
+    with pytest.raises(KeyboardInterrupt):
+        asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
+    asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
+    assert len(kept) == len(set(kept)) == 2
+    asked.run(tmp_path / "whole" / "out", progress="none", figures="none")
+    same(tmp_path / "cut" / "out", tmp_path / "whole" / "out")

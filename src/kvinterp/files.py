@@ -20,6 +20,7 @@ from typing import IO, Any
 from kvinterp.errors import InputError
 
 __all__ = [
+    "PARTIAL",
     "Record",
     "check_writable",
     "digest_of",
@@ -40,7 +41,7 @@ _RECORD = ".kvinterp.json"
 _KEPT = 2
 _PNG_MARK = b"Software\0kvinterp"
 _OWN_NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*")
-_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.kvinterp-partial")
+PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.kvinterp-partial")
 
 
 class Record:
@@ -260,7 +261,7 @@ def sweep_partials(folder: Path) -> None:
     """Removes what a killed process left half written, figures too; to be called only by who holds the folder."""
     for place in (folder, folder / "figures"):
         for path in [] if place.is_symlink() else place.glob(".*.kvinterp-partial"):
-            if _PARTIAL.fullmatch(path.name) and is_plain(path):
+            if PARTIAL.fullmatch(path.name) and is_plain(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
 

@@ -16,6 +16,7 @@ from kvinterp.errors import InputError, shown, unexpected, unknown
 
 __all__ = [
     "SEEDS",
+    "among",
     "check_callable",
     "check_choice",
     "check_instance",
@@ -187,6 +188,25 @@ def whole_numbers(name: str, values: object, expected: str, least: int = 0, most
     if len(kept) != len(numbers):
         raise unexpected(name, values, expected)
     return kept
+
+
+def among(name: str, given: object, known: Iterable[int]) -> list[int]:
+    """The whole numbers given, where each is one of those known.
+
+    Args:
+        name: What the caller calls them.
+        given: What was given.
+        known: The numbers there are.
+
+    Raises:
+        InputError: One is none of them, or there are none.
+    """
+    numbers = list(known)
+    expected = f"a list of at least one of the numbers {shown(numbers)}"
+    wanted = whole_numbers(name, given, expected)
+    if not wanted or not set(wanted) <= set(numbers):
+        raise unexpected(name, given, expected)
+    return wanted
 
 
 def chosen_layers(adapter: Model, layers: Iterable[int] | None) -> tuple[int, ...]:

@@ -1,40 +1,19 @@
-"""What the commands print: lines that are safe on a terminal, and tables of everything that can be named."""
+"""What ``kvinterp list`` shows: tables of everything that can be named."""
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
-from kvinterp.errors import visible
+from kvinterp.console import table_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["VisibleFormatter", "echo", "escaped", "listed", "table_of"]
-
-
-def echo(text: object = "", err: bool = False) -> None:
-    """Prints a line with its control characters shown: what every command prints goes through here.
-
-    Args:
-        text: The line, or several.
-        err: Whether it goes to standard error.
-    """
-    import typer
-
-    typer.echo(visible(text), err=err)
-
-
-class VisibleFormatter(logging.Formatter):
-    """Formats log lines with their control characters shown."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        return visible(super().format(record))
+__all__ = ["listed"]
 
 
 def listed(what: str) -> Table:
-    """The table of one kind of thing: models, kinds, sites, strategies, policies, metrics, kernels or protocols."""
+    """The table of one kind of thing: models, kinds, sites, strategies, policies, metrics, kernels, protocols or experiments."""
     makers = {
         "models": _models,
         "kinds": _kinds,
@@ -44,6 +23,7 @@ def listed(what: str) -> Table:
         "metrics": _metrics,
         "kernels": _kernels,
         "protocols": _protocols,
+        "experiments": _experiments,
     }
     return makers[what]()
 
@@ -107,6 +87,12 @@ def _protocols() -> Table:
     return _pairs("protocols", "protocol", PROTOCOLS)
 
 
+def _experiments() -> Table:
+    from kvinterp.experiments.registry import experiments, question_of
+
+    return _pairs("experiments", "command", {name: question_of(name).splitlines()[0] for name in experiments()})
+
+
 def _fields(title: str, classes: dict[str, type]) -> Table:
     import dataclasses
 
@@ -126,22 +112,4 @@ def _pairs(title: str, name: str, entries: dict[str, str]) -> Table:
     table = table_of(title, name, "what it is")
     for key, value in entries.items():
         table.add_row(key, value)
-    return table
-
-
-def escaped(text: object) -> str:
-    """Text that rich shows as it is: a name in brackets is no markup, and control characters are shown."""
-    from rich.markup import escape
-
-    return escape(visible(text))
-
-
-def table_of(title: str, *columns: str) -> Table:
-    """An empty table; the column called name is never cut off."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for column in columns:
-        # A name that is cut off cannot be typed.
-        table.add_column(column, no_wrap=column == "name", overflow="fold")
     return table

@@ -12,18 +12,25 @@ import pandas as pd
 import pytest
 import torch
 
-from kvinterp.comparison import Comparison
+from kvinterp.cells import Parts
+from kvinterp.comparison import TABLES
 from kvinterp.errors import InputError
 from kvinterp.experiments import Compare, Demo
-from kvinterp.experiments.registry import EXPERIMENTS
+from kvinterp.experiments.registry import experiment_named, experiments
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.native_sites import NativeSites
 from kvinterp.models.taps import Tap
-from kvinterp.results import TABLES, ResultFolder, load_result
+from kvinterp.results import Result, load_result
 
 SMALL = Compare(
     "zoo:mistral-mini", "arithmetic:4", max_new_tokens=4, strategy="top_p(0.99,3.0)", seed=5, stop="length", device="cpu"
 )
+
+
+def run(asked: Compare, folder: Path, existing: str = "error") -> Result:
+    """Its tables, without a page."""
+    made: Result = asked.run(folder, existing, "none", figures="none").result
+    return made
 
 
 def tables(folder: Path) -> dict[str, pd.DataFrame]:
@@ -40,21 +47,21 @@ def same(one: Path, other: Path) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One uninterrupted run of SMALL."""
     folder = tmp_path_factory.mktemp("whole") / "out"
-    SMALL.run(folder, progress="none")
+    run(SMALL, folder)
     return folder
 
 
 def cut_after(count: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets ``count`` prompts finish and then raises."""
-    add, seen = ResultFolder.add, []
+    keep, seen = Parts.keep, []
 
-    def adding(self: ResultFolder, part: Comparison) -> None:
-        add(self, part)
-        seen.append(part)
+    def keeping(self: Parts, key: str, *part: Any) -> None:
+        keep(self, key, *part)
+        seen.append(key)
         if len(seen) == count:
             raise error
 
-    monkeypatch.setattr(ResultFolder, "add", adding)
+    monkeypatch.setattr(Parts, "keep", keeping)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -65,12 +72,12 @@ def test_interrupted_and_gone_on_with_gives_the_uninterrupted_tables(
     with monkeypatch.context() as patch:
         cut_after(count, KeyboardInterrupt, patch)
         with pytest.raises(KeyboardInterrupt):
-            SMALL.run(tmp_path, progress="none")
+            run(SMALL, tmp_path)
     partly = load_result(tmp_path)
     assert partly.summary["interrupted"] is True
     assert partly.summary["counts"]["examples"] == count
     assert partly.summary["counts"]["planned"] == 4
-    SMALL.run(tmp_path, progress="none")
+    run(SMALL, tmp_path)
     same(tmp_path, whole)
     assert load_result(tmp_path).summary == load_result(whole).summary
 
@@ -79,12 +86,12 @@ def test_only_what_is_missing_is_run_again(tmp_path: Path, whole: Path, monkeypa
     with monkeypatch.context() as patch:
         cut_after(3, MemoryError, patch)
         with pytest.raises(MemoryError):
-            SMALL.run(tmp_path, progress="none")
-    added: list[int] = []
-    add = ResultFolder.add
+            run(SMALL, tmp_path)
+    added: list[str] = []
+    keep = Parts.keep
     with monkeypatch.context() as patch:
-        patch.setattr(ResultFolder, "add", lambda self, p: (added.extend(p.examples["example"]), add(self, p))[1])
-        SMALL.run(tmp_path, progress="none")
+        patch.setattr(Parts, "keep", lambda self, key, *part: (added.append(key), keep(self, key, *part))[1])
+        run(SMALL, tmp_path)
     assert len(added) == 1
     same(tmp_path, whole)
 
@@ -93,8 +100,8 @@ def test_the_batch_size_is_no_reason_to_start_anew(tmp_path: Path, whole: Path, 
     with monkeypatch.context() as patch:
         cut_after(1, KeyboardInterrupt, patch)
         with pytest.raises(KeyboardInterrupt):
-            SMALL.run(tmp_path, progress="none")
-    dataclasses.replace(SMALL, batch_size=2).run(tmp_path, progress="none")
+            run(SMALL, tmp_path)
+    run(dataclasses.replace(SMALL, batch_size=2), tmp_path)
     same(tmp_path, whole)
 
 
@@ -115,19 +122,19 @@ def test_every_choice_that_changes_numbers_is_held_against_what_is_there(
     whole: Path, change: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(InputError) as error:
-        dataclasses.replace(SMALL, **change).run(whole, "use", "none")
+        run(dataclasses.replace(SMALL, **change), whole, "use")
     assert named in str(error.value)
 
 
 def test_a_finished_result_is_read_where_that_is_asked(whole: Path) -> None:
-    (result,) = SMALL.run(whole, "use", "none")
+    result = run(SMALL, whole, "use")
     assert result.summary == load_result(whole).summary
 
 
 def test_a_finished_result_is_refused_before_the_model_is_loaded(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvinterp.experiments.compare.load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("kvinterp.models.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(InputError, match="already holds a result"):
         dataclasses.replace(SMALL, seed=6).run(whole)
     shutil.copytree(whole, tmp_path / "told")
@@ -136,11 +143,20 @@ def test_a_finished_result_is_refused_before_the_model_is_loaded(
         SMALL.run(tmp_path / "told")
 
 
-def test_cut_off_before_its_report_it_is_read_and_not_made_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_off_before_its_page_it_is_not_made_again(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut off between tables and report, the same command said "already holds a result", and there was never a report."""
-    monkeypatch.setattr("kvinterp.experiments.compare.compare", lambda *_, **__: pytest.fail("it was made again"))
-    (result,) = SMALL.run(whole, progress="none")
-    assert result.summary == load_result(whole).summary
+
+    def cut(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvinterp.report.write_report", cut)
+        with pytest.raises(KeyboardInterrupt):
+            SMALL.run(tmp_path, progress="none")
+    monkeypatch.setattr("kvinterp.comparison.compare", lambda *_, **__: pytest.fail("it was made again"))
+    run(SMALL, tmp_path)
+    same(tmp_path, whole)
+    assert load_result(tmp_path).summary == load_result(whole).summary
 
 
 def test_a_prompt_file_in_the_folder_itself_is_left_alone(tmp_path: Path) -> None:
@@ -148,7 +164,7 @@ def test_a_prompt_file_in_the_folder_itself_is_left_alone(tmp_path: Path) -> Non
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id": "q1", "prompt": "2+2?", "source": "mine"}\n')
     with pytest.raises(InputError, match=r"holds 'prompts.jsonl', which kvinterp did not write"):
-        dataclasses.replace(SMALL, prompts=str(file), max_new_tokens=0).run(tmp_path, progress="none")
+        run(dataclasses.replace(SMALL, prompts=str(file), max_new_tokens=0), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
     assert "mine" in file.read_text()
 
@@ -168,7 +184,7 @@ def test_unasked_it_records_what_the_model_can_give(
 
     monkeypatch.setattr(NativeSites, "find", blind)
     with caplog.at_level(logging.INFO, "kvinterp"):
-        (result,) = dataclasses.replace(SMALL, prompts="arithmetic:1").run(tmp_path, progress="none")
+        result = run(dataclasses.replace(SMALL, prompts="arithmetic:1"), tmp_path)
     assert result.comparison.heads.empty
     assert "pattern is not recorded" in caplog.text
     assert "no attention" in result.summary["settings"]["left_out"]["pattern"]
@@ -176,14 +192,14 @@ def test_unasked_it_records_what_the_model_can_give(
 
 def test_a_site_asked_for_by_name_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="site 'q' cannot be compared"):
-        dataclasses.replace(SMALL, record="resid_post,q").run(tmp_path / "out", progress="none")
+        run(dataclasses.replace(SMALL, record="resid_post,q"), tmp_path / "out")
 
 
 def test_nan_in_one_prompt_leaves_the_others_as_they_are(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison_second_prompt(monkeypatch)
-    (result,) = SMALL.run(tmp_path, progress="none")
+    result = run(SMALL, tmp_path)
     assert result.summary["counts"] == {"examples": 3, "steps": 12, "failed": 1, "planned": 4}
     (failure,) = result.summary["failures"]
     assert failure["id"] == "arithmetic-0-1"
@@ -208,9 +224,11 @@ def poison_second_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_registry_finds_every_experiment() -> None:
-    assert EXPERIMENTS["compare"] is Compare
-    assert EXPERIMENTS["demo"] is Demo
-    for name, found in EXPERIMENTS.items():
+    assert experiment_named("compare") is Compare
+    assert experiment_named("demo") is Demo
+    for name in experiments():
+        found = experiment_named(name)
+        assert found.verb() == name
         assert dataclasses.is_dataclass(found), name
         assert found.__doc__
         found()  # every choice has a default
@@ -218,11 +236,11 @@ def test_the_registry_finds_every_experiment() -> None:
 
 def test_a_pattern_that_was_asked_for_leaves_the_kernel_as_it_is(whole: Path, tmp_path: Path) -> None:
     """It brought eager attention, under which the difference that was looked for may be gone."""
-    (result,) = dataclasses.replace(SMALL, record="pattern").run(tmp_path / "out", progress="none")
+    result = run(dataclasses.replace(SMALL, record="pattern"), tmp_path / "out")
     assert result.summary["provenance"]["attention"] == "sdpa"
     assert set(result.comparison.heads["pattern"]) == {"derived"}
-    (bare,) = dataclasses.replace(SMALL, record="").run(tmp_path / "bare", progress="none")
+    bare = run(dataclasses.replace(SMALL, record=""), tmp_path / "bare")
     pd.testing.assert_frame_equal(result.comparison.steps, bare.comparison.steps, check_exact=True)
-    (eager,) = dataclasses.replace(SMALL, record="pattern", attention="eager").run(tmp_path / "eager", progress="none")
+    eager = run(dataclasses.replace(SMALL, record="pattern", attention="eager"), tmp_path / "eager")
     assert eager.summary["provenance"]["attention"] == "eager"
     assert set(eager.comparison.heads["pattern"]) == {"recorded"}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+import kvinterp.comparison
 from kvinterp.cli import app
 from kvinterp.errors import InputError
-from kvinterp.experiments import Compare, Demo
+from kvinterp.experiments import Demo
 from kvinterp.experiments.demo import FLIPS, SMOKE
 
 pytestmark = pytest.mark.xdist_group("demo")
@@ -58,7 +60,8 @@ def test_it_writes_tables_figures_report_and_picture(smoke: Path) -> None:
 def test_it_holds_a_case_in_which_a_token_flips(tmp_path: Path) -> None:
     """On every processor: eight bits for K and V move the logits a thousand times further than the order of additions does."""
     # Some of the 40: eight are enough on most processors.
-    made = (Demo(flip_problems=count).flips(tmp_path / str(count), progress="none") for count in (8, 32))
+    ways = {"progress": "none", "figures": "none"}
+    made = (Demo(flip_problems=count).flips().run(tmp_path / str(count), **ways).result for count in (8, 32))
     assert any(result.comparison.examples["flip_index"].notna().any() for result in made)
 
 
@@ -86,16 +89,16 @@ def test_an_unfinished_demo_makes_only_what_is_missing(
     gone = "mistral-mini-native-float16-free"
     shutil.rmtree(tmp_path / "out" / "runs" / gone)
     compared: list[str] = []
-    compare = Compare._compare
+    compare = kvinterp.comparison.compare
 
-    def counting(self: Compare, *args: object) -> object:
-        compared.append(f"{self.model} {self.kind} {self.dtype} {self.protocol}")
-        return compare(self, *args)  # type: ignore[arg-type]
+    def counting(adapter: Any, *args: Any, **named: Any) -> Any:
+        compared.append(f"{adapter.facts.name} {adapter.kind} {str(adapter.dtype)[6:]} {named['protocol']}")
+        return compare(adapter, *args, **named)
 
-    monkeypatch.setattr(Compare, "_compare", counting)
-    results = SMOKE.run(tmp_path / "out", progress="none")
+    monkeypatch.setattr(kvinterp.comparison, "compare", counting)
+    results = SMOKE.run(tmp_path / "out", progress="none", figures="none").result
     assert compared == ["zoo:mistral-mini native float16 free"]
-    assert [r.folder.name for r in results] == list(SMOKE.plan())
+    assert [r.folder.name for r in results] == [*SMOKE.plan(), FLIPS]
 
 
 def test_without_hooked_transformer_the_bridge_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:

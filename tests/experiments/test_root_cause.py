@@ -9,16 +9,13 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.experiments.root_cause import (
-    accumulation_error,
-    flips_against_kl,
-    gqa_spread,
-    kv_write_error,
-    precision_ladder,
-    propagation,
-    root_cause,
-)
-from kvinterp.report import save_root_cause_figures
+from kvinterp.experiments.accumulation import accumulation_error
+from kvinterp.experiments.flips import correlations_of, flips_of
+from kvinterp.experiments.gqa import gqa_spread
+from kvinterp.experiments.kv_write import kv_write_error
+from kvinterp.experiments.ladder import precision_ladder
+from kvinterp.experiments.propagation import Propagation, propagation
+from kvinterp.experiments.root_cause import RootCause
 from support import Case
 
 pytestmark = pytest.mark.bits
@@ -50,7 +47,7 @@ def test_the_value_products_error_grows_relative_to_the_result_and_the_scores_do
 
 def test_a_running_sum_is_rounded_at_every_term() -> None:
     # In float16 2048 + 1 is 2048: ones added one by one stop there.
-    from kvinterp.experiments.root_cause.sums import _added_up
+    from kvinterp.experiments.accumulation import _added_up
 
     ones = torch.ones(1, 3000, dtype=torch.float64)
     assert float(_added_up(ones, ones, torch.float16)) == 2048
@@ -100,10 +97,9 @@ def test_the_cause_switched_on_and_off(load: Any) -> None:
 
 def test_flips_stand_beside_their_control(load: Any) -> None:
     prompts = [PROMPT, PROMPT[::-1]]
-    examples, correlations = flips_against_kl(model(load), prompts, "split_k(8,float16)", "top_p(1.0,3.0)", 8, seeds=(0, 5))
-    assert list(zip(examples["example"], examples["seed"], strict=True)) == [(0, 0), (1, 0), (0, 5), (1, 5)]
-    greedy, _ = flips_against_kl(model(load), prompts[:1], max_new_tokens=2, seeds=(0, 5))
-    assert greedy["seed"].tolist() == [0], "a greedy decode draws nothing"
+    examples = flips_of(model(load), prompts, "split_k(8,float16)", "top_p(1.0,3.0)", 8, seed=0)
+    correlations = correlations_of(examples)
+    assert list(zip(examples["example"], examples["seed"], strict=True)) == [(0, 0), (1, 0)]
     matched = kv.compare(
         model(load), prompts, "cached[kernels=split_k(8,float16)]", "recompute[kernels=split_k(8,float16)]",
         strategy="top_p(1.0,3.0)", max_new_tokens=8, record="", progress="none",
@@ -120,21 +116,34 @@ def test_an_error_in_one_kv_head_touches_the_query_heads_that_share_it(load: Any
     assert (table[["attn_out", "resid_post", "final", "kl"]] > 0).all(axis=None)
 
 
-def test_all_of_them_at_once_with_figures(load: Any, tmp_path: Any) -> None:
+FEW: dict[str, Any] = {"prompts": "arithmetic:1", "device": "cpu"}
+
+
+def test_all_of_them_at_once_with_figures(tmp_path: Any) -> None:
     told: list[str] = []
-    tables, about = root_cause(
-        [model(load), model(load, "mqa-mini")],
-        [PROMPT],
-        flip_steps=2,
-        flip_seeds=(0,),
-        ladder_prompts=1,
-        ladder_steps=2,
-        progress=told.append,
+    asked = RootCause(
+        ("zoo:mistral-mini", "zoo:mqa-mini"), **FEW, flip_steps=2, flip_seeds=2, ladder_prompts=1, ladder_steps=2
     )
+    outcome = asked.run(tmp_path, tell=told.append)
+    tables = outcome.tables
     assert set(tables) == {"accumulation", "propagation", "kv_write", "flips", "correlations", "ladder", "gqa"}
     assert set(tables["gqa"]["query_heads_per_kv_head"]) == {4, 8}
-    assert "flips of zoo:mqa-mini, native kernels, greedy" in told
-    drawn = {path.stem for path in save_root_cause_figures(tables, about, tmp_path)}
+    assert set(tables["correlations"]["model"]) == {"zoo:mistral-mini", "zoo:mqa-mini", "all"}
+    sampled = tables["flips"]["strategy"] != "greedy"
+    assert set(tables["flips"].loc[sampled, "seed"]) == {0, 1}
+    assert set(tables["flips"].loc[~sampled, "seed"]) == {0}, "a greedy decode draws nothing"
+    assert "root cause: flips of zoo:mqa-mini, native kernels, greedy" in told
+    drawn = {path.stem for path in outcome.files}
     assert {f"root_cause_{name}" for name in ("accumulation", "propagation", "kv_write", "ladder", "gqa")} <= drawn
     with pytest.raises(kv.InputError, match="the list of models is empty"):
-        root_cause([], [PROMPT])
+        RootCause(()).run(None)
+
+
+def test_one_of_them_runs_by_itself(load: Any) -> None:
+    outcome = Propagation(("zoo:gqa2-mini",), **FEW).run(None)
+    assert list(outcome.tables) == ["propagation"]
+    prompt = kv.load_prompts("arithmetic:1")[0].text
+    adapter = model(load, "gqa2-mini")
+    alone = propagation(adapter, [adapter.encode(prompt)])
+    assert outcome.tables["propagation"]["l2"].tolist() == alone["l2"].tolist()
+    assert any(line.startswith("2. Layer 0's output") for line in Propagation().sentences(outcome))

@@ -462,7 +462,7 @@ def causes(grown: float = 16.0, shrinks: float = 0.5, written: float = 1e-6, fli
          "mean_kl_before_flip": 1e-6, "matched_mean_kl": 1e-6 * (1 + rng.uniform())}
         for number in range(10)
     ]  # fmt: skip
-    from kvinterp.experiments.root_cause.flips import correlations_of
+    from kvinterp.experiments.flips import correlations_of
 
     flipped = pd.DataFrame(decodes).assign(matched_smallest_margin=1.0)
     ladder = [

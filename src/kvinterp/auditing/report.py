@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvinterp.auditing.ladder import Rung
     from kvinterp.auditing.verdict import Verdict
 
-__all__ = ["check_own", "layer_table", "page", "write"]
+__all__ = ["check_own", "layer_table", "page", "put", "texts_of", "write"]
 
 TABLES = ("steps", "local", "sweep", "chunks")
 _ABOUT = {"verb": "audit"}
@@ -59,13 +59,22 @@ def write(audit: Audit, folder: Path) -> Path:
     Raises:
         InputError: It cannot be written, or a file that kvinterp did not write has one of the names.
     """
+    return put(texts_of(audit), folder)
+
+
+def texts_of(audit: Audit) -> dict[str, str]:
+    """Page, tables and verdict by the names of their files."""
     texts = {"audit.html": page(audit)}
     for name in TABLES:
         frames = [getattr(rung, name).assign(rung=rung.name) for rung in audit.rungs if len(getattr(rung, name))]
         if frames:
             texts[f"{name}.csv"] = pd.concat(frames, ignore_index=True).to_csv(index=False)
     # The verdict last: where it is, everything is.
-    texts["verdict.json"] = audit.verdict.to_json()
+    return {**texts, "verdict.json": audit.verdict.to_json()}
+
+
+def put(texts: Mapping[str, str], folder: Path) -> Path:
+    """Writes what :func:`texts_of` gave, over an earlier audit's."""
     with Lock(folder):
         check_own(folder)
         record = Record(folder)

@@ -1,26 +1,271 @@
-"""What every experiment is: a question with its choices as fields."""
+"""What every experiment is: a question with its choices as fields, answered by cells of work and what they are reduced to.
+
+Everything that the command line shows of an experiment stands in its file: the options are the fields made by
+:func:`option` and :func:`argument`, the help is the file's own docstring, the command's name is that of the file. Heavy things
+are imported where they are used, so that the help of the command line answers at once.
+"""
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.results import Result
+from kvinterp.errors import InputError
 
-__all__ = ["Experiment"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvinterp.cells import Cell, Made
+    from kvinterp.models import Adapter
+
+__all__ = ["NOTHING", "OPTION", "Experiment", "Outcome", "argument", "model", "option", "shared"]
+
+OPTION = "option"
+"""The key in a field's metadata under which its option stands."""
+NOTHING = "nothing was finished; run the same command again"
+"""What an interruption of a single piece of work leaves behind."""
+
+
+# Options ---------------------------------------------------------------------------------------------------------------
+
+
+def option(default: Any, help: str, **shown: Any) -> Any:
+    """A field that is an option of the command line: its name, type and default are the field's.
+
+    Args:
+        default: Its default.
+        help: What it is.
+        shown: ``flag`` where the option has another name; ``example`` for whole numbers with commas; ``decides="nothing"``
+            where it changes no number of the result; and what typer's ``Option`` takes: ``show_default``, ``min``, ``hidden``.
+    """
+    return dataclasses.field(default=default, metadata={OPTION: {"help": help, **shown}})
+
+
+def argument(default: Any, help: str, **shown: Any) -> Any:
+    """A field that is given without a name; it must be, unless its default is None."""
+    return option(default, help, positional="yes", **shown)
+
+
+SHARED: dict[str, tuple[Any, str]] = {
+    "prompts": ("arithmetic:6", "A .jsonl file, or arithmetic:N, restate:N, instructions:N."),
+    "kind": ("native", "native, hooked or bridge."),
+    "dtype": ("float16", "float16, bfloat16, float32 or float64."),
+    "device": (None, "cpu, cuda or cuda:N; CUDA where there is one."),
+    "attention": (None, "For native: sdpa, eager, ...; its own unless given."),
+    "random_init": (False, "Random weights, from the config alone."),
+    "remote_code": (False, "Run the code that comes with a checkpoint; without this it is refused."),
+}
+"""Default and help of the options that several experiments have."""
+
+
+def shared(name: str) -> Any:
+    """A field that several experiments have, by its name in :data:`SHARED`."""
+    return option(*SHARED[name])
+
+
+def model() -> Any:
+    """The argument that names a model."""
+    return argument("zoo:mistral-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
+
+
+# Experiments -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What an experiment found.
+
+    Attributes:
+        result: What its reduction made of the cells: a ``Comparison`` with its prompts, a ``Sweep``, ...
+        tables: The tables by the names of their files.
+        summary: What ``summary.json`` holds.
+        texts: Other files by their names.
+        folder: Where it was written; None where it was not.
+        files: What was written.
+        exit_code: That of the command.
+    """
+
+    result: Any
+    tables: Mapping[str, pd.DataFrame] = dataclasses.field(default_factory=dict)
+    summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    folder: Path | None = None
+    files: Sequence[Path] = ()
+    exit_code: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment(abc.ABC):
-    """A question asked of one or more models; the fields are its choices, the first line of its docstring says what."""
+    """A question asked of one or more models; the fields are its choices."""
+
+    OUT: ClassVar[str | None] = ""
+    """The folder that the command writes unless another is given: ``""``, one must be given; None, nothing is written."""
+    OVERWRITES: ClassVar[str] = "asked"
+    """``"always"``: the command writes over its own earlier result without ``--overwrite``."""
+    TABLES: ClassVar[tuple[str, ...]] = ()
+    """The names of its tables."""
+    FILES: ClassVar[tuple[str, ...]] = ()
+    """The names of what else it writes, beside tables, figures and the summary."""
+    FIGURES: ClassVar[str] = ""
+    """The import name of what draws its figures: given the result and a folder, it returns their files."""
+    READING: ClassVar[str] = ""
+    """The import name of what says in sentences what the summary holds."""
+    UNIT: ClassVar[str] = "parts"
+    """What a cell is of, in the plural."""
+    INTERRUPTED: ClassVar[str] = "what was finished is on disk; the same command goes on from there"
+    """What an interruption leaves behind."""
+    PARTIAL: ClassVar[str] = "no"
+    """``"yes"``: an interrupted run writes the tables of what is finished."""
+
+    @classmethod
+    def verb(cls) -> str:
+        """The name of its command: that of its file."""
+        return cls.__module__.rpartition(".")[2].replace("_", "-")
+
+    # What each experiment says -----------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def run(self, out: str | Path, existing: str = "error", progress: str = "bar") -> list[Result]:
-        """Answers it, keeping what is finished in a folder so that an interrupted run can go on.
+    def cells(self) -> list[Cell]:
+        """The pieces of work; what was given is checked first, and before a model is loaded what can be."""
+
+    @abc.abstractmethod
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """What the cells come to.
 
         Args:
-            out: The folder.
+            made: What each cell gave, by its key; some where an interrupted run writes what it has.
+            settings: As :meth:`settings` gave them.
+            folder: Where it will be written; None where it will not.
+        """
+
+    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """Draws its figures into a folder and returns their files."""
+        from kvinterp.cells import imported
+
+        return list(imported(self.FIGURES)(outcome.result, folder)) if self.FIGURES else []
+
+    def sentences(self, outcome: Outcome) -> list[str]:
+        """What was found, a sentence a line."""
+        from kvinterp.cells import imported
+
+        return list(imported(self.READING)(outcome.summary)) if self.READING else []
+
+    def read(self, folder: Path) -> Outcome:
+        """A finished result as it is in its folder."""
+        raise InputError(f"a result of {self.verb()!r} cannot be taken up again: pass existing='overwrite'.")
+
+    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
+        """Prints what the command prints.
+
+        Args:
+            outcome: What was found.
+            echo: Prints a line; with ``err=True`` on standard error.
+        """
+        for line in (*self.sentences(outcome), "", *outcome.files):
+            echo(line)
+
+    # What all of them share --------------------------------------------------------------------------------------------
+
+    def settled(self) -> Experiment:
+        """The experiment that these choices come to, where one of them stands for several."""
+        return self
+
+    def chosen(self) -> dict[str, Any]:
+        """The choices that decide the numbers."""
+        fields = {field.name: field.metadata.get(OPTION, {}).get("decides") for field in dataclasses.fields(self)}
+        return {name: getattr(self, name) for name, decides in fields.items() if decides != "nothing"}
+
+    def named(self, name: str | None = None) -> dict[str, Any]:
+        """The plain settings of a model, by which a cell loads it.
+
+        Args:
+            name: Its name; that of the option ``model`` unless given.
+        """
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        wanted: dict[str, Any] = {each: values[each] for each in ("kind", "dtype", "device", "attention") if each in values}
+        return {"name": str(values["model"] if name is None else name), **wanted}
+
+    def adapters(self) -> list[Adapter]:
+        """The models it is asked of, loaded: that of the option ``model``, where there is one."""
+        from kvinterp.cells import loaded
+
+        return [loaded(self.named()) for field in dataclasses.fields(self) if field.name == "model"]
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides what the tables will hold: choices, prompts, and the circumstances of each model."""
+        from kvinterp.data import load_prompts
+        from kvinterp.experiments.circumstances import circumstances
+        from kvinterp.results import prompts_digest
+
+        found: dict[str, Any] = {"verb": self.verb(), **self.chosen()}
+        if found.get("prompts") is not None:
+            found["prompts"] = prompts_digest(load_prompts(found["prompts"]))
+        made_with = [circumstances(adapter) for adapter in self.adapters()]
+        several = {str(number): each for number, each in enumerate(made_with)}
+        return {**found, "made_with": made_with[0] if len(made_with) == 1 else several}
+
+    def run(
+        self,
+        out: str | Path | None,
+        existing: str = "error",
+        progress: str = "bar",
+        *,
+        figures: str = "drawn",
+        tell: Callable[[str], None] | None = None,
+    ) -> Outcome:
+        """Answers it, or the rest of it.
+
+        Args:
+            out: A folder, in which an interrupted run can go on; None keeps everything in memory.
             existing: What to do about what is already there, see :data:`kvinterp.folders.EXISTING`.
             progress: ``"bar"`` or ``"none"``.
+            figures: ``"drawn"`` or ``"none"``: whether figures and page are written too.
+            tell: Told what runs now.
+
+        Raises:
+            InputError: Something given does not exist or does not fit.
+            UnsupportedError: This kind of model cannot give what was asked for.
+            KeyboardInterrupt: It was interrupted; what was finished is in the folder.
         """
+        from kvinterp.cells import loading_once, run_cells
+        from kvinterp.folders import SUMMARY, check_free
+        from kvinterp.locks import Lock
+        from kvinterp.results import ResultFolder
+
+        asked, names = self.settled(), [*(f"{table}.parquet" for table in self.TABLES), SUMMARY, *self.FILES]
+        mark = {"verb": self.verb(), **asked.chosen()}
+        with contextlib.ExitStack() as held:
+            if out is not None:
+                held.enter_context(Lock(Path(out)))
+                # The cheap questions first: a typing error should not cost the loading of a model.
+                check_free(out, existing, names, mark)
+            held.enter_context(loading_once())
+            cells = asked.cells()
+            if out is None:
+                return asked.reduce(run_cells(cells, None, tell, progress), {}, None)
+            folder = ResultFolder(out, asked.settings(), names, existing, mark)
+            if folder.finished:
+                return asked.read(Path(out))
+            try:
+                made = run_cells(cells, folder.parts, tell, progress, self.UNIT)
+            except BaseException as error:
+                asked._cut_off(folder, cells, error)
+                raise
+            return asked._written(folder, asked.reduce(made, folder.settings, folder.path), figures)
+
+    def _written(self, folder: Any, outcome: Outcome, figures: str = "none", ending: str = "finished") -> Outcome:
+        outcome.folder = folder.path
+        draw = (lambda place: self.figures(outcome, place)) if figures == "drawn" else None
+        outcome.files = folder.finish(outcome.tables, outcome.summary, outcome.texts, draw, ending)
+        return outcome
+
+    def _cut_off(self, folder: Any, cells: Sequence[Cell], error: BaseException) -> None:
+        if self.PARTIAL == "yes" and isinstance(error, KeyboardInterrupt):
+            done = {cell.key: part for cell in cells if (part := folder.parts.read(cell.key)) is not None}
+            if done:
+                self._written(folder, self.reduce(done, folder.settings, folder.path), ending="interrupted")
+        folder.withdraw()

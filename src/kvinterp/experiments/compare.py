@@ -1,22 +1,18 @@
-"""How far apart are two paths of one model on these prompts?"""
+"""Run a model along two paths on the same prompts and write what differs, step by step."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.comparison import PROTOCOLS, Comparison, compare, recordable
-from kvinterp.data import load_prompts
-from kvinterp.experiments.base import Experiment
-from kvinterp.experiments.circumstances import circumstances
-from kvinterp.folders import check_free
-from kvinterp.inputs import check_choice, check_seed, check_whole, chosen_layers
-from kvinterp.models import Adapter, expand_sites, load_model
-from kvinterp.paths import path_named, strategy_named
-from kvinterp.results import NAMES, VERB, Result, ResultFolder, awaits_report, load_result
+from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+
+if TYPE_CHECKING:
+    from kvinterp.cells import Cell, Made
+    from kvinterp.models import Adapter
 
 __all__ = ["Compare"]
 
@@ -25,145 +21,195 @@ log = logging.getLogger("kvinterp")
 
 @dataclasses.dataclass(frozen=True)
 class Compare(Experiment):
-    """How far apart are two paths of one model, at which step, layer, head and cache position?
+    """How far apart are two paths of one model, at which step, layer, head and cache position?"""
 
-    Attributes:
-        model: ``zoo:NAME``, a checkpoint folder or a hub id.
-        prompts: ``arithmetic:N``, another generator, or a .jsonl file.
-        a: The leading path.
-        b: The path it is compared with.
-        kind: ``native``, ``hooked`` or ``bridge``.
-        dtype: Dtype of the weights and of every path that names none.
-        protocol: ``matched`` or ``free``.
-        strategy: How tokens are chosen.
-        max_new_tokens: Most steps.
-        record: Sites to compare; all of resid_post, pattern and kv that this model can give, unless said.
-        layers: Layers to compare; all unless said.
-        seed: Seeds the random numbers.
-        device: Where to run.
-        attention: Attention implementation of the native kind.
-        batch_size: Most prompts in a batch.
-        stop: ``end of sequence`` or ``length``.
-        cache_errors: ``aggregated`` by step and by position, or ``whole``.
-    """
+    TABLES: ClassVar = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv")
+    FILES: ClassVar = ("report.html", "prompts.jsonl")
+    UNIT: ClassVar = "prompts"
+    PARTIAL: ClassVar = "yes"
 
-    model: str = "zoo:mistral-mini"
-    prompts: str = "arithmetic:6"
-    a: str = "cached"
-    b: str = "recompute"
-    kind: str = "native"
-    dtype: str = "float16"
-    protocol: str = "matched"
-    strategy: str = "greedy"
-    max_new_tokens: int = 48
-    record: str | None = None
-    layers: tuple[int, ...] | None = None
-    seed: int = 0
-    device: str | None = None
-    attention: str | None = None
-    batch_size: int = 1
-    stop: str = "end of sequence"
-    cache_errors: str = "aggregated"
+    model: str = model()
+    prompts: str = shared("prompts")
+    a: str = option("cached", "The leading path.")
+    b: str = option("recompute", "The path it is compared with.")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    protocol: str = option("matched", "matched or free.")
+    strategy: str = option("greedy", "greedy, top_k(50,0.8), top_p(0.95,0.8).")
+    max_new_tokens: int = option(48, "Most steps a prompt.")
+    record: str | None = option(
+        None,
+        "Sites to compare, comma-separated; '' for none. "
+        "Unless given: resid_post,pattern,kv, without those that the model cannot give.",
+        show_default=False,
+    )
+    layers: tuple[int, ...] | None = option(None, "Layers to compare, as in 0,2,-1; all unless given.", example="0,2,-1")
+    seed: int = option(0, "Seeds the random numbers of the strategy.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+    batch_size: int = option(1, "Most prompts a batch; used where it keeps the bits.", decides="nothing")
+    stop: str = option("end of sequence", "'end of sequence' or 'length'.")
+    cache_errors: str = option(
+        "aggregated", "K/V errors: 'aggregated' by step and by position, or 'whole' (quadratic in the steps)."
+    )
 
-    def run(self, out: str | Path, existing: str = "error", progress: str = "bar") -> list[Result]:
-        """Runs it, or the rest of it, into a folder.
+    def cells(self) -> list[Cell]:
+        """A cell a prompt."""
+        from kvinterp.cells import Cell
 
-        Args:
-            out: The folder.
-            existing: What to do about what is already there. A finished result of the same choices that has no
-                ``report.html`` yet was cut off before its report was written: it is read, not made again.
-            progress: ``"bar"`` or ``"none"``.
+        count = self._checked()
+        settings = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}, **self._recorded()}
+        return [Cell(f"example-{number}", f"{__name__}:compared", settings) for number in range(count)]
 
-        Raises:
-            InputError: Something given does not exist or does not fit.
-            UnsupportedError: This kind of model cannot give a site that was asked for.
-            KeyboardInterrupt: It was interrupted; what was finished is in the folder.
-        """
-        # The cheap questions first: a typing error should not cost the loading of a model.
-        if existing == "error" and awaits_report(out, self._chosen()):
-            existing = "use"
-        check_free(out, existing, NAMES, {"verb": VERB})
+    def settings(self) -> dict[str, Any]:
+        """With the sites and layers that this model can give."""
+        return {**super().settings(), **self._recorded()}
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """The tables of all prompts."""
+        from kvinterp.data import load_prompts
+
+        return outcome_of(made, load_prompts(self.prompts), settings, folder)
+
+    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """The page and its figures, where there is anything to show."""
+        from kvinterp.report import write_report
+
+        for row in outcome.result.comparison.failures.to_dict("records"):
+            log.warning("prompt %s is left out: %s", row["id"], row["message"])
+        return [] if outcome.result.comparison.steps.empty else [write_report([outcome.result], folder.parent)]
+
+    def sentences(self, outcome: Outcome) -> list[str]:
+        """Where the paths differ."""
+        from kvinterp.errors import KvinterpError
+
+        failures, folder = outcome.result.comparison.failures, outcome.result.folder
+        if outcome.result.comparison.steps.empty:
+            raise KvinterpError(
+                f"none of the {len(failures)} prompts could be compared; {folder / 'summary.json'} says why."
+            )
+        return list(outcome.result.comparison.where().splitlines())
+
+    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
+        """What differs, and where everything is."""
+        for line in (*self.sentences(outcome), *places(outcome.result.folder, outcome.result.folder)):
+            echo(line)
+
+    def read(self, folder: Path) -> Outcome:
+        """The comparison in a folder."""
+        from kvinterp.results import load_result
+
+        return Outcome(load_result(folder), folder=folder)
+
+    @property
+    def _adapter(self) -> Adapter:
+        (adapter,) = self.adapters()
+        return adapter
+
+    def _checked(self) -> int:
+        """How many prompts there are, once what can be checked without a model was."""
+        from kvinterp.comparison import PROTOCOLS
+        from kvinterp.data import load_prompts
+        from kvinterp.inputs import check_choice, check_seed, check_whole
+        from kvinterp.models import expand_sites
+        from kvinterp.paths import path_named, strategy_named
+
         prompts = load_prompts(self.prompts)
-        paths, strategy = (path_named(self.a), path_named(self.b)), strategy_named(self.strategy)
+        path_named(self.a), path_named(self.b), strategy_named(self.strategy)
         check_choice("protocol", self.protocol, tuple(PROTOCOLS))
         check_choice("stop", self.stop, ("end of sequence", "length"))
         check_seed(self.seed)
-        for name, given in (("max_new_tokens", self.max_new_tokens), ("batch_size", self.batch_size)):
-            check_whole(name, given)
+        for name in ("max_new_tokens", "batch_size"):
+            check_whole(name, getattr(self, name))
         expand_sites(self.record or "")
-        adapter = load_model(self.model, self.kind, self.dtype, self.device, self.attention)
-        layers = chosen_layers(adapter, self.layers)
-        sites, left_out = recordable(adapter, self.record, layers)
-        settings = {
-            **self._identity(),
-            "record": sites,
-            "layers": layers,
-            "left_out": left_out,
-            "made_with": circumstances(adapter),
-        }
-        folder = ResultFolder(out, settings, prompts, existing)
-        if folder.finished:
-            return [load_result(out)]
-        for site in filter(adapter.derives, sites):
-            log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
-        for site, reason in left_out.items():
-            log.info("%s is not recorded: %s", site, reason.split(": ")[0])
-        done = folder.done()
-        waiting = [number for number in range(len(prompts)) if number not in done]
-        if done:
-            log.info("going on in %s: %d of %d prompts are already there", out, len(done), len(prompts))
-        try:
-            if waiting:
-                self._compare(
-                    adapter, paths, strategy, sites, layers, [prompts[n] for n in waiting], waiting, folder, progress
-                )
-        except KeyboardInterrupt:
-            folder.close("interrupted")
-            raise
-        except BaseException:
-            if not folder.done():
-                folder.close()
-            folder.release()
-            raise
-        result = folder.close()
-        assert result is not None, "every prompt gives a part"
-        return [result]
+        return len(prompts)
 
-    def _compare(
-        self,
-        adapter: Adapter,
-        paths: Sequence[Any],
-        strategy: Any,
-        sites: Sequence[str],
-        layers: Sequence[int],
-        prompts: Sequence[Any],
-        numbers: Sequence[int],
-        folder: ResultFolder,
-        progress: str,
-    ) -> Comparison:
-        return compare(
-            adapter,
-            prompts,
-            *paths,
-            protocol=self.protocol,
-            strategy=strategy,
-            max_new_tokens=self.max_new_tokens,
-            seed=self.seed,
-            record=sites,
-            layers=layers,
-            stop=self.stop,
-            cache_errors=self.cache_errors,
-            batch_size=self.batch_size,
-            examples=numbers,
-            progress=progress,
-            done=folder.add,
-        )
+    def _recorded(self) -> dict[str, Any]:
+        from kvinterp.comparison import recordable
+        from kvinterp.inputs import chosen_layers
 
-    def _identity(self) -> dict[str, Any]:
-        """The choices that decide the numbers: not how many prompts share a batch, which keeps the bits."""
-        chosen = dataclasses.asdict(self)
-        return {name: chosen[name] for name in chosen if name not in ("prompts", "batch_size")}
+        layers = chosen_layers(self._adapter, self.layers)
+        sites, left_out = recordable(self._adapter, self.record, layers)
+        return {"record": list(sites), "layers": list(layers), "left_out": left_out}
 
-    def _chosen(self) -> dict[str, Any]:
-        """Those of these choices that stand in a result as they are given, known before any model is loaded."""
-        return {name: value for name, value in self._identity().items() if name not in ("record", "layers")}
+
+_PASSED = ("prompts", "a", "b", "protocol", "strategy", "max_new_tokens", "seed", "stop", "cache_errors", "batch_size")
+
+
+def compared(
+    keys: Sequence[str],
+    keep: Callable[..., None],
+    model: Mapping[str, Any],
+    prompts: str,
+    record: Sequence[str],
+    left_out: Mapping[str, str],
+    progress: str = "none",
+    **settings: Any,
+) -> None:
+    """Compares some of the prompts, and keeps each as its batch is finished."""
+    from kvinterp.cells import loaded
+    from kvinterp.comparison import PARTS, Comparison, compare
+    from kvinterp.data import load_prompts
+
+    adapter = loaded(model)
+    for site in filter(adapter.derives, record):
+        log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
+    for site, reason in left_out.items():
+        log.info("%s is not recorded: %s", site, reason.split(": ")[0])
+    given, numbers = load_prompts(prompts), {int(key.rpartition("-")[2]): key for key in keys}
+
+    def done(part: Comparison) -> None:
+        for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):
+            tables = {name: getattr(part, name) for name in PARTS}
+            keep(numbers[number], {name: t[t["example"] == number] for name, t in tables.items()}, part.about)
+
+    chosen = [given[number] for number in numbers]
+    compare(adapter, chosen, examples=list(numbers), record=record, progress=progress, done=done, **settings)
+
+
+def outcome_of(
+    made: Mapping[str, Made], prompts: Sequence[Any], settings: Mapping[str, Any], folder: Path | None = None
+) -> Outcome:
+    """The comparison of all examples that are finished, in the order of their numbers."""
+    from kvinterp.comparison import PARTS, TABLES, Comparison
+    from kvinterp.results import Result, prompt_lines
+
+    comparison = Comparison.joined([Comparison(**tables, about=about) for tables, about in made.values()])
+    ordered = {n: getattr(comparison, n).sort_values("example", kind="stable", ignore_index=True) for n in PARTS}
+    comparison = dataclasses.replace(comparison, **ordered)
+    for name in TABLES:
+        # A table that has lost its folder still says what it was made with.
+        getattr(comparison, name).attrs = comparison.about
+    numbers = comparison.summary()
+    counts = {name: numbers.pop(name) for name in ("examples", "steps", "failed")}
+    counts["planned"] = len(prompts)
+    front = {name: numbers.pop(name) for name in ("paths", "protocol", "strategy")}
+    summary = {
+        **front,
+        "counts": counts,
+        "interrupted": counts["examples"] + counts["failed"] < len(prompts),
+        "reading": comparison.where().splitlines(),
+        **numbers,
+        "provenance": comparison.about,
+        "settings": settings,
+        "sha256": {},
+    }
+    tables = {name: getattr(comparison, name) for name in TABLES}
+    result = Result(folder or Path(), comparison, list(prompts), summary)
+    return Outcome(result, tables, summary, {"prompts.jsonl": prompt_lines(prompts)})
+
+
+def places(out: Path, runs: Path) -> list[str]:
+    """Where a page, its figures and the tables are.
+
+    Args:
+        out: The folder of the page.
+        runs: That of the tables.
+    """
+    return [
+        "",
+        f"report   {out / 'report.html'}",
+        f"figures  {out / 'figures'}",
+        f"tables   {runs / 'steps.parquet'}, examples, layers, heads, kv_steps, kv_positions",
+        f"summary  {runs / 'summary.json'}",
+    ]

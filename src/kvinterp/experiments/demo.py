@@ -1,20 +1,22 @@
-"""The main job, small: two trained models, two kinds, two protocols and a ladder of precisions, on generated problems."""
+"""Compare two small trained models in FP16, two kinds and two protocols each, and write a report."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.experiments.base import Experiment
-from kvinterp.experiments.compare import Compare
-from kvinterp.files import Record, is_there, told
-from kvinterp.folders import check_names
-from kvinterp.locks import Lock
-from kvinterp.results import Result
+from kvinterp.experiments.base import Experiment, Outcome, option
+from kvinterp.experiments.compare import Compare, places
 
-__all__ = ["SMOKE", "Demo"]
+if TYPE_CHECKING:
+    from kvinterp.cells import Cell, Made
+    from kvinterp.results import Result
+
+__all__ = ["FLIPS", "SMOKE", "Demo"]
 
 log = logging.getLogger("kvinterp")
 
@@ -33,7 +35,11 @@ class Demo(Experiment):
         rung_problems: How many of them on a rung.
         max_new_tokens: Most steps.
         flip_problems: Of how many problems those are sought in which a token flips.
+        smoke: Whether it is :data:`SMOKE`.
+        picture: Where the four figures are written as one picture.
     """
+
+    OUT: ClassVar = "kvinterp-demo"
 
     models: tuple[str, ...] = ("zoo:mistral-mini", "zoo:gemma2-mini")
     kinds: tuple[str, ...] = ("hooked", "native")
@@ -44,6 +50,8 @@ class Demo(Experiment):
     rung_problems: int = 2
     max_new_tokens: int = 48
     flip_problems: int = 40
+    smoke: bool = option(False, "One problem and few steps: does everything run?")
+    picture: Path | None = option(None, "Also write the four figures as one picture here.", decides="nothing")
 
     def plan(self) -> dict[str, Compare]:
         """Every comparison it makes, by the name of its folder."""
@@ -62,70 +70,116 @@ class Demo(Experiment):
         runs = [dataclasses.replace(run, max_new_tokens=self.max_new_tokens) for run in runs]
         return {f"{run.model.rpartition(':')[2]}-{run.kind}-{run.dtype}-{run.protocol}": run for run in runs}
 
-    def run(self, out: str | Path, existing: str = "error", progress: str = "bar") -> list[Result]:
-        """Makes every comparison that is not there yet, each in a folder of its own under ``runs``.
+    def flips(self) -> Compare:
+        """A comparison in which tokens flip on any machine: a cache kept in eight bits beside the recomputation.
+
+        What rounding does is the kernels' choice, and may be nothing; this is coarse enough to change a token in some of
+        these problems whatever the kernels.
+        """
+        return Compare(
+            "zoo:mqa-mini", f"arithmetic:{self.flip_problems}", a="cached[cache=quantized(8,fp8)]", kind="native",
+            protocol="free", dtype=self.dtype, max_new_tokens=self.max_new_tokens, record="",
+        )  # fmt: skip
+
+    def run(
+        self,
+        out: str | Path | None,
+        existing: str = "error",
+        progress: str = "bar",
+        *,
+        figures: str = "drawn",
+        tell: Callable[[str], None] | None = None,
+    ) -> Outcome:
+        """Makes every comparison that is not there yet, each in a folder of its own under ``runs``, and the page last.
 
         Args:
             out: The folder.
             existing: What to do about what is already there. A demo is finished when its ``report.html`` is there; until
                 then finished comparisons are read, not made again.
             progress: ``"bar"`` or ``"none"``.
+            figures: ``"drawn"`` or ``"none"``: whether page and picture are written.
+            tell: Told what runs now.
 
         Raises:
             InputError: The folder holds a finished demo, or comparisons made with other settings.
         """
-        report = Path(out) / "report.html"
-        if existing == "error" and report.exists():
-            raise InputError(
-                f"folder {str(out)!r} already holds a report: choose another folder with --out, or pass --overwrite."
-            )
-        record, runs = Record(Path(out)), Path(out) / "runs"
-        with told(Path(out)):
-            check_names(Path(out), ["report.html"])
-            for place in (runs, *(runs / name for name in (*self.plan(), FLIPS))):
-                if is_there(place) and (place.is_symlink() or not place.is_dir()):
-                    raise InputError(
-                        f"{str(place)!r}, where comparisons belong, is no folder: choose another with --out, or move it away."
-                    )
-        lock = Lock(Path(out))
-        try:
+        from kvinterp.files import Record
+        from kvinterp.locks import Lock
+
+        if self.smoke:
+            return dataclasses.replace(SMOKE, picture=self.picture).run(out, existing, progress, figures=figures, tell=tell)
+        if out is None:
+            raise InputError("a demo is a folder of comparisons: give one.")
+        folder = Path(out)
+        with Lock(folder):
+            self._check_free(folder, existing)
+            record = Record(folder)
             record.open()
-            results = self._runs(runs, existing, progress)
+            results = self._runs(folder / "runs", existing, progress)
+            flips = results.pop(FLIPS)
             if existing == "overwrite":
                 # The old page and its figures go last, when what they showed is replaced.
                 record.remove()
                 record.open()
-        finally:
-            lock.release()
-        return results
+            outcome = Outcome([*results.values(), flips], folder=folder)
+            if figures == "drawn":
+                outcome.files = self.figures(outcome, folder / "figures")
+        return outcome
 
-    def _runs(self, folder: Path, existing: str, progress: str) -> list[Result]:
-        plan = self.plan()
-        results: list[Result] = []
+    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """The page with its figures, and the picture where one was asked for."""
+        from kvinterp.report import overview_of, save, write_report
+
+        *results, flips = outcome.result
+        drawn = [] if self.picture is None else [save(overview_of(results), self.picture)]
+        # The page last: where it is, everything is.
+        return [*drawn, write_report(results, folder.parent, flips)]
+
+    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
+        """What each comparison found in a line, and where everything is."""
+        assert outcome.folder is not None, "a demo is a folder"
+        picture = [] if self.picture is None else [f"picture  {self.picture}"]
+        found = [result.comparison.where().splitlines()[0] for result in outcome.result]
+        for line in (*picture, *found, *places(outcome.folder, outcome.folder / "runs" / "*")):
+            echo(line)
+
+    def cells(self) -> list[Cell]:
+        """None of its own: they are those of its comparisons."""
+        return []
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """Nothing, without a folder of comparisons."""
+        return Outcome(None)
+
+    def _check_free(self, folder: Path, existing: str) -> None:
+        from kvinterp.files import check_writable, is_there, told
+        from kvinterp.folders import check_names
+
+        if existing == "error" and (folder / "report.html").exists():
+            raise InputError(
+                f"folder {str(folder)!r} already holds a report: choose another folder with --out, or pass --overwrite."
+            )
+        with told(folder):
+            check_names(folder, ["report.html"])
+            for place in (folder / "runs", *(folder / "runs" / name for name in (*self.plan(), FLIPS))):
+                if is_there(place) and (place.is_symlink() or not place.is_dir()):
+                    raise InputError(
+                        f"{str(place)!r}, where comparisons belong, is no folder: choose another with --out, or move it away."
+                    )
+        if self.picture is not None:
+            check_writable(self.picture.parent, "--picture")
+
+    def _runs(self, folder: Path, existing: str, progress: str) -> dict[str, Result]:
+        plan = {**self.plan(), FLIPS: self.flips()}
+        results = {}
         for number, (name, run) in enumerate(plan.items(), start=1):
-            log.info("%d of %d: %s, %s, %s, %s", number, len(plan), run.model, run.kind, run.dtype, run.protocol)
+            if name == FLIPS:
+                log.info("and one in which tokens flip: %s, %s beside %s", run.model, run.a, run.b)
+            else:
+                log.info("%d of %d: %s, %s, %s, %s", number, len(plan) - 1, run.model, run.kind, run.dtype, run.protocol)
             kept = "overwrite" if existing == "overwrite" else "use"
-            results += run.run(folder / name, kept, progress)
+            results[name] = run.run(folder / name, kept, progress, figures="none").result
         return results
-
-    def flips(self, out: str | Path, existing: str = "use", progress: str = "bar") -> Result:
-        """A comparison in which tokens flip on any machine: a cache kept in eight bits beside the recomputation.
-
-        What rounding does is the kernels' choice, and may be nothing; this is coarse enough to change a token in some of
-        these problems whatever the kernels.
-
-        Args:
-            out: The demo's folder, after :meth:`run`.
-            existing: ``"use"`` reads what is there already, ``"overwrite"`` makes it again.
-            progress: ``"bar"`` or ``"none"``.
-        """
-        run = Compare(
-            "zoo:mqa-mini", f"arithmetic:{self.flip_problems}", a="cached[cache=quantized(8,fp8)]", kind="native",
-            protocol="free", dtype=self.dtype, max_new_tokens=self.max_new_tokens, record="",
-        )  # fmt: skip
-        log.info("and one in which tokens flip: %s, %s beside %s", run.model, run.a, run.b)
-        (made,) = run.run(Path(out) / "runs" / FLIPS, existing, progress)
-        return made
 
 
 FLIPS = "a-token-that-flips"

@@ -20,6 +20,7 @@ suffix, which a causal model must not see).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -28,7 +29,7 @@ from tqdm.auto import tqdm
 
 from kvinterp import metrics
 from kvinterp.errors import UnsupportedError, located
-from kvinterp.inputs import check_choice, check_instance, check_whole, encode_all
+from kvinterp.inputs import among, check_choice, check_instance, check_whole, encode_all
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
@@ -89,6 +90,7 @@ def decompose(
     *,
     max_new_tokens: int = 32,
     suffix: int = 8,
+    only: Sequence[int] | None = None,
     cached: str | ExecutionPath = "cached",
     recompute: str | ExecutionPath = "recompute",
     plant: Plant | None = None,
@@ -103,6 +105,7 @@ def decompose(
         prompts: One prompt or a list.
         max_new_tokens: Most steps; the tokens are those the cached path chooses greedily.
         suffix: Tokens put behind the prefix for the nulls.
+        only: The numbers of the prompts to split where the others are not this run's (a resumed or sharded one).
         cached: The cached path. Its policy on K and V, its cache's dtype and its chunks are the part ``kept``: the other
             lanes compute one row without them.
         recompute: The recompute path.
@@ -126,10 +129,9 @@ def decompose(
     steps: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
-        for example, prompt in enumerate(
-            tqdm(tokens, "decomposing", unit="prompt", disable=None if progress == "bar" else True)
-        ):
-            for step, shown in Split(adapter, paths, prompt, max_new_tokens, suffix, plant).steps():
+        chosen = range(len(tokens)) if only is None else among("only", only, range(len(tokens)))
+        for example in tqdm(chosen, "decomposing", unit="prompt", disable=None if progress == "bar" else True):
+            for step, shown in Split(adapter, paths, tokens[example], max_new_tokens, suffix, plant).steps():
                 place = {"example": example, "step": step}
                 steps.append(place | measured(shown, f"example {example}, step {step}"))
                 layers += [place | row for row in _by_layer(shown)]

@@ -11,7 +11,7 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from kvinterp.errors import InputError, located
-from kvinterp.inputs import check_choice, check_known, check_text, check_whole, chosen_layers, encode_all
+from kvinterp.inputs import among, check_choice, check_known, check_text, check_whole, chosen_layers, encode_all
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
@@ -88,6 +88,7 @@ def sweep(
     max_new_tokens: int = 32,
     distance: str = "l2,kl",
     examples: int | None = None,
+    only: Sequence[int] | None = None,
     block: int = 16,
     cached: str | ExecutionPath = "cached",
     recompute: str | ExecutionPath = "recompute",
@@ -123,6 +124,7 @@ def sweep(
             between. The first leads: figures and summaries are by it. KL alone misleads where a difference is of rounding
             size, since the one step whose next token is least certain is most of it; L2 is measured always.
         examples: Sweep only so many prompts, those with the highest KL between the paths; see :func:`highest_kl`.
+        only: The numbers of the prompts to sweep where the others are not this run's (a resumed or sharded one).
         block: Positions in a block, for ``over="blocks"``.
         cached: The cached path.
         recompute: The recompute path.
@@ -161,6 +163,8 @@ def sweep(
     chosen = list(range(len(tokens)))
     if examples is not None:
         chosen = _chosen_examples(setting, tokens, examples, progress)
+    if only is not None:
+        chosen = among("only", only, chosen)
     made = Tables(setting, str(steps))
     every = lanes + (_controls(adapter, lanes, spot, steps) if controls != "none" else [])
     with located(f"model {adapter.facts.name}, {direction}"), own_threads(adapter):

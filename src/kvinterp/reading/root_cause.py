@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,19 +18,22 @@ def said_of_root_cause(tables: Mapping[str, pd.DataFrame], about: Mapping[str, A
     """What the root-cause experiments found.
 
     Args:
-        tables: Those of :func:`kvinterp.experiments.root_cause.root_cause`.
+        tables: Those of :class:`kvinterp.experiments.root_cause.RootCause`, or some of them.
         about: The provenance of each model, as it comes with them.
     """
     lines = [
         f"{counted(len(about), 'model')} on {machines_of(about.values())}. Intervals are 95%, by bootstrap; other machines "
         "choose other orders of addition, and every number from here on is this one's.",
-        _said_of_sums(tables["accumulation"]),
-        *_said_of_propagation(tables["propagation"]),
-        *_said_of_writing(tables["kv_write"]),
-        *_said_of_flips(tables["flips"], tables["correlations"]),
-        *_said_of_ladder(tables["ladder"]),
     ]
-    return [*lines, *(_said_of_sharing(tables["gqa"]) if "gqa" in tables else [])]
+    said: dict[str, Callable[..., list[str]]] = {
+        "accumulation": lambda sums: [_said_of_sums(sums)],
+        "propagation": _said_of_propagation,
+        "kv_write": _said_of_writing,
+        "flips": lambda flips: _said_of_flips(flips, tables["correlations"]),
+        "ladder": _said_of_ladder,
+        "gqa": _said_of_sharing,
+    }
+    return [*lines, *(line for name, say in said.items() if name in tables for line in say(tables[name]))]
 
 
 def _said_of_sums(sums: pd.DataFrame) -> str:

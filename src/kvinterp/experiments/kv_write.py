@@ -1,22 +1,38 @@
-"""Experiment 3: K and V where they are written, one row alone beside the same row among its prefix."""
+"""Measure K and V where they are written, one row alone beside the same row among its prefix (experiment 3 of the FP16 paper)."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from kvinterp.auditing.subject import BlockTaps, Subject
+from kvinterp.cells import loaded
 from kvinterp.errors import InputError
+from kvinterp.experiments.of_models import OfModels, encoded
 from kvinterp.metrics.kv import relative_error, ulp_error
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import kernels_named
 
-__all__ = ["kv_write_error"]
+__all__ = ["KvWrite", "kv_write_error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KvWrite(OfModels):
+    """Does the difference originate where K and V are written?"""
+
+    TABLES: ClassVar = ("kv_write",)
+
+
+def measured(model: Mapping[str, Any], prompts: str) -> pd.DataFrame:
+    """The table of one model."""
+    adapter = loaded(model)
+    return kv_write_error(adapter, encoded(adapter, prompts)).assign(model=adapter.facts.name)
 
 
 def kv_write_error(

@@ -1,18 +1,37 @@
-"""Experiment 1: what one dot product is off by, against its length."""
+"""Measure what one dot product is off by, against its length (experiment 1 of the FP16 paper)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.cells import Cell
+from kvinterp.experiments.of_models import OfModels
 from kvinterp.models import dtype_named
 
-__all__ = ["accumulation_error"]
+__all__ = ["Accumulation", "accumulation_error"]
+
+WIDTHS = (64, 128, 256)
+"""The widths of a head that are measured beside those of the models."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation(OfModels):
+    """Does the error of a sum grow with its length?"""
+
+    TABLES: ClassVar = ("accumulation",)
+
+    def cells(self) -> list[Cell]:
+        """One cell: no model runs, their heads' widths are what is summed over."""
+        widths = sorted({adapter.facts.head_dim for adapter in self.adapters()} | set(WIDTHS))
+        function = f"{__name__}:accumulation_error"
+        return [Cell("accumulation-0", function, {"head_dims": widths}, "sums of growing length")]
 
 
 def accumulation_error(

@@ -1,19 +1,25 @@
-"""Experiment 5: the whole pipeline over precisions and orders of additions."""
+"""Compare the paths over precisions and orders of additions, one changed at a time (experiment 5 of the FP16 paper)."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
 from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.cells import loaded
 from kvinterp.comparison import Comparison, compare
+from kvinterp.data import load_prompts
+from kvinterp.experiments.base import option
+from kvinterp.experiments.of_models import OfModels
+from kvinterp.inputs import check_whole
 from kvinterp.models import dtype_named
 
-__all__ = ["LADDER", "precision_ladder"]
+__all__ = ["LADDER", "Ladder", "precision_ladder"]
 
 LADDER = (
     ("float16", "native"),
@@ -30,6 +36,32 @@ LADDER = (
 
 No mode adds in 16 bits throughout: ``batch_invariant`` and the machine's own matrix products add in float32 and round once.
 A fixed order that makes the paths equal shows that the order of additions matters, not that sums kept in FP16 do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder(OfModels):
+    """Is it the precision, or the order of additions?"""
+
+    TABLES: ClassVar = ("ladder",)
+
+    most: int = option(6, "How many of the prompts go up the ladder, whose slow rungs cost the most.", min=1)
+    steps: int = option(16, "Most steps of each.", min=1)
+
+    def check(self) -> None:
+        """The numbers too."""
+        super().check()
+        check_whole("most", self.most)
+
+    def more(self) -> dict[str, Any]:
+        """How many prompts and steps."""
+        return {"most": self.most, "steps": self.steps}
+
+
+def measured(model: Mapping[str, Any], prompts: str, most: int, steps: int) -> pd.DataFrame:
+    """The table of one model."""
+    adapter = loaded(model)
+    table = precision_ladder(adapter, load_prompts(prompts)[:most], max_new_tokens=steps)
+    return table.assign(model=adapter.facts.name)
 
 
 def precision_ladder(

@@ -1,0 +1,51 @@
+"""What commands print: lines and tables that are safe on a terminal."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvinterp.errors import visible
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["VisibleFormatter", "echo", "escaped", "table_of"]
+
+
+def echo(text: object = "", err: bool = False) -> None:
+    """Prints a line with its control characters shown: what every command prints goes through here.
+
+    Args:
+        text: The line, or several.
+        err: Whether it goes to standard error.
+    """
+    import typer
+
+    typer.echo(visible(text), err=err)
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats log lines with their control characters shown."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        return visible(super().format(record))
+
+
+def escaped(text: object) -> str:
+    """Text that rich shows as it is: a name in brackets is no markup, and control characters are shown."""
+    from rich.markup import escape
+
+    return escape(visible(text))
+
+
+def table_of(title: str, *columns: str) -> Table:
+    """An empty table; the column called name is never cut off."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for column in columns:
+        # A name that is cut off cannot be typed.
+        table.add_column(column, no_wrap=column == "name", overflow="fold")
+    return table

@@ -1,0 +1,250 @@
+"""Say whether cached decoding is right: PASS, FAIL or CANNOT TELL, one word, and why.
+
+Passing words: equal, rounding, kernel. Failing words: bug, unexplained, hidden-cast, wrong-dtype, overflow.
+
+Exit codes: 0 it passes, or its word is one that --allow names; 1 it fails; 2 bad input, or the model cannot be run;
+3 cannot tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
+from kvinterp.experiments.base import NOTHING, Experiment, Outcome, argument, option, shared
+
+if TYPE_CHECKING:
+    from kvinterp.cells import Cell, Made
+    from kvinterp.models import Adapter
+
+__all__ = ["Audit"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit(Experiment):
+    """Is a model's cached decoding right, and if not, what is wrong and where?"""
+
+    OUT: ClassVar = "kvinterp-audit"
+    OVERWRITES: ClassVar = "always"
+    INTERRUPTED: ClassVar = NOTHING
+
+    model: str | None = argument(
+        None,
+        "zoo:NAME, a transformers checkpoint folder or a hub id; a config.json with --random-init; or your own code, "
+        "package.module:Class, or package.module:function, which is called without arguments and returns a model.",
+        show_default=False,
+    )
+    own_class: str | None = option(
+        None, "package.module:Class, for the weights or, with --random-init, the config of MODEL.", flag="--class"
+    )
+    config: Path | None = option(
+        None, "The config.json of package.module:Class; its config's defaults unless given.", flag="--config"
+    )
+    random_init: bool = shared("random_init")
+    prompts: str | None = option(
+        None, "A .jsonl file, or arithmetic:N, ...; two of random tokens unless given.", show_default=False
+    )
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    rungs: str = option("bfloat16,float16,float32,float64", "Precisions to climb beside --dtype.")
+    lengths: tuple[int, ...] | None = option(
+        None,
+        "Prompt lengths after which tokens are fed singly; unless given 5,63,64,65,96,97,128 and those beside the "
+        "model's own window.",
+        show_default=False,
+        example="5,63,64",
+    )
+    steps: int = option(3, "Tokens fed singly after each.")
+    checks: str = option(
+        "default", "What else is exercised (padding, generate(), other caches, ...): default, thorough or none."
+    )
+    thorough: bool = option(False, "The same as --checks thorough.")
+    allow: tuple[str, ...] = option((), "A word that shall not fail, such as hidden-cast; may be repeated.")
+    as_json: bool = option(False, "Print the verdict as JSON, and nothing else there.", flag="--json", decides="nothing")
+    junit: Path | None = option(None, "Also write the checks as JUnit XML here.", decides="nothing")
+    seed: int = option(0, "Seeds random prompts and random weights.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+    remote_code: bool = shared("remote_code")
+
+    def cells(self) -> list[Cell]:
+        """One cell: a rung is judged beside the others."""
+        from kvinterp.cells import Cell
+
+        if self.thorough and self.checks not in ("default", "thorough"):
+            raise InputError(f"--thorough was given with --checks {self.checks!r}: leave one of the two out.")
+        settings = {
+            **{name: getattr(self, name) for name in ("prompts", "steps", "seed", "allow", "lengths")},
+            "model": self.named(),
+            "rungs": [part.strip() for part in self.rungs.split(",")],
+            "checks": "thorough" if self.thorough else self.checks,
+        }
+        return [Cell("audit", f"{__name__}:audited", settings)]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """What the audit says."""
+        _, about = made["audit"]
+        return Outcome(about, texts=about["texts"], exit_code=about["exit_code"])
+
+    def named(self, name: str | None = None) -> dict[str, Any]:
+        """How the model is built: of a checkpoint, a config, or the user's code."""
+        names = ("model", "own_class", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
+        given = {each: getattr(self, each) for each in names}
+        return {"loader": f"{__name__}:subject", **given, "config": self.config and str(self.config)}
+
+    def run(
+        self,
+        out: str | Path | None,
+        existing: str = "error",
+        progress: str = "bar",
+        *,
+        figures: str = "drawn",
+        tell: Callable[[str], None] | None = None,
+    ) -> Outcome:
+        """Audits, and writes page, tables and verdict over an earlier audit's."""
+        from kvinterp.auditing.report import check_own, put
+        from kvinterp.files import write_whole
+        from kvinterp.locks import Lock
+
+        if out is None:
+            return super().run(None, existing, progress, figures=figures, tell=tell)
+        folder = Path(out)
+        check_own(folder)
+        with Lock(folder):
+            self._check_junit()
+            outcome = super().run(None, existing, progress, figures=figures, tell=tell)
+            put(outcome.texts, folder)
+            if self.junit is not None:
+                write_whole(self.junit, outcome.result["junit"])
+        outcome.folder = folder
+        return outcome
+
+    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
+        """The verdict, and where it is; as JSON, nothing else on standard output."""
+        echo(outcome.texts["verdict.json"] if self.as_json else f"{outcome.result['reading']}\n")
+        assert outcome.folder is not None, "the command writes a folder"
+        written = {"page": outcome.folder / "audit.html", "verdict": outcome.folder / "verdict.json", "junit": self.junit}
+        for what, path in written.items():
+            if path is not None:
+                echo(f"{what:<8} {path}", err=self.as_json)
+
+    def _check_junit(self) -> None:
+        from kvinterp.files import check_writable
+
+        if self.junit is None:
+            return
+        try:
+            is_folder = self.junit.is_dir()
+        except OSError as error:
+            raise InputError(
+                f"--junit {shown(self.junit)} cannot be written ({error.strerror}): expected the name of a file."
+            ) from error
+        if is_folder:
+            raise InputError(f"--junit {shown(self.junit)} is a folder: expected the name of a file.")
+        check_writable(self.junit.parent, "--junit")
+
+
+def audited(
+    model: Mapping[str, Any], prompts: str | None, tell: Callable[[str], None], **settings: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The audit of a model, as texts."""
+    from kvinterp.auditing import audit
+    from kvinterp.auditing.junit import junit_xml
+    from kvinterp.auditing.report import texts_of
+    from kvinterp.cells import loaded
+    from kvinterp.data import load_prompts
+
+    given = None if prompts is None else load_prompts(prompts)
+    # What a user's code prints is no part of what this command says.
+    with contextlib.redirect_stdout(sys.stderr):
+        adapter = loaded(model)
+        with _models_own_errors():
+            found = audit(
+                adapter,
+                given,
+                **settings,
+                detail="everything",
+                progress=lambda now: tell(f"auditing {adapter.facts.name}: {now}"),
+            )
+    verdict = found.verdict
+    said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code}
+    return {}, {**said, "texts": texts_of(found), "junit": junit_xml(found)}
+
+
+@contextlib.contextmanager
+def _models_own_errors() -> Iterator[None]:
+    """A model that is being written raises whatever its code meets first; that is no verdict, so it may not exit with 1."""
+    try:
+        yield
+    except KvinterpError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        said = next(iter(str(error).strip().splitlines()), "")[:200]
+        raise UnsupportedError(
+            f"the audit could not be finished: {type(error).__name__} was raised ({said or 'without a message'}) in "
+            f"{frame.name}, {os.path.basename(frame.filename)} line {frame.lineno}; kv.audit(model) shows the whole traceback."
+        ) from error
+
+
+def subject(
+    model: str | None,
+    random_init: bool,
+    kind: str,
+    dtype: str,
+    seed: int,
+    device: str | None,
+    attention: str | None,
+    remote_code: bool,
+    own_class: str | None = None,
+    config: str | None = None,
+) -> Adapter:
+    """The model that is asked about: of a checkpoint, of a config alone, or of the user's own code.
+
+    Raises:
+        InputError: The options do not fit each other.
+    """
+    from kvinterp.auditing.building import is_code, random_model, users_model
+    from kvinterp.models import dtype_named, load_model
+
+    trust = "trust" if remote_code else "refuse"
+    wanted = dtype_named(dtype)
+    assert wanted is not None
+    code = model if own_class is None and model is not None and is_code(model) else own_class
+    if code is None:
+        if model is None:
+            raise InputError(
+                "no model was given: expected zoo:NAME, a checkpoint folder, a hub id, a config.json with --random-init, or "
+                "package.module:Class."
+            )
+        if config is not None:
+            raise InputError(
+                f"--config {str(config)!r} was given for {model!r}, which has its own: it is for package.module:Class. "
+                "For a config alone give it in the place of the model, with --random-init."
+            )
+        if not random_init:
+            return load_model(model, kind=kind, dtype=dtype, device=device, attention=attention, remote_code=trust)
+        if kind != "native":
+            raise InputError(f"--kind {kind!r} was given with --random-init: expected native, leave one of the two out.")
+        return random_model(model, wanted, seed, device, attention, trust)
+    if kind != "native" or attention is not None:
+        raise InputError(f"{code!r} is your own code, which says itself what it is: leave --kind and --attention out.")
+    source: str | Path | None = config if code is model else model
+    if own_class is not None and config is not None:
+        if model is not None:
+            raise InputError(
+                f"--config {str(config)!r} and {model!r} were both given for {code!r}: leave one of the two out."
+            )
+        source = config
+    loaded = code is not model and model is not None and not random_init and not model.endswith(".json")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    weights = "loaded" if loaded else "random"
+    return users_model(code, source, weights=weights, dtype=wanted, seed=seed, device=device, remote_code=trust)

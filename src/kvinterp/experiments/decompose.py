@@ -1,0 +1,74 @@
+"""Split the difference by what makes it: rows computed alone (now, or when decoded), the prompt's rows made anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+
+if TYPE_CHECKING:
+    from kvinterp.cells import Cell, Made
+
+__all__ = ["Decompose"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decompose(Experiment):
+    """What makes the difference at every step, each part beside its null?"""
+
+    TABLES: ClassVar = ("decomposition", "layers")
+    FIGURES: ClassVar = "kvinterp.report:save_decomposition_figure"
+    READING: ClassVar = "kvinterp.reading.patching:said_of_decomposition"
+    UNIT: ClassVar = "prompts"
+
+    model: str = model()
+    prompts: str = shared("prompts")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    max_new_tokens: int = option(32, "Most steps a prompt.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def cells(self) -> list[Cell]:
+        """A cell a prompt."""
+        from kvinterp.cells import Cell
+        from kvinterp.data import load_prompts
+
+        count = len(load_prompts(self.prompts))
+        settings = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        return [Cell(f"example-{number}", f"{__name__}:decomposed", settings) for number in range(count)]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """The split over all of them."""
+        from kvinterp.cells import joined
+        from kvinterp.patching import Decomposition
+
+        tables = joined(made)
+        about = next(about for _, about in made.values())
+        found = Decomposition(tables["decomposition"], tables["layers"], about)
+        return Outcome(found, tables, found.summary())
+
+
+def decomposed(
+    keys: Sequence[str],
+    keep: Callable[..., None],
+    model: Mapping[str, Any],
+    prompts: str,
+    max_new_tokens: int,
+    progress: str = "none",
+) -> None:
+    """Decomposes some of the prompts, and keeps what each gave."""
+    from tqdm.auto import tqdm
+
+    from kvinterp.cells import loaded
+    from kvinterp.data import load_prompts
+    from kvinterp.patching import decompose
+
+    adapter, given = loaded(model), load_prompts(prompts)
+    for key in tqdm(keys, "decomposing", unit="prompt", disable=None if progress == "bar" else True):
+        only = [int(key.rpartition("-")[2])]
+        found = decompose(adapter, given, max_new_tokens=max_new_tokens, only=only, progress="none")
+        keep(key, {"decomposition": found.steps, "layers": found.layers}, found.about)

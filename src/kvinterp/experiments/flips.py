@@ -1,0 +1,180 @@
+"""Measure when a token flips, beside how far apart the paths are (experiment 4 of the FP16 paper)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from kvinterp import metrics
+from kvinterp.cells import Cell, Made, loaded
+from kvinterp.comparison import compare
+from kvinterp.data import load_prompts
+from kvinterp.experiments.base import option
+from kvinterp.experiments.of_models import OfModels
+from kvinterp.inputs import check_whole
+from kvinterp.paths import strategy_named
+from kvinterp.paths.kernels import kernels_named
+
+__all__ = ["Flips", "correlations_of", "flips_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flips(OfModels):
+    """Do early flips come with a higher KL, and in the matched protocol too?
+
+    Each kernel mode and strategy is run beside the machine's own kernels and greedy decoding.
+    """
+
+    TABLES: ClassVar = ("flips", "correlations")
+
+    kernels: str = option("split_k(8,float16)", "Kernels under which flips are looked for.")
+    strategy: str = option("top_p(1.0,2.0)", "And the strategy, beside greedy.")
+    steps: int = option(48, "Most steps of each.", min=1)
+    seeds: int = option(3, "How many seeds of the sampling.", min=1)
+
+    def check(self) -> None:
+        """Kernels, strategy and seeds too."""
+        super().check()
+        kernels_named(self.kernels)
+        strategy_named(self.strategy)
+        check_whole("seeds", self.seeds)
+
+    def cells(self) -> list[Cell]:
+        """A cell a model, kernel mode, strategy and seed."""
+        found = []
+        for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
+            for turn, (kernels, strategy) in enumerate(self._settings()):
+                told = f"flips of {adapter.facts.name}, {kernels} kernels, {strategy}"
+                settings = {"model": self.named(model), "prompts": self.prompts, "kernels": kernels, "strategy": strategy}
+                # A greedy decode draws no random number.
+                for seed in range(1 if strategy == "greedy" else self.seeds):
+                    more = {"max_new_tokens": self.steps, "seed": seed}
+                    key = f"flips-{number}-{turn}-{seed}"
+                    found.append(Cell(key, f"{__name__}:measured", settings | more, told * (seed == 0)))
+        return found
+
+    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+        """The decodes, and how the step of the first flip goes with each KL: of each model, and of all."""
+        flips = super().tables(made)["flips"]
+        settings = ["kernels", "strategy"]
+        each = flips.groupby(["model", *settings], sort=False)
+        tables = [correlations_of(group).assign(**dict(zip(each.keys, names, strict=True))) for names, group in each]
+        if len(self.models) > 1:
+            pooled = flips.groupby(settings, sort=False)
+            tables += [
+                correlations_of(group).assign(model="all", **dict(zip(settings, names, strict=True)))
+                for names, group in pooled
+            ]
+        return {"flips": flips, "correlations": pd.concat(tables, ignore_index=True)}
+
+    def noted(self) -> dict[str, Any]:
+        """Under which kernels and strategy."""
+        return {"flip_kernels": self.kernels, "flip_strategy": self.strategy}
+
+    def _settings(self) -> Iterator[tuple[str, str]]:
+        return itertools.product(dict.fromkeys(("native", self.kernels)), dict.fromkeys(("greedy", self.strategy)))
+
+
+def measured(model: Mapping[str, Any], prompts: str, kernels: str, strategy: str, **settings: Any) -> pd.DataFrame:
+    """One seed's decodes of one model."""
+    adapter = loaded(model)
+    table = flips_of(adapter, load_prompts(prompts), kernels, strategy, **settings)
+    return table.assign(model=adapter.facts.name, kernels=kernels, strategy=strategy)
+
+
+def flips_of(
+    model: Any,
+    prompts: Any,
+    kernels: str,
+    strategy: str,
+    max_new_tokens: int,
+    dtype: str | None = None,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """The step of the first flipped token against the mean KL, and the control that the paper lacks.
+
+    In the free protocol the KL after a flip is that of two texts: an early flip leaves more such steps, so a negative
+    correlation follows from counting alone. Beside it: the KL before the flip, and the matched protocol's, which hold only
+    arithmetic.
+
+    Args:
+        model: A model of any kind.
+        prompts: Prompts, as :func:`kvinterp.compare` takes them.
+        kernels: The kernel mode of both paths.
+        strategy: How tokens are chosen; sampled ones stand at a boundary more often than a sure model's greedy ones.
+        max_new_tokens: Most steps.
+        dtype: The dtype of both paths; the model's own where it is not given.
+        seed: Seeds the sampling.
+
+    Returns:
+        One row a prompt: flip_index, mean_kl, mean_kl_before_flip, which counts the step of the flip itself,
+        mean_kl_after_flip, matched_mean_kl, smallest_margin, seed.
+    """
+    tail = f"[kernels={kernels}]" + (f"@{dtype}" if dtype else "")
+    settings: dict[str, Any] = {"strategy": strategy, "max_new_tokens": max_new_tokens, "record": "", "seed": seed}
+    settings["progress"] = "none"
+    free = compare(model, prompts, f"cached{tail}", f"recompute{tail}", protocol="free", **settings).examples
+    matched = compare(model, prompts, f"cached{tail}", f"recompute{tail}", **settings).examples
+    columns = [
+        "example",
+        "id",
+        "flip_index",
+        "mean_kl",
+        "mean_kl_before_flip",
+        "mean_kl_after_flip",
+        "smallest_margin",
+        "steps",
+    ]
+    return (
+        free[columns]
+        .merge(
+            matched[["example", "mean_kl", "smallest_margin"]].rename(
+                columns={"mean_kl": "matched_mean_kl", "smallest_margin": "matched_smallest_margin"}
+            ),
+            on="example",
+        )
+        .assign(seed=seed)
+    )
+
+
+def correlations_of(examples: pd.DataFrame) -> pd.DataFrame:
+    """How the step of the first flip goes with each KL, over the decodes that flip.
+
+    Args:
+        examples: As :func:`flips_of` gives them, of several seeds, one model or several.
+
+    Returns:
+        One row a quantity: against, examples (decodes that flip), prompts (those they come from), pearson with an interval
+        (pearson_low, pearson_high) from resampling whole prompts, since the decodes of one prompt are not independent,
+        spearman, and the paper's split into the earliest and the latest third: early_mean, late_mean. NaN where fewer than
+        six decodes flip or nothing varies.
+    """
+    flipped = examples.dropna(subset=["flip_index"])
+    rows = []
+    for against in ("mean_kl", "mean_kl_before_flip", "matched_mean_kl", "matched_smallest_margin"):
+        pair = flipped[np.isfinite(flipped[against].astype(float))]
+        found = _correlated(pair["flip_index"].astype(float), pair[against].astype(float), pair["id"])
+        rows.append({"against": against, "examples": len(pair), "prompts": pair["id"].nunique(), **found})
+    return pd.DataFrame(rows)
+
+
+def _correlated(x: pd.Series, y: pd.Series, prompt: pd.Series) -> dict[str, float]:
+    names = ("pearson", "pearson_low", "pearson_high", "spearman", "early_mean", "late_mean")
+    if len(x) < 6 or x.nunique() < 2 or y.nunique() < 2:
+        return dict.fromkeys(names, np.nan)
+    early, late = y[x <= x.quantile(1 / 3)], y[x >= x.quantile(2 / 3)]
+    interval = metrics.clustered_interval(_pearson, prompt.to_numpy(), x.to_numpy(), y.to_numpy())
+    numbers = (_pearson(x, y), *interval, stats.spearmanr(x, y).statistic, early.mean(), late.mean())
+    return dict(zip(names, map(float, numbers), strict=True))
+
+
+def _pearson(x: Any, y: Any) -> float:
+    if len(np.unique(x)) < 2 or len(np.unique(y)) < 2:
+        return float("nan")
+    return float(stats.pearsonr(x, y).statistic)

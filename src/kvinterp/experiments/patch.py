@@ -1,0 +1,121 @@
+"""Move tensors of one path into the other, one place at a time, and write how much of the difference each recovers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.errors import unknown
+from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+
+if TYPE_CHECKING:
+    from kvinterp.cells import Cell, Made
+
+__all__ = ["Patch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch(Experiment):
+    """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
+
+    TABLES: ClassVar = ("recovery", "steps", "controls")
+    FIGURES: ClassVar = "kvinterp.report:save_sweep_figures"
+    READING: ClassVar = "kvinterp.reading.patching:said_of_sweep"
+    UNIT: ClassVar = "prompts"
+
+    model: str = model()
+    site: str = option("kv", "kv, cache_k, cache_v, resid_post, attn_out, ...")
+    sweep: str = option("single", "single, cumulative, cumulative-from, heads, kv-heads or blocks.")
+    direction: str = option("into-recompute", "into-recompute or into-cached.")
+    steps: str = option("every", "every or first.")
+    protocol: str = option("matched", "matched or free.")
+    distance: str = option("l2,kl", "l2, kl or margin; several with commas, the first leads.")
+    examples: int | None = option(None, "Patch only so many prompts, those of the highest KL.")
+    preset: str | None = option(
+        None, "paper or matched: sets site, sweep, direction, steps, protocol, examples and distance."
+    )
+    prompts: str = shared("prompts")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    max_new_tokens: int = option(32, "Most steps a prompt.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+    controls: str = option("all", "all, quick (without planted causes) or none.")
+
+    def settled(self) -> Patch:
+        """With what its preset sets."""
+        from kvinterp.patching import PRESETS
+
+        if self.preset is None:
+            return self
+        if self.preset not in PRESETS:
+            raise unknown("preset", self.preset, PRESETS)
+        values = dict(PRESETS[self.preset])
+        return dataclasses.replace(self, **{"sweep" if name == "over" else name: value for name, value in values.items()})
+
+    def cells(self) -> list[Cell]:
+        """A cell a prompt that is patched, in the order of their KL where only some are."""
+        from kvinterp.cells import Cell
+        from kvinterp.data import load_prompts
+        from kvinterp.inputs import check_whole
+
+        count = len(load_prompts(self.prompts))
+        if self.examples is not None:
+            count = min(count, check_whole("examples", self.examples, hint=", or None for all"))
+        settings = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}, "over": self.sweep}
+        return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """The sweep over all of them."""
+        from kvinterp.cells import joined
+        from kvinterp.patching import Sweep
+
+        tables, abouts = joined(made), [about for _, about in made.values()]
+        if len(tables["controls"]):
+            # Those of the prompts, and behind them the planted ones.
+            planted = tables["controls"]["control"].str.startswith("planted")
+            tables["controls"] = tables["controls"].loc[planted.sort_values(kind="stable").index].reset_index(drop=True)
+        work = {name: sum(about["work"][name] for about in abouts) for name in abouts[0]["work"]}
+        found = Sweep(**tables, about={**abouts[0], "work": work})
+        return Outcome(found, tables, found.summary())
+
+
+_PASSED = ("prompts", "site", "direction", "steps", "protocol", "distance", "examples", "max_new_tokens", "controls")
+
+
+def patched(
+    keys: Sequence[str],
+    keep: Callable[..., None],
+    model: Mapping[str, Any],
+    prompts: str,
+    examples: int | None,
+    controls: str,
+    progress: str = "none",
+    **settings: Any,
+) -> None:
+    """Sweeps over some of the prompts that are patched, and keeps what each gave."""
+    from tqdm.auto import tqdm
+
+    from kvinterp.cells import loaded
+    from kvinterp.data import load_prompts
+    from kvinterp.patching import highest_kl, sweep
+
+    adapter, given = loaded(model), load_prompts(prompts)
+    chosen = list(range(len(given)))
+    if examples is not None:
+        chosen = highest_kl(
+            adapter,
+            given,
+            examples,
+            protocol=settings["protocol"],
+            max_new_tokens=settings["max_new_tokens"],
+            progress=progress,
+        )
+    for key in tqdm(keys, "patching", unit="prompt", disable=None if progress == "bar" else True):
+        place = int(key.rpartition("-")[2])
+        # The planted causes are a matter of the model: they are looked for once.
+        wanted = "quick" if controls == "all" and place else controls
+        found = sweep(adapter, given, **settings, only=[chosen[place]], controls=wanted, progress="none")
+        keep(key, {"recovery": found.recovery, "steps": found.steps, "controls": found.controls}, found.about)

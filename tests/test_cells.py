@@ -1,0 +1,89 @@
+"""A piece of work is done once, kept whole, and found by its name alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from kvinterp.cells import Cell, Parts, loaded, loading_once, remove_parts, run_cells
+
+CALLED: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    CALLED.clear()
+
+
+def doubled(x: int) -> pd.DataFrame:
+    """A cell's function."""
+    CALLED.append(x)
+    return pd.DataFrame({"x": [2 * x]})
+
+
+def together(keys: list[str], keep: Callable[..., None], by: int) -> None:
+    """One that makes several parts at once."""
+    CALLED.append(keys)
+    for key in reversed(keys):
+        keep(key, {"table": pd.DataFrame({"x": [by * int(key)]})}, {"by": by})
+
+
+def model(**given: Any) -> Any:
+    """A loader."""
+    CALLED.append(given)
+    return object()
+
+
+def cells(count: int = 3) -> list[Cell]:
+    return [Cell(f"cell-{n}", f"{__name__}:doubled", {"x": n}, f"cell {n}") for n in range(count)]
+
+
+def values(made: Any) -> list[int]:
+    return [int(tables["table"]["x"][0]) for tables, _ in made.values()]
+
+
+def test_what_is_finished_is_not_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+    parts = Parts(tmp_path, {"verb": "x"})
+    run_cells(cells()[1:2], parts)
+    with caplog.at_level(logging.INFO, "kvinterp"):
+        made = run_cells(cells(), Parts(tmp_path, {"verb": "x"}), told.append, unit="prompts")
+    assert CALLED == [1, 0, 2]
+    assert told == ["cell 0", "cell 2"]
+    assert f"going on in {tmp_path}: 1 of 3 prompts are already there" in caplog.text
+    assert list(made) == ["cell-0", "cell-1", "cell-2"]
+    assert values(made) == values(run_cells(cells())) == [0, 2, 4]
+    remove_parts(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_that_was_changed_is_made_again(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, {"verb": "x"})
+    run_cells(cells(), parts)
+    (parts.folder / "cell-1.part").write_bytes(b"")
+    assert values(run_cells(cells(), parts)) == [0, 2, 4]
+    assert CALLED == [0, 1, 2, 1]
+
+
+def test_cells_that_share_their_settings_may_share_a_call(tmp_path: Path) -> None:
+    wanted = [Cell(str(n), f"{__name__}:together", {"by": 10}) for n in range(3)]
+    parts = Parts(tmp_path, {"verb": "x"})
+    run_cells(wanted[:1], parts)
+    made = run_cells(wanted, parts)
+    assert CALLED == [["0"], ["1", "2"]]
+    assert values(made) == [0, 10, 20]
+    assert [about for _, about in made.values()] == [{"by": 10}] * 3
+
+
+def test_a_model_is_loaded_once_and_let_go_of() -> None:
+    named = {"loader": f"{__name__}:model", "name": "a", "kind": "native"}
+    with loading_once():
+        assert loaded(named) is loaded(dict(named))
+        assert loaded({**named, "kind": "hooked"}) is not loaded(named)
+    loaded(named)
+    assert [{"name": "a", "kind": kind} for kind in ("native", "hooked", "native")] == CALLED

@@ -1,0 +1,71 @@
+"""Results of nothing but tables, for the tests of what is done with folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvinterp.cells import Made
+from kvinterp.comparison import PARTS, Comparison
+from kvinterp.data import Prompt
+from kvinterp.experiments import Compare
+from kvinterp.experiments.compare import outcome_of
+from kvinterp.folders import SUMMARY
+from kvinterp.results import Result, ResultFolder, prompts_digest
+
+NAMES = (*(f"{table}.parquet" for table in Compare.TABLES), SUMMARY, *Compare.FILES)
+
+
+def write_tables(
+    path: Path,
+    tables: Mapping[str, pd.DataFrame],
+    summary: Mapping[str, Any],
+    existing: str = "error",
+    draw: Callable[[Path], Iterable[Path]] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """What a verb does once its cells are done."""
+    folder = ResultFolder(path, about or {}, [*(f"{name}.parquet" for name in tables), SUMMARY], existing)
+    try:
+        return folder.finish(tables, summary, draw=draw)
+    except BaseException:
+        folder.withdraw()
+        raise
+
+
+class Compared:
+    """What a comparison does with its folder, without a model."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], asked: list[Prompt], existing: str = "error") -> None:
+        chosen = {"verb": "compare", **settings, "prompts": prompts_digest(asked)}
+        self.folder, self.asked = ResultFolder(path, chosen, NAMES, existing, {"verb": "compare"}), asked
+        self.finished = self.folder.finished
+
+    def add(self, part: Comparison) -> None:
+        """Keeps one batch, a part an example."""
+        for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):
+            tables = {name: getattr(part, name) for name in PARTS}
+            one = {name: table[table["example"] == number] for name, table in tables.items()}
+            self.folder.parts.keep(f"example-{number}", one, part.about)
+
+    def made(self) -> dict[str, Made]:
+        """What is there."""
+        keys = [f"example-{number}" for number in range(len(self.asked))]
+        return {key: part for key in keys if (part := self.folder.parts.read(key)) is not None}
+
+    def done(self) -> frozenset[int]:
+        """The numbers of the examples that are there."""
+        return frozenset(int(key.rpartition("-")[2]) for key in self.made())
+
+    def close(self, ending: str = "finished") -> Result | None:
+        """Writes the tables, as finished or as interrupted."""
+        made = self.made()
+        if not made:
+            self.folder.withdraw()
+            return None
+        outcome = outcome_of(made, self.asked, self.folder.settings, self.folder.path)
+        files = self.folder.finish(outcome.tables, outcome.summary, outcome.texts, ending=ending)
+        return outcome.result if files else None
