@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -137,13 +138,14 @@ def test_policy_kernel_mode_and_metric_run_and_fill_a_table(copy):
     assert (steps["farthest_doubled"] == 2 * steps["max_abs_logit"]).all()
 
 
+@pytest.mark.long
 def test_contracts_hold_of_each(copy):
     """The laws of metrics, policies and kernel modes are asked of the new ones too, and hold."""
     tests = Path(__file__).parent
     words = "halved or farthest_doubled or untouched"
     asked = [str(tests / "test_metrics.py"), str(tests / "test_plugins.py"), "-k", words]
-    said = python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--everything", *asked)
-    assert int(said.rsplit(" passed", 1)[0].split()[-1]) >= 10, said
+    said = python(copy, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--everything", *asked)
+    assert int(re.findall(r"(\d+) passed", said)[-1]) >= 10, said
 
 
 def test_an_experiment_is_a_command(copy):
