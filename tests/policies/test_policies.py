@@ -261,6 +261,27 @@ def test_a_path_that_lets_go_of_rows_is_compared_over_all_positions(load, case):
     assert (same.heads.kl == 0).all()
 
 
+def test_a_trace_whose_rows_are_missing_is_not_lined_up_silently(load, tmp_path):
+    model = load(NATIVE[1])
+    thin, whole = (
+        run(model, path, record="kv,pattern,resid_post", positions="all") for path in (kv.Cached(Sinks()), "cached")
+    )
+    with pytest.raises(kv.InputError, match=r"path cached\+sinks\(2,8\) lets go of rows"):
+        kv.compare_traces(thin, whole)
+    with pytest.raises(kv.UnsupportedError, match="lets go of rows, so positions cannot be matched"):
+        one_patch(model, thin)
+    again = kv.Trace.load(thin.save(tmp_path))
+    assert torch.equal(again["cache_positions", 1], thin["cache_positions", 1])
+    assert thin["cache_positions", 1][1, 0].tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10, 11, 12, -1]
+
+
+def one_patch(model, donor):
+    watcher = PatchWatcher(model, [kv.Patch("kv", (1,), None, "earlier", "every", donor)], prompt_length=len(PROMPT))
+    with Runner(model, kv.path_named("cached"), torch.tensor([PROMPT]), STEPS, [watcher]) as runner:
+        runner.advance()
+        runner.advance(torch.tensor([FED[0]]))
+
+
 # Several at once -------------------------------------------------------------------------------------------------------
 
 
