@@ -274,10 +274,16 @@ def test_a_trace_whose_rows_are_missing_is_not_lined_up_silently(load, tmp_path)
     assert torch.equal(again["cache_positions", 1], thin["cache_positions", 1])
     assert thin["cache_positions", 1][1, 0].tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10, 11, 12, -1]
 
+    with pytest.raises(kv.UnsupportedError, match="site 'pattern' cannot be lined up by position at layer 1"):
+        one_patch(model, whole, kv.Patch("pattern", (1,), None, "newest", "every", whole), kv.Cached(Sinks()))
+    with pytest.raises(kv.UnsupportedError, match="attention is shown row by row"):
+        kv.attention_comparison(model, list(PROMPT), a=kv.Cached(Sinks()), b="cached", step=1)
 
-def one_patch(model, donor):
-    watcher = PatchWatcher(model, [kv.Patch("kv", (1,), None, "earlier", "every", donor)], prompt_length=len(PROMPT))
-    with Runner(model, kv.path_named("cached"), torch.tensor([PROMPT]), STEPS, [watcher]) as runner:
+
+def one_patch(model, donor, patch=None, path="cached"):
+    patch = patch or kv.Patch("kv", (1,), None, "earlier", "every", donor)
+    watcher = PatchWatcher(model, [patch], prompt_length=len(PROMPT))
+    with Runner(model, kv.path_named(path), torch.tensor([PROMPT]), STEPS, [watcher]) as runner:
         runner.advance()
         runner.advance(torch.tensor([FED[0]]))
 
