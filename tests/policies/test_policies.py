@@ -160,7 +160,7 @@ def test_rows_are_let_go_of_as_by_hand(load, case, cache, policy, choose):
     wanted, read = by_hand(plain.model, choose())
     found = run(model, kv.Cached(policy, cache=cache), record="kv", positions="all")
     # transformers' eager attention has a softmax in float32.
-    assert_close(found.logits, wanted, "logits", ("step", "vocab"), relative=1e-6)
+    assert_close(found.logits, wanted, "logits", ("step", "vocab"), relative=1e-5)
     for layer in range(plain.facts.layers):
         for step, (positions, keys, values) in enumerate(layers[layer] for layers in read):
             assert torch.equal(found.records["cache_positions", layer][step], positions[0]), f"layer {layer}, step {step}"
@@ -191,7 +191,7 @@ def test_the_newest_position_is_recorded_where_the_newest_is_asked_for(load, cas
 def test_rows_are_let_go_of_once_the_exact_prefill_is_over_and_between_the_chunks_of_a_stored_one(load, case):
     model = load(case).at(torch.float64)
     whole, chunked = (run(model, kv.Cached(Sinks(), chunk=chunk), record="cache_v") for chunk in (None, 4))
-    assert_close(chunked.logits, whole.logits, "logits in chunks", relative=1e-6)
+    assert_close(chunked.logits, whole.logits, "logits in chunks", relative=1e-5)
     stored = run(model, kv.Cached(Sinks(1, 3), chunk=4, prefill="stored"), record="cache_v", positions="all")
     assert stored.records["cache_positions", 0][0][0].tolist() == [0, 5, 6, 7, 8, 9, 10, 11]
     assert not torch.allclose(stored.logits[0], whole.logits[0])
