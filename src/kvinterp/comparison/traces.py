@@ -16,6 +16,7 @@ from kvinterp.inputs import check_choice, check_instance
 from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Site
 from kvinterp.paths.vocabulary import padding_of
 from kvinterp.recording import Trace
+from kvinterp.recording.recorder import ROWS
 
 __all__ = ["compare_traces"]
 
@@ -40,6 +41,12 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
     if a.prompt != b.prompt:
         raise InputError(
             f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
+        )
+    thinned = next((trace for trace in (a, b) if any(site == ROWS for site, _ in trace.records)), None)
+    if thinned is not None:
+        raise InputError(
+            f"path {thinned.path} lets go of rows, so the caches and patterns of its trace cannot be lined up by position: "
+            "compare the paths with compare(), or record neither."
         )
     if a.logits is None or b.logits is None:
         raise InputError("a trace holds no logits: run it with logits='keep'.")

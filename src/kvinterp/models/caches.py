@@ -115,7 +115,7 @@ def taken(tensor: Tensor, rows: Int[Tensor, "batch kv_head kept"]) -> Tensor:
     return torch.gather(tensor, 2, rows[..., None].expand(*rows.shape, tensor.shape[3]))
 
 
-def shared(handed: KeysValues, held: KeysValues | None) -> KeysValues | None:
+def shared(handed: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
     """What was handed to attention where it is the memory in which it is held, or lies in it; else None."""
     same = held is not None and all(
         one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

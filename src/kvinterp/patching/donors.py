@@ -13,7 +13,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.adapter import CACHE_SITES
 from kvinterp.patching.patch import Patch, stored_sites
 from kvinterp.recording import Recorder, Trace
-from kvinterp.recording.recorder import HEADS
+from kvinterp.recording.recorder import HEADS, ROWS
 
 __all__ = ["check_donor", "donor_trace", "rows_of"]
 
@@ -58,6 +58,11 @@ def rows_of(donor: Trace, site: str, layer: int, step: int, rows: int) -> tuple[
         raise _no_step(donor, step)
     index = donor.steps.index(step)
     kept = donor.records[site, layer]
+    if (ROWS, layer) in donor.records and (site == "pattern" or site in CACHE_SITES):
+        raise UnsupportedError(
+            f"the donor's {site} cannot be moved: path {donor.path} lets go of rows, so positions cannot be matched: patch q, k, "
+            "v or z, or give a donor that keeps all rows."
+        )
     whole = _dimensions(site)
     if kept[index].dim() < whole:
         # Recorded at the newest position: one row, without the dimension.
@@ -72,6 +77,8 @@ def rows_of(donor: Trace, site: str, layer: int, step: int, rows: int) -> tuple[
     gathers = site not in CACHE_SITES and site != "pattern" and donor.path.startswith("cached")
     if gathers and list(donor.steps[: index + 1]) == list(range(step + 1)):
         here = torch.cat(kept[: index + 1], rows - 1)
+        # A refresh computes rows anew that earlier steps had.
+        here = here.narrow(rows - 1, here.shape[rows - 1] - held, held)
     return len(donor.prompt) + step - here.shape[rows - 1], here[None]
 
 

@@ -93,7 +93,9 @@ class Setting:
     def reaches(self, lane: PlannedLane, prompt_length: int) -> bool:
         """Whether a lane moves anything at any step of a prompt."""
         steps = range(self.max_new_tokens)
-        return any(patch.moves(step, prompt_length, self.base.form) for patch in lane.patches for step in steps)
+        # A refresh computes every row anew, as recomputing does.
+        form = "recompute" if self.base.refresh else self.base.form
+        return any(patch.moves(step, prompt_length, form) for patch in lane.patches for step in steps)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,7 @@ class PatchWatcher:
         self.step, self.end = 0, 0
         self.listeners: dict[Site, Listener] = {}
         self._cache: dict[int, list[Patch]] = {}
+        self._thinned: dict[int, Place] = {}
         for patch in self.patches:
             self._check(patch)
             for layer in chosen_layers(adapter, patch.layers):
@@ -109,6 +110,8 @@ class PatchWatcher:
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Replaces cached keys and values by the donor's."""
         changed = False
+        if place.rows is not None:
+            self._thinned[place.layer] = place
         for patch in self._cache.get(place.layer, ()):
             if not patch.active(self.step, self.every_from):
                 continue
@@ -169,6 +172,8 @@ class PatchWatcher:
     def _fitted(self, site: str, layer: int, taken: Tensor, into: Tensor) -> Tensor:
         """The donor's rows in the shape, dtype and place of those they replace."""
         taken = taken.to(into)
+        if site == "pattern" and layer in self._thinned:
+            self._thinned[layer].check_whole(site)
         if site == "pattern" and into.shape[-1] > self.end > 0:
             raise UnsupportedError(
                 f"the pattern at layer {layer} has {into.shape[-1]} keys in a context of {self.end} positions, as with a "

@@ -24,6 +24,9 @@ __all__ = ["Growing", "PassThrough", "ReadListener", "Store", "policy_listeners"
 
 KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
 
+Pair = tuple[Tensor, Tensor]
+"""Keys and values of another number of rows than others in the same call."""
+
 ReadListener = Callable[[Place, Tensor, Tensor], "KeysValues | None"]
 """Called with what attention is about to read; what it returns is read instead."""
 
@@ -262,7 +265,7 @@ class Store:
         known = filled >= (stop if window is None else min(stop, window))
         return Place(layer, stop - filled, stop, rotated, known)
 
-    def _as_computed(self, layer: int, new: KeysValues, kept: KeysValues, handed: KeysValues, filled: int) -> KeysValues:
+    def _as_computed(self, layer: int, new: Pair, kept: Pair, handed: Pair, filled: int) -> Pair:
         """Keys and values of a prefill as they were computed, laid out in memory as the cache hands them over."""
         earlier, result = self._computed.get(layer), []
         for index, (own, put, whole) in enumerate(zip(new, kept, handed, strict=True)):
@@ -275,7 +278,7 @@ class Store:
             result.append(own if whole is put and not before else _with(whole.to(own.dtype), computed, filled))
         return result[0], result[1]
 
-    def _through_policy(self, layer: int, seen: KeysValues, place: Place) -> KeysValues:
+    def _through_policy(self, layer: int, seen: Pair, place: Place) -> Pair:
         """What the policy reads of what is held; a row that a watcher put there is read as it was put."""
         keys, values = self.policy.read(*seen, place)
         if layer not in self._put:
@@ -284,7 +287,7 @@ class Store:
         keys, values = (torch.where(marks[..., None], held, read) for marks, held, read in pairs)
         return keys, values
 
-    def _listened(self, layer: int, read: KeysValues, place: Place, handed: KeysValues) -> KeysValues:
+    def _listened(self, layer: int, read: Pair, place: Place, handed: Pair) -> Pair:
         """What attention reads after the watchers, and keeps what they put there."""
         for listener in self.listeners:
             changed = listener(place, *read)
@@ -293,7 +296,7 @@ class Store:
                 read = changed
         return read
 
-    def _keep(self, layer: int, before: KeysValues, after: KeysValues, handed: KeysValues) -> None:
+    def _keep(self, layer: int, before: Pair, after: Pair, handed: Pair) -> None:
         """Keeps the rows that a watcher put in place of others: a patched cache stays patched. All others stay as they are."""
         memory = self.memory.memory_of(layer, handed)
         if memory is None:
@@ -323,7 +326,7 @@ class PassThrough(Store):
         """Always 0: nothing is held."""
         return 0
 
-    def _keep(self, layer: int, before: KeysValues, after: KeysValues, handed: KeysValues) -> None:
+    def _keep(self, layer: int, before: Pair, after: Pair, handed: Pair) -> None:
         """There is nothing to keep without a cache."""
 
 
@@ -347,7 +350,7 @@ def policy_listeners(policy: Policy, layers: int, store: Callable[[], Store | No
     return {(site, layer): listener(site, layer) for site in policy.sites for layer in range(layers)}
 
 
-def _first(pair: KeysValues, filled: int) -> KeysValues:
+def _first(pair: Pair, filled: int) -> Pair:
     """Their first rows; the very tensors where they have no more."""
     keys, values = (tensor if tensor.shape[2] == filled else tensor[:, :, :filled] for tensor in pair)
     return keys, values

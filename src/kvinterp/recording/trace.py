@@ -63,7 +63,7 @@ class Trace:
         return f"<Trace of path {self.path}: {len(self.prompt)} prompt tokens, {len(self.tokens)} steps, {held}>"
 
     def __getitem__(self, place: Site) -> Tensor:
-        """One site at one layer, stacked over the recorded steps; ragged key lengths are padded with NaN at the end."""
+        """One site at one layer, stacked over the recorded steps; ragged lengths are padded with NaN (positions with -1)."""
         if not is_among(place, self.records):
             have = sorted({site for site, _ in self.records}) or ["nothing"]
             raise InputError(
@@ -130,7 +130,7 @@ def _stacked(kept: list[Tensor]) -> Tensor:
     if len({t.shape for t in kept}) == 1:
         return torch.stack(kept)
     shape = [max(sizes) for sizes in zip(*(t.shape for t in kept), strict=True)]
-    whole = kept[0].new_full((len(kept), *shape), torch.nan)
+    whole = kept[0].new_full((len(kept), *shape), torch.nan if kept[0].is_floating_point() else -1)
     for row, tensor in zip(whole, kept, strict=True):
         row[tuple(slice(size) for size in tensor.shape)] = tensor
     return whole

@@ -152,6 +152,12 @@ def _both(
 ) -> tuple[Trace, Trace]:
     ids = encode(adapter, prompt, step + 1)
     watched = chosen_layers(adapter, layers)
+    for path in paths:
+        if path.refresh or path.policy.evicts:
+            raise UnsupportedError(
+                f"path {path} makes rows anew or lets go of them, and attention is shown row by row, each computed once: "
+                "give a path without."
+            )
 
     def one(path: ExecutionPath, continuation: Sequence[int] | None) -> Trace:
         steps = range(step + 1) if path.form == "cached" else [step]
