@@ -292,28 +292,21 @@ def _last_token(rung: Rung | None, own: str) -> list[Any]:
     return [
         title,
         Text(say.one_token(where), look="note"),
-        _table(_issue_layers(layers)),
+        _issue(layers.assign(layer=(layers["layer"] + 1).astype(int)), _ISSUE_LAYERS),
         Text("Logits that differ most", look="h3"),
-        Text(say.NO_LOGIT) if differing.empty else _table(_issue_top(differing)),
+        Text(say.NO_LOGIT) if differing.empty else _issue(differing, _ISSUE_TOP),
     ]
 
 
-def _issue_layers(frame: pd.DataFrame) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "Layer": (frame["layer"] + 1).astype(int).astype(str),
-            "Max Abs Diff": [f"{v:.6e}" for v in frame["max_abs"]],
-            "Mean Abs Diff": [f"{v:.6e}" for v in frame["mean_abs"]],
-        }
-    )
+_ISSUE_LAYERS = {"Layer": ("layer", "d"), "Max Abs Diff": ("max_abs", ".6e"), "Mean Abs Diff": ("mean_abs", ".6e")}
+_ISSUE_TOP = {
+    "Index": ("index", "d"),
+    "Full Forward": ("recompute", ".6f"),
+    "Prefill+Decode": ("cached", ".6f"),
+    "Abs Diff": ("difference", ".6e"),
+}
 
 
-def _issue_top(frame: pd.DataFrame) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "Index": frame["index"].astype(str),
-            "Full Forward": [f"{v:.6f}" for v in frame["recompute"]],
-            "Prefill+Decode": [f"{v:.6f}" for v in frame["cached"]],
-            "Abs Diff": [f"{v:.6e}" for v in frame["difference"]],
-        }
-    )
+def _issue(frame: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> Table:
+    """A table of the issue's; of each column what it shows, and how."""
+    return _table(pd.DataFrame({name: [format(v, spec) for v in frame[shown]] for name, (shown, spec) in columns.items()}))
