@@ -50,7 +50,7 @@ def counted(n, more):
 
 def test_an_experiment_of_one_file_is_a_command(tmp_path: Path) -> None:
     package = Path(str(kvinterp.__file__)).parent
-    shutil.copytree(package, tmp_path / "kvinterp", ignore=shutil.ignore_patterns("zoo", "__pycache__"))
+    shutil.copytree(package, tmp_path / "kvinterp", ignore=shutil.ignore_patterns("*-mini", "__pycache__"))
     (tmp_path / "kvinterp" / "experiments" / "counting.py").write_text(NEW)
 
     def command(*arguments: str) -> str:
