@@ -1,4 +1,16 @@
-"""IS IT CORRECT: cached against recompute over a ladder of precisions, judged at the first tensor that differs."""
+"""IS IT CORRECT: cached against recompute over a ladder of precisions, judged at the first tensor that differs.
+
+To be read in this order:
+
+- what is watched: ``subject`` (a model and its blocks), ``attention`` (which calls are attention), ``watch`` (inside a block),
+  ``differences`` and ``comparing`` (two runs of it), ``first_difference``, ``values``;
+- one precision: ``ladder`` (its notions), ``measure``, ``onset``, ``accounting``;
+- what takes a difference away: ``causes``, ``judging``;
+- what else a cache is used for: ``exercises``, on ``feeding`` and ``bench``: ``batches``, ``lengths``, ``generation``,
+  ``caches``, and ``placing`` of what fails;
+- all of it: ``evidence``, ``verdict``, ``entry``, and ``report`` for readers;
+- beside it: ``causality``, ``building`` (models made for an audit), ``calls`` and ``operations`` (the kernels table).
+"""
 
 from kvinterp.auditing.building import random_model, users_model
 from kvinterp.auditing.entry import CHECKS, LENGTHS, RUNGS, Audit, audit

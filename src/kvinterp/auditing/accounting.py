@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.ladder import Plan, Rung, band, difference
-from kvinterp.auditing.subject import BlockTaps, Reference, Subject
+from kvinterp.auditing.differences import difference
+from kvinterp.auditing.ladder import Plan, Rung, band
+from kvinterp.auditing.subject import BlockTaps, Reference, Subject, referenced
 from kvinterp.models import Adapter
 
 __all__ = ["Account", "account"]
@@ -90,10 +91,7 @@ def _first(twin: Adapter, side: Rung) -> tuple[int | None, int | None]:
 
 def _response(twin: Adapter, plan: Plan, sizes: dict[Any, float]) -> float:
     """The largest relative change of any row's logits when every part is off by its own error, at random signs."""
-    taps = BlockTaps(Subject(twin))
-    with taps.attached():
-        tokens = torch.tensor([list(plan.prompts[0][: plan.length])], device=twin.device)
-        reference = taps.reference(tokens)
+    with referenced(Subject(twin), plan.tokens(0, twin.device)) as (taps, reference):
         return max(_perturbed(taps, reference, sizes, seed) for seed in range(SEEDS))
 
 

@@ -9,26 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.bench import PROMPT, UNCLEAR, Bench, Check, not_run, one_line
-from kvinterp.auditing.feeding import Runner, apart
+from kvinterp.auditing.bench import UNCLEAR, Bench, Check, native_only, not_run, one_line
+from kvinterp.auditing.differences import Errors, apart, by_position
+from kvinterp.auditing.feeding import Runner, lacking
 from kvinterp.auditing.subject import STATES
 from kvinterp.models.native import text_config
 
-__all__ = ["Padded", "beams", "left_padding", "padded", "repeated_rows", "side_by_side"]
+__all__ = ["beams", "left_padding", "no_padding", "padded", "repeated_rows", "side_by_side", "unpadded"]
 
 PADS = 4
-
-
-def by_position(mine: Tensor, theirs: Tensor, first: int) -> dict[int, float]:
-    """Relative error of each position, over all rows."""
-    size = theirs.double()[theirs.isfinite()].abs().max().item() if theirs.numel() else 0.0
-    return {first + n: apart(mine[:, n], theirs[:, n], size) for n in range(mine.shape[1])}
 
 
 def side_by_side(bench: Bench) -> Check:
     """Two prompts of the same length in one batch, against each alone."""
     name, runner = "batch", bench.runner
-    prompt, length = _lengths(bench)
+    prompt, length = bench.short()
     tokens = runner.tokens(bench.row(0, length), bench.row(1, length))
     together = bench.reference(tokens)
     alone = torch.cat([runner.recompute(tokens[n : n + 1]) for n in range(2)])
@@ -92,41 +87,46 @@ def padded(bench: Bench, length: int, prompt: int) -> Padded:
     return Padded(tokens, mask, (mask.cumsum(-1) - 1).clamp(min=0), prompt, pads)
 
 
+def unpadded(runner: Runner, tokens: Tensor, mask: Tensor, first: int) -> Tensor:
+    """Logits from position ``first`` on, each row recomputed alone and without its pads."""
+    pads = (mask == 0).sum(-1).tolist()
+    return torch.cat([runner.recompute(tokens[n : n + 1, p:])[:, first - p :] for n, p in enumerate(pads)])
+
+
+def no_padding(name: str, off: float) -> Check:
+    """A check of padding that says nothing of the cache, because the model does not do padding without one."""
+    said = f"without a cache a left-padded batch is off by {off:.1e} from each prompt alone"
+    return Check(name, UNCLEAR, f"{said}: this model, called with a mask and positions, does not do padding.", None, off)
+
+
 def left_padding(bench: Bench) -> Check:
     """A left-padded batch, against its recomputation and each prompt alone."""
     name, runner = "left padding", bench.runner
     if runner.kind != "native":
-        return not_run(
-            name, f"a model of kind {runner.kind} is fed without a mask here; kind='native' of the same model runs it."
-        )
+        return native_only(name, f"a model of kind {runner.kind} is fed without a mask here")
     if "attention_mask" not in runner.takes:
         return not_run(name, f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
-    prompt, length = _lengths(bench)
+    prompt, length = bench.short()
     if prompt < 2:
         return not_run(name, f"a context of {bench.context} positions has no room for a pad.")
     given = padded(bench, length, prompt)
     reference = bench.reference(given.tokens, given.mask, given.positions)
-    alone = [runner.recompute(given.tokens[:1]), runner.recompute(given.tokens[1:, given.pads :])]
-    newest = slice(prompt - 1, None)
-    theirs = torch.cat([alone[0][:, newest], alone[1][:, prompt - 1 - given.pads :]])
-    null = max(reference.null, apart(reference.logits[:, newest], theirs))
+    theirs = unpadded(runner, given.tokens, given.mask, prompt - 1)
+    null = max(reference.null, apart(reference.logits[:, prompt - 1 :], theirs))
     # Ones, not None: without a mask transformers takes positions that begin anew for several texts packed into one row.
-    unmasked = apart(runner.recompute(given.tokens, torch.ones_like(given.mask), given.positions)[:, newest], theirs)
-    if null > bench.beyond * reference.null and null > min(unmasked, bench.reach) / bench.beyond:
-        said = f"without a cache a left-padded batch is off by {null:.1e} from each prompt alone"
-        return Check(
-            name, UNCLEAR, f"{said}: this model, called with a mask and positions, does not do padding.", None, null
-        )
+    unmasked = runner.recompute(given.tokens, torch.ones_like(given.mask), given.positions)[:, prompt - 1 :]
+    reach = apart(unmasked, theirs)
+    if null > bench.beyond * reference.null and null > min(reach, bench.reach) / bench.beyond:
+        return no_padding(name, null)
     feeder = Feeder(runner, given, _keeps_mask(bench, given))
     made = feeder.decode()
-    errors = by_position(made, theirs, prompt - 1)
-    for at, error in by_position(made, reference.logits[:, newest], prompt - 1).items():
-        errors[at] = max(errors[at], error)
+    errors = Errors(by_position(made, theirs, prompt - 1))
+    errors.add(made, reference.logits, prompt - 1)
     what = (
         f"two prompts of {prompt} and {prompt - given.pads} tokens in a left-padded batch, {length - prompt} decode steps, "
         "against the padded batch and each prompt alone without a cache"
     )
-    return bench.settle(name, errors, null, what, lambda: feeder.cause(made, bench.beyond * null), reach=unmasked)
+    return bench.settle(name, errors, null, what, lambda: feeder.cause(made, bench.beyond * null), reach=reach)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,13 +148,9 @@ class Feeder:
         given, prompt = self.given, self.given.prompt
         tokens = given.tokens if tokens is None else tokens
         logits, cache = self.runner.feed(tokens[:, :prompt], None, given.mask[:, :prompt], given.positions[:, :prompt])
-        made = [logits[:, -1]]
-        for at in range(prompt, tokens.shape[1]):
-            seen = (given.mask if mask is None else mask)[:, : at + 1] if self.masked else None
-            places = (given.positions if positions is None else positions)[:, at : at + 1]
-            logits, cache = self.runner.feed(tokens[:, at : at + 1], cache, seen, places, start=at)
-            made.append(logits[:, -1])
-        return torch.stack(made, 1)
+        seen = (given.mask if mask is None else mask) if self.masked else None
+        made, _ = self.runner.singly(tokens, prompt, cache, seen, given.positions if positions is None else positions)
+        return torch.stack([logits[:, -1], *made], 1)
 
     def cause(self, made: Tensor, limit: float) -> str:
         """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
@@ -188,7 +184,7 @@ def _keeps_mask(bench: Bench, given: Padded) -> bool:
             attention_mask=given.mask,
             use_cache=True,
             is_first_iteration=False,
-            **{bench.runner.cache_name: bench.runner.new_cache()},
+            **{bench.runner.subject.cache_name: bench.runner.subject.new_cache()},
         )
     # Code of a checkpoint's own may want other arguments: then the mask is given, as the forward's signature says.
     except Exception:
@@ -202,7 +198,7 @@ def _keeps_mask(bench: Bench, given: Padded) -> bool:
 def beams(bench: Bench) -> Check:
     """A cache whose rows change places, as in beam search."""
     what = "two prompts of {prompt} tokens, a step, the rows of the cache exchanged by reorder_cache, {steps} decode steps"
-    return _moved(bench, "beams reordered", what, [1, 0], lambda cache, rows: cache.reorder_cache(rows), "reorder_cache")
+    return _moved(bench, "beams reordered", what, lambda cache, rows: cache.reorder_cache(rows), "reorder_cache")
 
 
 def repeated_rows(bench: Bench) -> Check:
@@ -216,29 +212,24 @@ def repeated_rows(bench: Bench) -> Check:
         "two prompts of {prompt} tokens, a step, the rows of the cache repeated by batch_repeat_interleave and two selected "
         "by batch_select_indices, {steps} decode steps"
     )
-    return _moved(bench, "rows repeated and selected", what, [1, 0], change, "batch_repeat_interleave")
+    return _moved(bench, "rows repeated and selected", what, change, "batch_repeat_interleave")
 
 
-def _moved(
-    bench: Bench, name: str, what: str, order: list[int], change: Callable[[Any, Tensor], None], method: str
-) -> Check:
+def _moved(bench: Bench, name: str, what: str, change: Callable[[Any, Tensor], None], method: str) -> Check:
     runner = bench.runner
     if runner.kind == "hooked":
-        return not_run(name, "a HookedTransformer's cache has no rows to move; kind='native' of the same model runs it.")
-    prompt, length = _lengths(bench, extra=1)
+        return native_only(name, "a HookedTransformer's cache has no rows to move")
+    prompt, length = bench.short(extra=1)
     start = prompt + 1
     before = runner.tokens(bench.row(0, start), bench.row(1, start))
-    rows = torch.tensor(order, device=runner.device)
+    rows = torch.tensor([1, 0], device=runner.device)
     after = runner.tokens(*(bench.row(n, length + 3)[3 + start :] for n in (2, 3)))
     whole = torch.cat([before[rows], after], 1)
     reference = bench.reference(whole, rows=slice(prompt, None))
     _, cache = runner.decode(before, prompt)
-    if not hasattr(cache, method):
-        return not_run(name, f"{type(cache).__name__}, this model's cache, has no {method}().")
+    if why := lacking(cache, method):
+        return not_run(name, why)
     layers = getattr(cache, "layers", [])
-    lacking = next((layer for layer in layers if not hasattr(layer, method)), None)
-    if lacking is not None:
-        return not_run(name, f"{type(lacking).__name__}, of this model's cache, has no {method}().")
     half = next((layer for layer in (cache, *layers) if _inherits_half(layer, method)), None)
     if half is not None:
         why = (
@@ -250,12 +241,8 @@ def _moved(
     # A cache that refuses says why.
     except (NotImplementedError, ValueError) as error:
         return not_run(name, f"this model's cache refuses {method}() ({one_line(error)}).")
-    made = []
-    for at in range(start, whole.shape[1]):
-        logits, cache = runner.feed(whole[:, at : at + 1], cache, start=at)
-        made.append(logits[:, -1])
-    theirs = reference.logits[:, start:]
-    mine = torch.stack(made, 1)
+    made, _ = runner.singly(whole, start, cache)
+    mine, theirs = torch.stack(made, 1), reference.logits[:, start:]
 
     def hint() -> str:
         unmoved, _ = runner.decode(torch.cat([before, after], 1), start)
@@ -268,10 +255,8 @@ def _moved(
 
     errors = by_position(mine, theirs, start)
     steps = what.format(prompt=prompt, steps=whole.shape[1] - start)
-    swapped = apart(reference.logits[:, start:], reference.logits[[1, 0], start:])
-    return bench.settle(
-        name, errors, reference.null, f"{steps}, against recomputation", hint, reach=min(swapped, bench.reach)
-    )
+    reach = min(apart(theirs, reference.logits[[1, 0], start:]), bench.reach)
+    return bench.settle(name, errors, reference.null, f"{steps}, against recomputation", hint, reach)
 
 
 def _inherits_half(layer: Any, method: str) -> bool:
@@ -283,9 +268,3 @@ def _inherits_half(layer: Any, method: str) -> bool:
         return bool(own) and getattr(type(layer), method) is getattr(Cache, method)
     keeps_states = any(getattr(layer, name, None) for name in STATES)
     return keeps_states and getattr(type(layer), method) is getattr(DynamicLayer, method, None)
-
-
-def _lengths(bench: Bench, extra: int = 0) -> tuple[int, int]:
-    """Tokens of a short prompt, and with the steps."""
-    length = min(PROMPT + extra + bench.steps, bench.context)
-    return max(length - bench.steps - extra, 1), length

@@ -17,17 +17,33 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.causes import WithoutCasts
-from kvinterp.auditing.feeding import NARROW, Runner, apart
+from kvinterp.auditing.differences import apart
+from kvinterp.auditing.feeding import NARROW, Runner
 from kvinterp.auditing.subject import Subject, prompts_for
 from kvinterp.paths.kernels import Kernels
 
-__all__ = ["Bench", "Check", "Reference", "not_run", "one_line"]
+__all__ = [
+    "FAILED",
+    "NOT_RUN",
+    "PASSED",
+    "UNCLEAR",
+    "Bench",
+    "Check",
+    "Reference",
+    "first_line",
+    "native_only",
+    "not_run",
+    "one_line",
+]
 
 PASSED, FAILED, NOT_RUN, UNCLEAR = "passed", "failed", "not run", "cannot tell"
 
 MULTIPLES = {"wide": (16.0, 256.0), "narrow": (4.0, 16.0)}
 """An error is rounding's up to so many times the null, and beyond doubt from so many times on; less room in 16 bits, where
 the null is not far below what a bug does, and what fails must fail with two sets of prompts."""
+
+CASTS = ", with the model's casts to fewer bits left out"
+"""What is said of a bench without them."""
 
 PROMPT = 9
 """Tokens of a short prompt."""
@@ -69,10 +85,21 @@ def not_run(name: str, why: str) -> Check:
     return Check(name, NOT_RUN, why)
 
 
+def native_only(name: str, why: str) -> Check:
+    """A check that a transformers model itself takes, and the wrapping of it does not."""
+    return not_run(name, f"{why}; kind='native' of the same model runs it.")
+
+
 def one_line(error: BaseException) -> str:
     """An error's kind and the first line of what it says, to be quoted."""
-    said = next(iter(str(error).strip().splitlines()), "")[:160].rstrip(". ")
+    said = first_line(error, 160, "").rstrip(". ")
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def first_line(error: BaseException, most: int, nothing: str | None = None) -> str:
+    """The first line of what an error says, of so many characters at most; its kind, or ``nothing``, where it says nothing."""
+    kind = type(error).__name__ if nothing is None else nothing
+    return next(iter(str(error).strip().splitlines()), kind)[:most]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +156,11 @@ class Bench:
         best: Bench | None = None
         for kernels in (None,) if subject.dtype in NARROW else (None, WithoutCasts()):
             for positions in told:
-                one = Subject(subject.adapter, kernels, positions)
-                if kernels is None:
-                    one.kernels = subject.kernels
-                bench = cls(Runner(one), pool, max(steps, 2), thorough, own_kernels=subject.kernels)
+                runner = _runner(subject, kernels, positions, subject.kernels)
+                bench = cls(runner, pool, max(steps, 2), thorough, own_kernels=subject.kernels)
                 bench.left_out = "" if kernels is None else CASTS
                 try:
-                    bench._measure_plain()
+                    bench.measure_plain()
                 # A model that cannot be run without its casts, or with positions, is run as it is.
                 except (RuntimeError, ValueError, TypeError, IndexError):
                     if best is None and kernels is None and positions == "own":
@@ -147,10 +172,10 @@ class Bench:
         assert best is not None
         return best
 
-    def _measure_plain(self) -> None:
-        length = min(PROMPT + self.steps, self.context)
+    def measure_plain(self) -> None:
+        """Decodes as every user does: what that shows, and how far another token moves the logits."""
+        prompt, length = self.short()
         tokens = self.runner.tokens(self.row(0, length))
-        prompt = max(length - self.steps, 1)
         reference = self.reference(tokens)
         self.plain = apart(self.runner.decode(tokens, prompt)[0], reference.logits[:, prompt - 1 :])
         self.plain_null = reference.null
@@ -164,12 +189,9 @@ class Bench:
     def otherwise(self, kernels: Kernels | None, unit: float | None = None) -> Bench:
         """The same bench on other kernels (the subject's own for None), or where rounding is coarser than the dtype's."""
         old = self.runner.subject
-        one = Subject(old.adapter, kernels, old.positions)
-        if kernels is None:
-            one.kernels = self.own_kernels
-        said = CASTS if kernels is not None else ""
-        new = dataclasses.replace(self, runner=Runner(one, unit), left_out=said)
-        new._measure_plain()
+        runner = _runner(old, kernels, old.positions, self.own_kernels, unit)
+        new = dataclasses.replace(self, runner=runner, left_out="" if kernels is None else CASTS)
+        new.measure_plain()
         return new
 
     @property
@@ -191,6 +213,11 @@ class Bench:
     def context(self) -> int:
         """How many positions the model has."""
         return self.runner.adapter.facts.context
+
+    def short(self, extra: int = 0) -> tuple[int, int]:
+        """Tokens of a short prompt, and with as many more and the steps; fewer where the model's context is shorter."""
+        length = min(PROMPT + extra + self.steps, self.context)
+        return max(length - self.steps - extra, 1), length
 
     def row(self, which: int, length: int) -> list[int]:
         """Tokens of one prompt; where the given one is too short, random ones follow."""
@@ -232,22 +259,30 @@ class Bench:
         """
         worst = max(errors.values(), default=0.0)
         reach = self.reach if reach is None else reach
-        figures = f"relative logit error {worst:.1e}, {null:.1e} without a cache"
-        said = f"{what}: {figures}{self.left_out}"
-        common = {"error": worst, "null": null}
+        said = f"{what}: relative logit error {worst:.1e}, {null:.1e} without a cache{self.left_out}"
+
+        def settled(status: str, also: str, first: int | None = None, cause: str = "") -> Check:
+            return Check(name, status, f"{said}{also}.", worst, null, first, cause)
+
         if reach <= self.beyond * null:
-            return Check(name, UNCLEAR, f"{said}; what it looks for would move the logits by {reach:.1e} only.", **common)  # type: ignore[arg-type]
+            return settled(UNCLEAR, f"; what it looks for would move the logits by {reach:.1e} only")
         if worst <= self.excused * null:
-            return Check(name, PASSED, f"{said}.", **common)  # type: ignore[arg-type]
+            return settled(PASSED, "")
         if not self.plain_is_right and worst <= self.beyond * self.plain:
-            also = f"{said}; plain decoding is off too, by {self.plain:.1e}, so this shows nothing more."
-            return Check(name, UNCLEAR, also, **common)  # type: ignore[arg-type]
+            return settled(UNCLEAR, f"; plain decoding is off too, by {self.plain:.1e}, so this shows nothing more")
         first = next(at for at, error in sorted(errors.items()) if error > self.excused * null)
         if worst <= self.beyond * null:
-            return Check(name, UNCLEAR, f"{said}; too much for rounding and too little for a bug.", step=first, **common)  # type: ignore[arg-type]
+            return settled(UNCLEAR, "; too much for rounding and too little for a bug", first)
         cause = _found(hint) if self.asks == "yes" else ""
-        also = f"{said}, first at position {first}" + (f"; {cause}." if cause else ".")
-        return Check(name, FAILED, also, step=first, hint=cause, **common)  # type: ignore[arg-type]
+        return settled(FAILED, f", first at position {first}" + (f"; {cause}" if cause else ""), first, cause)
+
+
+def _runner(subject: Subject, kernels: Kernels | None, positions: str, own: Any, unit: float | None = None) -> Runner:
+    """Feeds the same model on other kernels, or on its own ones for None."""
+    one = Subject(subject.adapter, kernels, positions)
+    if kernels is None:
+        one.kernels = own
+    return Runner(one, unit)
 
 
 def _found(hint: str | Callable[[], str]) -> str:
@@ -258,6 +293,3 @@ def _found(hint: str | Callable[[], str]) -> str:
     # What is wrong with the model may break the search for its cause too.
     except Exception:
         return ""
-
-
-CASTS = ", with the model's casts to fewer bits left out"

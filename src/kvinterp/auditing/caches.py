@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.batches import by_position
-from kvinterp.auditing.bench import PROMPT, UNCLEAR, Bench, Check, not_run, one_line
-from kvinterp.auditing.feeding import apart
+from kvinterp.auditing.bench import PROMPT, UNCLEAR, Bench, Check, native_only, not_run, one_line
+from kvinterp.auditing.differences import Errors, apart
+from kvinterp.auditing.feeding import lacking
 from kvinterp.models.native import text_config
 
 __all__ = ["crop", "quantised", "static"]
@@ -26,7 +26,7 @@ def static(bench: Bench) -> Check:
 
     name, runner = "StaticCache", bench.runner
     if runner.kind != "native":
-        return not_run(name, f"a model of kind {runner.kind} makes its own cache; kind='native' of the same model runs it.")
+        return native_only(name, f"a model of kind {runner.kind} makes its own cache")
     if not getattr(runner.model, "_can_compile_fullgraph", False):
         why = f"{type(runner.model).__name__} does not say that it supports it (_can_compile_fullgraph)"
         return not_run(name, f"{why}, and generate() refuses it.")
@@ -34,20 +34,16 @@ def static(bench: Bench) -> Check:
         StaticCache(config=text_config(runner.model), max_cache_len=PROMPT)
     except (KeyError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         return not_run(name, f"transformers makes no StaticCache for this model ({one_line(error)}).")
-    errors: dict[int, float] = {}
-    null, tried = 0.0, []
-    for prompt in _prompts(bench):
+    errors, null, prompts = Errors(), 0.0, _prompts(bench)
+    for prompt in prompts:
         tokens = runner.tokens(bench.row(0, prompt + bench.steps))
         reference = bench.reference(tokens, rows=slice(prompt - 1, None))
         cache = StaticCache(config=text_config(runner.model), max_cache_len=tokens.shape[1] + ROOM)
-        made, _ = runner.decode(tokens, prompt, cache=cache)
-        found = by_position(made, reference.logits[:, prompt - 1 :], prompt - 1)
-        errors |= {at: max(error, errors.get(at, 0.0)) for at, error in found.items()}
+        errors.add(runner.decode(tokens, prompt, cache=cache)[0], reference.logits, prompt - 1)
         null = max(null, reference.null)
-        tried.append(prompt)
 
     def hint() -> str:
-        prompt = tried[0]
+        prompt = prompts[0]
         tokens = runner.tokens(bench.row(0, prompt + bench.steps))
         sizes = (tokens.shape[1] + room for room in (ROOM, 2 * ROOM))
         twice = [StaticCache(config=text_config(runner.model), max_cache_len=size) for size in sizes]
@@ -57,7 +53,7 @@ def static(bench: Bench) -> Check:
         )
 
     what = (
-        f"prompts of {_listed(tried)} tokens, {bench.steps} decode steps each, {ROOM} slots of the cache left empty, against "
+        f"prompts of {_listed(prompts)} tokens, {bench.steps} decode steps each, {ROOM} slots of the cache left empty, against "
         "recomputation"
     )
     return bench.settle(name, errors, null, what, hint)
@@ -65,7 +61,7 @@ def static(bench: Bench) -> Check:
 
 def _prompts(bench: Bench) -> list[int]:
     """A short prompt, and those from which decoding crosses the edge of a short window."""
-    short = max(min(PROMPT, bench.context - bench.steps), 1)
+    short = bench.short()[0]
     edges = {w - 1 for w in bench.runner.adapter.facts.windows if w and 2 < w <= SHORT_WINDOW}
     return sorted({short, *(edge for edge in edges if edge + bench.steps <= bench.context)})
 
@@ -81,16 +77,15 @@ def crop(bench: Bench) -> Check:
     """Tokens are decoded, taken back, and others decoded in their place, as assisted decoding does."""
     name, runner = "crop and go on", bench.runner
     if runner.kind == "hooked":
-        return not_run(name, "a HookedTransformer's cache cannot be cropped; kind='native' of the same model runs it.")
-    errors: dict[int, float] = {}
-    null, tried = 0.0, []
-    for prompt in _prompts(bench):
+        return native_only(name, "a HookedTransformer's cache cannot be cropped")
+    errors, null, prompts = Errors(), 0.0, _prompts(bench)
+    for prompt in prompts:
         drafted = bench.steps
         tokens = runner.tokens(bench.row(0, prompt + drafted))
         # One drafted token is kept, as where an assistant guessed one right.
         others = runner.tokens(bench.row(1, prompt + 2 * drafted)[-drafted:])
         whole = torch.cat([tokens[:, : prompt + 1], others], 1)[:, : bench.context]
-        cache = runner.new_cache()
+        cache = runner.subject.new_cache()
         if hasattr(cache, "activate_past_recording"):
             cache.activate_past_recording()
         _, held = runner.decode(tokens, prompt, cache=cache)
@@ -103,31 +98,22 @@ def crop(bench: Bench) -> Check:
         # A cache that refuses says why.
         except (RuntimeError, ValueError, NotImplementedError) as error:
             return not_run(name, f"this model's cache refuses crop() ({one_line(error)}).")
-        length, made = prompt + 1, []
-        for at in range(length, whole.shape[1]):
-            logits, held = runner.feed(whole[:, at : at + 1], held, start=at)
-            made.append(logits[:, -1])
-            # Caches that record the past are cut to their size after every forward by whoever records.
-            held.crop(0)
-        reference = bench.reference(whole, rows=slice(length, None))
-        found = by_position(torch.stack(made, 1), reference.logits[:, length:], length)
-        errors |= {at: max(error, errors.get(at, 0.0)) for at, error in found.items()}
+        # Caches that record the past are cut to their size after every forward by whoever records.
+        made, _ = runner.singly(whole, prompt + 1, held, then=lambda cache: cache.crop(0))
+        reference = bench.reference(whole, rows=slice(prompt + 1, None))
+        errors.add(torch.stack(made, 1), reference.logits, prompt + 1)
         null = max(null, reference.null)
-        tried.append(prompt)
     what = (
-        f"prompts of {_listed(tried)} tokens, {bench.steps} decode steps, {bench.steps - 1} of them taken back by crop() and "
+        f"prompts of {_listed(prompts)} tokens, {bench.steps} decode steps, {bench.steps - 1} of them taken back by crop() and "
         "others fed in their place, against recomputation"
     )
     return bench.settle(name, errors, null, what, "crop() leaves keys, values or a length behind")
 
 
 def _uncroppable(cache: Any) -> str:
-    if not hasattr(cache, "crop"):
-        return f"{type(cache).__name__}, this model's cache, has no crop()."
+    if why := lacking(cache, "crop"):
+        return why
     layers = getattr(cache, "layers", [])
-    lacking = next((layer for layer in layers if not hasattr(layer, "crop")), None)
-    if lacking is not None:
-        return f"{type(lacking).__name__}, of this model's cache, has no crop()."
     fixed = next((layer for layer in layers if getattr(layer, "is_croppable", True) is False), None)
     if fixed is not None:
         return f"this model's cache cannot be cropped: is_croppable is False for its {type(fixed).__name__}, a state has no past."
@@ -144,8 +130,7 @@ def quantised(bench: Bench) -> list[Check]:
     """Quantised caches: whether they run, and whether the prompt's own logits are exact, as their definition says."""
     name = "quantised cache"
     if bench.runner.kind != "native":
-        why = f"a model of kind {bench.runner.kind} makes its own cache; kind='native' of the same model runs it."
-        return [not_run(name, why)]
+        return [native_only(name, f"a model of kind {bench.runner.kind} makes its own cache")]
     if not bench.thorough:
         return [not_run(name, "it is run by a thorough audit only.")]
     return [_quantised(bench, f"{name} ({backend})", backend, module) for backend, module in BACKENDS.items()]
@@ -166,15 +151,12 @@ def _quantised(bench: Bench, name: str, backend: str, module: str | None) -> Che
     reference = bench.reference(tokens)
     try:
         first, cache = runner.feed(tokens[:, :prompt], cache)
-        errors = by_position(first, reference.logits[:, :prompt], 0)
-        made = []
-        for at in range(prompt, tokens.shape[1]):
-            logits, cache = runner.feed(tokens[:, at : at + 1], cache, start=at)
-            made.append(logits[:, -1])
+        made, _ = runner.singly(tokens, prompt, cache)
     # A backend's kernels do not run on every device and dtype.
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         return Check(name, UNCLEAR, f"a prompt of {prompt} tokens and {bench.steps} decode steps raised {one_line(error)}.")
-    later = torch.stack(made, 1)
+    errors, later = Errors(), torch.stack(made, 1)
+    errors.add(first, reference.logits, 0)
     lost = apart(later, reference.logits[:, prompt:])
     what = (
         f"a prompt of {prompt} tokens, whose own logits are to be exact; the {bench.steps} decode steps after it are off by "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,15 +13,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from kvinterp.auditing.attention import MATMUL, Fused, Product, Recogniser, Scores, Values
 from kvinterp.auditing.subject import Subject
 from kvinterp.models import Adapter
 
 __all__ = ["BACKENDS", "Operation", "Variant", "collect"]
 
 _F = torch.nn.functional
-_MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
-_BADDBMM = (torch.baddbmm, Tensor.baddbmm)
-_SOFTMAX = (torch.softmax, _F.softmax, Tensor.softmax)
 _GROUPED = (getattr(torch, "_grouped_mm", None), getattr(_F, "grouped_mm", None))
 BACKENDS = {
     "math": SDPBackend.MATH,
@@ -78,17 +77,13 @@ def collect(adapter: Adapter, tokens: Tensor, sizes: Sequence[int]) -> list[Oper
         if collector.stack:
             collector.stack.pop()
 
-    handles = []
-    try:
+    with contextlib.ExitStack() as hooks:
         for module in adapter.model.modules():
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, with_kwargs=True))
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         with collector:
             subject.recompute(tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
-    collector.flush()
+    collector.product(collector.attention.product)
     return list(collector.found.values())
 
 
@@ -98,9 +93,7 @@ class _Collector(TorchFunctionMode):
         self.sizes, self.vocabulary = sizes, adapter.facts.vocabulary
         self.found: dict[tuple[str, str], Operation] = {}
         self.stack: list[str] = []
-        # A product of two activations: scores if a softmax of as many numbers follows, else just a product.
-        self.pending: tuple[Tensor, Tensor, Tensor] | None = None
-        self.scores: Tensor | None = None
+        self.attention = Recogniser()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,7 +102,16 @@ class _Collector(TorchFunctionMode):
         return result
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if func is _F.linear:
+        found = self.attention.told(func, args, kwargs, result)
+        if isinstance(found, Fused):
+            self.fused(found)
+        elif isinstance(found, Product):
+            self.product(found.before)
+        elif isinstance(found, Scores):
+            self.softmax(found)
+        elif isinstance(found, Values):
+            self.values(found)
+        elif func is _F.linear:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             self.by_rows("linear", args[0], weight.shape[0], partial(_F.linear, weight=weight, bias=bias))
@@ -119,16 +121,8 @@ class _Collector(TorchFunctionMode):
         elif func in _GROUPED and func is not None and args[1].dim() == 3:
             expert = args[1][0].detach()
             self.by_rows("linear", args[0], expert.shape[1], partial(_grouped, func, args[1].detach()), "expert, ")
-        elif func in _MATMUL and len(args) == 2:
-            self.matmul(args[0], args[1], result)
-        elif func in _BADDBMM:
-            named = [kwargs[name] for name in ("batch1", "batch2") if name in kwargs]
-            a, b = [*args[1:], *named][:2]
-            self.matmul(a, b, result)
-        elif func is _F.scaled_dot_product_attention:
-            self.attention(args[0], args[1], args[2], kwargs)
-        elif func in _SOFTMAX and args[0].dim() >= 3:
-            self.softmax(args[0], kwargs.get("dtype"))
+        elif func in MATMUL and len(args) == 2 and args[1].dim() == 2 and args[0].dim() >= 2:
+            self.by_rows("linear", args[0], args[1].shape[1], partial(torch.matmul, other=args[1].detach()))
         elif (
             func in (torch.conv1d, _F.conv1d) and kwargs.get("groups", args[6] if len(args) > 6 else 1) == args[0].shape[1]
         ):
@@ -173,23 +167,11 @@ class _Collector(TorchFunctionMode):
 
     # Products of activations -----------------------------------------------------------------------------------------
 
-    def matmul(self, a: Tensor, b: Tensor, result: Tensor) -> None:
-        if b.dim() == 2 and a.dim() >= 2:
-            self.by_rows("linear", a, b.shape[1], partial(torch.matmul, other=b.detach()))
-        elif a.dim() >= 3 and b.dim() >= 3 and a.dim() == b.dim():
-            a, b = _heads(a.detach()), _heads(b.detach())
-            if self.scores is not None and a.shape[:-1] == self.scores.shape[:-1]:
-                self.values(a, b, self.scores)
-                self.scores = None
-            else:
-                self.flush()
-                self.pending = a, b, _heads(result.detach())
-
-    def flush(self) -> None:
+    def product(self, found: Product | None) -> None:
         """A product that no softmax followed: part of a recurrence, or an expert's."""
-        if self.pending is None:
+        if found is None:
             return
-        (a, b, _), self.pending = self.pending, None
+        a, b = _heads(found.a), _heads(found.b)
         query = _longer(a, -2, max(self.sizes))
         variants: dict[str, Variant] = {
             "rows": lambda n: _attend_rows(torch.matmul, query, b, n),
@@ -197,16 +179,14 @@ class _Collector(TorchFunctionMode):
         }
         self.add("product", f"{a.shape[-1]} to {b.shape[-1]}, {a.shape[-3]} at once", a.dtype, variants)
 
-    def softmax(self, x: Tensor, dtype: torch.dtype | None) -> None:
-        if self.pending is None or _heads(x).shape[:-1] != self.pending[2].shape[:-1]:
-            return
-        (a, b, scores), self.pending = self.pending, None
-        self.scores = scores
-        self.queries_by_keys(a, b)
+    def softmax(self, found: Scores) -> None:
+        """Probabilities, and the product of queries and keys that they were made of."""
+        scores, dtype = _heads(found.product.made), found.given.dtype
+        self.queries_by_keys(_heads(found.product.a), _heads(found.product.b))
         full = _longer(_longer(scores, -1, max(self.sizes)), -2, max(self.sizes))
 
         def call(s: Tensor) -> Tensor:
-            return torch.softmax(s, -1, dtype=dtype).to(x.dtype)
+            return torch.softmax(s, -1, dtype=found.dtype).to(dtype)
 
         def masked(n: int) -> tuple[Tensor, Tensor]:
             hidden = full[..., :1, :].clone()
@@ -218,7 +198,7 @@ class _Collector(TorchFunctionMode):
             "keys": masked,
             "batch": lambda n: _batch_pair(call, full[..., :4, :], n),
         }
-        self.add("softmax", f"over keys, {scores.shape[1]} heads", x.dtype, rows)
+        self.add("softmax", f"over keys, {scores.shape[1]} heads", dtype, rows)
 
     def queries_by_keys(self, a: Tensor, b: Tensor) -> None:
         query, key = _longer(a, -2, max(self.sizes)), _longer(b, -1, max(self.sizes))
@@ -232,7 +212,9 @@ class _Collector(TorchFunctionMode):
         }
         self.add("scores", f"{a.shape[-1]} by keys, {a.shape[1]} heads", a.dtype, variants)
 
-    def values(self, a: Tensor, b: Tensor, scores: Tensor) -> None:
+    def values(self, found: Values) -> None:
+        """Probabilities by values."""
+        a, b, scores = (_heads(t) for t in (found.weights, found.values, found.scores.product.made))
         most = max(self.sizes)
         weights = torch.softmax(_longer(_longer(scores, -1, most), -2, most).float(), -1).to(a.dtype)
         values = _longer(b, -2, most)
@@ -245,11 +227,11 @@ class _Collector(TorchFunctionMode):
         }
         self.add("values", f"keys by {b.shape[-1]}, {b.shape[1]} heads", a.dtype, variants)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+    def fused(self, found: Fused) -> None:
         """SDPA as the model calls it, and each back end that it could call, one by one."""
         most = max(self.sizes)
-        scale, shared = kwargs.get("scale"), kwargs.get("enable_gqa", False)
-        query, key, value = (_longer(t.detach(), -2, most) for t in (query, key, value))
+        scale, shared = found.options.get("scale"), found.options.get("enable_gqa", False)
+        query, key, value = (_longer(t.detach(), -2, most) for t in (found.query, found.key, found.value))
         shape = f"head_dim {query.shape[-1]}, {query.shape[1]} over {key.shape[1]} heads"
 
         def run(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -311,6 +293,7 @@ def _grouped(func: Any, weights: Tensor, x: Tensor) -> Tensor:
 
 def _heads(tensor: Tensor) -> Tensor:
     """``[batch, head, row, column]``, whatever came before the last two dimensions."""
+    tensor = tensor.detach()
     if tensor.dim() == 3:
         return tensor[None]
     return tensor if tensor.dim() == 4 else tensor.flatten(1, -3)

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvinterp.auditing.first_difference import Feed, Finding, Sight, look, recomputed, states_of
 from kvinterp.auditing.ladder import unit_roundoff
-from kvinterp.auditing.subject import BlockTaps, Reference, Subject
+from kvinterp.auditing.subject import BlockTaps, Reference, Subject, referenced
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.watch import CHOICE, Event
 from kvinterp.models import Adapter
@@ -263,7 +263,5 @@ def seen_again(
     subject: Subject, prompt: Sequence[int], feeds: Sequence[Feed], layers: Sequence[int]
 ) -> tuple[Reference, list[dict[int, Sight]]]:
     """One case fed again with these blocks watched: the reference, and what was seen in every feed that is looked at."""
-    taps = BlockTaps(subject)
-    with taps.attached():
-        reference = taps.reference(torch.tensor([list(prompt)], device=subject.adapter.device))
+    with referenced(subject, torch.tensor([list(prompt)], device=subject.adapter.device)) as (taps, reference):
         return reference, list(look(taps, reference, feeds, layers))

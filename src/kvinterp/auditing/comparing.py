@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.ladder import difference, dtype_name
+from kvinterp.auditing.differences import TINY, difference
+from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.values import on_grid
 from kvinterp.auditing.watch import Event, Watch
 
@@ -59,7 +60,7 @@ def compared(mine: Event, other: Event, position: int, newest: int) -> tuple[int
         if a.shape != b.shape:
             return position, math.inf, mine.tensor, other.tensor
         scale = b.double().abs().amax((0, 2))
-        errors = (a.double() - b.double()).abs().amax((0, 2)) / scale.clamp(min=torch.finfo(torch.float32).tiny)
+        errors = (a.double() - b.double()).abs().amax((0, 2)) / scale.clamp(min=TINY)
         errors = errors.nan_to_num(math.inf)
         if not bool(errors.max() > 0):
             return position, 0.0, a, b

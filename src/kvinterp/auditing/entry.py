@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from kvinterp.auditing.bench import first_line
+from kvinterp.auditing.differences import difference
 from kvinterp.auditing.evidence import Auditor
-from kvinterp.auditing.ladder import Plan, Rung, band, difference, dtype_name, prefix_plan
+from kvinterp.auditing.ladder import Plan, Rung, band, dtype_name, prefix_plan
+from kvinterp.auditing.lengths import CHUNK_NAMES
 from kvinterp.auditing.subject import Subject, check_causal, prompts_for
 from kvinterp.auditing.verdict import VERDICTS, Verdict, judge
 from kvinterp.data import Prompt
@@ -107,25 +110,16 @@ def audit(
     check_known("checks", checks, CHECKS)
     check_seed(seed)
     check_callable("progress", progress)
-    words = ", ".join(VERDICTS)
-    allow = (allow,) if isinstance(allow, str) else tuple(given_list("allow", allow, f"a list of words of {words}"))
-    for word in allow:
-        check_known("verdict to allow", word, VERDICTS)
+    allow = _allowed(allow)
     lengths, steps = _checked_lengths(_own_lengths(adapter) if lengths is None else lengths, steps)
-    expected = f"a list of at least one precision of {', '.join(RUNGS)}"
-    rungs = given_list("rungs", rungs, expected)
-    if not rungs:
-        raise InputError(f"rungs={shown(rungs)} was given: expected {expected}.")
-    dtypes = {dtype_name(dtype): dtype for dtype in map(dtype_named, rungs) if dtype is not None}
-    dtypes.setdefault(dtype_name(adapter.dtype), adapter.dtype)
+    dtypes = _precisions(rungs, adapter)
     if out is not None:
         check_instance("out", out, (str, os.PathLike), "the name of a folder, or None")
-    room = min(adapter.facts.context, max(lengths) + steps)
     with _claimed(out):
         with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), _evaluating(adapter):
             check_causal(adapter)
-            tokens = _tokens(adapter, prompts, room, seed)
-            plan = prefix_plan(tokens, lengths, steps, room)
+            room = min(adapter.facts.context, max(lengths) + steps)
+            plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
             auditor = Auditor(adapter, plan, dtypes, sweep, checks, progress or (lambda _: None))
             auditor.seen.random = _random(adapter, plan)
             seen = auditor.run()
@@ -134,6 +128,26 @@ def audit(
         if out is not None:
             result.save(out)
     return result if detail == "everything" else result.verdict
+
+
+def _allowed(allow: Any) -> tuple[str, ...]:
+    """The words that shall not fail."""
+    words = f"a list of words of {', '.join(VERDICTS)}"
+    found = (allow,) if isinstance(allow, str) else tuple(given_list("allow", allow, words))
+    for word in found:
+        check_known("verdict to allow", word, VERDICTS)
+    return found
+
+
+def _precisions(rungs: Any, adapter: Adapter) -> dict[str, torch.dtype]:
+    """The precisions to climb by name, the model's own among them."""
+    expected = f"a list of at least one precision of {', '.join(RUNGS)}"
+    rungs = given_list("rungs", rungs, expected)
+    if not rungs:
+        raise InputError(f"rungs={shown(rungs)} was given: expected {expected}.")
+    dtypes = {dtype_name(dtype): dtype for dtype in map(dtype_named, rungs) if dtype is not None}
+    dtypes.setdefault(dtype_name(adapter.dtype), adapter.dtype)
+    return dtypes
 
 
 @contextlib.contextmanager
@@ -167,7 +181,7 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 def _random(adapter: Adapter, plan: Plan) -> float:
     """The relative difference of one forward run twice, where it is beyond what rounding in another order makes."""
-    subject, tokens = Subject(adapter), torch.tensor([list(plan.prompts[0][: plan.length])], device=adapter.device)
+    subject, tokens = Subject(adapter), plan.tokens(0, adapter.device)
     first, again = subject.recompute(tokens), subject.recompute(tokens)
     kept = first.isfinite() & again.isfinite()
     size = difference(first[kept], again[kept]) if bool(kept.any()) else 0.0
@@ -183,7 +197,7 @@ def _torchs_own_words() -> Iterator[None]:
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         if isinstance(error, KvinterpError):
             raise
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        said = first_line(error, 200)
         raise UnsupportedError(
             "this model cannot be run as the audit runs it, tokens one by one on its own cache and each block given the "
             f"recomputation's rows: {said}"
@@ -208,7 +222,7 @@ def _checked_lengths(lengths: Any, steps: Any) -> tuple[tuple[int, ...], int]:
 
 def _own_lengths(adapter: Adapter) -> tuple[int, ...]:
     config: Any = getattr(adapter.source, "config", None)
-    chunks = [getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size", "attention_chunk_size")]
+    chunks = [getattr(config, name, None) for name in CHUNK_NAMES]
     edges = {edge for edge in (*adapter.facts.windows, *chunks) if isinstance(edge, int) and 2 < edge <= LONGEST_EDGE}
     return tuple(sorted({*LENGTHS, *(edge + side for edge in edges for side in (-1, 1))}))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.accounting import Account, account
+from kvinterp.auditing.bench import first_line
 from kvinterp.auditing.causes import Cause, other_attention
 from kvinterp.auditing.exercises import Check, exercise
 from kvinterp.auditing.first_difference import Finding
@@ -170,7 +171,7 @@ class Auditor:
         except RuntimeError as error:
             if name == self.seen.own or isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.seen.refused[name] = next(iter(str(error).strip().splitlines()), "RuntimeError")[:120]
+            self.seen.refused[name] = first_line(error, 120, "RuntimeError")
             if twin is self.adapter or not other_attention(twin):
                 return None
             try:
@@ -197,7 +198,7 @@ class Auditor:
         except UnsupportedError as error:
             rung.unfixed = str(error)
         except RuntimeError as error:
-            rung.unfixed = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+            rung.unfixed = first_line(error, 160)
 
     def _affordable(self, sweep: str) -> tuple[Plan | None, str]:
         if self.adapter.device.type != "cpu":

@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvinterp.auditing.ladder import unit_roundoff
-from kvinterp.auditing.subject import Subject
+from kvinterp.auditing.subject import Subject, first_of
 from kvinterp.auditing.watch import Watch, watching
-from kvinterp.models.native import text_config
-from kvinterp.models.transformers_cache import CACHES
 
-__all__ = ["NARROW", "Runner", "Seen", "apart"]
+__all__ = ["NARROW", "Runner", "Seen", "lacking"]
 
 NARROW = (torch.float16, torch.bfloat16)
 """The dtypes in which rounding is not far below what a bug does."""
-
-
-def apart(mine: Tensor, theirs: Tensor, size: float | None = None) -> float:
-    """Largest difference over the largest finite magnitude of ``theirs``; inf where only one of them is a number."""
-    a, b = mine.double(), theirs.double()
-    gap = (a - b).abs().masked_fill(a == b, 0.0).nan_to_num(math.inf, posinf=math.inf)
-    if not gap.numel():
-        return 0.0
-    worst = gap.max().item()
-    size = magnitude(theirs) if size is None else size
-    return worst / size if size else (0.0 if worst == 0 else math.inf)
-
-
-def magnitude(logits: Tensor) -> float:
-    """The largest finite magnitude."""
-    finite = logits.double()[logits.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +49,6 @@ class Runner:
 
     Attributes:
         forwards: How many forwards it ran.
-        cache_name: What the model calls the cache that it takes and returns.
         tapped: A block whose output is given in the place of the logits, or None.
         watched: A block that is watched in every forward, or None; ``seen`` holds what was seen, in order.
     """
@@ -79,13 +58,11 @@ class Runner:
         self.unit = unit_roundoff(subject.dtype) if unit is None else unit
         self.kind, self.device = subject.adapter.kind, subject.adapter.device
         self.model: Any = subject.adapter.model
-        self.takes = frozenset(inspect.signature(self.model.forward).parameters)
-        self.told_positions = subject.positions == "given" and subject.can_be_told_positions
+        self.takes = subject.takes
         self.forwards = 0
         self.tapped: int | None = None
         self.watched: int | None = None
         self.seen: list[Seen] = []
-        self.cache_name = next((name for name in CACHES if name in self.takes), "past_key_values")
 
     def tokens(self, *rows: Sequence[int]) -> Tensor:
         """Rows of equal length, on the model's device."""
@@ -93,7 +70,7 @@ class Runner:
 
     def recompute(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
-        return self._run(tokens, None, mask, positions, 0, cached=False)[0]
+        return self._run(tokens, None, 0, mask, positions, "no")[0]
 
     def feed(
         self,
@@ -112,74 +89,71 @@ class Runner:
             positions: ``[batch, new]``, or None for what the model makes by itself.
             start: How many tokens came before.
         """
-        return self._run(tokens, cache, mask, positions, start, cached=True)
+        return self._run(tokens, cache, start, mask, positions, "yes")
 
     def _run(
-        self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None, start: int, cached: bool
+        self, tokens: Tensor, cache: Any, start: int, mask: Tensor | None, positions: Tensor | None, cached: str
     ) -> tuple[Tensor, Any]:
         self.forwards += 1
         if self.kind != "native":
-            return self._run_lens(tokens, cache, mask, cached)
-        given: dict[str, Any] = {"input_ids": tokens, "use_cache": cached}
-        if positions is None and self.told_positions:
-            positions = torch.arange(start, start + tokens.shape[1], device=self.device).expand(len(tokens), -1)
-        if positions is not None and "position_ids" in self.takes:
-            given["position_ids"] = positions
-        if mask is not None:
-            given["attention_mask"] = mask
-        if cache is not None:
-            given[self.cache_name] = cache
-        with self._looking(tokens, start, cached) as made, self.subject._running():
-            out = self.model(**given)
-        logits = made[0] if made else out.logits
-        name = next((n for n in CACHES if getattr(out, n, None) is not None), None)
-        if name is None:
-            return logits, None
-        self.cache_name = name  # The signature may take everything by any name.
-        return logits, getattr(out, name)
+            if mask is not None:
+                raise TypeError("masks are given to transformers models only")
+            return self.subject.forward(tokens, cache, cached=cached)
+        with self._looking(tokens, start, cached) as made:
+            logits, cache = self.subject.forward(tokens, cache, start, mask, positions, cached)
+        return (made[0] if made else logits), cache
 
     @contextlib.contextmanager
-    def _looking(self, tokens: Tensor, start: int, cached: bool) -> Iterator[list[Tensor]]:
+    def _looking(self, tokens: Tensor, start: int, cached: str) -> Iterator[list[Tensor]]:
         """The tapped block's output, once the forward is done; and what is seen of the watched one."""
         made: list[Tensor] = []
         watches = [] if self.watched is None else [Watch(self.subject, self.watched, tokens.shape[1])]
-        handle = None
-        if self.tapped is not None:
-            handle = self.subject.blocks[self.tapped].register_forward_hook(
-                lambda _, __, output: made.append(output[0] if isinstance(output, tuple | list) else output)
-            )
-        try:
-            with watching(watches):
-                yield made
-        finally:
-            if handle is not None:
-                handle.remove()
+        with contextlib.ExitStack() as hooks, watching(watches):
+            if self.tapped is not None:
+                block = self.subject.blocks[self.tapped]
+                hooks.callback(block.register_forward_hook(lambda _, __, out: made.append(first_of(out))).remove)
+            yield made
         batch, new = tokens.shape
-        self.seen += [Seen(cached, batch, new, (start if cached else 0) + new, watch) for watch in watches]
-
-    def _run_lens(self, tokens: Tensor, cache: Any, mask: Tensor | None, cached: bool) -> tuple[Tensor, Any]:
-        if mask is not None:
-            raise TypeError("masks are given to transformers models only")
-        if not cached:
-            return self.subject.recompute(tokens), None
-        return self.subject.feed(tokens, cache)
+        total = new + (start if cached == "yes" else 0)
+        self.seen += [Seen(cached == "yes", batch, new, total, watch) for watch in watches]
 
     def decode(
         self, tokens: Tensor, prefill: int, mask: Tensor | None = None, positions: Tensor | None = None, cache: Any = None
     ) -> tuple[Tensor, Any]:
         """Logits from the prompt's last row on, the rest fed one by one: ``[batch, 1 + steps, vocabulary]``, and the cache."""
+        seen, places = (None if part is None else part[:, :prefill] for part in (mask, positions))
+        logits, cache = self.feed(tokens[:, :prefill], cache, seen, places)
+        made, cache = self.singly(tokens, prefill, cache, mask, positions)
+        return torch.stack([logits[:, -1], *made], 1), cache
 
-        def part(whole: Tensor | None, start: int, stop: int) -> Tensor | None:
-            return None if whole is None else whole[:, start:stop]
+    def singly(
+        self,
+        tokens: Tensor,
+        start: int,
+        cache: Any,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        then: Callable[[Any], Any] | None = None,
+    ) -> tuple[list[Tensor], Any]:
+        """The logits of each token from ``start`` on, fed one by one on a cache, and the cache.
 
-        logits, cache = self.feed(tokens[:, :prefill], cache, part(mask, 0, prefill), part(positions, 0, prefill))
-        made = [logits[:, -1]]
-        for at in range(prefill, tokens.shape[1]):
-            logits, cache = self.feed(
-                tokens[:, at : at + 1], cache, part(mask, 0, at + 1), part(positions, at, at + 1), start=at
-            )
+        Args:
+            tokens: All of them, those on the cache too; and so the mask and the positions.
+            start: How many are on the cache.
+            cache: What holds them.
+            mask: ``[batch, position]``, or None.
+            positions: ``[batch, position]``, or None.
+            then: Called with the cache after every token.
+        """
+        made = []
+        for at in range(start, tokens.shape[1]):
+            seen = None if mask is None else mask[:, : at + 1]
+            places = None if positions is None else positions[:, at : at + 1]
+            logits, cache = self.feed(tokens[:, at : at + 1], cache, seen, places, start=at)
             made.append(logits[:, -1])
-        return torch.stack(made, 1), cache
+            if then is not None:
+                then(cache)
+        return made, cache
 
     @contextlib.contextmanager
     def rounding(self, length: int, seed: int = 0) -> Iterator[None]:
@@ -192,12 +166,10 @@ class Runner:
             new = (made.double() * (1 + size * noise)).to(made.dtype)
             return (new, *output[1:]) if isinstance(output, tuple) else new
 
-        handles = [block.register_forward_hook(moved) for block in self.subject.blocks]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for block in self.subject.blocks:
+                hooks.callback(block.register_forward_hook(moved).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def roundoff(self, length: int = 1) -> float:
         """How far rounding moves a sum as long as the model is wide, or as the text is long."""
@@ -209,12 +181,14 @@ class Runner:
         """Whether the model is in 16 bits."""
         return self.subject.dtype in NARROW
 
-    def new_cache(self) -> Any:
-        """The cache that transformers makes for this model."""
-        from transformers import DynamicCache
-
-        return DynamicCache(config=text_config(self.adapter.source))
-
     def recurrent_layers(self, cache: Any) -> list[int]:
         """Layers whose cache keeps a state instead of keys and values."""
         return [n for n in range(len(self.subject.blocks)) if self.subject.states(cache, n)]
+
+
+def lacking(cache: Any, method: str) -> str:
+    """Which part of a cache has no such method, in a sentence; empty where all have it."""
+    if not hasattr(cache, method):
+        return f"{type(cache).__name__}, this model's cache, has no {method}()."
+    layer = next((layer for layer in getattr(cache, "layers", []) if not hasattr(layer, method)), None)
+    return "" if layer is None else f"{type(layer).__name__}, of this model's cache, has no {method}()."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,9 +18,12 @@ from kvinterp.auditing.ladder import EMBEDDING
 from kvinterp.auditing.subject import BlockTaps, Reference, Subject
 from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, Watch, watching
 
-__all__ = ["BLOCK_INPUT", "Feed", "Finding", "Sight", "find", "look", "recomputed", "states_of"]
+__all__ = ["BLOCK_INPUT", "Differing", "Feed", "Finding", "Place", "Sight", "differing", "look", "recomputed", "states_of"]
 
 BLOCK_INPUT = "block input"
+
+Place = tuple[int | None, int | None, str, str]
+"""The layer, the absolute position, the tensor and the module."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,11 @@ class Finding:
     grid: str = ""
     casts: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     nearly_equal: bool = False
+
+    @property
+    def place(self) -> Place:
+        """Where it is, as a verdict names it."""
+        return self.layer, self.position, self.tensor, self.module
 
 
 @dataclasses.dataclass
@@ -133,31 +141,29 @@ class Sight:
         return found
 
 
-def find(
-    taps: BlockTaps, reference: Reference, feeds: Sequence[Feed], layers: Sequence[int], threshold: float
-) -> dict[int, list[Finding]]:
-    """Feeds tokens given equal inputs and returns, for each block, the tensors that differ by more.
+Differing = dict[int, tuple[Sight, list[Finding]]]
+"""What was seen of each block that differs, by layer, and the tensors that do, in the order in which they were computed."""
+
+
+def differing(sights: Iterable[dict[int, Sight]], threshold: float) -> Differing:
+    """For each block the first feed in which a tensor differs by more, and those tensors."""
+    found: Differing = {}
+    for seen in sights:
+        for layer, sight in seen.items():
+            if layer not in found and (tensors := sight.findings(threshold)):
+                found[layer] = sight, tensors
+    return dict(sorted(found.items()))
+
+
+def look(taps: BlockTaps, reference: Reference, feeds: Sequence[Feed], layers: Sequence[int]) -> Iterator[dict[int, Sight]]:
+    """Feeds tokens given equal inputs and yields, for every feed that is looked at, what was seen of each block.
 
     Args:
         taps: The model's taps, attached.
         reference: The rows every block is given.
         feeds: What is fed, one after the other.
         layers: The blocks to look into; -1 for the embedding, the number of blocks for the head.
-        threshold: Relative error that is still nothing.
-
-    Returns:
-        For each block the findings of the first feed that has any, in the order in which they were computed.
     """
-    found: dict[int, list[Finding]] = {}
-    for sights in look(taps, reference, feeds, layers):
-        for layer, sight in sights.items():
-            if layer not in found and (inside := sight.findings(threshold)):
-                found[layer] = inside
-    return found
-
-
-def look(taps: BlockTaps, reference: Reference, feeds: Sequence[Feed], layers: Sequence[int]) -> Iterator[dict[int, Sight]]:
-    """Feeds tokens given equal inputs and yields, for every feed that is looked at, what was seen of each block."""
     subject = taps.subject
     count = len(subject.blocks)
     inner = [layer for layer in layers if 0 <= layer < count]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvinterp.auditing.batches import by_position, padded
-from kvinterp.auditing.bench import PROMPT, UNCLEAR, Bench, Check, not_run, one_line
-from kvinterp.auditing.feeding import apart
+from kvinterp.auditing.batches import no_padding, padded, unpadded
+from kvinterp.auditing.bench import UNCLEAR, Bench, Check, native_only, not_run, one_line
+from kvinterp.auditing.differences import apart, by_position
 from kvinterp.models.transformers_cache import CACHES
 
 __all__ = ["generate", "generate_padded"]
@@ -39,16 +39,32 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """One ``generate()``: the tokens, ``[batch, length]``, the logits of each new one, and what the forward was given."""
+    """One ``generate()``.
+
+    Attributes:
+        tokens: ``[batch, length]``, the prompt's and the new ones.
+        logits: Of each new token, ``[batch, new, vocabulary]``.
+        calls: What the forward was given.
+        mask: 0 where there is a pad, for all tokens.
+        positions: Counted without the pads.
+    """
 
     tokens: Tensor
     logits: Tensor
     calls: list[Call]
+    mask: Tensor
+    positions: Tensor
+
+    @property
+    def fed(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What the model was to be fed: all tokens but the last, with their mask where there are pads, and positions."""
+        mask = self.mask[:, :-1] if bool((self.mask == 0).any()) else None
+        return self.tokens[:, :-1], mask, self.positions[:, :-1]
 
 
 def generate(bench: Bench) -> Check:
     """Greedy generation of one prompt."""
-    prompt = _prompt(bench)
+    prompt = bench.short()[0]
     tokens = bench.runner.tokens(bench.row(0, prompt))
     return _checked(bench, "generate()", tokens, torch.ones_like(tokens), f"a prompt of {prompt} tokens")
 
@@ -56,7 +72,7 @@ def generate(bench: Bench) -> Check:
 def generate_padded(bench: Bench) -> Check:
     """Greedy generation of a left-padded batch."""
     name = "generate(), left padding"
-    prompt = _prompt(bench)
+    prompt = bench.short()[0]
     if bench.runner.kind != "native":
         return _not_native(bench, name)
     if prompt < 2:
@@ -67,12 +83,7 @@ def generate_padded(bench: Bench) -> Check:
 
 
 def _not_native(bench: Bench, name: str) -> Check:
-    what = type(bench.runner.model).__name__
-    return not_run(name, f"generate() of a {what} gives no logits; kind='native' of the same model runs it.")
-
-
-def _prompt(bench: Bench) -> int:
-    return max(min(PROMPT, bench.context - bench.steps), 1)
+    return native_only(name, f"generate() of a {type(bench.runner.model).__name__} gives no logits")
 
 
 def _checked(bench: Bench, name: str, tokens: Tensor, mask: Tensor, what: str) -> Check:
@@ -92,41 +103,22 @@ def _checked(bench: Bench, name: str, tokens: Tensor, mask: Tensor, what: str) -
     if all(call.tokens.shape[1] != 1 for call in made.calls[1:]):
         said = f"generate() of {what} feeds the whole prefix at every step, so there was no cached step to compare"
         return Check(name, UNCLEAR, f"{said}.")
-    whole = torch.cat([mask, torch.ones_like(made.tokens[:, prompt:])], 1)
-    positions = (whole.cumsum(-1) - 1).clamp(min=0)
-    masks = whole if bool((whole == 0).any()) else None
-    theirs = bench.reference(made.tokens[:, :-1], _cut(masks), positions[:, :-1], slice(prompt - 1, None))
-    errors = by_position(made.logits, theirs.logits[:, prompt - 1 :], prompt - 1)
-    null, beside = theirs.null, ""
-    uncached = _uncached(bench, tokens, mask)
+    theirs = bench.reference(*made.fed, slice(prompt - 1, None))
+    uncached, beside = _uncached(bench, tokens, mask), ""
     if uncached is not None:
         beside = f" (and {uncached:.1e} with use_cache=False)"
-
-    def hint() -> str:
-        return _cause(bench, made, whole, positions, theirs.logits, null, uncached)
-
-    said = f"generate() of {what}, {bench.steps} new tokens, against recomputation of the same tokens{beside}"
-    reach = bench.reach
+    null, reach = theirs.null, bench.reach
+    fed, masks, positions = made.fed
     if masks is not None:
-        ones = torch.ones_like(whole)[:, :-1]
-        unmasked = runner.recompute(made.tokens[:, :-1], ones, positions[:, :-1])[:, prompt - 1 :]
-        reach = apart(unmasked, theirs.logits[:, prompt - 1 :])
-        alone = [
-            runner.recompute(made.tokens[n : n + 1, pads:-1])[:, prompt - 1 - pads :]
-            for n, pads in enumerate((whole == 0).sum(-1).tolist())
-        ]
-        off = apart(theirs.logits[:, prompt - 1 :], torch.cat(alone))
+        newest = theirs.logits[:, prompt - 1 :]
+        reach = apart(runner.recompute(fed, torch.ones_like(fed), positions)[:, prompt - 1 :], newest)
+        off = apart(newest, unpadded(runner, fed, masks, prompt - 1))
         if off > bench.beyond * null and off > reach / bench.beyond:
-            also = f"without a cache a left-padded batch is off by {off:.1e} from each prompt alone"
-            return Check(
-                name, UNCLEAR, f"{also}: this model, called with a mask and positions, does not do padding.", None, off
-            )
+            return no_padding(name, off)
         null = max(null, off)
-    return bench.settle(name, errors, null, said, hint, reach=reach)
-
-
-def _cut(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask[:, :-1]
+    errors = by_position(made.logits, theirs.logits[:, prompt - 1 :], prompt - 1)
+    said = f"generate() of {what}, {bench.steps} new tokens, against recomputation of the same tokens{beside}"
+    return bench.settle(name, errors, null, said, lambda: _cause(bench, made, theirs.logits, null, uncached), reach)
 
 
 def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generated:
@@ -147,13 +139,14 @@ def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generat
         pad_token_id=0 if known is None else known,
     )
     calls: list[Call] = []
-    with runner.subject._running(), _spied(runner.model, calls):
+    with runner.subject.running(), _spied(runner.model, calls):
         out = runner.model.generate(tokens, attention_mask=mask, generation_config=chosen)
     runner.forwards += len(calls)
     made = [call.logits for call in calls if call.logits is not None]
     if len(made) != bench.steps:
         raise ValueError(f"{len(made)} forwards were heard for {bench.steps} new tokens")
-    return Generated(out.sequences, torch.stack(made, 1), calls)
+    whole = torch.cat([mask, torch.ones_like(out.sequences[:, tokens.shape[1] :])], 1)
+    return Generated(out.sequences, torch.stack(made, 1), calls, whole, (whole.cumsum(-1) - 1).clamp(min=0))
 
 
 @contextlib.contextmanager
@@ -174,12 +167,10 @@ def _spied(model: nn.Module, calls: list[Call]) -> Iterator[None]:
     def answered(_: nn.Module, __: Any, out: Any) -> None:
         calls[-1] = dataclasses.replace(calls[-1], logits=out.logits[:, -1].clone())
 
-    handles = [model.register_forward_pre_hook(heard, with_kwargs=True), model.register_forward_hook(answered)]
-    try:
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(model.register_forward_pre_hook(heard, with_kwargs=True).remove)
+        hooks.callback(model.register_forward_hook(answered).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _uncached(bench: Bench, tokens: Tensor, mask: Tensor) -> float | None:
@@ -188,33 +179,27 @@ def _uncached(bench: Bench, tokens: Tensor, mask: Tensor) -> float | None:
         made = _run(bench, tokens, mask, use_cache=False)
     except Exception:
         return None
-    whole = torch.cat([mask, torch.ones_like(made.tokens[:, tokens.shape[1] :])], 1)[:, :-1]
-    positions = (whole.cumsum(-1) - 1).clamp(min=0)
-    masks = whole if bool((whole == 0).any()) else None
-    theirs = bench.runner.recompute(made.tokens[:, :-1], masks, positions)
-    return apart(made.logits, theirs[:, tokens.shape[1] - 1 :])
+    return apart(made.logits, bench.runner.recompute(*made.fed)[:, tokens.shape[1] - 1 :])
 
 
 # What is wrong -----------------------------------------------------------------------------------------------------------
 
 
-def _cause(
-    bench: Bench, made: Generated, mask: Tensor, positions: Tensor, theirs: Tensor, null: float, uncached: float | None
-) -> str:
+def _cause(bench: Bench, made: Generated, theirs: Tensor, null: float, uncached: float | None) -> str:
     """What ``generate()`` gave the forward that a caller of the forward would not have."""
-    told = _told(made, mask, positions)
+    told = _told(made)
     if not told:
         also = uncached is not None and uncached > bench.beyond * null
         return "generate() gives other logits than the forward, without a cache too" if also else ""
     # The same tokens, fed with what they should have been fed with: what remains is not generate()'s.
     prompt = made.tokens.shape[1] - bench.steps
-    masks = mask if bool((mask == 0).any()) else None
-    direct, _ = bench.runner.decode(made.tokens[:, :-1], prompt, _cut(masks), positions[:, :-1])
-    left = apart(direct, theirs[:, prompt - 1 :])
+    fed, masks, positions = made.fed
+    left = apart(bench.runner.decode(fed, prompt, masks, positions)[0], theirs[:, prompt - 1 :])
     return f"{told}, and the forward is right when it is told so" if left <= bench.excused * null else told
 
 
-def _told(made: Generated, mask: Tensor, positions: Tensor) -> str:
+def _told(made: Generated) -> str:
+    mask, positions = made.mask, made.positions
     start = 0
     for call in made.calls:
         stop = start + call.tokens.shape[1]

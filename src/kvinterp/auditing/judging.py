@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from kvinterp.auditing.causes import (
     seen_again,
     wide_constants,
 )
-from kvinterp.auditing.first_difference import Feed, Finding, Sight
+from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing
 from kvinterp.auditing.ladder import Plan, Rung, band
 from kvinterp.auditing.subject import Reference, Subject
 from kvinterp.auditing.watch import CHOICE
@@ -129,11 +131,13 @@ class RungJudge:
         every = fixed.every_error
         for row, layers in _cases(every[every["error"] > 0]):
             reference, sights = self._look(fixed, BatchInvariant(), row, layers)
-            found = _first_of(sights, 0.0)
+            found = differing(sights, 0.0)
             casting = [layer for layer, (sight, _) in found.items() if sight.casts]
-            left = self._without_casts(fixed, row, casting) if casting else None
+            # What computes in two dtypes on purpose does not run in one.
+            left = self._tried(fixed, FixedWithoutCasts(), row, casting) if casting else None
             for layer, (sight, tensors) in found.items():
-                self._explain(row, layer, sight, tensors, reference, None if left is None else left.get(layer, []), fixed)
+                remaining = None if left is None else left[layer][1] if layer in left else []
+                self._explain(row, layer, sight, tensors, reference, remaining, fixed)
 
     def _explain(
         self,
@@ -147,14 +151,11 @@ class RungJudge:
     ) -> None:
         """One block that differs with a fixed order: a cast's, rounding's, or nobody's."""
         kernels = "fixed order" if side is self.rung.fixed else "none fixed"
-        lower = coarsest(sight.casts)
         remaining = tensors if left is None else left
         worst = max((f.error for f in remaining), default=0.0)
         finest = self.dtype == torch.float64
-        if lower and left is not None and (worst == 0 or (finest and worst <= self.limit)):
-            casting = sight.casts[lower]
-            module = next((m for m in casting if m.startswith(tensors[0].module)), casting[0])
-            self._add(row, tensors[0], Cause("cast", lower, module, worst, "gone with the casts left out"), kernels)
+        if sight.casts and left is not None and (worst == 0 or (finest and worst <= self.limit)):
+            self._add(row, tensors[0], _cast(sight, tensors[0], worst, "gone with the casts left out"), kernels)
         elif not finest:
             said = "as far from float64 on the same inputs as the recomputation"
             numbered = worst > self.limit and self._numbered(row, tensors[0])
@@ -174,21 +175,23 @@ class RungJudge:
     def _constants_left(self, side: Rung, row: Any, layer: int) -> float | None:
         """The largest error with casts left out and constants in float64; None where that does not run."""
         assert self.twin is not None
-        try:
-            with wide_constants(self.twin):
-                _, sights = self._look(side, FixedWithoutCasts(), row, [layer])
-        except (RuntimeError, UnsupportedError):
-            return None
-        return max((f.error for _, found in _first_of(sights, 0.0).values() for f in found), default=0.0)
+        found = self._tried(side, FixedWithoutCasts(), row, [layer], wide_constants(self.twin))
+        return None if found is None else _largest(found)
 
-    def _without_casts(self, fixed: Rung, row: Any, layers: Sequence[int]) -> dict[int, list[Finding]] | None:
-        """What still differs in these blocks with the casts left out; None where that does not run."""
+    def _tried(
+        self,
+        side: Rung,
+        kernels: Kernels,
+        row: Any,
+        layers: Sequence[int],
+        also: contextlib.AbstractContextManager[None] | None = None,
+    ) -> Differing | None:
+        """What still differs in these blocks with a cause taken away; None where that does not run."""
         try:
-            _, sights = self._look(fixed, FixedWithoutCasts(), row, layers)
-        # What computes in two dtypes on purpose does not run in one.
+            with also or contextlib.nullcontext():
+                return differing(self._look(side, kernels, row, layers)[1], 0.0)
         except (RuntimeError, UnsupportedError):
             return None
-        return {layer: tensors for layer, (_, tensors) in _first_of(sights, 0.0).items()}
 
     # With the machine's kernels ---------------------------------------------------------------------------------------------
 
@@ -204,13 +207,13 @@ class RungJudge:
         worst = same.groupby(where)["error"].max().to_dict()
         for row, layers in _cases(beyond):
             reference, sights = self._look(self.rung, None, row, layers)
-            for _, (sight, tensors) in _first_of(sights, self.limit).items():
+            for _, (sight, tensors) in differing(sights, self.limit).items():
                 first = tensors[0]
                 case = (*(int(row[name]) for name in where[:-1]), sight.layer)
                 if case in worst:
                     gone = worst[case] == 0
                 else:
-                    gone = not _first_of(self._look(self.rung, BatchInvariant(), row, [sight.layer])[1], 0.0)
+                    gone = not differing(self._look(self.rung, BatchInvariant(), row, [sight.layer])[1], 0.0)
                 if first.tensor == CHOICE and first.nearly_equal and gone:
                     cause = Cause("choice", left=0.0, detail="gone with a fixed order")
                 elif gone and sight.casts and (cast := self._cast_of(row, sight, first)) is not None:
@@ -230,29 +233,22 @@ class RungJudge:
 
     def _cast_of(self, row: Any, sight: Sight, first: Finding) -> Cause | None:
         """The cast that makes an error larger than the dtype's own rounding, with the machine's kernels; None if none does."""
-        try:
-            _, sights = self._look(self.rung, WithoutCasts(), row, [sight.layer])
-        except (RuntimeError, UnsupportedError):
+        found = self._tried(self.rung, WithoutCasts(), row, [sight.layer])
+        left = math.inf if found is None else _largest(found)
+        # What only a cached step casts, and a fixed order takes away, is inside its kernel.
+        if left > self.limit or coarsest(sight.casts) not in sight.both_cast:
             return None
-        left = max((f.error for _, found in _first_of(sights, 0.0).values() for f in found), default=0.0)
-        if left > self.limit:
-            return None
-        lower = coarsest(sight.casts)
-        if lower not in sight.both_cast:
-            return None  # What only a cached step casts, and a fixed order takes away, is inside its kernel.
-        casting = sight.casts[lower]
-        module = next((m for m in casting if m.startswith(first.module)), casting[0])
-        return Cause("cast", lower, module, left, "gone with the casts left out, and with a fixed order")
+        return _cast(sight, first, left, "gone with the casts left out, and with a fixed order")
 
     def _show_first(self) -> None:
         """The first tensor that differs with the machine's kernels, which a fixed order takes away."""
         every = self.rung.every_error
         # Tokens fed one by one are what a user of a cache waits for: their first difference is the one to name.
-        differing = every[(every["error"] > 0) & (every["stop"] == every["start"] + 1)]
-        if differing.empty:
+        off = every[(every["error"] > 0) & (every["stop"] == every["start"] + 1)]
+        if off.empty:
             return
-        row = differing.sort_values(["layer", "position", "prefill"]).iloc[0]
-        found = _first_of(self._look(self.rung, None, row, [int(row["layer"])])[1], 0.0)
+        row = off.sort_values(["layer", "position", "prefill"]).iloc[0]
+        found = differing(self._look(self.rung, None, row, [int(row["layer"])])[1], 0.0)
         for _, tensors in found.values():
             self._add(row, tensors[0], Cause("order", detail="gone with a fixed order"), "native")
 
@@ -261,7 +257,7 @@ class RungJudge:
         every = self.rung.every_error
         for row, layers in _cases(every[every["error"] > 0]):
             reference, sights = self._look(self.rung, None, row, layers)
-            for layer, (sight, tensors) in _first_of(sights, 0.0).items():
+            for layer, (sight, tensors) in differing(sights, 0.0).items():
                 self._explain(row, layer, sight, tensors, reference, None, self.rung)
 
     # Shared -------------------------------------------------------------------------------------------------------------
@@ -277,7 +273,7 @@ class RungJudge:
             return False
         side, kernels = (self.rung.fixed, BatchInvariant()) if self.rung.fixed is not None else (self.rung, None)
         _, sights = self._look(side, kernels, row, [wrong.layer], "given")
-        return not any(f.error > self.limit for _, tensors in _first_of(sights, 0.0).values() for f in tensors)
+        return _largest(differing(sights, 0.0)) <= self.limit
 
     def _look(
         self, side: Rung, kernels: Kernels | None, row: Any, layers: Sequence[int], positions: str = "own"
@@ -288,14 +284,16 @@ class RungJudge:
         return seen_again(Subject(self.twin, kernels, positions), prompt, _feeds(row, side.plan), layers)
 
 
-def _first_of(sights: Sequence[dict[int, Sight]], threshold: float) -> dict[int, tuple[Sight, list[Finding]]]:
-    """For each block the first feed in which a tensor differs by more, and those tensors."""
-    found: dict[int, tuple[Sight, list[Finding]]] = {}
-    for seen in sights:
-        for layer, sight in seen.items():
-            if layer not in found and (tensors := sight.findings(threshold)):
-                found[layer] = sight, tensors
-    return dict(sorted(found.items()))
+def _largest(found: Differing) -> float:
+    return max((f.error for _, tensors in found.values() for f in tensors), default=0.0)
+
+
+def _cast(sight: Sight, first: Finding, left: float, detail: str) -> Cause:
+    """The narrowest cast of a block as the cause, by the module that makes it: the finding's own where it does."""
+    lower = coarsest(sight.casts)
+    casting = sight.casts[lower]
+    module = next((m for m in casting if m.startswith(first.module)), casting[0])
+    return Cause("cast", lower, module, left, detail)
 
 
 def _feeds(row: Any, plan: Plan) -> list[Feed]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from kvinterp.paths.kernels import Kernels
 from kvinterp.reading.vocabulary import EMBEDDING
 
-__all__ = ["EMBEDDING", "LOCAL", "Plan", "Rung", "band", "difference", "dtype_name", "prefix_plan", "unit_roundoff"]
+__all__ = ["EMBEDDING", "LOCAL", "Plan", "Rung", "band", "dtype_name", "prefix_plan", "unit_roundoff"]
 
 SLACK = 32.0
 """The room left for rounding (see band)."""
@@ -66,20 +66,6 @@ def band(dtype: torch.dtype, terms: int) -> float:
     return SLACK * math.sqrt(terms) * unit_roundoff(dtype)
 
 
-def difference(a: Tensor, b: Tensor) -> float:
-    """Largest difference over the largest magnitude of the reference ``b``; inf where only one of them is finite."""
-    if torch.equal(a, b):
-        return 0.0
-    x, y = a.double(), b.double()
-    gap = (x - y).abs().masked_fill(x == y, 0.0)  # Infinite on both sides is no difference.
-    worst = gap.max().item()
-    if not math.isfinite(worst):
-        return math.inf
-    finite = y[y.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
-    return worst / max(largest, torch.finfo(torch.float32).tiny)
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is run on each rung.
@@ -112,6 +98,10 @@ class Plan:
         count = max(min(CHUNKS, rest // 2), 1)
         ends = [self.chunk + rest * n // count for n in range(count + 1)]
         return list(itertools.pairwise(ends))
+
+    def tokens(self, prompt: int, device: torch.device) -> Tensor:
+        """One of the prompts as far as any case reaches, ``[1, position]``."""
+        return torch.tensor([list(self.prompts[prompt][: self.length])], device=device)
 
     def only(self, prompts: int, prefills: Sequence[int]) -> Plan:
         """The same with the first prompts and some of the lengths."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.batches import by_position
-from kvinterp.auditing.bench import Bench, Check, not_run
+from kvinterp.auditing.bench import Bench, Check, Reference, not_run
+from kvinterp.auditing.differences import Errors, by_position
 from kvinterp.models.native import text_config
 
 __all__ = ["CHUNK_NAMES", "chunks", "long_prompt", "window"]
@@ -57,22 +57,21 @@ def chunks(bench: Bench) -> Check:
         return not_run(name, f"a context of {bench.context} positions has no room for several chunks.")
     tokens = runner.tokens(bench.row(0, max(sum(sizes) for sizes in fitting.values())))
     reference = bench.reference(tokens)
-    errors: dict[int, float] = {}
+    errors = Errors()
     for sizes in fitting.values():
         logits, cache = _fed(bench, tokens, sizes)
         state = runner.kind == "native" and bool(runner.recurrent_layers(cache))
-        if state and _begins_anew(bench, reference.logits, logits, sizes, reference.null):
+        if state and _begins_anew(bench, reference, logits, sizes):
             return not_run(
                 name,
                 "this model keeps a recurrent state and begins it anew when it is fed several tokens on it: its prompts are to "
                 "be fed at once, or one token at a time.",
             )
-        found = by_position(logits, reference.logits[:, : sum(sizes)], 0)
-        errors |= {at: max(error, errors.get(at, 0.0)) for at, error in found.items()}
+        errors.add(logits, reference.logits, 0)
 
     def hint() -> str:
         for sizes in fitting.values():
-            number = _wrong_chunk(bench, tokens, reference.logits, sizes, reference.null)
+            number = _wrong_chunk(bench, reference, _fed(bench, tokens, sizes)[0], sizes)
             if number is not None:
                 return f"the mask or the positions of chunk {number} of {len(sizes)} are wrong"
         return ""
@@ -90,19 +89,22 @@ def _fed(bench: Bench, tokens: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ob
     return torch.cat(made, 1), cache
 
 
-def _begins_anew(bench: Bench, theirs: Tensor, mine: Tensor, sizes: Sequence[int], null: float) -> bool:
+def _first_wrong(bench: Bench, reference: Reference, mine: Tensor) -> int | None:
+    """The first position, from the first token on, that is off by more than rounding."""
+    errors = by_position(mine, reference.logits[:, : mine.shape[1]], 0)
+    return next((at for at, error in errors.items() if error > bench.excused * reference.null), None)
+
+
+def _begins_anew(bench: Bench, reference: Reference, mine: Tensor, sizes: Sequence[int]) -> bool:
     """Whether the first chunk that follows another is wrong from its very first rows."""
-    errors = by_position(mine[:, : sizes[0] + sizes[1]], theirs[:, : sizes[0] + sizes[1]], 0)
-    first = next((at for at, error in errors.items() if error > bench.excused * null), None)
+    first = _first_wrong(bench, reference, mine[:, : sizes[0] + sizes[1]])
     return first is not None and first >= sizes[0]
 
 
-def _wrong_chunk(bench: Bench, tokens: Tensor, theirs: Tensor, sizes: Sequence[int], null: float) -> int | None:
+def _wrong_chunk(bench: Bench, reference: Reference, mine: Tensor, sizes: Sequence[int]) -> int | None:
     """The number, from 1, of the first chunk with a wrong row."""
-    logits, _ = _fed(bench, tokens, sizes)
-    errors = by_position(logits, theirs[:, : sum(sizes)], 0)
-    first = next((at for at, error in errors.items() if error > bench.excused * null), None)
-    ends = list(itertools.accumulate(sizes))
+    first = _first_wrong(bench, reference, mine)
+    ends = itertools.accumulate(sizes)
     return None if first is None else next(n for n, end in enumerate(ends, 1) if first < end)
 
 
@@ -128,8 +130,9 @@ def _edge(bench: Bench, name: str, size: int) -> Check:
     tokens = runner.tokens(bench.row(0, whole))
     before = max(size - 2, 1)
     reference = bench.reference(tokens, rows=slice(before - 1, None))
+    errors = Errors()
     made, cache = runner.decode(tokens, before)
-    errors = by_position(made, reference.logits[:, before - 1 :], before - 1)
+    errors.add(made, reference.logits, before - 1)
     full = size + 2
     how = "at once"
     if runner.kind == "native" and runner.recurrent_layers(cache):
@@ -137,8 +140,7 @@ def _edge(bench: Bench, name: str, size: int) -> Check:
     else:
         how = f"in chunks of up to {FILL}" if full > FILL else "at once"
         made = _filled(bench, tokens, full)
-    for at, error in by_position(made, reference.logits[:, full - 1 :], full - 1).items():
-        errors[at] = max(error, errors[at])
+    errors.add(made, reference.logits, full - 1)
     what = (
         f"the window of {size} positions of {_layers(layers)}: {before} tokens and then one by one over its edge to {whole}, and "
         f"{full} filled {how} and then one by one, against recomputation"
@@ -152,16 +154,11 @@ def _edge(bench: Bench, name: str, size: int) -> Check:
 
 
 def _filled(bench: Bench, tokens: Tensor, full: int) -> Tensor:
-    cache, start, made = None, 0, []
-    while start < full:
-        stop = min(start + FILL, full)
-        logits, cache = bench.runner.feed(tokens[:, start:stop], cache, start=start)
-        start = stop
-    made.append(logits[:, -1])
-    for at in range(full, tokens.shape[1]):
-        logits, cache = bench.runner.feed(tokens[:, at : at + 1], cache, start=at)
-        made.append(logits[:, -1])
-    return torch.stack(made, 1)
+    cache = None
+    for start in range(0, full, FILL):
+        logits, cache = bench.runner.feed(tokens[:, start : min(start + FILL, full)], cache, start=start)
+    made, _ = bench.runner.singly(tokens, full, cache)
+    return torch.stack([logits[:, -1], *made], 1)
 
 
 def _layers(layers: Sequence[int]) -> str:
@@ -192,12 +189,9 @@ def long_prompt(bench: Bench) -> Check:
             return not_run(name, f"prompts beyond {said} are not run: {why}.")
     tokens = runner.tokens(bench.row(0, max(prompts) + bench.steps))
     reference = bench.reference(tokens)
-    errors: dict[int, float] = {}
+    errors = Errors()
     for prompt in prompts:
-        made, _ = runner.decode(tokens[:, : prompt + bench.steps], prompt)
-        stop = prompt + bench.steps
-        for at, error in by_position(made, reference.logits[:, prompt - 1 : stop], prompt - 1).items():
-            errors[at] = max(error, errors.get(at, 0.0))
+        errors.add(runner.decode(tokens[:, : prompt + bench.steps], prompt)[0], reference.logits, prompt - 1)
     listed = ", ".join(map(str, prompts))
     what = f"prompts of {listed} tokens ({said}), {bench.steps} decode steps each, against one recomputation"
     return bench.settle(name, errors, reference.null, what, "a prompt's last chunk leaves a wrong state")

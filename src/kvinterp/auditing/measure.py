@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pandas as pd
-import torch
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.auditing.ladder import EMBEDDING, LOCAL, STEPS, Plan, Rung, difference, dtype_name
+from kvinterp.auditing.differences import difference, row_errors
+from kvinterp.auditing.ladder import EMBEDDING, LOCAL, STEPS, Plan, Rung, dtype_name
 from kvinterp.auditing.subject import BlockTaps, Reference, Subject
 from kvinterp.auditing.values import first_nonfinite, logit_grid
 from kvinterp.models import Adapter
@@ -38,53 +38,82 @@ def climb(adapter: Adapter, plan: Plan, kernels: Kernels | None = None, sweep: s
             null of each length's last step shows.
     """
     started = time.perf_counter()
-    kernels = kernels or Native()
-    subject = Subject(adapter, kernels)
-    dtype = dtype_name(adapter.dtype)
-    name = dtype if isinstance(kernels, Native) else f"{dtype}, {kernels}"
-    taps = BlockTaps(subject)
-    steps, local, swept = [], [], []
-    chunks: list[dict[str, Any]] = []
-    layers, top, grid, largest = pd.DataFrame(), pd.DataFrame(), "", 0.0
-    nonfinite: dict[str, Any] = {}
-    with taps.attached():
-        for number, prompt in enumerate(plan.prompts):
-            tokens = torch.tensor([list(prompt[: plan.length])], device=adapter.device)
-            reference = taps.reference(tokens)
-            if not bool(reference.logits.isfinite().all()):
-                nonfinite = nonfinite or first_nonfinite(subject, tokens, None, "recompute")
-                continue
-            largest = max(largest, reference.logits.abs().max().item())
-            grid = logit_grid(reference.logits) if number == 0 else grid and logit_grid(reference.logits)
-            for prefill in plan.prefills:
-                about = {"prompt": number, "prefill": prefill}
-                free, detail = _free(taps, reference, prefill, plan.steps, against)
-                if any(math.isnan(row["max_abs"]) for row in free):
-                    nonfinite = nonfinite or first_nonfinite(subject, tokens, prefill, "cached")
-                    continue
-                steps += [about | row for row in free]
-                # Of several cases the last that has something to show.
-                if top.empty or bool(detail[1]["difference"].any()) or not bool(top["difference"].any()):
-                    layers, top = detail
-                checked = "whole" if against == "whole" and number else against
-                local += [about | row for row in forced(taps, reference, prefill, prefill + plan.steps, checked, "last")]
-                chunks += [about | row for row in at_once(taps, reference, 0, prefill, against)[0]]
-            if plan.chunk is not None and not nonfinite and takes_chunks(taps, reference, plan.chunk):
-                about = {"prompt": number, "prefill": plan.chunk}
-                cache = taps.feed(reference, 0, plan.chunk, None)[1]
-                for start, stop in plan.pieces:
-                    made, cache = at_once(taps, reference, start, stop, against, cache)
-                    chunks += [about | row for row in made]
-            if (sweep == "yes" or (sweep == "first" and number == 0)) and plan.sweep is not None and not nonfinite:
-                about = {"prompt": number, "prefill": plan.sweep}
-                swept += [about | row for row in forced(taps, reference, plan.sweep, plan.length, against)]
-    frames = (
-        pd.DataFrame(steps, columns=list(STEPS)),
-        pd.DataFrame(local, columns=list(LOCAL)),
-        pd.DataFrame(swept, columns=list(LOCAL)),
-    )
-    chunked, seconds = pd.DataFrame(chunks, columns=list(LOCAL)), time.perf_counter() - started
-    return Rung(name, adapter.dtype, kernels, *frames, layers, top, nonfinite, grid, largest, chunked, seconds, plan=plan)
+    climbed = _Climb(adapter, plan, kernels or Native(), sweep, against)
+    with climbed.taps.attached():
+        for number in range(len(plan.prompts)):
+            climbed.prompt(number)
+    return climbed.rung(time.perf_counter() - started)
+
+
+class _Climb:
+    """What one rung has shown so far, prompt by prompt."""
+
+    def __init__(self, adapter: Adapter, plan: Plan, kernels: Kernels, sweep: str, against: str) -> None:
+        self.adapter, self.plan, self.kernels, self.against = adapter, plan, kernels, against
+        self.taps = BlockTaps(Subject(adapter, kernels))
+        self.swept = range({"yes": len(plan.prompts), "first": 1}.get(sweep, 0))
+        self.tables: dict[str, list[dict[str, Any]]] = {"steps": [], "local": [], "sweep": [], "chunks": []}
+        self.layers, self.top = pd.DataFrame(), pd.DataFrame()
+        self.nonfinite: dict[str, Any] = {}
+        self.grid, self.largest = "", 0.0
+
+    def rung(self, seconds: float) -> Rung:
+        """All of it."""
+        dtype = dtype_name(self.adapter.dtype)
+        name = dtype if isinstance(self.kernels, Native) else f"{dtype}, {self.kernels}"
+        columns = {table: list(STEPS if table == "steps" else LOCAL) for table in self.tables}
+        tables = {table: pd.DataFrame(rows, columns=columns[table]) for table, rows in self.tables.items()}
+        return Rung(
+            name,
+            self.adapter.dtype,
+            self.kernels,
+            layers=self.layers,
+            top=self.top,
+            nonfinite=self.nonfinite,
+            grid=self.grid,
+            largest_logit=self.largest,
+            seconds=seconds,
+            plan=self.plan,
+            **tables,
+        )
+
+    def prompt(self, number: int) -> None:
+        """Every case of one prompt."""
+        plan, taps = self.plan, self.taps
+        tokens = plan.tokens(number, self.adapter.device)
+        reference = taps.reference(tokens)
+        if not bool(reference.logits.isfinite().all()):
+            self.nonfinite = self.nonfinite or first_nonfinite(taps.subject, tokens, None, "recompute")
+            return
+        self.largest = max(self.largest, reference.logits.abs().max().item())
+        self.grid = logit_grid(reference.logits) if number == 0 else self.grid and logit_grid(reference.logits)
+        for prefill in plan.prefills:
+            self._prefill(number, reference, prefill)
+        if plan.chunk is not None and not self.nonfinite and takes_chunks(taps, reference, plan.chunk):
+            cache = taps.feed(reference, 0, plan.chunk, None)[1]
+            for start, stop in plan.pieces:
+                made, cache = at_once(taps, reference, start, stop, self.against, cache)
+                self._keep("chunks", number, plan.chunk, made)
+        if number in self.swept and plan.sweep is not None and not self.nonfinite:
+            self._keep("sweep", number, plan.sweep, forced(taps, reference, plan.sweep, plan.length, self.against))
+
+    def _prefill(self, number: int, reference: Reference, prefill: int) -> None:
+        """One prompt length: free-running, given equal inputs token by token, and the rows of the prompt itself."""
+        taps, stop, against = self.taps, prefill + self.plan.steps, self.against
+        free, (layers, top) = _free(taps, reference, prefill, stop, against)
+        if any(math.isnan(row["max_abs"]) for row in free):
+            self.nonfinite = self.nonfinite or first_nonfinite(taps.subject, reference.tokens, prefill, "cached")
+            return
+        self._keep("steps", number, prefill, free)
+        # Of several cases the last that has something to show.
+        if self.top.empty or bool(top["difference"].any()) or not bool(self.top["difference"].any()):
+            self.layers, self.top = layers, top
+        checked = "whole" if against == "whole" and number else against
+        self._keep("local", number, prefill, forced(taps, reference, prefill, stop, checked, "last"))
+        self._keep("chunks", number, prefill, at_once(taps, reference, 0, prefill, against)[0])
+
+    def _keep(self, table: str, prompt: int, prefill: int, rows: Iterable[dict[str, Any]]) -> None:
+        self.tables[table] += [{"prompt": prompt, "prefill": prefill, **row} for row in rows]
 
 
 def rows(taps: BlockTaps, logits: Tensor, count: int | None = None) -> dict[Part, Tensor]:
@@ -134,10 +163,7 @@ def forced(
         against: As in :func:`climb`.
         null: With ``against="whole"``: ``"last"`` also recomputes the prefix of the last step, as the null control.
     """
-    _, cache = taps.feed(reference, 0, prefill, None)
-    for position in range(prefill, stop):
-        logits, cache = taps.feed(reference, position, position + 1, cache)
-        mine = rows(taps, logits)
+    for position, mine in _fed_singly(taps, reference, prefill, stop, "yes"):
         whole = whole_rows(reference, position + 1)
         prefix = None
         if against == "prefix" or (null == "last" and position == stop - 1):
@@ -148,6 +174,16 @@ def forced(
             apart = math.nan if prefix is None else difference(whole[part], prefix[part])
             error = difference(mine[part], tensor) if part in mine else math.inf
             yield {**where, "layer": part[0], "part": part[1], "error": error, "null": apart}
+
+
+def _fed_singly(
+    taps: BlockTaps, reference: Reference, prefill: int, stop: int, forced: str
+) -> Iterator[tuple[int, dict[Part, Tensor]]]:
+    """Each position after the prefill, fed alone, with the newest row of every part."""
+    _, cache = taps.feed(reference, 0, prefill, None, forced)
+    for position in range(prefill, stop):
+        logits, cache = taps.feed(reference, position, position + 1, cache, forced)
+        yield position, rows(taps, logits)
 
 
 def at_once(
@@ -168,7 +204,7 @@ def at_once(
         theirs = whole_rows(reference, stop, stop - start)
     found = []
     for part, again in theirs.items():
-        errors = _row_errors(mine[part], again)
+        errors = row_errors(mine[part], again)
         first = int((errors >= errors.max() / 10).int().argmax()) if bool(errors.max() > 0) else len(errors) - 1
         where = {"start": start, "stop": stop, "position": stop - len(errors) + first}
         found.append({**where, "layer": part[0], "part": part[1], "error": float(errors.max()), "null": math.nan})
@@ -180,14 +216,6 @@ def _again(taps: BlockTaps, reference: Reference, stop: int, forced: str) -> dic
     if key not in reference.again:
         reference.again[key] = rows(taps, taps.recompute(reference, stop, forced))
     return reference.again[key]
-
-
-def _row_errors(mine: Tensor, again: Tensor) -> Tensor:
-    """As :func:`kvinterp.auditing.ladder.difference`, row by row, over the rows both have."""
-    count = min(len(mine), len(again))
-    a, b = (t[len(t) - count :].double().flatten(1) for t in (mine, again))
-    worst = (a - b).abs().masked_fill(a == b, 0.0).amax(-1)
-    return (worst / b.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(math.inf, posinf=math.inf)
 
 
 def takes_chunks(taps: BlockTaps, reference: Reference, start: int) -> bool:
@@ -204,16 +232,14 @@ def takes_chunks(taps: BlockTaps, reference: Reference, start: int) -> bool:
 
 
 def _free(
-    taps: BlockTaps, reference: Reference, prefill: int, steps: int, against: str
+    taps: BlockTaps, reference: Reference, prefill: int, stop: int, against: str
 ) -> tuple[list[dict[str, Any]], tuple[pd.DataFrame, pd.DataFrame]]:
+    """A row a step of the free-running logits, and the layers and the largest logits of one that has something to show."""
     found = []
     detail = (pd.DataFrame(), pd.DataFrame())
     head = len(taps.subject.blocks), "output", 0
-    _, cache = taps.feed(reference, 0, prefill, None, "no")
-    for position in range(prefill, prefill + steps):
-        cached, cache = taps.feed(reference, position, position + 1, cache, "no")
-        mine = rows(taps, cached)
-        prefix = against == "prefix"
+    prefix = against == "prefix"
+    for position, mine in _fed_singly(taps, reference, prefill, stop, "no"):
         theirs = _again(taps, reference, position + 1, "no") if prefix else whole_rows(reference, position + 1)
         a, b = mine[head], theirs[head]
         gap = (a.double() - b.double()).abs()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pandas as pd
-import torch
 
 from kvinterp.auditing.ladder import Plan, Rung
 from kvinterp.auditing.measure import forced
-from kvinterp.auditing.subject import BlockTaps, Subject
+from kvinterp.auditing.subject import Subject, referenced
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant
@@ -34,10 +33,7 @@ def onset(twin: Adapter, rung: Rung, plan: Plan) -> tuple[str, int, int] | None:
 def _still(twin: Adapter, plan: Plan, start: int) -> float:
     """The largest error around a position with fixed kernels."""
     try:
-        taps = BlockTaps(Subject(twin, BatchInvariant()))
-        with taps.attached():
-            tokens = torch.tensor([list(plan.prompts[0][: plan.length])], device=twin.device)
-            reference = taps.reference(tokens)
+        with referenced(Subject(twin, BatchInvariant()), plan.tokens(0, twin.device)) as (taps, reference):
             return max(row["error"] for row in forced(taps, reference, start, min(start + 2, plan.length)))
     except UnsupportedError:
         return float("inf")

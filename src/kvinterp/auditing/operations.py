@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from kvinterp.auditing.calls import BACKENDS, Operation, Variant, collect
-from kvinterp.auditing.first_difference import Feed, Finding, find
+from kvinterp.auditing.first_difference import Feed, Finding, differing, look
 from kvinterp.auditing.ladder import prefix_plan
-from kvinterp.auditing.subject import BlockTaps, Subject, prompts_for
+from kvinterp.auditing.subject import Subject, prompts_for, referenced
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_whole, given_list, whole_number
 from kvinterp.metrics.kv import units_in_last_place
@@ -155,15 +155,14 @@ def _within(module: str, outer: str) -> bool:
 
 
 def _first(adapter: Adapter, kernels: Kernels, prompt: Sequence[int], length: int) -> Finding | None:
-    subject = Subject(adapter, kernels)
-    taps = BlockTaps(subject)
+    subject, tokens = Subject(adapter, kernels), torch.tensor([list(prompt)], device=adapter.device)
     plan = prefix_plan([prompt], (length,), STEPS, adapter.facts.context)
-    with taps.attached():
-        reference = taps.reference(torch.tensor([list(prompt)], device=adapter.device))
+    with referenced(subject, tokens) as (taps, reference):
         layers = range(-1, len(subject.blocks) + 1)
         prefill = plan.prefills[0]
-        found = find(taps, reference, Feed.one_by_one(prefill, prefill + plan.steps), layers, 0.0)
-    return found[min(found)][0] if found else None
+        seen = look(taps, reference, Feed.one_by_one(prefill, prefill + plan.steps), layers)
+        found = [tensors[0] for _, tensors in differing(seen, 0.0).values()]
+    return found[0] if found else None
 
 
 # Measuring one operation -----------------------------------------------------------------------------------------------

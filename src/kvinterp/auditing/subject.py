@@ -19,12 +19,12 @@ from kvinterp.auditing.causality import check_causal
 from kvinterp.errors import UnsupportedError
 from kvinterp.inputs import check_seed
 from kvinterp.models import Adapter
-from kvinterp.models.native import plain_experts
+from kvinterp.models.native import plain_experts, text_config
 from kvinterp.models.transformers_cache import CACHES
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 from kvinterp.paths.vocabulary import padding_of
 
-__all__ = ["BlockTaps", "Reference", "Subject", "check_causal", "prompts_for"]
+__all__ = ["BlockTaps", "Reference", "Subject", "check_causal", "first_of", "prompts_for", "referenced"]
 
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
 
@@ -50,6 +50,8 @@ class Subject:
         self.adapter, self.positions = adapter, positions
         self.kernels: KernelMode = (kernels or Native()).mode(adapter)
         self.padding: Tensor | None = None
+        self.takes = frozenset(inspect.signature(adapter.model.forward).parameters)
+        self.cache_name = next((name for name in CACHES if name in self.takes), CACHES[0])
         self.blocks = list(adapter.blocks)
         # A bridge hangs transformers' modules under names of its own, which say nothing to a reader.
         self.names = {m: name.replace("._original_component", "") for name, m in adapter.source.named_modules()}
@@ -63,26 +65,12 @@ class Subject:
     @property
     def can_be_told_positions(self) -> bool:
         """Whether the model's forward takes the positions of its tokens."""
-        native = self.adapter.kind == "native"
-        return native and "position_ids" in inspect.signature(self.adapter.model.forward).parameters
+        return self.adapter.kind == "native" and "position_ids" in self.takes
 
-    @torch.no_grad()
     def recompute(self, tokens: Tensor) -> Tensor:
         """Logits of every token, without a cache."""
-        with self._running():
-            if self.adapter.kind == "native":
-                made = self.adapter.model(input_ids=tokens, use_cache=False, **self._places(tokens, 0)).logits
-            else:
-                made = self.adapter.forward(tokens)
-        return self.unpadded(made)
+        return self.unpadded(self.forward(tokens, cached="no")[0])
 
-    def unpadded(self, logits: Tensor) -> Tensor:
-        """The logits with 0 where those that stand for no token are minus infinity."""
-        if self.padding is None or not bool(self.padding.any()):
-            return logits
-        return logits.masked_fill(self.padding & (logits == -torch.inf), 0.0)
-
-    @torch.no_grad()
     def feed(self, tokens: Tensor, cache: Any = None, start: int = 0) -> tuple[Tensor, Any]:
         """Logits of new tokens and the cache after them; without a cache the model makes its own.
 
@@ -94,29 +82,76 @@ class Subject:
         Raises:
             UnsupportedError: The model returns no cache that is known here.
         """
-        logits, cache = self._fed(tokens, cache, start)
+        logits, cache = self.forward(tokens, cache, start)
+        if cache is None:
+            raise UnsupportedError(
+                f"{type(self.adapter.model).__name__} returned no cache (none of {', '.join(CACHES)}) though use_cache was "
+                "true: there is no cached path to audit."
+            )
         return self.unpadded(logits), cache
 
-    def _fed(self, tokens: Tensor, cache: Any, start: int) -> tuple[Tensor, Any]:
-        with self._running():
-            if self.adapter.kind == "hooked":
-                return self._feed_hooked(tokens, cache)
-            model: Any = self.adapter.model
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Any = None,
+        start: int = 0,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cached: str = "yes",
+    ) -> tuple[Tensor, Any]:
+        """One forward as the model's own users run it: its logits, and its cache or None where it gives none.
+
+        Args:
+            tokens: ``[batch, new]``.
+            cache: What the call before returned, a cache object of transformers', or None for the model's own.
+            start: How many tokens came before.
+            mask: ``[batch, past + new]``, or None; for transformers models only.
+            positions: ``[batch, new]``, or None for what the model makes by itself.
+            cached: ``"no"`` runs without a cache.
+        """
+        if self.adapter.kind != "native":
+            return self._forward_lens(tokens, cache, cached)
+        given: dict[str, Any] = {"input_ids": tokens, "use_cache": cached == "yes", "attention_mask": mask}
+        given[self.cache_name] = cache
+        if positions is None and self.positions == "given":
+            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+        if "position_ids" in self.takes:
+            given["position_ids"] = positions
+        model: Any = self.adapter.model
+        with self.running():
+            out = model(**{name: value for name, value in given.items() if value is not None})
+        name = next((n for n in CACHES if getattr(out, n, None) is not None), None)
+        if name is None:
+            return out.logits, None
+        self.cache_name = name  # The signature may take everything by any name.
+        return out.logits, getattr(out, name)
+
+    def _forward_lens(self, tokens: Tensor, cache: Any, cached: str) -> tuple[Tensor, Any]:
+        model: Any = self.adapter.model
+        with self.running():
+            if cached == "no":
+                return self.adapter.forward(tokens), None
             if self.adapter.kind == "bridge":
-                cache = _new_cache(self.adapter) if cache is None else cache
+                cache = self.new_cache() if cache is None else cache
                 return model(tokens, return_type="logits", past_key_values=cache, use_cache=True), cache
-            given = {} if cache is None else {cache[0]: cache[1]}
-            out = model(input_ids=tokens, use_cache=True, **given, **self._places(tokens, start))
-            name = next((n for n in CACHES if getattr(out, n, None) is not None), None)
-            if name is None:
-                raise UnsupportedError(
-                    f"{type(model).__name__} returned no cache (none of {', '.join(CACHES)}) though use_cache was true: "
-                    "there is no cached path to audit."
-                )
-            return out.logits, (name, getattr(out, name))
+            from transformer_lens import TransformerLensKeyValueCache
+
+            if cache is None:
+                cache = TransformerLensKeyValueCache.init_cache(model.cfg, self.adapter.device, tokens.shape[0])
+            mask = torch.ones_like(tokens)
+            given = {"attention_mask": mask, "past_kv_cache": cache, "prepend_bos": False}
+            return model(tokens, return_type="logits", **given), cache
+
+    def unpadded(self, logits: Tensor) -> Tensor:
+        """The logits with 0 where those that stand for no token are minus infinity."""
+        if self.padding is None or not bool(self.padding.any()):
+            return logits
+        return logits.masked_fill(self.padding & (logits == -torch.inf), 0.0)
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
+        """The kernels that every forward runs under."""
         heard = self.kernels.listeners
         with (
             self.adapter.attached(list(heard)),
@@ -125,25 +160,9 @@ class Subject:
         ):
             yield
 
-    def _places(self, tokens: Tensor, start: int) -> dict[str, Tensor]:
-        if self.positions == "own":
-            return {}
-        return {"position_ids": torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]}
-
-    def _feed_hooked(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        from transformer_lens import TransformerLensKeyValueCache
-
-        model: Any = self.adapter.model
-        if cache is None:
-            cache = TransformerLensKeyValueCache.init_cache(model.cfg, self.adapter.device, tokens.shape[0])
-        mask = torch.ones_like(tokens)
-        logits = model(tokens, return_type="logits", attention_mask=mask, past_kv_cache=cache, prepend_bos=False)
-        return logits, cache
-
     def states(self, cache: Any, layer: int) -> dict[str, Tensor]:
         """The recurrent and convolution states a layer's cache holds, copied; empty for an attention layer."""
-        held = cache[1] if isinstance(cache, tuple) else cache
-        layers = getattr(held, "layers", None) or []
+        layers = getattr(cache, "layers", None) or []
         found = layers[layer] if layer < len(layers) else None
         states = {}
         for attribute, name in STATES.items():
@@ -153,16 +172,28 @@ class Subject:
                 states[name if index == 0 else f"{name} {index}"] = tensor.clone()
         return states
 
+    def new_cache(self) -> Any:
+        """The cache that transformers makes for this model."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=text_config(self.adapter.source))
+
     def name_of(self, module: nn.Module) -> str:
         """The module's path in the model."""
         return self.names.get(module, type(module).__name__)
 
 
-def _new_cache(adapter: Adapter) -> Any:
-    from transformers import DynamicCache
+@contextlib.contextmanager
+def referenced(subject: Subject, tokens: Tensor) -> Iterator[tuple[BlockTaps, Reference]]:
+    """A model's blocks seen for as long as the context lasts, and what one forward without a cache computed in them."""
+    taps = BlockTaps(subject)
+    with taps.attached():
+        yield taps, taps.reference(tokens)
 
-    config: Any = adapter.source.config
-    return DynamicCache(config=config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config)
+
+def first_of(output: Any) -> Any:
+    """What a module returned, where it returned more beside it."""
+    return output[0] if isinstance(output, tuple | list) and output else output
 
 
 @dataclasses.dataclass
@@ -216,15 +247,11 @@ class BlockTaps:
     @contextlib.contextmanager
     def attached(self) -> Iterator[BlockTaps]:
         """Hooks the blocks for as long as the context lasts."""
-        handles = []
-        try:
+        with contextlib.ExitStack() as hooks:
             for layer, block in enumerate(self.subject.blocks):
-                handles.append(block.register_forward_pre_hook(self._before(layer), with_kwargs=True))
-                handles.append(block.register_forward_hook(self._after(layer)))
+                hooks.callback(block.register_forward_pre_hook(self._before(layer), with_kwargs=True).remove)
+                hooks.callback(block.register_forward_hook(self._after(layer)).remove)
             yield self
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _before(self, layer: int) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,7 +268,7 @@ class BlockTaps:
 
     def _after(self, layer: int) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
-            made = output[0] if isinstance(output, tuple | list) else output
+            made = first_of(output)
             call = (layer, sum(n == layer for n, _ in self.outputs))
             self.outputs[call] = self._seen(call, made)
             if self.change is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvinterp.auditing.ladder import dtype_name
-from kvinterp.auditing.subject import Subject
+from kvinterp.auditing.subject import Subject, first_of
 from kvinterp.models import Adapter
 
 __all__ = ["first_nonfinite", "grid_module", "logit_grid", "narrower", "on_grid"]
@@ -35,6 +37,15 @@ def logit_grid(logits: Tensor) -> str:
     return dtype_name(found[0]) if found else ""
 
 
+@contextlib.contextmanager
+def _hooked(subject: Subject, hook: Any) -> Iterator[None]:
+    """Every module of a model with a forward hook, for as long as the context lasts."""
+    with contextlib.ExitStack() as hooks:
+        for module in subject.adapter.source.modules():
+            hooks.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
 def grid_module(subject: Subject, tokens: Tensor, dtype: torch.dtype) -> str:
     """The module from which on every output lies on a narrower dtype's grid.
 
@@ -43,16 +54,12 @@ def grid_module(subject: Subject, tokens: Tensor, dtype: torch.dtype) -> str:
     seen: list[tuple[str, bool]] = []
 
     def hook(module: Any, _: Any, output: Any) -> None:
-        made = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
+        made = first_of(getattr(output, "logits", output))
         if isinstance(made, Tensor) and made.is_floating_point() and made.numel() > 1:
             seen.append((subject.name_of(module) or type(module).__name__, on_grid(made, dtype)))
 
-    handles = [module.register_forward_hook(hook) for module in subject.adapter.source.modules()]
-    try:
+    with _hooked(subject, hook):
         subject.recompute(tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
     last_off = max((i for i, (_, on) in enumerate(seen) if not on), default=-1)
     return seen[min(last_off + 1, len(seen) - 1)][0] if seen else ""
 
@@ -76,8 +83,7 @@ def first_nonfinite(subject: Subject, tokens: Tensor, prefill: int | None, path:
     where: dict[str, int | None] = {"position": None}
 
     def hook(module: Any, _: Any, output: Any) -> None:
-        made = output[0] if isinstance(output, tuple) else output
-        made = getattr(made, "logits", made)
+        made = first_of(getattr(output, "logits", output))
         if not found and isinstance(made, Tensor) and made.is_floating_point() and not bool(made.isfinite().all()):
             what = "NaN" if bool(made.isnan().any()) else "Inf"
             rows = (~made.isfinite()).flatten(2).any(-1)[0] if made.dim() >= 3 and made.shape[0] == 1 else None
@@ -85,8 +91,7 @@ def first_nonfinite(subject: Subject, tokens: Tensor, prefill: int | None, path:
             position = where["position"] if where["position"] is not None else row
             found.update(path=path, module=subject.name_of(module), value=what, position=position)
 
-    handles = [module.register_forward_hook(hook) for module in subject.adapter.source.modules()]
-    try:
+    with _hooked(subject, hook):
         if prefill is None:
             subject.recompute(tokens)
         else:
@@ -95,9 +100,6 @@ def first_nonfinite(subject: Subject, tokens: Tensor, prefill: int | None, path:
                 where["position"] = position
                 if not found:
                     _, cache = subject.feed(tokens[:, position : position + 1], cache, position)
-    finally:
-        for handle in handles:
-            handle.remove()
     blocks = {subject.name_of(block): layer for layer, block in enumerate(subject.blocks)}
     name = found.get("module", "")
     found["layer"] = next((layer for block, layer in blocks.items() if name == block or name.startswith(block + ".")), None)

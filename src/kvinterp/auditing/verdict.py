@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from typing import Any
 
 import torch
 
 from kvinterp.auditing.evidence import Evidence
 from kvinterp.auditing.exercises import Check
+from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ONE_BY_ONE, Judged
 from kvinterp.auditing.values import narrower
+from kvinterp.cells import strict_json
 from kvinterp.reading import verdict as say
 
 __all__ = ["CANNOT_TELL", "FAIL", "GOOD", "PASS", "VERDICTS", "Verdict", "judge"]
@@ -31,6 +31,9 @@ VERDICTS = {
 GOOD = ("equal", "rounding", "kernel")
 CANNOT_TELL = "cannot-tell"
 PASS, FAIL = "PASS", "FAIL"
+
+NOWHERE: Place = (None, None, "", "")
+"""The place of what has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,20 +75,11 @@ class Verdict:
         return 3 if self.verdict == CANNOT_TELL else 1
 
     def to_json(self) -> str:
-        """The same fields as JSON, with the exit code; numbers that JSON lacks (inf, NaN) as text."""
-        fields = {"exit_code": self.exit_code, **dataclasses.asdict(self)}
-        return json.dumps(_plain(fields), indent=1, allow_nan=False)
+        """The same fields as JSON, with the exit code; infinities as text."""
+        return strict_json({"exit_code": self.exit_code, **dataclasses.asdict(self)})
 
     def __str__(self) -> str:
         return self.reading
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def judge(seen: Evidence, allow: tuple[str, ...] = ()) -> Verdict:
@@ -106,48 +100,96 @@ class _Judge:
 
     def verdict(self) -> Verdict:
         """The word, the place and the reading."""
-        own = self.seen.rungs[self.seen.own]
         self.notes += say.refused(self.seen.refused)
-        overflowed = [r.name for r in self.seen.rungs.values() if r.nonfinite and r is not own]
-        if own.nonfinite:
-            where = own.nonfinite
-            place = (where.get("layer"), where["position"], where["value"], where["module"])
-            return self._verdict("overflow", *place, [*say.overflow(own, overflowed)])
-        self.notes += say.overflowed(overflowed)
-        wide = next((r for r in (own, self.seen.rungs.get("float32")) if r is not None and r.grid and r.unit < 1e-5), None)
-        if wide is not None:
-            module = self.seen.grid_module
-            return self._verdict("wrong-dtype", None, None, "logits", module, [say.grid(wide, module)])
-        wrong = {name: [j for j in judged if not j.cause.word] for name, judged in self.seen.judged.items()}
-        if any(wrong.values()):
-            return self._bug(wrong)
-        failed = [check for check in self.seen.checks if check.status == "failed"]
-        if failed:
-            first = failed[0]
-            place = (first.layer, first.step, first.tensor or first.name, first.module)
-            return self._verdict("bug", *place, [say.failed(check) for check in failed])
-        casts = self._casts()
-        if casts:
-            name, judged = casts[0]
-            found = judged.finding
-            lines = [say.cast(name, judged, self.seen.rungs[name])]
-            place = (found.layer, found.position, found.tensor, judged.cause.module)
-            return self._verdict("hidden-cast", *place, lines)
-        unaccounted = [(name, a) for name, a in self.seen.accounts.items() if not a.holds]
-        if unaccounted:
-            name, short = unaccounted[0]
-            lines = [say.unexplained(name, short, len(self.seen.rungs[name].worst_by_layer()) - 2)]
-            return self._verdict("unexplained", short.layer, short.position, "logits", "", lines)
-        unknown = [(name, j) for name, judged in self.seen.judged.items() for j in judged if j.cause.word == "unknown"]
-        own_unknown = [(name, j) for name, j in unknown if name == self.seen.own]
-        if own_unknown:
-            name, judged = own_unknown[0]
-            found = judged.finding
-            place = (found.layer, found.position, found.tensor, found.module)
-            return self._verdict(CANNOT_TELL, *place, [say.unknown(name, judged)])
-        if self.seen.random:
-            return self._verdict(CANNOT_TELL, None, None, "", "", [say.random(self.seen.random)])
+        for ask in (
+            self._overflow,
+            self._wrong_dtype,
+            self._bug,
+            self._failed,
+            self._hidden_cast,
+            self._unexplained,
+            self._unknown,
+            self._random,
+        ):
+            told = ask()
+            if told is not None:
+                return told
         return self._benign()
+
+    def _overflow(self) -> Verdict | None:
+        own = self.seen.rungs[self.seen.own]
+        others = [r.name for r in self.seen.rungs.values() if r.nonfinite and r is not own]
+        if not own.nonfinite:
+            self.notes += say.overflowed(others)
+            return None
+        where = own.nonfinite
+        place = (where.get("layer"), where["position"], where["value"], where["module"])
+        return self._verdict("overflow", place, say.overflow(own, others))
+
+    def _wrong_dtype(self) -> Verdict | None:
+        rungs = (self.seen.rungs.get(name) for name in (self.seen.own, "float32"))
+        wide = next((r for r in rungs if r is not None and r.grid and r.unit < 1e-5), None)
+        if wide is None:
+            return None
+        module = self.seen.grid_module
+        return self._verdict("wrong-dtype", (None, None, "logits", module), [say.grid(wide, module)])
+
+    def _bug(self) -> Verdict | None:
+        """What nothing takes away: in the first layer that any rung saw, as the finest rung sees it.
+
+        The finest sees the smallest errors; and of its tensor the first position, which only the rung with the long decode
+        may know.
+        """
+        wrong = {name: [j for j in judged if not j.cause.word] for name, judged in self.seen.judged.items()}
+        every = [(name, j) for name, judged in wrong.items() for j in judged]
+        if not every:
+            return None
+        first = min(j.finding.layer for _, j in every)
+        here = [(n, j) for n, j in every if j.finding.layer == first]
+        _, judged = min(here, key=lambda case: (case[1].fed != ONE_BY_ONE, self.seen.rungs[case[0]].unit))
+        same = [j for _, j in here if j.finding.tensor == judged.finding.tensor]
+        judged = min(same, key=lambda j: (j.fed != ONE_BY_ONE, j.finding.position))
+        sizes = {n: max(j.finding.error for j in found) for n, found in wrong.items() if found}
+        seen = {n for n, judgeds in self.seen.judged.items() if n in sizes or judgeds is not None}
+        lines = [say.bug(judged, sizes, self.seen, sorted(seen)), *say.hint(judged, self.seen)]
+        return self._verdict("bug", judged.finding.place, [*lines, *map(say.failed, self._failures)])
+
+    @property
+    def _failures(self) -> list[Check]:
+        return [check for check in self.seen.checks if check.status == "failed"]
+
+    def _failed(self) -> Verdict | None:
+        if not self._failures:
+            return None
+        first = self._failures[0]
+        place = (first.layer, first.step, first.tensor or first.name, first.module)
+        return self._verdict("bug", place, [*map(say.failed, self._failures)])
+
+    def _hidden_cast(self) -> Verdict | None:
+        casts = self._casts()
+        if not casts:
+            return None
+        name, judged = casts[0]
+        place = (*judged.finding.place[:3], judged.cause.module)
+        return self._verdict("hidden-cast", place, [say.cast(name, judged, self.seen.rungs[name])])
+
+    def _unexplained(self) -> Verdict | None:
+        for name, short in self.seen.accounts.items():
+            if not short.holds:
+                line = say.unexplained(name, short, len(self.seen.rungs[name].worst_by_layer()) - 2)
+                return self._verdict("unexplained", (short.layer, short.position, "logits", ""), [line])
+        return None
+
+    def _unknown(self) -> Verdict | None:
+        name = self.seen.own
+        for judged in self.seen.judged.get(name, ()):
+            if judged.cause.word == "unknown":
+                return self._verdict(CANNOT_TELL, judged.finding.place, [say.unknown(name, judged)])
+        return None
+
+    def _random(self) -> Verdict | None:
+        size = self.seen.random
+        return self._verdict(CANNOT_TELL, NOWHERE, [say.random(size)]) if size else None
 
     def _casts(self) -> list[tuple[str, Judged]]:
         """Casts that matter in the precision that serves; those that only matter above it become notes."""
@@ -165,18 +207,14 @@ class _Judge:
             self.notes += [say.inside(dtype, name, found) for (dtype, name), found in note.items()]
         return fail
 
-    def _verdict(
-        self, word: str, layer: int | None, position: int | None, tensor: str, module: str, lines: list[str]
-    ) -> Verdict:
+    def _verdict(self, word: str, place: Place, lines: list[str]) -> Verdict:
         allowed = "yes" if word in self.allow else "no"
         passes = word in GOOD or allowed == "yes"
         first = say.first_line(self.seen.model, self.seen.own, word, passes, allowed)
         tail = [*say.checks(self.seen), *(f"note: {note}" for note in self.notes)]
         text = "\n".join([first, *lines, *tail])
-        evidence = self._evidence()
-        return Verdict(
-            word, layer, position, tensor, module, evidence, tuple(self.seen.checks), tuple(self.notes), text, allowed
-        )
+        checks, notes = tuple(self.seen.checks), tuple(self.notes)
+        return Verdict(word, *place, self._evidence(), checks, notes, text, allowed)
 
     def _evidence(self) -> dict[str, dict[str, Any]]:
         evidence = {name: rung.summary() for name, rung in self.seen.rungs.items()}
@@ -197,48 +235,26 @@ class _Judge:
                 evidence[name]["parts_account_for_the_whole"] = dataclasses.asdict(self.seen.accounts[name])
         return evidence
 
-    def _bug(self, wrong: dict[str, list[Judged]]) -> Verdict:
-        # The first layer any rung saw; in it the tensor of the finest, which sees the smallest errors; and of that the first
-        # position, which only the rung with the long decode may know.
-        every = [(name, j) for name, judged in wrong.items() for j in judged]
-        first = min(j.finding.layer for _, j in every)
-        here = [(n, j) for n, j in every if j.finding.layer == first]
-        _, judged = min(here, key=lambda case: (case[1].fed != ONE_BY_ONE, self.seen.rungs[case[0]].unit))
-        same = [j for _, j in here if j.finding.tensor == judged.finding.tensor]
-        judged = min(same, key=lambda j: (j.fed != ONE_BY_ONE, j.finding.position))
-        found = judged.finding
-        sizes = {n: max(j.finding.error for j in found) for n, found in wrong.items() if found}
-        seen = {n for n, judgeds in self.seen.judged.items() if n in sizes or judgeds is not None}
-        lines = [say.bug(judged, sizes, self.seen, sorted(seen)), *say.hint(judged, self.seen)]
-        lines += [say.failed(check) for check in self.seen.checks if check.status == "failed"]
-        return self._verdict("bug", found.layer, found.position, found.tensor, found.module, lines)
-
     def _benign(self) -> Verdict:
         finite = [r for r in self.seen.rungs.values() if not r.nonfinite]
         differing = [r for r in finite if len(r.differing_steps) or r.largest_error > 0]
         self.notes += say.unfixed(finite)
         if not differing:
-            return self._verdict("equal", None, None, "", "", [say.equal(finite)])
+            return self._verdict("equal", NOWHERE, [say.equal(finite)])
         shown = self.seen.first(self.seen.own) or self.seen.first(differing[0].name)
-        place: tuple[Any, ...] = (None, None, "", "")
-        if shown is not None:
-            place = (shown[0].layer, shown[0].position, shown[0].tensor, shown[0].module)
         lines = [say.benign(r, self.seen) for r in finite] + say.choices(self.seen)
         kernels = self._kernel_lines()
         if kernels:
-            (layer, position, tensor, module), line = kernels
-            return self._verdict("kernel", layer, position, tensor, module, [line, *lines])
-        layer, position, tensor, module = place
-        return self._verdict("rounding", layer, position, tensor, module, lines)
+            place, line = kernels
+            return self._verdict("kernel", place, [line, *lines])
+        return self._verdict("rounding", NOWHERE if shown is None else shown[0].place, lines)
 
-    def _kernel_lines(self) -> tuple[tuple[Any, ...], str] | None:
+    def _kernel_lines(self) -> tuple[Place, str] | None:
         found = [(n, j) for n, judged in self.seen.judged.items() for j in judged if j.cause.word == "kernel"]
         if found:
             # The rung with the long decode knows the first position; the others only the lengths they were given.
             name, judged = min(found, key=lambda case: (case[1].finding.position, self.seen.rungs[case[0]].unit))
-            tensor = judged.finding
-            place = (tensor.layer, tensor.position, tensor.tensor, tensor.module)
-            return place, say.kernel(name, judged)
+            return judged.finding.place, say.kernel(name, judged)
         if self.seen.onset is None:
             return None
         name, layer, position = self.seen.onset

@@ -16,24 +16,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvinterp.auditing.attention import Fused, Recogniser, Scores, Values
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.subject import Subject
 from kvinterp.auditing.values import narrower
 
 __all__ = ["CHOICE", "RESIDUAL", "Event", "Watch", "watching"]
 
-_SDPA = torch.nn.functional.scaled_dot_product_attention
-_PRODUCTS = {
-    torch.matmul: 0,
-    Tensor.matmul: 0,
-    Tensor.__matmul__: 0,
-    torch.bmm: 0,
-    Tensor.bmm: 0,
-    torch.baddbmm: 1,
-    Tensor.baddbmm: 1,
-}
 _TOPK = torch.topk, Tensor.topk
-_SOFTMAX = (torch.softmax, torch.nn.functional.softmax, Tensor.softmax)
 CHOICE, RESIDUAL = "expert choice", "residual sum"
 
 
@@ -68,8 +58,7 @@ class Watch:
         self.rows = rows
         self._stack: list[nn.Module] = []
         self._modes: list[Any] = []
-        self._product: tuple[Tensor, Tensor, Tensor] | None = None
-        self._weights: int | None = None
+        self._attention = Recogniser()
         # Inside fused experts rows are sorted by expert, so that the last one is not the newest token's.
         fused = [m for m in self.block.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
         self._children = set(self.block.children())
@@ -143,41 +132,27 @@ class Watch:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Told every call of torch, with its result."""
-        if func is _SDPA:
-            query, key, value, *rest = args
-            mask = kwargs.get("attn_mask", rest[0] if rest else None)
+        found = self._attention.told(func, args, kwargs, result)
+        if isinstance(found, Fused):
+            query, key, mask = found.query, found.key, found.mask
             self.add("Q", query[..., self.back, :])
             self.add("K", key)
-            self.add("V", value)
-            if mask is None and self.back < -1 and kwargs.get("is_causal", False):
+            self.add("V", found.value)
+            if mask is None and self.back < -1 and found.options.get("is_causal", False):
                 mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()[None, None]
             if mask is not None:
                 mask = mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])
                 self.add("attention mask", mask[..., self.back, :])
-            self.add("attention output", result[..., self.back, :])
+            self.add("attention output", found.made[..., self.back, :])
+        elif isinstance(found, Scores):
+            self.add("Q", found.product.a[..., self.back, :])
+            self.add("K", found.product.b.transpose(-1, -2))
+            self.add("attention scores", found.given[..., self.back, :])
+        elif isinstance(found, Values):
+            self.add("V", found.values)
+            self.add("attention output", found.made[..., self.back, :])
         elif func in _TOPK:
             self.choice(args[0], result[1])
-        elif func in _PRODUCTS:
-            named = [kwargs[n] for n in ("batch1", "batch2") if n in kwargs]
-            a, b = (*args[_PRODUCTS[func] :], *named, None, None)[:2]
-            if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dim() < 3 or b.dim() < 3:
-                return
-            if self._weights is not None and a.shape[-1] == self._weights:
-                self.add("V", b)
-                self.add("attention output", result[..., self.back, :])
-                self._weights = self._product = None
-            else:
-                self._product = (a, b, result)
-        elif func in _SOFTMAX and self._product is not None:
-            a, b, scores = self._product
-            if (
-                args[0].shape[:-1] == scores.shape[:-1]
-                or args[0].numel() // args[0].shape[-1] == scores.numel() // scores.shape[-1]
-            ):
-                self.add("Q", a[..., self.back, :])
-                self.add("K", b.transpose(-1, -2))
-                self.add("attention scores", args[0][..., self.back, :])
-                self._weights = scores.shape[-1]
 
 
 class _Calls(TorchFunctionMode):
@@ -224,15 +199,10 @@ def _one_row(tensor: Tensor, rows: int, back: int) -> Tensor | None:
 @contextlib.contextmanager
 def watching(watches: Iterable[Watch]) -> Iterator[None]:
     """Listens for as long as the context lasts, whatever ends it."""
-    watches = list(watches)
-    handles: list[Any] = []
-    try:
+    with contextlib.ExitStack() as hooks:
         for watch in watches:
-            handles += watch.attach()
+            # torch calls no hook where a KeyboardInterrupt passes through, so a watch may still be listening.
+            hooks.callback(watch.close)
+            for handle in watch.attach():
+                hooks.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        # torch calls no hook where a KeyboardInterrupt passes through, so a watch may still be listening.
-        for watch in watches:
-            watch.close()

@@ -1,0 +1,108 @@
+"""Which of torch's calls are attention: its fused one, or a product of queries and keys, a softmax, and a product with values.
+
+Asked of the calls in the order in which a model makes them, so that it does not matter how the model is written or caches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["MATMUL", "Fused", "Product", "Recogniser", "Scores", "Values"]
+
+_F = torch.nn.functional
+MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+_BADDBMM = (torch.baddbmm, Tensor.baddbmm)
+_FUSED = _F.scaled_dot_product_attention
+_SOFTMAX = (torch.softmax, _F.softmax, Tensor.softmax)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Attention in one call, ``[..., row, head_dim]`` each."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+    made: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of two activations, which may be scores; and the one before it, if no softmax followed that one."""
+
+    a: Tensor
+    b: Tensor
+    made: Tensor
+    before: Product | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """A softmax of a product's numbers, scaled and masked in between: the product was of queries and keys."""
+
+    product: Product
+    given: Tensor
+    dtype: torch.dtype | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """The softmax's probabilities by values; with the scores that they were made of."""
+
+    weights: Tensor
+    values: Tensor
+    made: Tensor
+    scores: Scores
+
+
+class Recogniser:
+    """Told every call of torch, says which part of attention it is."""
+
+    def __init__(self) -> None:
+        self.product: Product | None = None
+        self.scores: Scores | None = None
+
+    def told(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Fused | Product | Scores | Values | None:
+        """What a call and its result are, or None."""
+        if func is _FUSED:
+            query, key, value, *rest = args
+            return Fused(query, key, value, kwargs.get("attn_mask", rest[0] if rest else None), kwargs, result)
+        if func in MATMUL or func in _BADDBMM:
+            named = [kwargs[name] for name in ("batch1", "batch2") if name in kwargs]
+            given = [*args[func in _BADDBMM :], *named]
+            return self._multiplied(given[0], given[1], result) if len(given) > 1 else None
+        if func in _SOFTMAX and self.product is not None and args[0].dim() >= 3:
+            return self._weighed(self.product, args[0], kwargs.get("dtype"))
+        return None
+
+    def _weighed(self, product: Product, given: Tensor, dtype: torch.dtype | None) -> Scores | None:
+        if _rows(given) != _rows(product.made):
+            return None
+        self.scores, self.product = Scores(product, given, dtype), None
+        return self.scores
+
+    def _multiplied(self, a: Tensor, b: Tensor, made: Tensor) -> Product | Values | None:
+        if a.dim() < 3 or a.dim() != b.dim():
+            return None
+        if self.scores is not None and _like(a, self.scores.product.made):
+            scores, self.scores = self.scores, None
+            return Values(a, b, made, scores)
+        found = Product(a, b, made, self.product)
+        self.product = Product(a, b, made)
+        return found
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.numel() // max(tensor.shape[-1], 1)
+
+
+def _like(a: Tensor, b: Tensor) -> bool:
+    return a.shape[-1] == b.shape[-1] and _rows(a) == _rows(b)
