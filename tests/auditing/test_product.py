@@ -304,7 +304,7 @@ def test_the_page_of_what_is_equal_has_no_table_of_zeros() -> None:
     made.rungs[0] = rung.fixed
     assert not (rung.fixed.steps["max_abs"] != 0).any()
     text = page(made)
-    assert "every layer's output and every logit is the same on both paths." in text
+    assert "every layer&#39;s output and every logit is the same on both paths." in text
     assert f"So is every logit of all {len(rung.fixed.steps)} steps." in text
     assert "Abs Diff" not in text
 

@@ -106,7 +106,7 @@ def render(look: str, title: str, parts: Sequence[Any] = (), heading: str = "", 
         page: The attention page's own content.
     """
     content = {"title": title, "parts": parts, "heading_text": heading or title, "kicker": kicker, "page": page}
-    return _template().render(look=look, **content)
+    return _template().render(look=look, **content).lstrip()
 
 
 def fragment(*parts: Any) -> str:
