@@ -16,10 +16,11 @@ nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pi
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install 'kvinterp[notebook]'")
 pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install 'kvinterp[notebook]'")
 
+pytestmark = pytest.mark.xdist_group("notebooks")
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NAMES = ("01_two_paths", "02_where_it_starts", "03_interactive_patching", "04_what_carries_it")
 EVERY = pytest.mark.parametrize("name", NAMES)
-SMALLER = {'PROMPTS = "arithmetic:3"': 'PROMPTS = "arithmetic:2"', "STEPS = 12": "STEPS = 6"}
+SMALLER = {'PROMPTS = "arithmetic:3"': 'PROMPTS = "arithmetic:2"', "STEPS = 12": "STEPS = 5"}
 """What is made smaller so that the tests are quick; each text must be found."""
 
 

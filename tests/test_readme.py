@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from kvinterp.paths import path_named
 from support import SUITES_OWN_SETTINGS, has_hooked_transformer, write_checkpoint
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.bits, pytest.mark.xdist_group("readme")]
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 SMALLER = {"arithmetic:4": "arithmetic:2", "max_new_tokens=32": "max_new_tokens=10", 'kind="hooked")': "kind=KIND)"}
@@ -30,11 +32,11 @@ def snippet(first_words: str) -> str:
     return found
 
 
-def run(source: str, folder: Path) -> str:
+def run(source: str, folder: Path, *arguments: str) -> str:
     """Runs a program as a new user would; returns what it printed."""
     environment = {name: value for name, value in os.environ.items() if name not in SUITES_OWN_SETTINGS}
     made = subprocess.run(
-        [sys.executable, "-c", source],
+        [sys.executable, "-c", source, *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -46,19 +48,52 @@ def run(source: str, folder: Path) -> str:
     return made.stdout
 
 
+ONE_AFTER_ANOTHER = """
+import contextlib, io, json, sys, traceback
+said = {}
+for name, source in json.loads(sys.argv[1]).items():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            exec(compile(source, name, "exec"), {"__name__": "__main__"})
+            error = ""
+        except BaseException:
+            error = traceback.format_exc()
+    said[name] = [out.getvalue(), error]
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """What each snippet printed; all run in one process, since importing torch is most of the time."""
+    folder = tmp_path_factory.mktemp("readme")
+    sources = {"own": own_model(folder), "notebook": in_a_notebook(), "tests": in_tests()}
+    said = json.loads(run(ONE_AFTER_ANOTHER, folder, json.dumps(sources)).splitlines()[-1])
+
+    def get(name: str) -> str:
+        out, error = said[name]
+        assert not error, error[-3000:]
+        return out
+
+    return get
+
+
 def test_every_python_block_is_run_here() -> None:
     """A snippet that is added must be added to these tests."""
     assert len(blocks("python")) == 3
 
 
-def test_in_a_notebook(tmp_path: Path) -> None:
+def in_a_notebook() -> str:
     source = snippet("import kvinterp as kv")
     for old, new in SMALLER.items():
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     source = f"KIND = {'hooked' if has_hooked_transformer() else 'bridge'!r}\n{source}"
-    printed = run(f"{source}\nprint(len(both.steps), len(both.layers), len(both.heads), len(both.kv_steps))", tmp_path)
-    first, *_, cause, counts = printed.strip().splitlines()
+    return f"{source}\nprint(len(both.steps), len(both.layers), len(both.heads), len(both.kv_steps))"
+
+
+def test_in_a_notebook(printed: Callable[[str], str]) -> None:
+    first, *_, cause, counts = printed("notebook").strip().splitlines()
     # On any processor they differ or are equal, and where() says which.
     assert first.startswith("cached against recompute on zoo:mistral-mini")
     assert re.search(r"logits differ at \d+ of \d+ steps|bitwise equal at all \d+ steps", first), first
@@ -66,18 +101,22 @@ def test_in_a_notebook(tmp_path: Path) -> None:
     assert all(int(count) > 0 for count in counts.split())
 
 
-def test_in_another_projects_tests(tmp_path: Path) -> None:
+def in_tests() -> str:
     given = (
         "import torch\nfrom transformers import LlamaConfig as Config, LlamaForCausalLM as MyModelForCausalLM\n"
         "torch.manual_seed(3)\n"
         "config = Config(vocab_size=61, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,\n"
         "                num_key_value_heads=1, max_position_embeddings=128)\n"
     )
-    run(f"{given}{snippet('from kvinterp.testing')}\n\ntest_cache()", tmp_path)
+    return f"{given}{snippet('from kvinterp.testing')}\n\ntest_cache()"
 
 
-def test_your_own_model(tmp_path: Path) -> None:
-    folder = write_checkpoint("llama-mha", tmp_path / "checkpoint")
+def test_in_another_projects_tests(printed: Callable[[str], str]) -> None:
+    printed("tests")
+
+
+def own_model(folder: Path) -> str:
+    folder = write_checkpoint("llama-mha", folder / "checkpoint")
     source = snippet('kv.load_model("/path/to')
     assert source.count("/path/to/checkpoint") == 1
     assert source.count("my_model, tokenizer=my_tokenizer") == 1
@@ -89,7 +128,11 @@ def test_your_own_model(tmp_path: Path) -> None:
     )
     source = source.replace("/path/to/checkpoint", str(folder)).replace("layers=(3,)", "layers=(2,)")
     source = source.replace('"resid_post", 3]', '"resid_post", 2]')
-    run(given + source, tmp_path)
+    return given + source
+
+
+def test_your_own_model(printed: Callable[[str], str]) -> None:
+    printed("own")
 
 
 def commands() -> list[list[str]]:

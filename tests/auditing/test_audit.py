@@ -15,6 +15,7 @@ import kvinterp as kv
 from kvinterp.auditing import LENGTHS, VERDICTS, audit, random_model
 from kvinterp.models import wrap
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
+from support import Case
 
 pytestmark = pytest.mark.bits
 
@@ -34,7 +35,7 @@ CLEAN = (
 
 
 def quick(model: Any, **more: Any) -> Any:
-    return audit(model, **{"lengths": (9, 33), "steps": 2, "sweep": "no", "checks": "none", **more})
+    return audit(model, **{"lengths": (9,), "steps": 2, "sweep": "no", "checks": "none", **more})
 
 
 def one_prompt(length: int = 40, seed: int = 5) -> list[list[int]]:
@@ -44,9 +45,9 @@ def one_prompt(length: int = 40, seed: int = 5) -> list[list[int]]:
 # Known answers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", some(CLEAN, ("llama", "mistral", "gemma2", "falcon", "bloom", "mixtral", "gpt_oss")))
+@pytest.mark.parametrize("name", some(CLEAN, ("gemma2", "gpt2", "falcon", "gpt_oss")))
 def test_a_clean_model_is_no_bug(name: str) -> None:
-    verdict = quick(build(name), prompts=one_prompt())
+    verdict = quick(build(name), prompts=one_prompt(), lengths=(9, 33))
     assert verdict.exit_code == 0, verdict.reading
     for rung, evidence in verdict.evidence.items():
         # Whatever this processor's kernels do: with a fixed order there is nothing left to excuse.
@@ -86,22 +87,22 @@ def test_an_expert_choice_that_rounding_tips_is_rounding() -> None:
     for layer in model.model.layers:
         layer.mlp.gate.weight.data[1:] = layer.mlp.gate.weight.data[:1] * (1 + 1e-7 * torch.arange(1, 4)[:, None])
     with Backwards():
-        verdict = audit(model, seed=1, rungs=("float32", "float64"), lengths=(9, 33), steps=3, sweep="no", checks="none")
+        verdict = audit(model, seed=1, rungs=("float32", "float64"), lengths=(9,), steps=3, sweep="no", checks="none")
     assert verdict.exit_code == 0, verdict.reading
     assert "tips the choice" in verdict.reading
     first = verdict.evidence["float32"]["first_tensor"]
     assert (first["tensor"], first["taken_away_by"], first["nearly_equal"]) == ("expert choice", "choice", True)
 
 
-@pytest.mark.parametrize("name", some(HIDDEN, ("mamba2", "jamba")))
+@pytest.mark.parametrize("name", some(HIDDEN, ("mamba",)))
 def test_a_float32_cast_inside_is_named(name: str) -> None:
     """In float64 the difference stops at float32's level: a note for who serves float32, a failure for who asked for float64."""
-    verdict = quick(build(name), prompts=one_prompt(), rungs=("float32", "float64"))
+    verdict = quick(build(name), prompts=one_prompt(), lengths=(9, 33), rungs=("float32", "float64"))
     assert verdict.exit_code == 0, verdict.reading
     assert any("float32 inside" in note and HIDDEN[name] in note for note in verdict.notes), verdict.reading
     first = verdict.evidence["float64"]["first_tensor"]
     assert (first["taken_away_by"], first["cast_to"]) == ("cast", "float32")
-    asked = quick(build(name).double(), prompts=one_prompt(), rungs=("float32", "float64"))
+    asked = quick(build(name).double(), prompts=one_prompt(), lengths=(9, 33), rungs=("float32", "float64"))
     assert (asked.verdict, asked.exit_code) == ("hidden-cast", 1), asked.reading
     assert HIDDEN[name] in asked.module
     assert quick(build(name).double(), prompts=one_prompt(), rungs=("float64",), allow=("hidden-cast",)).exit_code == 0
@@ -219,6 +220,7 @@ def test_a_kernel_that_changes_at_a_position_is_told_from_a_bug() -> None:
     assert verdict.exit_code == 0
 
 
+@pytest.mark.long
 def test_a_rounding_difference_that_starts_at_a_position_is_a_kernels_too() -> None:
     """As sglang#25790: bitwise equal up to a tile's edge, rounding from there on."""
 
@@ -238,7 +240,7 @@ def test_a_rounding_difference_that_starts_at_a_position_is_a_kernels_too() -> N
 
 def test_the_rungs_hold_the_evidence() -> None:
     """What the ladder is judged by: scaling, the null control, and a fixed order of additions."""
-    everything = quick(build("llama"), prompts=one_prompt(), detail="everything")
+    everything = quick(build("llama"), prompts=one_prompt(), lengths=(9, 33), detail="everything")
     rounding = {name: everything.rung(name) for name in ("bfloat16", "float16", "float32", "float64")}
     for name, rung in rounding.items():
         found = rung.summary()
@@ -272,7 +274,7 @@ def test_a_wrong_position_between_the_lengths_is_found(monkeypatch: pytest.Monke
     assert found == ("bug", 1, "V", 20), verdict.reading
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float64, marks=pytest.mark.long)])
 def test_there_is_never_more_than_one_copy(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory stays within three times the model in float64: the model itself, a copy, and what a copy is made from."""
     import gc
@@ -302,8 +304,8 @@ def test_there_is_never_more_than_one_copy(dtype: torch.dtype, monkeypatch: pyte
 
 @pytest.mark.hooked
 @pytest.mark.parametrize("kind", ["hooked", "bridge", "native"])
-def test_every_kind_of_model_can_be_audited(kind: str) -> None:
-    verdict = quick(kv.load_model("zoo:mistral-mini", kind=kind), lengths=(9,), rungs=("float16", "float64"))
+def test_every_kind_of_model_can_be_audited(kind: str, load: Any) -> None:
+    verdict = quick(load(Case("llama-gqa", kind), "float16"), rungs=("float16", "float64"))
     assert verdict.exit_code == 0, verdict.reading
 
 
@@ -385,9 +387,8 @@ def test_the_layer_table_is_a_plain_loops() -> None:
 def test_the_pytest_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     from test_planted import key_wrong_by_a_thousandth, on_update
 
-    verdict = assert_cache_consistent(build("llama"), lengths=(9,), steps=2)
-    assert verdict.exit_code == 0
-    quickly: Any = {"lengths": (9,), "steps": 2, "checks": "none"}
+    quickly: Any = {"lengths": (9,), "steps": 2, "checks": "none", "rungs": ("float32", "float64")}
+    assert assert_cache_consistent(build("llama"), **quickly).exit_code == 0
     assert_cache_consistent(build("mamba").double(), **quickly, allow=("hidden-cast",))
     with pytest.raises(CacheInconsistency, match="casts to float32"):
         assert_cache_consistent(build("mamba").double(), **quickly)

@@ -40,7 +40,7 @@ def residual_sum_off(patch: pytest.MonkeyPatch, factor: float, layer: int = 1) -
 def test_a_residual_sum_that_is_off_in_decode(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 1% it was called a kernel; no module inside the block is off, only what the block adds up."""
     residual_sum_off(monkeypatch, factor)
-    verdict = quick(build("llama"))
+    verdict = quick(build("llama"), lengths=(9,))
     assert where(verdict) == ("bug", 1, "residual sum"), verdict.reading
     assert verdict.module == "model.layers.1"
     assert verdict.first_position == 9
@@ -58,7 +58,7 @@ def test_an_input_changed_between_two_blocks(factor: float, monkeypatch: pytest.
         return original(self, hidden_states * factor if changed else hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(Block, "__call__", call)
-    verdict = quick(model)
+    verdict = quick(model, lengths=(9,))
     assert where(verdict) == ("bug", 2, "block input"), verdict.reading
 
 
@@ -76,7 +76,7 @@ def test_a_router_that_takes_the_worst_experts_in_decode(monkeypatch: pytest.Mon
             return original(self, hidden_states)
 
     monkeypatch.setattr(Router, "forward", forward)
-    verdict = quick(build("mixtral"))
+    verdict = quick(build("mixtral"), lengths=(9,))
     assert where(verdict) == ("bug", 0, "expert choice"), verdict.reading
     assert verdict.exit_code == 1
 

@@ -64,6 +64,7 @@ def broken_run(adapter, case, path, site, step, error=Planted):
     return watcher
 
 
+@pytest.mark.each
 @cases()
 def test_after_an_exception_in_what_a_recorder_calls(load, case):
     adapter = load(case)
@@ -102,6 +103,7 @@ class Breaks(Policy):
         return keys, values
 
 
+@pytest.mark.each
 @cases()
 def test_after_an_exception_in_a_policy(load, case):
     adapter = load(case)
