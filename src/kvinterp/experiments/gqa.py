@@ -55,7 +55,7 @@ def gqa_spread(
 ) -> pd.DataFrame:
     """The same relative error planted in one KV head's entry, and how far it spreads through the heads that share it.
 
-    Everything is computed in float64, so that the planted error (one float16 unit roundoff unless said) is the only one.
+    Everything is computed in float64, so that the planted error (default: one float16 unit roundoff) is the only one.
 
     Args:
         models: Models that differ in how many query heads share a KV head.

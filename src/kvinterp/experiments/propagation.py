@@ -41,7 +41,7 @@ def propagation(
         model: A model of any kind; it is run in float64.
         prompts: Token ids.
         rounding: The dtype one block's output is rounded to, at every position.
-        sources: The blocks, one at a time; all unless said.
+        sources: The blocks, one at a time. Default: all.
 
     Returns:
         One row a prompt, source and layer: l2 and relative_l2 of the residual stream at the newest position (the paper's
