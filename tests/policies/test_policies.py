@@ -39,6 +39,7 @@ class HeavyHitters(Policy):
     """Keeps in each head the rows that were attended to most so far, as H2O does, and the newest."""
 
     rows: int = 6
+    evicts = True
 
     @property
     def sites(self):
@@ -237,6 +238,16 @@ def test_what_cannot_let_go_of_rows_says_so(load):
             kv.Recompute(policy)
     with pytest.raises(kv.UnsupportedError, match="cannot be lined up by position at layer 0"):
         kv.compare(model, list(PROMPT), kv.Cached(Sinks()), "cached", record="kv", max_new_tokens=3, progress="none")
+
+
+class Unsaid(Policy):
+    def start(self, facts):
+        return Sinks()
+
+
+def test_a_twin_that_lets_go_of_rows_unsaid_is_an_error(load):
+    with pytest.raises(kv.InputError, match="policy unsaid starts a twin that lets go of rows, and does not say so"):
+        run(load(NATIVE[0]), kv.Cached(Unsaid()))
 
 
 @pytest.mark.hooked

@@ -156,6 +156,11 @@ class Store:
         self._put: dict[int, list[Tensor]] = {}
         self._rows: dict[int, Tensor] = {}
         self._places: dict[int, Place] = {}
+        if self.policy.evicts and not policy.evicts:
+            # Masks, positions and every refusal rest on the policy's own word.
+            raise InputError(
+                f"{self._said} starts a twin that lets go of rows, and does not say so: give the policy evicts = True."
+            )
         if policy.evicts:
             self.memory.let_go(self._said)
         self.memory.connect(self.update)

@@ -133,7 +133,7 @@ class Policy:
 
     @property
     def evicts(self) -> bool:
-        """Whether it may let go of rows."""
+        """Whether it may let go of rows; one whose twin alone overrides :meth:`keep` says so itself."""
         return type(self).keep is not Policy.keep
 
     @property
