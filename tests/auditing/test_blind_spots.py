@@ -228,8 +228,12 @@ def test_logits_that_are_all_zero_are_no_wrong_dtype() -> None:
     assert quick(model).exit_code == 0
 
 
-def test_a_padded_vocabulary_is_no_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of tokens that do not exist, at minus infinity on both paths; on one path only it is an error."""
+@pytest.mark.parametrize("rungs", [("float32",), ("bfloat16",), ("float32", "float64")], ids="+".join)
+def test_a_padded_vocabulary_is_no_overflow(monkeypatch: pytest.MonkeyPatch, rungs: tuple[str, ...]) -> None:
+    """Logits of tokens that do not exist, at minus infinity on both paths; on one path only it is an error.
+
+    Of one precision alone it was called rounding: where a number stood against none, nothing was compared.
+    """
     model, original, both = build("llama"), torch.nn.Linear.forward, [True]
 
     def padded(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -239,10 +243,10 @@ def test_a_padded_vocabulary_is_no_overflow(monkeypatch: pytest.MonkeyPatch) -> 
         return made
 
     monkeypatch.setattr(torch.nn.Linear, "forward", padded)
-    verdict = quick(model, rungs=("float32",))
+    verdict = quick(model, rungs=rungs)
     assert verdict.exit_code == 0, verdict.reading
     both[0] = False
-    assert where(quick(model, rungs=("float32",)))[:3] == ("bug", 3, "logits")
+    assert where(quick(model, rungs=rungs))[:3] == ("bug", 3, "logits")
 
 
 def test_a_vocabulary_of_three_is_enough(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ class Auditor:
         for judge in judges:
             finest = self.seen.judged.get("float64")
             wrong = {j.finding.layer for j in finest or () if not j.cause.word}
-            clean = set() if finest is None else set(range(-1, len(self.adapter.blocks) + 1)) - wrong
+            clean = None if finest is None else set(range(-1, len(self.adapter.blocks) + 1)) - wrong
             self.seen.judged[judge.name] = judge.settle(twin, clean)
 
     def _exercise(self, twin: Adapter) -> None:

@@ -28,13 +28,14 @@ from kvinterp.auditing.subject import Reference, Subject
 from kvinterp.auditing.watch import CHOICE
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.paths.kernels import BatchInvariant, Kernels
+from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
 from kvinterp.reading.vocabulary import ONE_BY_ONE
 
 __all__ = ["ONE_BY_ONE", "Judged", "RungJudge"]
 
 HARD = "gone with a fixed order; the recomputation is as far from float64 on the same inputs"
 FURTHER = "further from float64 on the same inputs than the recomputation"
+THERE_TOO = "there in float64 too, where rounding would be gone"
 LOOKED_AT = 3
 """How many single tokens before a wrong one are looked into as well: a state goes wrong before what it feeds."""
 
@@ -74,7 +75,7 @@ class RungJudge:
         self.limit = band(rung.dtype, terms)
         self.terms = terms
         self.found: list[Judged] = []
-        self.open: list[tuple[int, Witness]] = []
+        self.open: list[tuple[int, Witness, Rung, Any]] = []
 
     def judge(self) -> list[Judged]:
         """What was found, in the order of the layers; what needs the model in float64 stays open (see :meth:`settle`)."""
@@ -89,19 +90,25 @@ class RungJudge:
         """Lets go of the model, so that it is not kept while another copy is made."""
         self.twin = None
 
-    def settle(self, twin: Adapter | None, clean: Collection[int] = ()) -> list[Judged]:
+    def settle(self, twin: Adapter | None, clean: Collection[int] | None = None) -> list[Judged]:
         """Judges what stayed open beside the model in float64.
 
         Args:
             twin: The model in float64, or None where there is none.
             clean: The layers in which the float64 rung found nothing wrong: an error within float32's rounding is gone there.
+                None where there is no such rung; then each case is run in float64 here, where rounding must be gone.
         """
-        for index, witness in self.open:
+        for index, witness, side, row in self.open:
             judged = self.found[index]
             try:
                 wrong = None if twin is None else beyond_truth(twin, witness, self.rung.unit)
                 if twin is None:
                     raise RuntimeError("the model cannot be run in float64 here")
+                if clean is None and judged.cause.word == "rounding":
+                    left = self._left_in_float64(twin, side, row, judged.finding.layer)
+                    if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
+                        self.found[index] = dataclasses.replace(judged, cause=Cause("", left=left, detail=THERE_TOO))
+                        continue
             except RuntimeError as error:
                 if judged.cause.word == "kernel":
                     continue
@@ -111,7 +118,7 @@ class RungJudge:
                 # Where the recomputation is as far from float64, no kernel is coarse: the tensor is hard to compute.
                 if wrong is None:
                     self.found[index] = dataclasses.replace(judged, cause=Cause("order", detail=HARD))
-            elif wrong is not None and self.dtype == torch.float32 and judged.finding.layer in clean:
+            elif wrong is not None and self.dtype == torch.float32 and judged.finding.layer in (clean or ()):
                 if wrong.error > self.limit:
                     cause = Cause("", left=wrong.error, detail=FURTHER)
                     self.found[index] = dataclasses.replace(judged, finding=wrong, cause=cause)
@@ -160,7 +167,7 @@ class RungJudge:
             said = "as far from float64 on the same inputs as the recomputation"
             numbered = worst > self.limit and self._numbered(row, tensors[0])
             self._add(row, tensors[0], Cause("rounding", left=worst, detail=said), kernels, numbered)
-            self.open.append((len(self.found) - 1, Witness(reference, sight)))
+            self.open.append((len(self.found) - 1, Witness(reference, sight), side, row))
         elif all(f.error <= self.limit or f.nearly_equal for f in remaining):
             self._add(row, tensors[0], Cause("rounding", left=worst, detail="of the size that float64 rounds"), kernels)
         else:
@@ -192,6 +199,22 @@ class RungJudge:
                 return differing(self._look(side, kernels, row, layers)[1], 0.0)
         except (RuntimeError, UnsupportedError):
             return None
+
+    def _left_in_float64(self, twin: Adapter, side: Rung, row: Any, layer: int) -> float:
+        """What a block's two sides differ by in float64, with or without its own casts, whichever is less.
+
+        Raises:
+            RuntimeError: The block runs in float64 in neither way.
+        """
+        self.twin = twin
+        try:
+            tried = (self._tried(side, kernels, row, [layer]) for kernels in (Native(), WithoutCasts()))
+            left = [_largest(found) for found in tried if found is not None]
+        finally:
+            self.release()
+        if not left:
+            raise RuntimeError("the model cannot be run in float64 here")
+        return min(left)
 
     # With the machine's kernels ---------------------------------------------------------------------------------------------
 
@@ -227,7 +250,7 @@ class RungJudge:
                     cause = Cause("", left=first.error, detail=what)
                 self._add(row, first, cause, "native")
                 if cause.word == "kernel" and self.dtype != torch.float64:
-                    self.open.append((len(self.found) - 1, Witness(reference, sight)))
+                    self.open.append((len(self.found) - 1, Witness(reference, sight), self.rung, row))
         if not self.found:
             self._show_first()
 
