@@ -20,7 +20,6 @@ from rich.table import Table
 
 import kvinterp as kv
 from kvinterp.paths import Runner
-from kvinterp.paths.runner import RecorderWatcher
 from kvinterp.paths.store import Growing, Store
 from kvinterp.provenance import provenance
 from kvinterp.recording import Recorder
@@ -30,10 +29,10 @@ SITES = "resid_post,pattern,kv"
 BOUNDS = {"recorded / bare": 1.15, "run_with_cache / recorded": 1.6, "recorded bytes / run_with_cache bytes": 1 / 50}
 
 
-def loops(adapter, tokens, fed, watchers=(None, None)):
+def loops(adapter, tokens, fed, hooks=(None, None)):
     """Both paths on the same tokens."""
-    for form, watcher in zip(("cached", "recompute"), watchers, strict=True):
-        with Runner(adapter, kv.path_named(form), tokens, STEPS, [] if watcher is None else [watcher]) as runner:
+    for form, hook in zip(("cached", "recompute"), hooks, strict=True):
+        with Runner(adapter, kv.path_named(form), tokens, STEPS, [] if hook is None else [hook]) as runner:
             for step in range(STEPS):
                 runner.advance(None if step == 0 else fed[step - 1])
 
@@ -41,7 +40,7 @@ def loops(adapter, tokens, fed, watchers=(None, None)):
 def recorded(adapter, tokens, fed):
     """Both paths with residual, pattern, K and V of the newest position; returns the bytes kept."""
     recorders = [Recorder(adapter, SITES) for _ in range(2)]
-    loops(adapter, tokens, fed, [RecorderWatcher(r) for r in recorders])
+    loops(adapter, tokens, fed, recorders)
     for recorder in recorders:
         recorder.end_step()
     return sum(recorder.kept_bytes for recorder in recorders)

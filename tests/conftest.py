@@ -12,7 +12,7 @@ from jaxtyping import install_import_hook
 
 # Under pytest, and nowhere else, signatures are checked at each call: jaxtyping's shapes and dtypes against each other,
 # the rest by beartype. The hook must be there before kvinterp is imported. Two modules are left out, models.adapter and
-# recording.watch: they define functions within functions for every run they hook, beartype compiles each of those anew
+# recording.hook: they define functions within functions for every run they hook, beartype compiles each of those anew
 # in about 10 ms, and the tests took five times as long. The command line is left out because typer reads signatures.
 install_import_hook(
     [

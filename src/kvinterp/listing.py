@@ -47,8 +47,7 @@ def _kinds() -> Table:
 
 
 def _sites() -> Table:
-    from kvinterp.models import SITES
-    from kvinterp.models.adapter import GROUPS
+    from kvinterp.models.sites import GROUPS, SITES
 
     return _pairs("sites", "site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()})
 

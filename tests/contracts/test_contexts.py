@@ -117,16 +117,16 @@ def test_a_forward_that_was_cut_off_is_no_step(load: Any, case: Case, error: typ
     patch = kv.Patch("resid_post", (0,), positions="all", steps=(1,), donor=donor)
     with torch.no_grad(), nothing_left(model):
         handle = (inside if where == "inside a block" else head).register_forward_pre_hook(fault)
-        with kv.patched(model, patch) as watcher, kv.record(model, SITES, positions="all") as seen:
+        with kv.patched(model, patch) as hook, kv.record(model, SITES, positions="all") as seen:
             model(TOKENS[:, :5])
             armed[0] = True
             with pytest.raises(error):
                 # The model's own call would notice by itself.
                 (model.forward if where == "inside a block" else model)(OTHER)
             armed[0] = False
-            moved = watcher.moved[0]
+            moved = hook.moved[0]
             model(TOKENS)
-            assert watcher.moved[0] == moved + 1
+            assert hook.moved[0] == moved + 1
         handle.remove()
     assert seen.recorded_steps == [0, 1]
     assert [tensor.shape[1] for tensor in seen["resid_post", 1]] == [5, 12]

@@ -9,7 +9,7 @@ import torch
 import kvinterp as kv
 from kvinterp.paths import Runner, path_named
 from kvinterp.policies import Policy
-from kvinterp.recording import Recorder
+from kvinterp.recording import SiteHook
 from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward
 
 pytestmark = pytest.mark.bits
@@ -37,15 +37,12 @@ def nothing_survives(adapter):
     )
 
 
-class Watching:
-    """A watcher that raises when it sees a site at a step; every site the case has is hooked."""
+class Breaking(SiteHook):
+    """Raises when it sees a site at a step; every site the case has is hooked."""
 
     def __init__(self, adapter, case, site, layer, step, error):
-        self.recorder = Recorder(adapter, case.sites)
+        super().__init__(adapter, [(name, at) for name in case.sites for at in range(adapter.facts.layers)])
         self.trouble, self.error, self.step = (site, layer, step), error, 0
-        self.recorder.watch.sink = self.see
-        self.places, self.listeners = self.recorder.watch.places, self.recorder.watch.listeners
-        self.begin_pass, self.on_read = self.recorder.begin_pass, self.recorder.on_read
 
     def begin_step(self, step):
         self.step = step
@@ -56,12 +53,12 @@ class Watching:
 
 
 def broken_run(adapter, case, path, site, step, error=Planted):
-    watcher = Watching(adapter, case, site, 1, step, error)
-    with pytest.raises(error), Runner(adapter, path_named(path), TOKENS, 4, [watcher]) as runner:
+    hook = Breaking(adapter, case, site, 1, step, error)
+    with pytest.raises(error), Runner(adapter, path_named(path), TOKENS, 4, [hook]) as runner:
         runner.advance()
         for token in PROMPT[:3]:
             runner.advance(torch.tensor([token]))
-    return watcher
+    return hook
 
 
 @cases()
@@ -152,7 +149,7 @@ def test_nested_records_around_an_exception(load, case):
         with kv.record(bare, sites) as outer:
             around = hooks_of(bare)
             with pytest.raises(Planted), kv.record(bare, sites) as inner:
-                inner.watch.sink = lambda site, layer, start, tensor: _raise() if (site, layer) == ("z", 1) else None
+                inner.see = lambda site, layer, start, tensor: _raise() if (site, layer) == ("z", 1) else None
                 plain_forward(bare, TOKENS)
             assert hooks_of(bare) == around
             plain_forward(bare, TOKENS)

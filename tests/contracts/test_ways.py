@@ -209,9 +209,9 @@ def test_patched_patches_every_forward(load: Any, case: Case, way: Way) -> None:
             with pytest.raises(kv.InputError, match=why), kv.patched(model, patch):
                 way.run(model, TOKENS)
             return
-        with kv.patched(model, patch) as watcher, kv.record(model, "resid_pre", (1,), positions="all") as seen:
+        with kv.patched(model, patch) as hook, kv.record(model, "resid_pre", (1,), positions="all") as seen:
             way.run(model, TOKENS)
-    assert watcher.moved == [len(way.lengths)]
+    assert hook.moved == [len(way.lengths)]
     assert [tensor.shape[1] for tensor in seen["resid_pre", 1]] == list(way.lengths)
     assert all(bool((tensor == 1).all()) for tensor in seen["resid_pre", 1])
 
@@ -247,12 +247,12 @@ def test_patched_leads_the_cache_of_generate(load: Any, case: Case) -> None:
     )  # fmt: skip
     with torch.no_grad(), nothing_left(model):
         patch = kv.Patch("kv", (1,), positions="all", donor=donor)
-        with kv.patched(model, patch) as watcher, kv.record(model, "cache_v", (1,), positions="all") as seen:
+        with kv.patched(model, patch) as hook, kv.record(model, "cache_v", (1,), positions="all") as seen:
             _generate(True)(model, TOKENS)
         with kv.record(model, "cache_v", (1,), positions="all") as unpatched:
             _generate(True)(model, TOKENS)
     # Keys and values, at each of the forwards.
-    assert watcher.moved == [2 * NEW]
+    assert hook.moved == [2 * NEW]
     torch.testing.assert_close(seen["cache_v", 1][0], unpatched["cache_v", 1][0])
 
 

@@ -8,6 +8,7 @@ import torch
 import kvinterp as kv
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import SITES
+from kvinterp.models.sites import LAYOUTS
 
 PROMPT = [3, 5, 7, 9, 2, 4, 8, 10, 6, 1, 3, 7]
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -59,6 +60,17 @@ def recorded(model):
         else:
             shown |= {place: kept[0].double() for place, kept in trace.records.items()}
     return adapter, shown, refused
+
+
+def test_the_axes_count_what_the_table_says(tiny):
+    """As many positions, heads and keys as there are, on a model with more query heads than KV heads."""
+    adapter, shown, _ = recorded(tiny("Llama", hidden_size=40, num_attention_heads=4, num_key_value_heads=2))
+    assert {site for site, _ in shown} == set(SITES)
+    for (site, _), tensor in shown.items():
+        layout, shape = LAYOUTS[site], (1, *tensor.shape)
+        assert (len(shape), shape[layout.rows]) == (layout.dimensions, len(PROMPT)), site
+        assert shape[layout.heads] == (adapter.facts.heads_of(site)[0] or 1), site
+        assert not layout.keys or shape[layout.keys] == len(PROMPT), site
 
 
 def close(a, b):

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.patching import PatchWatcher, donor_trace
+from kvinterp.patching import PatchHook, donor_trace
 from kvinterp.paths import Runner
+from kvinterp.recording import PathHook
 from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward
 
 pytestmark = pytest.mark.bits
@@ -40,29 +41,24 @@ def traced(model, path, prompt=PROMPT, **more):
     return kv.run(model, prompt, path, **settings)
 
 
-def decoded(model, path, patches, prompt=PROMPT, watchers=()):
+def decoded(model, path, patches, prompt=PROMPT, hooks=()):
     """Logits ``[step, vocab]`` of a path with patches, through the runner."""
-    watcher = PatchWatcher(model, patches, prompt_length=len(prompt))
+    hook = PatchHook(model, patches, prompt_length=len(prompt))
     found = []
-    with Runner(model, kv.path_named(path), torch.tensor([prompt]), STEPS, [watcher, *watchers]) as runner:
+    with Runner(model, kv.path_named(path), torch.tensor([prompt]), STEPS, [hook, *hooks]) as runner:
         found.append(runner.advance()[0].clone())
         found += [runner.advance(torch.tensor([token]))[0].clone() for token in FED]
     return torch.stack(found)
 
 
-class Reads:
-    """A watcher that keeps what attention reads from the cache, by step and layer."""
-
-    places, listeners = (), {}
+class Reads(PathHook):
+    """Keeps what attention reads from the cache, by step and layer."""
 
     def __init__(self):
         self.step, self.seen = 0, {}
 
     def begin_step(self, step):
         self.step = step
-
-    def begin_pass(self):
-        pass
 
     def on_read(self, place, keys, values):
         self.seen[self.step, place.layer] = (keys[0].clone(), values[0].clone())
@@ -130,9 +126,9 @@ def test_a_cache_patched_once_stays_patched(load, case):
     keys_site = "cache_k" if model.facts.cached_keys_rotated else "cache_k_pre"
     donor = traced(model, "recompute", OTHER, record=[keys_site, "cache_v"], positions="all")
     bare, reads = Reads(), Reads()
-    plain = decoded(model, "cached", [], watchers=[bare])
+    plain = decoded(model, "cached", [], hooks=[bare])
     patch = kv.Patch("kv", (1,), positions="earlier", steps="first", donor=donor)
-    patched = decoded(model, "cached", [patch], watchers=[reads])
+    patched = decoded(model, "cached", [patch], hooks=[reads])
     assert_bitwise(patched[0], plain[0], "logits of step 0")
     assert not torch.equal(patched[1], plain[1])
     assert not torch.equal(patched[2], plain[2]), "step 2 read the cache as it was before the patch"
@@ -160,11 +156,11 @@ def test_cache_patches_change_their_heads_and_positions_only(load, case, path):
     keys_site = "cache_k" if model.facts.cached_keys_rotated else "cache_k_pre"
     donor = traced(model, "recompute", OTHER, record=[keys_site, "cache_v"], positions="all")
     bare = Reads()
-    decoded(model, path, [], watchers=[bare])
+    decoded(model, path, [], hooks=[bare])
     for site, moved in (("kv", (0, 1)), ("cache_k", (0,)), ("cache_v", (1,))):
         reads = Reads()
         patch = kv.Patch(site, (0,), heads=(1,), positions=(3, 7), steps="first", donor=donor)
-        decoded(model, path, [patch], watchers=[reads])
+        decoded(model, path, [patch], hooks=[reads])
         for which in (0, 1):
             now, before = reads.seen[1, 0][which], bare.seen[1, 0][which]
             changed = (now != before).any(-1).nonzero().tolist()
@@ -473,7 +469,7 @@ def test_law_7_nothing_survives_an_error(load, case):
         pure.capture(PROMPT)
         for patch in (wrong, wrong_kv):
             with pytest.raises(kv.InputError, match="cannot be put where"):
-                pure.patched(PROMPT, 0, PatchWatcher(model, [patch]))
+                pure.patched(PROMPT, 0, PatchHook(model, [patch]))
 
     def a_misfit_in_a_users_cache():
         cache = users_cache(model)
@@ -514,7 +510,7 @@ def test_law_7_a_forward_that_a_library_put_on_a_block_comes_back(load, case):
     try:
         pure = PureRecompute(model, kv.Recompute())
         pure.capture(PROMPT)
-        pure.patched(PROMPT, 0, PatchWatcher(model, [kv.Patch("mlp_out", (1,), steps=(0,), donor=donor)]))
+        pure.patched(PROMPT, 0, PatchHook(model, [kv.Patch("mlp_out", (1,), steps=(0,), donor=donor)]))
         assert block.__dict__["forward"] is replaced
         assert len(calls) == 1, "the skipped block ran"
     finally:
@@ -629,13 +625,13 @@ def test_a_patch_that_cannot_exist_is_refused(fields, said):
 @cases([HOOKED, NATIVE])
 def test_a_patch_that_this_model_has_no_place_for_is_refused(load, case, patch, said):
     with pytest.raises(kv.InputError) as error:
-        PatchWatcher(load(case), [patch])
+        PatchHook(load(case), [patch])
     assert said in one_sentence(error)
 
 
 def test_a_site_that_this_kind_lacks_is_refused(load):
     with pytest.raises(kv.UnsupportedError, match="never leaves the kernel"):
-        PatchWatcher(load(NATIVE), [kv.Patch("pattern")])
+        PatchHook(load(NATIVE), [kv.Patch("pattern")])
 
 
 @cases([HOOKED, NATIVE])
@@ -697,7 +693,7 @@ def test_a_cache_patch_of_a_model_that_keeps_other_state_is_refused(load, monkey
     model = load(NATIVE)
     monkeypatch.setattr(model, "_attention_only", False)
     with pytest.raises(kv.UnsupportedError, match="keeps other state in some"):
-        PatchWatcher(model, [kv.Patch("kv")])
+        PatchHook(model, [kv.Patch("kv")])
 
 
 @cases([HOOKED, NATIVE])

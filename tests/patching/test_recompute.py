@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.patching import PatchWatcher, PureRecompute
+from kvinterp.patching import PatchHook, PureRecompute
 from support import PROMPT, Case, assert_bitwise, cases, plain_forward
 
 pytestmark = pytest.mark.bits
@@ -132,8 +132,8 @@ def test_resumed_runs_give_the_bits_of_a_full_run_with_hooks(load, case, positio
     for site in sites:
         for layer in range(model.facts.layers):
             patch = kv.Patch(site, (layer,), positions=positions, steps=(0,), donor=donor)
-            watcher = PatchWatcher(model, [patch])
-            resumed = pure.patched(PROMPT, 0, watcher)
+            hook = PatchHook(model, [patch])
+            resumed = pure.patched(PROMPT, 0, hook)
             taken = donor.records[site, layer][0]
             if site == "resid_mid" and case.kind != "hooked":
                 expected = plain_mid(model, torch.tensor([PROMPT]), layer, taken, rows(positions))
@@ -152,8 +152,8 @@ def test_resumed_runs_with_patched_keys_and_values_give_the_bits_of_the_long_way
     pure = PureRecompute(model, kv.Recompute())
     unpatched = pure.capture(PROMPT)
     for layer in range(model.facts.layers):
-        watcher = PatchWatcher(model, [kv.Patch("kv", (layer,), positions="all", steps=(0,), donor=donor)])
-        resumed = pure.patched(PROMPT, 0, watcher)
+        hook = PatchHook(model, [kv.Patch("kv", (layer,), positions="all", steps=(0,), donor=donor)])
+        resumed = pure.patched(PROMPT, 0, hook)
         taken = [donor.records[site, layer][0] for site in (keys_site, "cache_v")]
         expected = with_keys_and_values(model, layer, *taken)
         assert_bitwise(resumed, expected, f"logits with K and V of layer {layer} patched", ("vocab",))
@@ -205,11 +205,11 @@ def test_a_resumed_run_counts_the_blocks_it_runs(load):
     assert (pure.forwards, pure.blocks_run) == (1, layers)
     for site, layer, expected in (("resid_pre", 1, layers - 1), ("mlp_out", 2, 1), ("resid_post", layers - 1, 0)):
         before = pure.blocks_run
-        pure.patched(PROMPT, 0, PatchWatcher(model, [kv.Patch(site, (layer,), steps=(0,), donor=donor)]))
+        pure.patched(PROMPT, 0, PatchHook(model, [kv.Patch(site, (layer,), steps=(0,), donor=donor)]))
         assert pure.blocks_run - before == expected
     # A prefix that was not captured is run whole.
     before = pure.blocks_run
-    pure.patched(PROMPT[::-1], 0, PatchWatcher(model, [kv.Patch("mlp_out", (2,), steps=(0,), donor=donor)]))
+    pure.patched(PROMPT[::-1], 0, PatchHook(model, [kv.Patch("mlp_out", (2,), steps=(0,), donor=donor)]))
     assert pure.blocks_run - before == layers
 
 
@@ -225,7 +225,7 @@ def test_a_cumulative_patch_of_the_stream_is_the_patch_of_its_last_layer(load, c
 
     def patched(site, which):
         patch = kv.Patch(site, tuple(which), positions=positions, steps=(0,), donor=donor)
-        return pure.patched(PROMPT, 0, PatchWatcher(model, [patch]))
+        return pure.patched(PROMPT, 0, PatchHook(model, [patch]))
 
     for site in ("resid_pre", "resid_mid", "resid_post"):
         for layer in range(layers):
@@ -249,8 +249,8 @@ def test_a_kernel_mode_of_the_recompute_path_reaches_remembered_and_resumed_runs
     assert_bitwise(pure.capture(PROMPT), expected, "logits", ("vocab",))
     assert not torch.equal(expected, native), "this test needs kernels that give other bits"
     own = kv.run(model, PROMPT, path, max_new_tokens=1, record="resid_post", positions="all", stop="length")
-    watcher = PatchWatcher(model, [kv.Patch("resid_post", (0,), positions="all", steps=(0,), donor=own)])
-    assert_bitwise(pure.patched(PROMPT, 0, watcher), expected, "logits of the resumed run", ("vocab",))
+    hook = PatchHook(model, [kv.Patch("resid_post", (0,), positions="all", steps=(0,), donor=own)])
+    assert_bitwise(pure.patched(PROMPT, 0, hook), expected, "logits of the resumed run", ("vocab",))
 
 
 @pytest.mark.hooked
@@ -272,6 +272,6 @@ def test_a_stream_between_attention_and_mlp_that_is_not_in_the_output_is_refused
         pure = PureRecompute(model, kv.Recompute())
         pure.capture(PROMPT)
         with pytest.raises(kv.UnsupportedError, match="resid_mid cannot be patched at layer 1"):
-            pure.patched(PROMPT, 0, PatchWatcher(model, [kv.Patch("resid_mid", (1,), steps=(0,), donor=donor)]))
+            pure.patched(PROMPT, 0, PatchHook(model, [kv.Patch("resid_mid", (1,), steps=(0,), donor=donor)]))
     finally:
         handle.remove()

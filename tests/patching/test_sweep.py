@@ -10,7 +10,7 @@ import torch
 
 import kvinterp as kv
 from kvinterp import metrics
-from kvinterp.patching import PRESETS, PatchWatcher, highest_kl
+from kvinterp.patching import PRESETS, PatchHook, highest_kl
 from kvinterp.patching.planted import Planted
 from kvinterp.paths import Runner
 from support import PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases, hooks_of, plain_forward
@@ -494,8 +494,8 @@ def test_every_lane_is_the_patch_it_says(load, case, direction):
         for lane, which in enumerate(wanted):
             patch = kv.Patch(site, tuple(which), positions=positions, donor=donor)
             found = []
-            watcher = PatchWatcher(model, [patch], prompt_length=len(PROMPT))
-            with Runner(model, kv.path_named(taker), torch.tensor([PROMPT]), 3, [watcher]) as runner:
+            hook = PatchHook(model, [patch], prompt_length=len(PROMPT))
+            with Runner(model, kv.path_named(taker), torch.tensor([PROMPT]), 3, [hook]) as runner:
                 for step in range(3):
                     token = None if step == 0 else torch.tensor([fed[step - 1]])
                     found.append(runner.advance(token)[0].clone())

@@ -209,22 +209,18 @@ def test_a_layer_that_does_not_exist(load) -> None:
 
 
 def test_nothing_stays_behind_after_an_error(load) -> None:
-    """A watcher that raises inside a forward leaves no mode on torch's stacks and no hook on the model."""
+    """A hook that raises inside a forward leaves no mode on torch's stacks and no hook on the model."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     from kvinterp.paths import Runner
+    from kvinterp.recording import PathHook
 
     adapter = load(Case("llama-gqa", "native", "eager"), "float32")
     before = hooks_of(adapter.model)
 
-    class Breaks:
-        places, listeners = (("resid_post", 1),), {("resid_post", 1): lambda _: 1 / 0}
-
-        def begin_step(self, step: int) -> None: ...
-
-        def begin_pass(self) -> None: ...
-
-        def on_read(self, place: object, keys: object, values: object) -> None: ...
+    class Breaks(PathHook):
+        def __init__(self) -> None:
+            self.listeners = {("resid_post", 1): lambda _: 1 / 0}
 
     for mode in ("batch_invariant", "split_k(4,float16)", "layer_cast"):
         path, tokens = path_named(f"cached[kernels={mode}]"), torch.tensor([[5, 6, 7]])

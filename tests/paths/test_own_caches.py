@@ -346,14 +346,14 @@ def test_a_patched_cache_stays_patched(stem, cache):
 
 
 def one_patch(model, cache, donor, steps):
-    from kvinterp.patching import PatchWatcher
+    from kvinterp.patching import PatchHook
     from kvinterp.paths import Runner
 
     adapter = kv.wrap(model)
     donor = dataclasses.replace(donor, prompt=tuple(PROMPT))
-    watcher = PatchWatcher(adapter, [kv.Patch("kv", None, None, "earlier", steps, donor)], prompt_length=len(PROMPT))
+    hook = PatchHook(adapter, [kv.Patch("kv", None, None, "earlier", steps, donor)], prompt_length=len(PROMPT))
     rows = []
-    with Runner(adapter, kv.path_named(f"cached[cache={cache}]"), torch.tensor([PROMPT]), STEPS, [watcher]) as runner:
+    with Runner(adapter, kv.path_named(f"cached[cache={cache}]"), torch.tensor([PROMPT]), STEPS, [hook]) as runner:
         for step in range(STEPS):
             rows.append(runner.advance(None if step == 0 else torch.tensor([FED[step - 1]]))[0].clone())
     return torch.stack(rows)

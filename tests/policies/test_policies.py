@@ -7,9 +7,10 @@ import torch
 from transformers import DynamicCache
 
 import kvinterp as kv
-from kvinterp.patching import PatchWatcher
+from kvinterp.patching import PatchHook
 from kvinterp.paths import Runner
 from kvinterp.policies import Chain, Policy
+from kvinterp.recording import PathHook
 from plain import FED
 from support import PROMPT, Case, assert_bitwise, assert_close
 
@@ -437,25 +438,19 @@ def patched(model, policy, steps, positions, cache="dynamic", donor_prompt=tuple
                    positions="all")  # fmt: skip
     donor = dataclasses.replace(donor, prompt=donor_prompt)
     patch = kv.Patch("kv", (1,), None, positions, steps, donor)
-    watcher = PatchWatcher(model, [patch], prompt_length=len(PROMPT), every_from=0)
+    hook = PatchHook(model, [patch], prompt_length=len(PROMPT), every_from=0)
     seen = Hearing()
-    with Runner(model, kv.Cached(policy, cache=cache), torch.tensor([PROMPT]), STEPS, [watcher, seen]) as runner:
+    with Runner(model, kv.Cached(policy, cache=cache), torch.tensor([PROMPT]), STEPS, [hook, seen]) as runner:
         for step in range(STEPS):
             runner.advance(None if step == 0 else torch.tensor([FED[step - 1]]))
     return seen.read, donor
 
 
-class Hearing:
+class Hearing(PathHook):
     """Keeps what attention reads at layer 1."""
 
     def __init__(self):
-        self.places, self.listeners, self.read = (), {}, []
-
-    def begin_step(self, step):
-        pass
-
-    def begin_pass(self):
-        pass
+        self.read = []
 
     def on_read(self, place, keys, values):
         if place.layer == 1:

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
-from kvinterp.comparison.recordable import recordable
+from kvinterp.comparison.recordable import COMPARED, recordable
 from kvinterp.comparison.rows import failed, of_example
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
@@ -32,26 +32,25 @@ from kvinterp.inputs import (
     listed,
     whole_numbers,
 )
-from kvinterp.models import Adapter, dtype_named, expand_sites, wrap
-from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Site
+from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.adapter import Site
+from kvinterp.models.sites import CACHE_SITES, LAYOUTS, expand_sites
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
+from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.runner import (
     first_nonfinite,
     in_batches,
 )
-from kvinterp.paths.sampling import uniforms
-from kvinterp.paths.vocabulary import end_tokens, padding_of, sound_rows
-from kvinterp.policies import Place
+from kvinterp.paths.sampling import drawing
+from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.provenance import provenance
 from kvinterp.reading.vocabulary import PROTOCOLS
-from kvinterp.recording import Watch
+from kvinterp.recording import SiteHook
 
 log = logging.getLogger("kvinterp")
 
 __all__ = ["compare"]
-
-COMPARED = (*RESIDUAL_SITES, "pattern", *CACHE_SITES)
 
 
 def compare(
@@ -123,17 +122,10 @@ def compare(
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
     names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
     with located(f"model {adapter.facts.name}, {path_a} against {path_b}"), own_threads(adapter):
+        sites, layers = _compared(adapter, record, layers, (path_a, path_b)), chosen_layers(adapter, layers)
         pair = _Pair(
-            adapter,
-            (path_a, path_b),
-            protocol,
-            strategy,
-            seed,
-            max_new_tokens,
-            _compared(adapter, record, layers, (path_a, path_b)),
-            cache_errors,
+            adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, forced, stop, sites, layers, cache_errors
         )
-        pair.prepare(layers, forced, stop)
         say(forecast(adapter.facts, pair.sites, len(pair.layers), [len(t) for t in tokens], pair.length, cache_errors))
         with tqdm(total=len(tokens), desc="comparing", unit="prompt", disable=None if progress == "bar" else True) as bar:
 
@@ -160,29 +152,31 @@ def compare(
     return made
 
 
-class _Glimpse:
+class NewestActivations(SiteHook):
     """Holds what one path shows at the newest position, until the next step."""
 
     def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
-        self.watch, self.architecture = Watch(adapter, wanted, self._see, "newest"), adapter.facts.architecture
-        self.places, self.listeners = self.watch.places, self.watch.listeners
-        self.begin_pass, self.seen = self.watch.begin_pass, dict[Site, Tensor]()
+        super().__init__(adapter, wanted, "newest")
+        self.architecture, self.seen = adapter.facts.architecture, dict[Site, Tensor]()
 
     def begin_step(self, step: int) -> None:
+        """Lets go of the step before."""
         self.seen.clear()
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        self.watch.on_read(place, keys, values)
+    def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
+        """Holds the newest row; of a cache site all rows.
 
-    def _see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
-        whole = site in CACHE_SITES
-        if site in RESIDUAL_SITES and tensor.dim() != 3:
+        Raises:
+            UnsupportedError: A residual site holds several streams.
+        """
+        layout = LAYOUTS[site]
+        if layout.group == "residual" and tensor.dim() != layout.dimensions:
             # Gemma 3n, DeepSeek-V4 and others carry several streams, which are mixed at every block.
             raise UnsupportedError(
                 f"{site} of {self.architecture} is several residual streams side by side, of shape "
                 f"{tuple(tensor.shape)}, and cannot be compared as one: leave it out, as in record='kv'."
             )
-        self.seen[site, layer] = tensor if whole else tensor[:, :, -1] if site == "pattern" else tensor[:, -1]
+        self.seen[site, layer] = tensor if layout.group == "cache" else tensor.select(layout.rows, -1)
 
 
 @dataclasses.dataclass
@@ -195,21 +189,17 @@ class _Pair:
     strategy: Strategy
     seed: int
     steps: int
+    continuation: Sequence[int] | None
+    stop: str
     sites: tuple[str, ...]
+    layers: tuple[int, ...]
     cache_errors: str
 
-    @property
-    def length(self) -> int:
-        """Most steps: those that are asked for, or as many as there are tokens to feed."""
-        return self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
-
-    def prepare(self, layers: Iterable[int] | None, continuation: Sequence[int] | None, stop: str) -> None:
-        self.layers = chosen_layers(self.adapter, layers)
-        self.continuation, self.stop = continuation, stop
+    def __post_init__(self) -> None:
         self.wanted = [(site, layer) for site in self.sites for layer in self.layers]
         self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
         for target in self.targets:
-            _Glimpse(target, self.wanted)
+            NewestActivations(target, self.wanted)
         self.about = provenance(
             self.adapter,
             paths={"a": str(self.paths[0]), "b": str(self.paths[1])},
@@ -219,82 +209,65 @@ class _Pair:
             derived=[site for site in self.sites if any(target.derives(site) for target in self.targets)],
         )
 
+    @property
+    def length(self) -> int:
+        """Most steps: those that are asked for, or as many as there are tokens to feed."""
+        return self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
+
     def batch(self, indices: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]) -> list[Comparison]:
         """Runs one batch and returns a comparison for each prompt."""
-        facts, size = self.adapter.facts, len(prompts)
+        facts = self.adapter.facts
         prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
-        random = torch.stack([uniforms(self.seed, i, self.steps) for i in indices]).to(prompt.device)
+        choose = drawing(self.strategy, self.seed, indices, self.steps, prompt.device)
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
-        forced = None if self.continuation is None else torch.tensor(list(self.continuation), device=prompt.device)
-        length = self.length
-        glimpses = [_Glimpse(target, self.wanted) for target in self.targets]
+        given = fed_to_all(self.continuation, 2, len(prompts), prompt.device)
+        newest = [NewestActivations(target, self.wanted) for target in self.targets]
         differences = Differences(self.layers, range(facts.query_heads), range(facts.kv_heads), self.cache_errors)
-        chosen: list[Tensor] = []
-        fed: list[Tensor] = []
-        finite: list[Tensor] = []
-        over = torch.zeros(size, dtype=torch.bool, device=prompt.device)
-        flipped = torch.zeros_like(over)
-        self.padding: Tensor | None = None
-        runners = [Runner(self.adapter, p, prompt, length, [g]) for p, g in zip(self.paths, glimpses, strict=True)]
+        collected, flipped = Collected(), torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
+        runners = [Runner(self.adapter, p, prompt, self.length, [n]) for p, n in zip(self.paths, newest, strict=True)]
         about = {**self.about, "caches": {side: runner.cache for side, runner in zip("ab", runners, strict=True)}}
+        follows = (0, 0) if self.protocol == "matched" else (0, 1)
         with runners[0], runners[1]:
-            feeds: list[Tensor | None] = [None, None]
-            for step in range(length):
-                logits = [runner.advance(feed).to(prompt.device) for runner, feed in zip(runners, feeds, strict=True)]
-                picks = [self.strategy.choose(row, random[:, step]) for row in logits]
-                if self.padding is None:
-                    self.padding = padding_of(logits)
-                    tokens = (~self.padding).nonzero().flatten() if bool(self.padding.any()) else slice(None)
-                a, b = (row[:, tokens] for row in logits)
+            for now in lockstep(runners, self.length, choose, follows=follows, given=given, ends=ends):
+                collected.add(now)
                 differences.add(
-                    step,
+                    now.number,
                     indices,
-                    prompt.shape[1] + step,
-                    (a, b),
-                    (glimpses[0].seen, glimpses[1].seen),
-                    _kinds(over, flipped),
+                    prompt.shape[1] + now.number,
+                    (collected.tokens_only(now.logits[0]), collected.tokens_only(now.logits[1])),
+                    (newest[0].seen, newest[1].seen),
+                    _kinds(now.over, flipped),
                 )
-                flipped = flipped | (picks[0] != picks[1])
-                chosen.append(torch.stack(picks))
-                finite.append(torch.stack([sound_rows(row, self.padding) for row in logits]))
-                lead = picks[0] if forced is None or step >= len(forced) else forced[step].expand(size)
-                feeds = [lead, lead] if self.protocol == "matched" else list(picks)
-                fed.append(torch.stack([feed for feed in feeds if feed is not None]))
-                if ends is not None:
-                    over = over | torch.isin(fed[-1], ends).any(0)
-                    if bool(over.all()):
-                        break
-        stacked = (
-            torch.stack(chosen, -1).tolist(),
-            torch.stack(fed, -1).tolist(),
-            torch.stack(finite, -1).cpu().numpy(),
-        )
+                flipped = flipped | (now.chosen[0] != now.chosen[1])
         frames = differences.frames(indices)
         stops = [] if ends is None else ends.tolist()
+        # Numbered by lane first; each prompt asks for both lanes' rows.
+        rows = [[*zip(*of_lanes, strict=True)] for of_lanes in collected.lists()]
         return [
-            self._one(row, indices[row], prompts[row], names[row], *stacked, frames, stops, about) for row in range(size)
+            self._one(
+                example, names[row], prompts[row], [each[row] for each in rows], collected.padding, frames, stops, about
+            )
+            for row, example in enumerate(indices)
         ]
 
     def _one(
         self,
-        row: int,
         example: int,
-        prompt: Sequence[int],
         name: str,
-        chosen: list[list[list[int]]],
-        fed: list[list[list[int]]],
-        finite: np.ndarray,
+        prompt: Sequence[int],
+        collected: Sequence[Any],
+        padding: Tensor | None,
         frames: dict[str, pd.DataFrame],
         stops: Sequence[int],
         about: dict[str, Any],
     ) -> Comparison:
-        both = list(zip(fed[0][row], fed[1][row], strict=True))
-        count = next((i + 1 for i, pair in enumerate(both) if set(pair) & set(stops)), len(both))
-        for side, path in enumerate(self.paths):
-            if not finite[side, row, :count].all():
-                message = first_nonfinite(self.adapter, path, prompt, fed[side][row][: count - 1], self.padding)
+        chosen, fed, sound = collected
+        count = min(length_of(tokens, stops) for tokens in fed)
+        for path, tokens, fine in zip(self.paths, fed, sound, strict=True):
+            if not all(fine[:count]):
+                message = first_nonfinite(self.adapter, path, prompt, tokens[: count - 1], padding)
                 return failed(example, name, message, frames, about)
-        a, b = (np.asarray(chosen[side][row][:count]) for side in (0, 1))
+        a, b = (np.asarray(tokens[:count]) for tokens in chosen)
         texts = (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
         return of_example(example, name, prompt, frames, (a, b), texts, about)
 

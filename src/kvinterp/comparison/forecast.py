@@ -7,7 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kvinterp.comparison.tables import Differences
-from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Facts
+from kvinterp.models.adapter import Facts
+from kvinterp.models.sites import CACHE_SITES, RESIDUAL_SITES
 
 __all__ = ["Forecast", "forecast", "say"]
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from kvinterp.errors import UnsupportedError
-from kvinterp.models import Adapter, expand_sites
-from kvinterp.recording import Watch
+from kvinterp.models import Adapter
+from kvinterp.models.sites import CACHE_SITES, RESIDUAL_SITES, expand_sites
+from kvinterp.recording import SiteHook
 
-__all__ = ["DEFAULT_RECORD", "recordable"]
+__all__ = ["COMPARED", "DEFAULT_RECORD", "recordable"]
 
 DEFAULT_RECORD = ("resid_post", "pattern", "kv")
+COMPARED = (*RESIDUAL_SITES, "pattern", *CACHE_SITES)
+"""All sites that can be compared."""
 
 
 def recordable(
@@ -33,22 +34,18 @@ def recordable(
     """
     if record is not None:
         sites = expand_sites(record)
-        _watch(adapter, sites, layers)
+        _check(adapter, sites, layers)
         return sites, {}
     kept: list[str] = []
     left_out: dict[str, str] = {}
     for name in DEFAULT_RECORD:
         try:
-            _watch(adapter, expand_sites(name), layers)
+            _check(adapter, expand_sites(name), layers)
             kept += expand_sites(name)
         except UnsupportedError as error:
             left_out[name] = str(error)
     return tuple(kept), left_out
 
 
-def _watch(adapter: Adapter, sites: Sequence[str], layers: Sequence[int]) -> None:
-    Watch(adapter, [(site, layer) for site in sites for layer in layers], _nothing)
-
-
-def _nothing(site: str, layer: int, start: int, tensor: Tensor) -> None:
-    return None
+def _check(adapter: Adapter, sites: Sequence[str], layers: Sequence[int]) -> None:
+    SiteHook(adapter, [(site, layer) for site in sites for layer in layers])

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvinterp import metrics
 from kvinterp.comparison.cache_errors import CacheErrors
 from kvinterp.comparison.table import Table
-from kvinterp.models.adapter import RESIDUAL_SITES, Site
+from kvinterp.models.adapter import Site
+from kvinterp.models.sites import RESIDUAL_SITES
 
 __all__ = ["Differences"]
 

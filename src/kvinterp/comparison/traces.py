@@ -9,11 +9,13 @@ from torch import Tensor
 
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison
+from kvinterp.comparison.recordable import COMPARED
 from kvinterp.comparison.rows import of_example
 from kvinterp.comparison.tables import Differences
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_choice, check_instance
-from kvinterp.models.adapter import CACHE_SITES, RESIDUAL_SITES, Site
+from kvinterp.models.adapter import Site
+from kvinterp.models.sites import CACHE_SITES, LAYOUTS
 from kvinterp.paths.vocabulary import padding_of
 from kvinterp.recording import Trace
 from kvinterp.recording.recorder import ROWS
@@ -81,11 +83,13 @@ def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
     index = trace.steps.index(step)
     seen = {}
     for (site, layer), kept in trace.records.items():
-        tensor = kept[index][None]
-        if (site in RESIDUAL_SITES and tensor.dim() == 3) or (site == "pattern" and tensor.dim() == 4):
-            tensor = tensor[..., -1, :]
-        newest = {1: site in RESIDUAL_SITES, 2: site == "pattern", 3: site in CACHE_SITES}
-        if newest.get(tensor.dim() - 1, False):
+        if site not in COMPARED:
+            continue
+        # A cache is compared whole, everything else at the newest position.
+        layout, tensor, whole = LAYOUTS[site], kept[index][None], site in CACHE_SITES
+        if not whole and tensor.dim() == layout.dimensions:
+            tensor = tensor.select(layout.rows, -1)
+        if tensor.dim() == layout.dimensions - (not whole):
             seen[site, layer] = tensor
     return seen
 

@@ -3,18 +3,6 @@
 An adapter forwards tokens with or without a cache, names the sites it has, hooks a site at a layer, and tells its facts.
 The loops in ``paths/`` hand it a :class:`KVStore`, over the model's own cache or over memory of kvinterp's; the adapter
 dresses the latter as whatever cache its model expects.
-
-Layouts are the same for every kind:
-
-==================================================  =============================================
-sites                                               shape
-==================================================  =============================================
-resid_pre, resid_mid, resid_post, attn_out, mlp_out  ``[batch, position, width]``
-q, z                                                ``[batch, position, query_head, head_dim]``
-k, v                                                ``[batch, position, kv_head, head_dim]``
-attn_scores, pattern                                ``[batch, query_head, query, key]``
-cache_k, cache_k_pre, cache_v                       ``[batch, kv_head, position, head_dim]``
-==================================================  =============================================
 """
 
 from __future__ import annotations
@@ -30,17 +18,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError, unknown
-from kvinterp.inputs import check_known, given_list
 from kvinterp.models.apart import check_apart
 from kvinterp.models.attaching import Attaching, Listener, Site
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.mark import Mark, mark_of, settings_of, weights_hash
+from kvinterp.models.sites import layout_of
 from kvinterp.models.taps import Tap, remove_own_hooks
 
 __all__ = [
-    "CACHE_SITES",
-    "RESIDUAL_SITES",
-    "SITES",
     "Adapter",
     "CacheRead",
     "Facts",
@@ -50,28 +35,7 @@ __all__ = [
     "Site",
     "Tap",
     "dtype_named",
-    "expand_sites",
 ]
-
-RESIDUAL_SITES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
-CACHE_SITES = ("cache_k", "cache_k_pre", "cache_v")
-SITES: dict[str, str] = {
-    "resid_pre": "residual stream entering the block",
-    "resid_mid": "residual stream between attention and MLP",
-    "resid_post": "residual stream leaving the block",
-    "attn_out": "what attention adds to the residual stream",
-    "mlp_out": "what the MLP adds to the residual stream",
-    "q": "queries before RoPE, after the norm on queries where there is one",
-    "k": "keys of the new positions before RoPE, after the norm on keys where there is one",
-    "v": "values as projected for the new positions",
-    "z": "attention's output per head, before the output projection",
-    "attn_scores": "attention scores, masked, before the softmax",
-    "pattern": "attention probabilities after the softmax",
-    "cache_k": "keys of every position as attention reads them, after RoPE",
-    "cache_k_pre": "keys of every position before RoPE",
-    "cache_v": "values of every position as attention reads them",
-}
-GROUPS = {"kv": ("cache_k", "cache_v"), "resid": ("resid_pre", "resid_mid", "resid_post")}
 
 DTYPES = {
     "float16": torch.float16,
@@ -96,24 +60,6 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if name not in DTYPES:
         raise unknown("dtype", name, DTYPES)
     return DTYPES[name]
-
-
-def expand_sites(sites: str | Sequence[str]) -> tuple[str, ...]:
-    """Expands groups (``kv``, ``resid``) and checks names, keeping the order given.
-
-    Args:
-        sites: Names, or one comma-separated text such as ``"resid_post,pattern,kv"``.
-
-    Raises:
-        InputError: A name is not a site; the near names are offered.
-    """
-    if isinstance(sites, str):
-        sites = [part.strip() for part in sites.split(",") if part.strip()]
-    expanded: list[str] = []
-    for name in given_list("sites", sites, "names such as 'resid_post,kv', or a list of them"):
-        check_known("site", name, [*SITES, *GROUPS])
-        expanded += [site for site in GROUPS.get(name, (name,)) if site not in expanded]
-    return tuple(expanded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +94,11 @@ class Facts:
     windows: tuple[int | None, ...]
     cached_keys_rotated: bool
     attention: str
+
+    def heads_of(self, site: str) -> tuple[int, str]:
+        """How many heads a site or a group of sites has and what they are called; ``(0, "")`` where it has none."""
+        kind = layout_of(site).head_kind
+        return {"query": self.query_heads, "KV": self.kv_heads, "": 0}[kind], f"{kind} head" if kind else ""
 
 
 ModuleState = dict["tuple[nn.Module, str]", Any]

@@ -3,13 +3,13 @@
 from kvinterp.patching.around import patched
 from kvinterp.patching.decomposition import Decomposition, decompose
 from kvinterp.patching.donors import donor_trace
+from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.localising import Cause, localise
 from kvinterp.patching.patch import PATCH_SITES, Patch
 from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.sweeping import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, highest_kl, sweep
 from kvinterp.patching.table import Sweep
-from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.reading.vocabulary import ANEW, PARTS
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "Cause",
     "Decomposition",
     "Patch",
-    "PatchWatcher",
+    "PatchHook",
     "Plant",
     "PureRecompute",
     "Sweep",

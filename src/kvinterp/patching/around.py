@@ -12,8 +12,8 @@ from kvinterp.errors import InputError
 from kvinterp.inputs import check_instance, chosen_layers, given_list
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.passes import Passes
+from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch
-from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.policies import Place
 
 __all__ = ["patched"]
@@ -22,7 +22,7 @@ CONTEXT = "kv.patched"
 
 
 @contextlib.contextmanager
-def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatcher]:
+def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]:
     """Patches the user's own forwards on anyone's model; each pass through its blocks is one step, from 0.
 
     Passes are counted where the model computes, as :func:`kvinterp.record` counts them, and every one of them is patched
@@ -53,15 +53,15 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatch
         if patch.donor is None:
             raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
     with adapter.alone(CONTEXT):
-        watcher = PatchWatcher(adapter, given, every_from=0)
-        patching = _Patching(adapter, watcher)
+        hook = PatchHook(adapter, given, every_from=0)
+        patching = _Patching(adapter, hook)
         passes = Passes(adapter, patching, CONTEXT)
-        listeners = {place: [heard] for place, heard in watcher.listeners.items()}
-        with adapter.attached(watcher.places, CONTEXT), adapter.listening(listeners), passes.heard():
-            yield watcher
+        listeners = {place: [heard] for place, heard in hook.listeners.items()}
+        with adapter.attached(hook.places, CONTEXT), adapter.listening(listeners), passes.heard():
+            yield hook
     if passes.silent:
         raise InputError(f"{CONTEXT} changed nothing: {passes.silence()}")
-    for patch, moved in zip(given, watcher.moved, strict=True):
+    for patch, moved in zip(given, hook.moved, strict=True):
         if not moved and not passes.cut:
             raise InputError(f"{CONTEXT} changed nothing by the patch of {patch.site!r}: {patching.why_not(patch)}")
 
@@ -69,24 +69,24 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchWatch
 class _Patching:
     """Makes a step of every pass, and leads what attention reads from the user's cache through the patches."""
 
-    def __init__(self, adapter: Adapter, watcher: PatchWatcher) -> None:
-        self.adapter, self.watcher = adapter, watcher
+    def __init__(self, adapter: Adapter, hook: PatchHook) -> None:
+        self.adapter, self.hook = adapter, hook
         self.step = 0
         self.ran: set[int] = set()
 
     def pass_begins(self, new: int, held: int) -> None:
         """Begins a step."""
-        self.watcher.at(self.step, held + new)
-        for patch in self.watcher.patches:
-            if patch.active(self.step, self.watcher.every_from) and patch.starts_at >= self.watcher.end:
+        self.hook.at(self.step, held + new)
+        for patch in self.hook.patches:
+            if patch.active(self.step, self.hook.every_from) and patch.starts_at >= self.hook.end:
                 raise InputError(
-                    f"position {patch.starts_at} does not exist: the context holds {self.watcher.end} positions at step "
+                    f"position {patch.starts_at} does not exist: the context holds {self.hook.end} positions at step "
                     f"{self.step}."
                 )
 
     def block_begins(self, layer: int, cache: Any) -> Callable[[], None] | None:
         """Lets patches of the cache replace what this block's attention reads."""
-        if not self.watcher.reads_cache_of(layer, self.step):
+        if not self.hook.reads_cache_of(layer, self.step):
             return None
         return self.adapter.intercept_cache(layer, cache, self._reads)
 
@@ -108,7 +108,7 @@ class _Patching:
     def why_not(self, patch: Patch) -> str:
         """Why a patch moved nothing, and what to do."""
         seen = f"{self.step} forward{'s' if self.step > 1 else ''} ran, step 0{f' to {self.step - 1}' if self.step > 1 else ''}"
-        if not any(patch.active(step, self.watcher.every_from) for step in range(self.step)):
+        if not any(patch.active(step, self.hook.every_from) for step in range(self.step)):
             named = "step 1" if patch.steps == "first" else f"steps={patch.steps!r}"
             return f"it is for {named}, and {seen}: name one that runs, such as steps=(0,), or leave steps out for all of them."
         layers = chosen_layers(self.adapter, patch.layers)
@@ -124,4 +124,4 @@ class _Patching:
 
     def _reads(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         place = Place(layer, start, start + keys.shape[2], self.adapter.facts.cached_keys_rotated)
-        return self.watcher.on_read(place, keys, values)
+        return self.hook.on_read(place, keys, values)

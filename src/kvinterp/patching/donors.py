@@ -10,10 +10,9 @@ from torch import Tensor
 from kvinterp.errors import InputError, UnsupportedError, unexpected
 from kvinterp.inputs import check_instance, chosen_layers, token_ids
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import CACHE_SITES
+from kvinterp.models.sites import LAYOUTS, ROWS
 from kvinterp.patching.patch import Patch, stored_sites
 from kvinterp.recording import Recorder, Trace
-from kvinterp.recording.recorder import HEADS, ROWS
 
 __all__ = ["check_donor", "donor_trace", "rows_of"]
 
@@ -52,20 +51,21 @@ def _no_step(donor: Trace, step: int) -> InputError:
     )
 
 
-def rows_of(donor: Trace, site: str, layer: int, step: int, rows: int) -> tuple[int, Tensor]:
+def rows_of(donor: Trace, site: str, layer: int, step: int) -> tuple[int, Tensor]:
     """The donor's rows at a step with the absolute position of the first, gathered over steps for a cached donor."""
     if step not in donor.steps:
         raise _no_step(donor, step)
     index = donor.steps.index(step)
     kept = donor.records[site, layer]
-    if (ROWS, layer) in donor.records and (site == "pattern" or site in CACHE_SITES):
+    layout = LAYOUTS[site]
+    rows = layout.rows
+    if (ROWS, layer) in donor.records and not layout.gathers:
         raise UnsupportedError(
             f"the donor's {site} cannot be moved: path {donor.path} lets go of rows, so positions cannot be matched: patch q, k, "
             "v or z, or give a donor that keeps all rows."
         )
-    whole = _dimensions(site)
-    if kept[index].dim() < whole:
-        # Recorded at the newest position: one row, without the dimension.
+    if kept[index].dim() < layout.dimensions - 1:
+        # Recorded at the newest position: one row, without the dimension; and never that of the batch.
         return len(donor.prompt) + step - 1, kept[index].unsqueeze(rows - 1)[None]
     here = kept[index]
     held = len(donor.prompt) + step
@@ -74,17 +74,11 @@ def rows_of(donor: Trace, site: str, layer: int, step: int, rows: int) -> tuple[
             f"the donor's pattern at layer {layer} has {here.shape[-1]} keys in a context of {held} positions, as with a "
             "static cache, so keys cannot be matched: record it with a cache that grows."
         )
-    gathers = site not in CACHE_SITES and site != "pattern" and donor.path.startswith("cached")
-    if gathers and list(donor.steps[: index + 1]) == list(range(step + 1)):
+    if layout.gathers and donor.path.startswith("cached") and list(donor.steps[: index + 1]) == list(range(step + 1)):
         here = torch.cat(kept[: index + 1], rows - 1)
         # A refresh computes rows anew that earlier steps had.
         here = here.narrow(rows - 1, here.shape[rows - 1] - held, held)
     return len(donor.prompt) + step - here.shape[rows - 1], here[None]
-
-
-def _dimensions(site: str) -> int:
-    """Dimensions of a site's record at all positions, without the batch."""
-    return 3 if site in HEADS else 2
 
 
 def donor_trace(recorder: Recorder, prompt: Sequence[int], fed: Sequence[int] = ()) -> Trace:
@@ -121,7 +115,7 @@ def donor_trace(recorder: Recorder, prompt: Sequence[int], fed: Sequence[int] = 
     if any(tensor.shape[0] != 1 for kept in recorder.kept.values() for tensor in kept):
         raise InputError("the recorded forwards hold several prompts at once: record one prompt at a time.")
     # Every row from position 0 in a later forward means that it ran without a cache.
-    rows = [kept[-1].shape[1] for (site, _), kept in recorder.kept.items() if site not in CACHE_SITES and site != "pattern"]
+    rows = [kept[-1].shape[1] for (site, _), kept in recorder.kept.items() if LAYOUTS[site].gathers]
     cached = bool(fed) and recorder.positions == "all" and bool(rows) and rows[0] == 1
     records = {place: [tensor[0] for tensor in kept] for place, kept in recorder.kept.items()}
     form = "cached" if cached else "recompute"

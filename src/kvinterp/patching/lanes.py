@@ -1,25 +1,24 @@
-"""Lanes: paths that advance step by step beside each other, some giving tensors, some taking them."""
+"""What gives tensors to patches and what takes them, as lanes of :func:`kvinterp.paths.decode.lockstep`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
-from types import TracebackType
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.errors import InputError
-from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.adapter import CACHE_SITES, Site
+from kvinterp.models import Adapter
+from kvinterp.models.adapter import Site
+from kvinterp.models.sites import LAYOUTS
+from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.watcher import PatchWatcher
-from kvinterp.paths import ExecutionPath, Runner, Watcher, path_named
-from kvinterp.policies import Place
-from kvinterp.recording import Watch
+from kvinterp.paths import ExecutionPath, path_named
+from kvinterp.recording import SiteHook
 
-__all__ = ["Donor", "PureLane", "RunnerLane", "two_paths"]
+__all__ = ["Donor", "PureLane", "two_paths"]
 
 
 def two_paths(
@@ -40,8 +39,8 @@ def two_paths(
     return dataclasses.replace(paths[0], dtype=dtype), dataclasses.replace(paths[1], dtype=dtype)
 
 
-class Donor:
-    """A watcher that holds what its path shows at this step, whole, for patches to take from.
+class Donor(SiteHook):
+    """Holds what its path shows at this step, whole, for patches to take from.
 
     Args:
         adapter: The model the donor path runs.
@@ -51,12 +50,11 @@ class Donor:
     """
 
     def __init__(self, adapter: Adapter, wanted: Iterable[Site], prompt_length: int, gather: Collection[str] = ()) -> None:
-        self.watch = Watch(adapter, dict.fromkeys(wanted), self._see)
-        self.places, self.listeners = self.watch.places, self.watch.listeners
+        super().__init__(adapter, dict.fromkeys(wanted))
         self.prompt_length, self.gather = prompt_length, frozenset(gather)
         self.end = prompt_length
         self._now: dict[Site, Tensor] = {}
-        self._rows: dict[Site, list[Tensor]] = {}
+        self._gathered: dict[Site, list[Tensor]] = {}
 
     def begin_step(self, step: int) -> None:
         """What follows belongs to this step."""
@@ -65,72 +63,52 @@ class Donor:
 
     def begin_pass(self) -> None:
         """A forward from position 0 follows: rows gathered before are computed anew."""
-        self.watch.begin_pass()
-        self._rows.clear()
-
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        """Hears what attention reads."""
-        self.watch.on_read(place, keys, values)
+        super().begin_pass()
+        self._gathered.clear()
 
     def window(self, site: str, layer: int) -> tuple[int, Tensor]:
         """The tensor of a site at this step and the absolute position of its first row."""
-        rows = 2 if site in CACHE_SITES or site == "pattern" else 1
-        gathered = self._rows.get((site, layer))
+        gathered = self._gathered.get((site, layer))
         tensor = self._now[site, layer] if gathered is None else torch.cat(gathered, 1)
-        return self.end - tensor.shape[rows], tensor
+        return self.end - tensor.shape[LAYOUTS[site].rows], tensor
 
     def window_aligned_to(self, end: int, site: str, layer: int) -> tuple[int, Tensor]:
         """As :meth:`window`, with positions shifted so that its newest is the newest of a context of ``end``."""
         start, tensor = self.window(site, layer)
         return start + end - self.end, tensor
 
-    def _see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
-        # A view would be enough but for the cache, whose memory a patch may write into.
-        self._now[site, layer] = tensor.clone() if site in CACHE_SITES else tensor
+    def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
+        """Holds the tensor; a copy of the cache's, into whose memory a patch may write."""
+        self._now[site, layer] = tensor.clone() if LAYOUTS[site].group == "cache" else tensor
         if site in self.gather:
-            self._rows.setdefault((site, layer), []).append(tensor)
-
-
-class RunnerLane:
-    """A path advanced by a :class:`Runner`: the cached one, which carries state, or a donor."""
-
-    def __init__(
-        self, adapter: Adapter, path: ExecutionPath, prompt: Sequence[int], room: int, watchers: Sequence[Watcher] = ()
-    ) -> None:
-        device = adapter.at(dtype_named(path.dtype)).device
-        self._runner = Runner(adapter, path, torch.tensor([list(prompt)], device=device), room, watchers)
-        self._device = device
-
-    def __enter__(self) -> RunnerLane:
-        self._runner.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._runner.__exit__(kind, error, trace)
-
-    def advance(self, token: int | None) -> Float[Tensor, " vocab"]:
-        """Logits of the next step."""
-        return self._runner.advance(None if token is None else torch.tensor([token], device=self._device))[0]
+            self._gathered.setdefault((site, layer), []).append(tensor)
 
 
 class PureLane:
-    """A recompute path with patches: a pure function of its tokens, so steps without a patch are looked up."""
+    """A recompute path with patches: a pure function of its tokens, so steps without a patch are looked up.
 
-    def __init__(self, pure: PureRecompute, prompt: Sequence[int], watcher: PatchWatcher | None) -> None:
-        self.pure, self.tokens, self.watcher = pure, list(prompt), watcher
+    Args:
+        pure: The path.
+        prompt: Token ids.
+        hook: The patches, or None for the path as it is.
+        captured: The steps at which every block's output is kept for the lanes on the same tokens.
+    """
+
+    def __init__(
+        self,
+        pure: PureRecompute,
+        prompt: Sequence[int],
+        hook: PatchHook | None,
+        captured: Collection[int] = (),
+    ) -> None:
+        self.pure, self.tokens, self.hook, self.captured = pure, list(prompt), hook, frozenset(captured)
         self.step = -1
 
-    def __enter__(self) -> PureLane:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def advance(self, token: int | None) -> Float[Tensor, " vocab"]:
+    def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
         """Logits of the next step."""
         self.step += 1
-        if token is not None:
-            self.tokens.append(token)
-        if self.watcher is None or not self.watcher.active(self.step):
-            return self.pure.logits(self.tokens)
-        return self.pure.patched(self.tokens, self.step, self.watcher)
+        if tokens is not None:
+            self.tokens.append(int(tokens))
+        if self.hook is not None and self.hook.active(self.step):
+            return self.pure.patched(self.tokens, self.step, self.hook)[None]
+        return (self.pure.capture if self.step in self.captured else self.pure.logits)(self.tokens)[None]

@@ -26,13 +26,14 @@ from kvinterp.inputs import check_instance, encode
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.decomposition import check_splittable, measured
+from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import PLACES, Plant
-from kvinterp.patching.splitting import KeysValues, Lane, Rows, Shown, Split
-from kvinterp.patching.watcher import PatchWatcher
+from kvinterp.patching.splitting import KeysValues, Rows, Shown, Split, StreamRunner
 from kvinterp.paths import ExecutionPath
 from kvinterp.reading.vocabulary import PARTS
+from kvinterp.recording import PathHook
 
 __all__ = ["Cause", "localise"]
 
@@ -145,7 +146,7 @@ class _Search:
     def cause(self) -> Cause:
         (_, first), (_, shown) = self.split.steps()
         row = measured(shown, "step 1")
-        self.token = int(first["cached"].logits.argmax())
+        self.token = first["cached"].logits.argmax()[None]
         table = pd.DataFrame(columns=COLUMNS)
         if row["most"] != "none":
             table = self._table(shown, {part: row[f"{part}_l2"] for part in PARTS})
@@ -181,7 +182,7 @@ class _Search:
             def window(_: str, at: int) -> tuple[int, Tensor]:
                 return end - 1, streams[at][None, None]
 
-            back = PatchWatcher(model, [Patch("resid_post", (layer,), None, "newest", "first")], window, end - 1)
+            back = PatchHook(model, [Patch("resid_post", (layer,), None, "newest", "first")], window, end - 1)
             return self._second(self.split.one_row, self._rows(self.split.now), back)
 
         lanes = [shown["one_row"], *map(behind, self.layers), shown["recompute"]]
@@ -209,12 +210,13 @@ class _Search:
         rows.held = held
         return rows
 
-    def _second(self, path: ExecutionPath, rows: Rows, *watchers: Any) -> Shown:
+    def _second(self, path: ExecutionPath, rows: Rows, *hooks: PathHook) -> Shown:
         """Step 1 of a lane in which the prompt's rows are replaced."""
-        with Lane(self.split, path, [rows, *watchers]) as lane:
-            lane.advance(None)
+        lane = StreamRunner(self.split, path, [rows, *hooks])
+        with lane:
+            lane.advance()
             rows.stop = len(self.split.prompt)
-            return lane.advance(self.token)
+            return lane.shown(lane.advance(self.token))
 
 
 def _pairs(lanes: Sequence[Shown]) -> list[tuple[Shown, Shown]]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_instance, check_known, given_list, whole_number
-from kvinterp.models import SITES, Adapter
-from kvinterp.models.adapter import CACHE_SITES
+from kvinterp.models import Adapter
+from kvinterp.models.sites import CACHE_SITES, SITES
 from kvinterp.recording import Trace
 
 __all__ = ["PATCHED_CACHE", "PATCH_SITES", "Patch", "Positions", "stored_sites"]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_known, check_number, check_whole
-from kvinterp.models import SITES, Adapter
-from kvinterp.models.adapter import CACHE_SITES, Listener, Site
+from kvinterp.models import Adapter
+from kvinterp.models.adapter import Site
+from kvinterp.models.sites import LAYOUTS
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.runner import LOGITS
 from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
+from kvinterp.recording import LOGITS, PathHook
 
-__all__ = ["ONE_ROW", "PLACES", "PLANTED", "Plant", "PlantWatcher", "Planted", "nudged"]
+__all__ = ["ONE_ROW", "PLACES", "PLANTED", "Plant", "PlantHook", "Planted", "nudged"]
 
 PLACES = {
     "kv": "K and V as the cached path keeps them at a layer",
@@ -29,7 +29,7 @@ PLACES = {
 PLANTED = ("kv", "row", "unembedding")
 """Where one can be planted: all that belongs to the cached path."""
 STEPS = ("every", "first")
-ONE_ROW = tuple(site for site in SITES if site not in (*CACHE_SITES, "attn_scores", "pattern", "resid_pre"))
+ONE_ROW = tuple(site for site, layout in LAYOUTS.items() if layout.gathers and site != "resid_pre")
 """Where a layer's one-row result can be moved; ``resid_pre`` is the result of the layer before."""
 
 
@@ -77,30 +77,23 @@ class Plant:
             return path
         return dataclasses.replace(path, policy=Planted(self.layer, self.units, self.bits, prompt_length))
 
-    def watcher(self) -> PlantWatcher:
+    def hook(self) -> PlantHook:
         """What puts the difference into one-row computations, if that is the place."""
-        return PlantWatcher(self)
+        return PlantHook(self)
 
 
-class PlantWatcher:
+class PlantHook(PathHook):
     """Puts the difference into the one-row computations of one path, from step 1 on."""
 
     def __init__(self, plant: Plant) -> None:
         self.plant = plant
         place: Site = LOGITS if plant.place == "unembedding" else (plant.site, plant.layer)
-        self.listeners: Mapping[Site, Listener] = {} if plant.place == "kv" else {place: self._nudge}
-        self.places: Sequence[Site] = [site for site in self.listeners if site != LOGITS]
+        self.listeners = {} if plant.place == "kv" else {place: self._nudge}
         self.step = 0
 
     def begin_step(self, step: int) -> None:
         """What follows belongs to this step."""
         self.step = step
-
-    def begin_pass(self) -> None:
-        """A forward from position 0 follows."""
-
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        """K and V are planted where they are written, by the policy."""
 
     def _nudge(self, tensor: Tensor) -> Tensor | None:
         planted = self.step >= 1 if self.plant.steps == "every" else self.step == 1

@@ -6,7 +6,6 @@ the blocks before the first patched one would return just what they returned wit
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.patching.watcher import PatchWatcher
+from kvinterp.patching.hook import PatchHook
 from kvinterp.paths import ExecutionPath
+from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.store import PassThrough
 
 __all__ = ["PureRecompute"]
@@ -70,19 +70,19 @@ class PureRecompute:
             self._captured, self._outputs = key, outputs
         return self._logits[key]
 
-    def patched(self, tokens: Sequence[int], step: int, watcher: PatchWatcher) -> Float[Tensor, " vocab"]:
+    def patched(self, tokens: Sequence[int], step: int, hook: PatchHook) -> Float[Tensor, " vocab"]:
         """Logits after a prefix with patches applied, resumed at the first patched block where the prefix was captured."""
         key = tuple(tokens)
-        watcher.at(step, len(key))
+        hook.at(step, len(key))
         # A kernel mode that follows the layers has to see them all.
-        kept = self._kept(watcher) if key == self._captured and not self._kernels.listeners else []
-        return self._forward(key, kept, watcher)
+        kept = self._kept(hook) if key == self._captured and not self._kernels.listeners else []
+        return self._forward(key, kept, hook)
 
-    def _kept(self, watcher: PatchWatcher) -> list[Any]:
+    def _kept(self, hook: PatchHook) -> list[Any]:
         """What the blocks that need not run return: as captured, the last of them patched where only its output is."""
-        first = watcher.first_layer
+        first = hook.first_layer
         kept = self._outputs[:first]
-        change = watcher.only_output(first) if first < len(self._outputs) else None
+        change = hook.only_output(first) if first < len(self._outputs) else None
         if change is not None:
             output = self._outputs[first]
             tensor = output[0] if isinstance(output, tuple) else output
@@ -92,21 +92,18 @@ class PureRecompute:
         return kept
 
     @torch.no_grad()
-    def _forward(self, tokens: tuple[int, ...], kept: Sequence[Any], watcher: PatchWatcher | None) -> Tensor:
+    def _forward(self, tokens: tuple[int, ...], kept: Sequence[Any], hook: PatchHook | None) -> Tensor:
         adapter = self.adapter
         self.blocks_run += adapter.facts.layers - len(kept)
         self.forwards += 1
         row = torch.tensor([tokens], device=adapter.device)
-        reads = [] if watcher is None else [watcher.on_read]
-        store = PassThrough(adapter.facts, self.path.policy, 1, adapter.dtype, adapter.device, reads)
-        listeners = {place: [hear] for place, hear in self._kernels.listeners.items()}
-        for place, listener in ({} if watcher is None else watcher.listeners).items():
-            listeners.setdefault(place, []).append(listener)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(adapter.attached(list(listeners)))
-            stack.enter_context(adapter.resumed(len(kept), kept))
-            stack.enter_context(adapter.listening(listeners))
-            stack.enter_context(self._kernels)
-            logits = adapter.forward(row, store if adapter.attention_only else None)
+        hooks = [] if hook is None else [hook]
+        forwards = HookedForwards(adapter, self._kernels, [each.listeners for each in hooks])
+        store: PassThrough | None = None
+        if adapter.attention_only:
+            reads = [each.on_read for each in hooks]
+            store = PassThrough(adapter.facts, self.path.policy, 1, adapter.dtype, adapter.device, reads)
+        with forwards.attached(), adapter.resumed(len(kept), kept):
+            logits = forwards.call(adapter.forward, row, store)
         # A copy: a view would keep the logits of every position alive.
         return logits[0, -1].clone()

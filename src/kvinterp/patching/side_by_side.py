@@ -15,12 +15,16 @@ from kvinterp import metrics
 from kvinterp.errors import NonFiniteError
 from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.adapter import CACHE_SITES, Site
-from kvinterp.patching.lanes import Donor, PureLane, RunnerLane
-from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
+from kvinterp.models.adapter import Site
+from kvinterp.models.sites import layout_of
+from kvinterp.patching.hook import PatchHook, Window
+from kvinterp.patching.lanes import Donor, PureLane
+from kvinterp.patching.patch import Patch, stored_sites
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.watcher import PatchWatcher, Window
-from kvinterp.paths import ExecutionPath
+from kvinterp.paths import ExecutionPath, Runner
+from kvinterp.paths.decode import Lane, lockstep
+from kvinterp.paths.vocabulary import end_tokens
+from kvinterp.recording import PathHook
 
 __all__ = ["DISTANCES", "Advanced", "PlannedLane", "Setting", "advance_beside", "check_finite", "not_the_same"]
 
@@ -125,61 +129,82 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
         prompt: Token ids.
         other: Token ids of another prompt, for the control that takes from it.
     """
-    adapter, count = setting.adapter, len(prompt)
-    donor_model, base_model = (adapter.at(dtype_named(path.dtype)) for path in (setting.donor, setting.base))
-    donor = Donor(donor_model, _wanted(donor_model, lanes), count, _gathered(setting, lanes))
-    selfish, strange = ([lane for lane in lanes if lane.control == name] for name in ("self", "other-prompt"))
-    mirror = Donor(base_model, _wanted(base_model, selfish), count)
-    stranger = Donor(donor_model, _wanted(donor_model, strange), len(other))
-    pure = PureRecompute(adapter, setting.recompute)
     with contextlib.ExitStack() as stack:
+        beside = _Beside(setting, lanes, prompt, other, stack)
+        ends = end_tokens(setting.adapter, setting.adapter.device) if setting.stop == "end of sequence" else None
+        measured, kept = [], []
+        for now in lockstep(
+            beside.running, setting.max_new_tokens, follows=beside.follows, ends=ends, ended_by=[beside.lead]
+        ):
+            giving, *rows = (now.logits[at][0] for at in (0, *beside.columns))
+            measured.append(_measured(setting.distances, giving, rows))
+            if setting.logits == "keep":
+                kept.append(torch.stack([row.to(giving) for row in (giving, *rows)]))
+    logits = torch.stack(kept) if kept else None
+    return Advanced(torch.stack(measured, 1).cpu(), logits, beside.pure.forwards, beside.pure.blocks_run)
 
-        def runner(path: ExecutionPath, tokens: Sequence[int], watchers: Sequence[Any]) -> RunnerLane:
-            return stack.enter_context(RunnerLane(adapter, path, tokens, setting.max_new_tokens, watchers))
 
-        def taker(watcher: PatchWatcher | None, beside: Sequence[Any] = ()) -> PureLane | RunnerLane:
-            if setting.base.form == "recompute":
-                return PureLane(pure, prompt, watcher)
-            return runner(setting.base, prompt, [*beside, *([] if watcher is None else [watcher])])
+class _Beside:
+    """What runs beside each other: the path that gives, the one that takes as it is, those of controls, and the patched ones.
 
-        giving = runner(setting.donor, prompt, [donor])
-        # The recompute path's own tensors are seen in a run of its own: remembered prefixes show none.
-        mirrored = runner(setting.base, prompt, [mirror]) if selfish and setting.base.form == "recompute" else None
-        strangers = runner(setting.donor, other, [stranger]) if strange else None
-        unpatched = taker(None, [mirror])
+    Attributes:
+        running: All of them, in that order.
+        follows: Whose choice each is fed.
+        lead: The cached path.
+        columns: The one that takes as it is, and then for every planned lane the one that stands for it.
+        pure: The recompute path that is patched.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        lanes: Sequence[PlannedLane],
+        prompt: Sequence[int],
+        other: Sequence[int],
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.setting, self._stack = setting, stack
+        self.running: list[Lane] = []
+        self.follows: list[int] = []
+        self.pure = PureRecompute(setting.adapter, setting.recompute)
+        cached, count = setting.base.form == "cached", len(prompt)
+        self.lead = 1 if cached else 0
+        donor_model, base_model = (setting.adapter.at(dtype_named(path.dtype)) for path in (setting.donor, setting.base))
+        selfish, strange = ([lane for lane in lanes if lane.control == name] for name in ("self", "other-prompt"))
+        donor = Donor(donor_model, _wanted(donor_model, lanes), count, _gathered(setting, lanes))
+        mirror = Donor(base_model, _wanted(base_model, selfish), count)
+        stranger = Donor(donor_model, _wanted(donor_model, strange), len(other))
+        self._add(self._runner(setting.donor, prompt, donor))
+        # Captured so that the lanes whose tokens agree can begin at their first patched block.
+        captured = [step for step in range(setting.max_new_tokens) if any(lane.active(step) for lane in lanes)]
+        unpatched = PureLane(self.pure, prompt, None, captured)
+        base = self._add(self._runner(setting.base, prompt, mirror) if cached else unpatched)
+        if strange:
+            self._add(self._runner(setting.donor, other, stranger), len(self.running))
+        if selfish and not cached:
+            # The recompute path's own tensors are seen in a run of its own: remembered prefixes show none.
+            self._add(self._runner(setting.base, prompt, mirror), self.follows[base])
         # Lanes that patch the same from the same donor are one run.
-        taking: dict[Any, PureLane | RunnerLane] = {}
+        taking: dict[Any, int] = {}
         for lane in lanes:
             if lane.run not in taking:
-                source = _source(lane, donor, mirror, stranger)
-                taking[lane.run] = taker(PatchWatcher(base_model, lane.patches, source, count))
-        column = {run: number for number, run in enumerate(taking, 1)}
-        columns = [0, *(column[lane.run] for lane in lanes)]
-        feeds: list[int | None] = [None] * (len(taking) + 2)
-        stranger_feed: int | None = None
-        measured, kept = [], []
-        for step in range(setting.max_new_tokens):
-            donor_logits = giving.advance(feeds[0])
-            if strangers is not None:
-                stranger_feed = int(strangers.advance(stranger_feed).argmax())
-            if mirrored is not None:
-                mirrored.advance(feeds[1])
-            if isinstance(unpatched, PureLane) and any(lane.active(step) for lane in lanes):
-                # Captured so that the lanes whose tokens agree can begin at their first patched block.
-                pure.capture([*unpatched.tokens, *([] if feeds[1] is None else [feeds[1]])])
-            base_logits = unpatched.advance(feeds[1])
-            rows = [base_logits, *(lane.advance(feed) for lane, feed in zip(taking.values(), feeds[2:], strict=True))]
-            measured.append(_measured(setting.distances, donor_logits, [rows[number] for number in columns]))
-            if setting.logits == "keep":
-                kept.append(
-                    torch.stack([row.to(donor_logits) for row in (donor_logits, *(rows[number] for number in columns))])
-                )
-            lead = int((donor_logits if setting.donor.form == "cached" else base_logits).argmax())
-            feeds = _feeds(setting.protocol, lead, donor_logits, rows)
-            if setting.stop == "end of sequence" and lead in adapter.end_tokens:
-                break
-    logits = torch.stack(kept) if kept else None
-    return Advanced(torch.stack(measured, 1).cpu(), logits, pure.forwards, pure.blocks_run)
+                hook = PatchHook(base_model, lane.patches, _source(lane, donor, mirror, stranger), count)
+                patched = self._runner(setting.base, prompt, hook) if cached else PureLane(self.pure, prompt, hook)
+                taking[lane.run] = self._add(patched)
+        self.columns = [base, *(taking[lane.run] for lane in lanes)]
+
+    def _runner(self, path: ExecutionPath, tokens: Sequence[int], hook: PathHook) -> Runner:
+        adapter = self.setting.adapter
+        row = torch.tensor([list(tokens)], device=adapter.device)
+        return self._stack.enter_context(Runner(adapter, path, row, self.setting.max_new_tokens, [hook]))
+
+    def _add(self, lane: Lane, follows: int | None = None) -> int:
+        """The number of a lane, which is fed as the protocol says where no other is named that it follows."""
+        number = len(self.running)
+        self.running.append(lane)
+        protocol = self.lead if self.setting.protocol == "matched" else number
+        self.follows.append(protocol if follows is None else follows)
+        return number
 
 
 def check_finite(distances: Float64[Tensor, "*any"], what: str) -> None:
@@ -202,11 +227,11 @@ def not_the_same(prompts: Sequence[Sequence[int]], example: int, vocabulary: int
 
 def _measured(distances: Sequence[str], donor: Tensor, rows: Sequence[Tensor]) -> Float64[Tensor, "distance path"]:
     # Lanes that stand on equal tokens hand over one remembered tensor, which is measured once.
-    different = {id(row): row.to(donor.device) for row in rows}
+    different = {row.data_ptr(): row.to(donor.device) for row in rows}
     stacked = torch.stack(list(different.values()))
     found = torch.stack([DISTANCES[name](donor.expand_as(stacked), stacked).double() for name in distances])
     index = {key: number for number, key in enumerate(different)}
-    return found[:, [index[id(row)] for row in rows]]
+    return found[:, [index[row.data_ptr()] for row in rows]]
 
 
 def _source(lane: PlannedLane, donor: Donor, mirror: Donor, stranger: Donor) -> Window:
@@ -215,12 +240,6 @@ def _source(lane: PlannedLane, donor: Donor, mirror: Donor, stranger: Donor) -> 
     if lane.control == "other-prompt":
         return lambda site, layer: stranger.window_aligned_to(donor.end, site, layer)
     return donor.window
-
-
-def _feeds(protocol: str, lead: int, donor_logits: Tensor, rows: Sequence[Tensor]) -> list[int | None]:
-    if protocol == "matched":
-        return [lead] * (len(rows) + 1)
-    return [int(donor_logits.argmax()), *(int(row.argmax()) for row in rows)]
 
 
 def _wanted(adapter: Adapter, lanes: Sequence[PlannedLane]) -> list[Site]:
@@ -238,4 +257,4 @@ def _gathered(setting: Setting, lanes: Sequence[PlannedLane]) -> set[str]:
     if setting.donor.form != "cached":
         return set()
     moved = {patch.site for lane in lanes for patch in lane.patches if patch.positions != "newest"}
-    return moved - {*PATCHED_CACHE, *CACHE_SITES, "pattern"}
+    return {site for site in moved if layout_of(site).gathers}

@@ -25,24 +25,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.adapter import Listener, Site
+from kvinterp.models.adapter import Site
 from kvinterp.models.caches import Dynamic
-from kvinterp.patching.lanes import Donor, RunnerLane
+from kvinterp.patching.lanes import Donor
 from kvinterp.patching.planted import Plant
-from kvinterp.paths import ExecutionPath
-from kvinterp.paths.runner import LOGITS
+from kvinterp.paths import ExecutionPath, Runner
+from kvinterp.paths.decode import lockstep
+from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.store import PassThrough
+from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.policies import Identity, Place
+from kvinterp.recording import PathHook
 
-__all__ = ["DIFFERENCES", "KeysValues", "Lane", "Rows", "Shown", "Split", "leading_part"]
+__all__ = ["DIFFERENCES", "KeysValues", "Rows", "Shown", "Split", "StreamRunner", "leading_part"]
 
 DIFFERENCES = {
     "total": ("cached", "recompute"),
@@ -98,8 +100,8 @@ class Shown:
     stream: Float[Tensor, "layer width"]
 
 
-class Rows:
-    """A watcher that puts given keys and values in place of those of earlier positions, as attention reads them.
+class Rows(PathHook):
+    """Puts given keys and values in place of those of earlier positions, as attention reads them.
 
     Attributes:
         held: What to put there; set before a step.
@@ -110,14 +112,6 @@ class Rows:
         self.layers = layers
         self.held: KeysValues = ()
         self.stop = 0
-        self.places: Sequence[Site] = ()
-        self.listeners: Mapping[Site, Listener] = {}
-
-    def begin_step(self, step: int) -> None:
-        """What follows belongs to this step."""
-
-    def begin_pass(self) -> None:
-        """A forward from position 0 follows."""
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Replaces the rows, in the memory where they are: a kernel may add up in another order for other strides.
@@ -135,58 +129,45 @@ class Rows:
             tensor[:, :, : stop - place.start].copy_(given[:, :, place.start : stop])
 
 
-class _Reads:
-    """A watcher that keeps what attention reads in a forward over the whole context."""
+class _Reads(PathHook):
+    """Keeps what attention reads in a forward over the whole context."""
 
     def __init__(self, layers: int) -> None:
         self.now: dict[int, tuple[Tensor, Tensor]] = {}
         self.layers = layers
-        self.places: Sequence[Site] = ()
-        self.listeners: Mapping[Site, Listener] = {}
 
     def begin_step(self, step: int) -> None:
         self.now = {}
 
-    def begin_pass(self) -> None:
-        pass
-
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        # The model's own memory, which another watcher may write into.
+        # The model's own memory, which another hook may write into.
         self.now[place.layer] = keys.clone(), values.clone()
 
     def whole(self) -> KeysValues:
         return [self.now[layer] for layer in range(self.layers)]
 
 
-class Lane:
+class StreamRunner(Runner):
     """A path advanced step by step that shows its logits and its residual stream.
 
     Args:
         split: Whose model, prompt and plant.
         path: How to run it.
-        watchers: More that look in.
+        hooks: More that look in.
         plants: Whether the planted one-row difference is made here too.
     """
 
-    def __init__(self, split: Split, path: ExecutionPath, watchers: Sequence[Any] = (), plants: bool = True) -> None:
+    def __init__(self, split: Split, path: ExecutionPath, hooks: Sequence[PathHook] = (), plants: bool = True) -> None:
         model = split.adapter.at(dtype_named(path.dtype))
         self._donor = Donor(model, split.residual, len(split.prompt))
-        planted = [] if split.plant is None or not plants else [split.plant.watcher()]
-        self._lane = RunnerLane(split.adapter, path, split.prompt, split.room, [*planted, *watchers, self._donor])
-        self._layers = range(model.facts.layers)
+        planted = [] if split.plant is None or not plants else [split.plant.hook()]
+        prompt = torch.tensor([split.prompt], device=model.device)
+        super().__init__(split.adapter, path, prompt, split.room, [*planted, *hooks, self._donor])
 
-    def __enter__(self) -> Lane:
-        self._lane.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._lane.__exit__(*error)
-
-    def advance(self, token: int | None) -> Shown:
-        """The next step."""
-        logits = self._lane.advance(token)
-        rows = [self._donor.window("resid_post", layer)[1][0, -1] for layer in self._layers]
-        return Shown(logits.clone(), torch.stack(rows))
+    def shown(self, logits: Float[Tensor, "1 vocab"]) -> Shown:
+        """What it shows at the step of these logits."""
+        rows = [self._donor.window(*place)[1][0, -1] for place in self._donor.listeners]
+        return Shown(logits[0].clone(), torch.stack(rows))
 
 
 class Split:
@@ -219,7 +200,7 @@ class Split:
         stop: str = "end of sequence",
     ) -> None:
         self.adapter, self.prompt, self.room, self.plant = adapter, list(prompt), room, plant
-        self.ends = adapter.end_tokens if stop == "end of sequence" else frozenset()
+        self.ends = end_tokens(adapter, adapter.device) if stop == "end of sequence" else None
         cached, self.recompute = paths
         # A cache that keeps the very rows keeps them laid out in memory as the cached path's attention reads them.
         keeps = cached.cache if cached.cache.exact else Dynamic()
@@ -238,23 +219,26 @@ class Split:
         replaced = {name: Rows() for name in ("as_written", "one_row", "old_prompt", "among", *_ROWS_OF_NULLS)}
         with contextlib.ExitStack() as stack:
 
-            def lane(path: ExecutionPath, watchers: Sequence[Any], plants: bool = True) -> Lane:
-                return stack.enter_context(Lane(self, path, watchers, plants))
+            def lane(path: ExecutionPath, hooks: Sequence[PathHook], plants: bool = True) -> StreamRunner:
+                made = StreamRunner(self, path, hooks, plants)
+                stack.enter_context(made)
+                return made
 
             cached, recompute = lane(self.cached, ()), lane(self.recompute, [reads], plants=False)
             one_row = {name: lane(self.one_row, [rows]) for name, rows in replaced.items()}
             fed: list[int] = []
             among: KeysValues = ()
             longer_among: KeysValues = ()
-            for step in range(self.room):
-                token, end = (fed[-1] if fed else None), len(self.prompt) + step
-                shown = {"cached": cached.advance(token), "recompute": recompute.advance(token)}
+            for now in lockstep([cached, recompute], self.room, ends=self.ends):
+                token, end = now.fed[0], len(self.prompt) + now.number
+                fed += [] if token is None else [int(token)]
+                shown = {"cached": cached.shown(now.logits[0]), "recompute": recompute.shown(now.logits[1])}
                 self.now = reads.whole()
                 shown["longer"], longer = self._forward(fed, self.now, 0, self.filler)
-                if step == 0:
+                if token is None:
                     self.at_step_0 = among = longer_among = self.now
                     for each in one_row.values():
-                        each.advance(None)
+                        each.advance()
                     same = [*replaced, "longer_newest"]
                     shown |= dict.fromkeys(same, shown["recompute"])
                 else:
@@ -273,16 +257,13 @@ class Split:
                     for name, held in given.items():
                         replaced[name].held, replaced[name].stop = held, end - 1
                     replaced["as_written"].stop = len(self.prompt)
-                    shown |= {name: each.advance(token) for name, each in one_row.items()}
+                    shown |= {name: each.shown(each.advance(token)) for name, each in one_row.items()}
                     # The newest row's K and V, made among the prefix that it ends; in the null among more rows than that.
                     among = _with_newest(among, self._forward(fed, among, end - 1, ())[1], end)
                     longer_among = _with_newest(
                         longer_among, self._forward(fed, longer_among, end - 1, self.filler)[1], end
                     )
-                yield step, shown
-                fed = [*fed, int(shown["cached"].logits.argmax())]
-                if fed[-1] in self.ends:
-                    break
+                yield now.number, shown
 
     def _joined(self, prompt: KeysValues, decoded: KeysValues) -> KeysValues:
         """The prompt's rows of one and all later ones of another."""
@@ -307,20 +288,15 @@ class Split:
         model, path = self.adapter.at(dtype_named(self.recompute.dtype)), self.recompute
         newest = len(self.prompt) + len(fed) - 1
         tokens = torch.tensor([[*self.prompt, *fed, *filler]], device=model.device)
-        rows, reads = Rows(), _Reads(model.facts.layers)
+        rows, reads, donor = Rows(), _Reads(model.facts.layers), Donor(model, self.residual, len(self.prompt))
         rows.held, rows.stop = held, stop
-        seen: dict[int, Tensor] = {}
-        kernels = path.kernels.mode(model)
-        listeners: dict[Site, list[Listener]] = {place: [hear] for place, hear in kernels.listeners.items()}
-        for site, layer in self.residual:
-            model.tap(site, layer)
-            listeners.setdefault((site, layer), []).append(_keeping(seen, layer, newest))
+        forwards = HookedForwards(model, path.kernels.mode(model), [donor.listeners])
         # The recompute path's own store, so that the company is all that differs.
         store = PassThrough(model.facts, path.policy, 1, model.dtype, model.device, [rows.on_read, reads.on_read])
-        places = [place for place in listeners if place != LOGITS]
-        with torch.no_grad(), model.attached(places), model.listening(listeners), kernels:
-            logits = model.forward(tokens, store)[0, newest].clone()
-        return Shown(logits, torch.stack([seen[layer] for layer in range(model.facts.layers)])), reads.whole()
+        with torch.no_grad(), forwards.attached():
+            logits = forwards.call(model.forward, tokens, store)[0, newest].clone()
+        stream = torch.stack([donor.window(*place)[1][0, newest] for place in self.residual])
+        return Shown(logits, stream), reads.whole()
 
 
 _ROWS_OF_NULLS = ("longer_prompt", "longer_remade", "longer_rows", "longer_among")
@@ -332,10 +308,3 @@ def _with_newest(held: KeysValues, made: KeysValues, end: int) -> KeysValues:
         (torch.cat([k, keys[:, :, end - 1 : end]], 2), torch.cat([v, values[:, :, end - 1 : end]], 2))
         for (k, v), (keys, values) in zip(held, made, strict=True)
     ]
-
-
-def _keeping(seen: dict[int, Tensor], layer: int, position: int) -> Callable[[Tensor], None]:
-    def listener(tensor: Tensor) -> None:
-        seen[layer] = tensor[0, position].clone()
-
-    return listener

@@ -14,6 +14,7 @@ from kvinterp.errors import InputError, located
 from kvinterp.inputs import among, check_choice, check_known, check_text, check_whole, chosen_layers, encode_all
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
+from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.localising import localise
 from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, Positions
@@ -27,10 +28,8 @@ from kvinterp.patching.side_by_side import (
     not_the_same,
 )
 from kvinterp.patching.table import Sweep, Tables
-from kvinterp.patching.watcher import PatchWatcher
 from kvinterp.paths import ExecutionPath
 from kvinterp.provenance import provenance
-from kvinterp.recording.recorder import HEADS
 
 __all__ = ["DIRECTIONS", "DISTANCES", "PRESETS", "SWEEPS", "Sweep", "highest_kl", "sweep"]
 
@@ -299,20 +298,19 @@ def _planned(
         else:
             heads = range(_heads_swept(adapter, site, name))
             made += [lane([layer], layer, head) for layer, head in itertools.product(chosen, heads)]
-    PatchWatcher(adapter, [patch for each in made for patch in each.patches])
+    PatchHook(adapter, [patch for each in made for patch in each.patches])
     return made
 
 
 def _heads_swept(adapter: Adapter, site: str, over: str) -> int:
-    cache = site in PATCHED_CACHE
-    if over == "kv-heads" and not cache and site not in ("k", "v"):
+    count, what = adapter.facts.heads_of(site)
+    if over == "kv-heads" and what != "KV head":
         raise InputError(
             f"sweep 'kv-heads' needs a site with KV heads, and {site!r} was given: use kv, cache_k, cache_v, k or v."
         )
-    if not cache and site not in HEADS:
+    if not count:
         raise InputError(f"sweep {over!r} needs a site with heads, and {site!r} has none: use q, k, v, z, pattern or kv.")
-    query = site in HEADS and HEADS[site][1] == "query"
-    return adapter.facts.query_heads if query else adapter.facts.kv_heads
+    return count
 
 
 def _controls(

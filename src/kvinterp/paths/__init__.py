@@ -10,8 +10,9 @@ from kvinterp.paths.kernels import (
     SplitK,
     kernels_named,
 )
+from kvinterp.paths.loops import Runner
 from kvinterp.paths.path import Cached, ExecutionPath, Recompute, path_named
-from kvinterp.paths.runner import Runner, Watcher, run
+from kvinterp.paths.runner import run
 from kvinterp.paths.sampling import STRATEGIES, Greedy, Strategy, TopK, TopP, strategy_named
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "Strategy",
     "TopK",
     "TopP",
-    "Watcher",
     "kernels_named",
     "path_named",
     "run",

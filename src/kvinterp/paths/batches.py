@@ -13,7 +13,8 @@ from torch import Tensor
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_whole
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.paths.loops import RecorderWatcher, Runner
+from kvinterp.paths.decode import lockstep
+from kvinterp.paths.loops import Runner
 from kvinterp.paths.model_cache import CHECKED_NUMBERS, CHECKED_SITES
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.provenance import autocast
@@ -126,24 +127,17 @@ def _numbers_alike(adapter: Adapter, path: ExecutionPath, tokens: Tensor, steps:
     recorders = [Recorder(target, sites) for _ in batches]
     numbers = 0
     steps = min(steps, adapter.facts.context - tokens.shape[1] + 1)
+    given = [[rows[:, step % rows.shape[1]] for rows in batches] for step in range(1, steps)]
     with contextlib.ExitStack() as stack:
         runners = [
-            stack.enter_context(Runner(adapter, path, rows, steps, [RecorderWatcher(recorder)]))
+            stack.enter_context(Runner(adapter, path, rows, steps, [recorder]))
             for rows, recorder in zip(batches, recorders, strict=True)
         ]
-        for step in range(steps):
-            feeds = [None if step == 0 else rows[:, step % rows.shape[1]] for rows in batches]
-            together, *alone = [_shown(*one) for one in zip(runners, recorders, feeds, strict=True)]
+        for now in lockstep(runners, steps, given=given):
+            together, *alone = [[rows, *each.popped()] for rows, each in zip(now.logits, recorders, strict=True)]
             if not all(torch.equal(one, torch.cat(rows)) for one, *rows in zip(together, *alone, strict=True)):
                 return 0
-            numbers += sum(tensor.numel() for tensor in together) if step else 0
+            numbers += sum(tensor.numel() for tensor in together) if now.number else 0
             if numbers >= CHECKED_NUMBERS:
                 break
     return numbers
-
-
-def _shown(runner: Runner, recorder: Recorder, feed: Tensor | None) -> list[Tensor]:
-    """The logits and every recorded site of the next step."""
-    logits = runner.advance(feed).clone()
-    recorder.end_step()
-    return [logits, *(kept.pop() for kept in recorder.kept.values() if kept)]

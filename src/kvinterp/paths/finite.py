@@ -10,36 +10,33 @@ from torch import Tensor
 
 from kvinterp.errors import NonFiniteError
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.adapter import RESIDUAL_SITES
+from kvinterp.models.sites import RESIDUAL_SITES
+from kvinterp.paths.decode import fed_to_all, lockstep
 from kvinterp.paths.loops import Runner
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.paths.vocabulary import padding_of, shown_tokens, sound_rows
 from kvinterp.policies import Place
-from kvinterp.recording import Watch
+from kvinterp.recording import SiteHook
 
 __all__ = ["first_nonfinite"]
 
 
-class _FiniteWatcher:
+class _FiniteHook(SiteHook):
     """Stops at the first residual stream that is not finite."""
 
     def __init__(self, adapter: Adapter) -> None:
-        sites = [(s, layer) for layer in range(adapter.facts.layers) for s in RESIDUAL_SITES if adapter.supports(s, layer)]
-        self.watch = Watch(adapter, sites, self._check)
-        self.places, self.listeners = self.watch.places, self.watch.listeners
+        layers = range(adapter.facts.layers)
+        super().__init__(adapter, [(s, layer) for layer in layers for s in RESIDUAL_SITES if adapter.supports(s, layer)])
         self.step = 0
 
     def begin_step(self, step: int) -> None:
         self.step = step
 
-    def begin_pass(self) -> None:
-        self.watch.begin_pass()
-
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         for site, tensor in (("keys", keys), ("values", values)):
-            self._check(f"cached {site}", place.layer, place.start, tensor)
+            self.see(f"cached {site}", place.layer, place.start, tensor)
 
-    def _check(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
+    def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         if not bool(tensor.isfinite().all()):
             raise NonFiniteError(f"{_what(tensor)} first appeared in {site} of layer {layer} at step {self.step}")
 
@@ -61,18 +58,19 @@ def first_nonfinite(
         padding: Which ids stand for no token and have minus infinity; as the first step has it, unless given.
     """
     remedy = "use a dtype with a wider range, such as dtype='bfloat16' or 'float32'"
-    watcher = _FiniteWatcher(adapter.at(dtype_named(path.dtype)))
+    hook = _FiniteHook(adapter.at(dtype_named(path.dtype)))
     tokens = torch.tensor([list(prompt)], device=adapter.device)
+    given = fed_to_all(fed, 1, 1, adapter.device)
     try:
-        with Runner(adapter, path, tokens, len(fed) + 1, [watcher]) as runner:
-            for step in range(len(fed) + 1):
-                logits = runner.advance(None if step == 0 else tokens.new_tensor([fed[step - 1]]))
+        with Runner(adapter, path, tokens, len(fed) + 1, [hook]) as runner:
+            for now in lockstep([runner], len(fed) + 1, given=given):
+                logits = now.logits[0]
                 padding = padding_of([logits]) if padding is None else padding
                 if not bool(sound_rows(logits, padding).all()):
                     wrong = torch.where(padding, logits != -torch.inf, ~logits.isfinite()).any(0)
                     if not bool(wrong.all()):
                         remedy += ", or, where these ids stand for no token, give them -inf at every step on both paths"
-                    what = f"{_what(logits[:, wrong])} first appeared in the logits at step {step}"
+                    what = f"{_what(logits[:, wrong])} first appeared in the logits at step {now.number}"
                     raise NonFiniteError(f"{what}, of {shown_tokens(wrong)},")
     except NonFiniteError as error:
         return f"path {path}: {error} in {str(runner.adapter.dtype).removeprefix('torch.')}: {remedy}."

@@ -9,31 +9,36 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.adapter import Listener, ModuleState, Site
-from kvinterp.paths.model_cache import Hears, Stores, path_store, uncached
+from kvinterp.models.adapter import Listener, Site
+from kvinterp.models.sites import LAYOUTS
+from kvinterp.paths.forwards import HookedForwards
+from kvinterp.paths.model_cache import Stores, path_store, uncached
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.paths.store import Store, policy_listeners
 from kvinterp.policies import Place
-from kvinterp.recording import Recorder
+from kvinterp.recording import LOGITS, PathHook
 
-__all__ = ["LOGITS", "RecorderWatcher", "Runner", "Watcher"]
+__all__ = ["Runner"]
 
 Loop = Generator[Float[Tensor, "batch vocab"], Int[Tensor, " batch"], None]
 Begin = Callable[[], None]
 
-LOGITS: Site = ("logits", -1)
-"""The place under which a watcher hears, and may replace, the newest position's logits ``[batch, vocab]``."""
-
 
 def cached_loop(
-    adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, stores: Stores, hears: Sequence[Hears], begin: Begin
+    adapter: Adapter,
+    path: ExecutionPath,
+    prompt: Tensor,
+    room: int,
+    stores: Stores,
+    hears: Sequence[PathHook],
+    begin: Begin,
 ) -> Loop:
     """Prefills the prompt once, then feeds one token a step against the cache; a refresh prefills the whole prefix anew."""
     tokens, begun = prompt, 0
@@ -53,7 +58,13 @@ def cached_loop(
 
 
 def recompute_loop(
-    adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, stores: Stores, hears: Sequence[Hears], begin: Begin
+    adapter: Adapter,
+    path: ExecutionPath,
+    prompt: Tensor,
+    room: int,
+    stores: Stores,
+    hears: Sequence[PathHook],
+    begin: Begin,
 ) -> Loop:
     """Feeds the whole prefix at every step; nothing is carried from one step to the next but the tokens."""
     tokens = prompt
@@ -65,28 +76,6 @@ def recompute_loop(
         tokens = torch.cat([tokens, token[:, None]], 1)
 
 
-@runtime_checkable
-class Watcher(Protocol):
-    """Whatever looks into a path while it runs: a recorder, a comparer, a patch."""
-
-    @property
-    def places(self) -> Sequence[Site]:
-        """The hooks it needs."""
-
-    @property
-    def listeners(self) -> Mapping[Site, Listener]:
-        """What those hooks call."""
-
-    def begin_step(self, step: int) -> None:
-        """What follows belongs to this step."""
-
-    def begin_pass(self) -> None:
-        """A forward from position 0 follows."""
-
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Sees what attention is about to read, and may replace it."""
-
-
 class Runner:
     """One path in motion: hooks attached once for the whole decode, one call a step.
 
@@ -95,19 +84,18 @@ class Runner:
         path: How to run it.
         prompt: Token ids, ``[batch, position]``.
         room: Most tokens that will be fed after the prompt.
-        watchers: Made for ``adapter.at(path.dtype)``; they hear every forward in order.
+        hooks: Made for ``adapter.at(path.dtype)``; they hear every forward in order.
 
     Attributes:
         cache: What keeps the keys and values, such as ``"DynamicCache"``; ``"none"`` where nothing does.
     """
 
     def __init__(
-        self, adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, watchers: Sequence[Watcher] = ()
+        self, adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, hooks: Sequence[PathHook] = ()
     ) -> None:
         self.adapter = adapter.at(dtype_named(path.dtype))
-        self.path, self.watchers = path, watchers
-        self.step = -1
-        self._state: ModuleState = {}
+        self.path, self.hooks = path, hooks
+        self.step, self._device = -1, self.adapter.device
         self.cache = "none"
         cached = path.form == "cached"
         if cached or path.chunk is not None:
@@ -115,22 +103,16 @@ class Runner:
             begun = range(0, room, path.refresh) if cached and path.refresh and room else (0,)
             shapes = [(len(prompt), prompt.shape[1] + step, room - step if cached else 0) for step in begun]
             self.cache = "; ".join(dict.fromkeys(path_store(self.adapter, path, *shape, ()).name for shape in shapes))
-        columns = _FilledColumns()
-        hears: list[Hears] = [columns, *watchers]
-        loop = cached_loop if cached else recompute_loop
-        self._loop = loop(self.adapter, path, prompt.to(self.adapter.device), room, self._stores, hears, self._begin)
         self._store: Store | None = None
-        self._kernels = path.kernels.mode(self.adapter)
-        self._listeners: dict[Site, list[Listener]] = {place: [hear] for place, hear in self._kernels.listeners.items()}
-        for place, listener in policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store).items():
-            self._listeners.setdefault(place, []).append(listener)
-        for watcher in watchers:
-            for place, listener in watcher.listeners.items():
-                heard = columns.cut(place, listener) if place[0] in ("attn_scores", "pattern") else listener
-                self._listeners.setdefault(place, []).append(heard)
+        columns = _FilledColumns()
+        policy = policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store)
+        heard = [policy, *(columns.cut(hook.listeners) for hook in hooks)]
+        self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), heard)
+        loop, hears = cached_loop if cached else recompute_loop, (columns, *hooks)
+        self._loop = loop(self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin)
 
     def __enter__(self) -> Runner:
-        self._attached = self.adapter.attached([place for place in self._listeners if place != LOGITS])
+        self._attached = self._forwards.attached()
         self._attached.__enter__()
         return self
 
@@ -142,28 +124,29 @@ class Runner:
     def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
         """Logits of the next step; the first call takes no tokens."""
         self.step += 1
-        for watcher in self.watchers:
-            watcher.begin_step(self.step)
-        with self.adapter.listening(self._listeners), self.adapter.own_state(self._state), self._kernels:
-            logits = next(self._loop) if tokens is None else self._loop.send(tokens)
-        for listener in self._listeners.get(LOGITS, ()):
+        for hook in self.hooks:
+            hook.begin_step(self.step)
+        forwards = self._forwards
+        logits = forwards.call(next, self._loop) if tokens is None else forwards.call(self._loop.send, tokens)
+        for listener in forwards.listeners.get(LOGITS, ()):
             changed = listener(logits)
             logits = logits if changed is None else changed
-        return logits
+        # Of a model that is spread over devices, where the tokens are.
+        return logits.to(self._device)
 
     def _stores(
-        self, adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
+        self, adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, hooks: Sequence[PathHook]
     ) -> Store:
         """Makes the store of a pass, whose policy then sees what it asked for."""
-        self._store = path_store(adapter, path, batch, length, room, watchers)
+        self._store = path_store(adapter, path, batch, length, room, hooks)
         return self._store
 
     def _begin(self) -> None:
-        for watcher in self.watchers:
-            watcher.begin_pass()
+        for hook in self.hooks:
+            hook.begin_pass()
 
 
-class _FilledColumns:
+class _FilledColumns(PathHook):
     """Cuts scores and patterns to the keys there are: against a static cache their rows go on over its empty room."""
 
     def __init__(self) -> None:
@@ -173,28 +156,21 @@ class _FilledColumns:
         """Hears how many keys attention is about to read."""
         self._keys[place.layer] = keys.shape[2]
 
-    def cut(self, place: Site, listener: Listener) -> Listener:
-        """The listener of a site with a column a key, told of the filled ones."""
+    def cut(self, listeners: Mapping[Site, Listener]) -> dict[Site, Listener]:
+        """The listeners, of which those of sites with a column a key are told of the filled ones only."""
+        attended = [place for place in listeners if place[0] in LAYOUTS and LAYOUTS[place[0]].keys]
+        return {**listeners, **{place: self._cut(place[1], listeners[place]) for place in attended}}
 
+    def _cut(self, layer: int, listener: Listener) -> Listener:
         @functools.wraps(listener)
         def heard(tensor: Tensor) -> Tensor | None:
-            filled = self._keys.get(place[1], tensor.shape[-1])
+            filled = self._keys.get(layer, tensor.shape[-1])
             if filled >= tensor.shape[-1]:
                 return listener(tensor)
             changed = listener(tensor[..., :filled])
             return None if changed is None else torch.cat([changed, tensor[..., filled:]], -1)
 
         return heard
-
-
-class RecorderWatcher:
-    """A recorder as the runner sees it."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.places = recorder.places
-        self.listeners = recorder.watch.listeners
-        self.begin_step, self.begin_pass, self.on_read = recorder.begin_step, recorder.begin_pass, recorder.on_read
 
 
 def _forward(adapter: Adapter, tokens: Tensor, store: Store | None, chunk: int | None) -> Tensor:

@@ -16,18 +16,16 @@ from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.adapter import Listener, ModuleState, Site
 from kvinterp.models.caches import OwnCache, Preallocated
+from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.paths.store import Growing, PassThrough, Store, policy_listeners
-from kvinterp.policies import Place
 from kvinterp.provenance import autocast
-from kvinterp.recording import Recorder
+from kvinterp.recording import PathHook, Recorder
 
 __all__ = [
     "CHECKED_NUMBERS",
     "CHECKED_SITES",
-    "Hears",
     "Stores",
     "growing_store",
     "own_store",
@@ -49,27 +47,19 @@ sensitive shows it once in 20,000 numbers.
 
 
 @runtime_checkable
-class Hears(Protocol):
-    """What a store needs of a watcher."""
-
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Sees what attention is about to read, and may replace it."""
-
-
-@runtime_checkable
 class Stores(Protocol):
     """Makes the store of one pass from position 0."""
 
     def __call__(
-        self, adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
+        self, adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, hooks: Sequence[PathHook]
     ) -> Store:
         """A store for ``length`` positions at once and ``room`` more one by one."""
 
 
 def path_store(
-    adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
+    adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, hooks: Sequence[PathHook]
 ) -> Store:
-    """The store that a path asks for, told to the watchers.
+    """The store that a path asks for, told to the hooks.
 
     Args:
         adapter: The model, in the path's dtype.
@@ -77,13 +67,13 @@ def path_store(
         batch: Number of sequences.
         length: Positions of the prompt.
         room: Most positions that are fed after it.
-        watchers: Told of every read.
+        hooks: Told of every read.
     """
-    own = own_store(adapter, path, batch, length, room, watchers)
+    own = own_store(adapter, path, batch, length, room, hooks)
     if not isinstance(path.cache, Preallocated) or own.own is None:
         return own
     if same_bits(adapter, path, batch, length, room):
-        store = growing_store(adapter, path, batch, length, room, watchers)
+        store = growing_store(adapter, path, batch, length, room, hooks)
         store.name = f"preallocated (checked: the bits of {own.name})"
         return store
     log.warning(
@@ -95,7 +85,7 @@ def path_store(
 
 
 def own_store(
-    adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
+    adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, hooks: Sequence[PathHook]
 ) -> Store:
     """A store on a cache of the model's own library; an empty one where the model keeps its memory by itself."""
     facts, dtype = adapter.facts, path.kernels.compute_dtype(adapter.dtype)
@@ -105,38 +95,38 @@ def own_store(
         why = f"slides a window over {length + room} positions" if slides else "keeps its memory in a form of its own"
         raise UnsupportedError(f"policy {path.policy} lets go of rows, and {facts.name} {why}: leave the policy out.")
     if own is None:
-        store = growing_store(adapter, path, batch, length, room, watchers)
+        store = growing_store(adapter, path, batch, length, room, hooks)
         store.name = "the model's own state"
         return store
-    return _store(adapter, path, batch, length, watchers, own)
+    return _store(adapter, path, batch, length, hooks, own)
 
 
 def growing_store(
-    adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, watchers: Sequence[Hears]
+    adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, hooks: Sequence[PathHook]
 ) -> Store:
     """A store on preallocated memory."""
-    return _store(adapter, path, batch, length, watchers, Growing(length + room, adapter.position_major_cache))
+    return _store(adapter, path, batch, length, hooks, Growing(length + room, adapter.position_major_cache))
 
 
 def _store(
-    adapter: Adapter, path: ExecutionPath, batch: int, length: int, watchers: Sequence[Hears], memory: OwnCache
+    adapter: Adapter, path: ExecutionPath, batch: int, length: int, hooks: Sequence[PathHook], memory: OwnCache
 ) -> Store:
     # A recompute path keeps rows between the chunks of one pass only, and reads what it keeps, as without chunks.
     prefill = length if path.form == "cached" and path.prefill == "exact" else 0
-    dtype, reads = path.kernels.compute_dtype(adapter.dtype), [watcher.on_read for watcher in watchers]
+    dtype, reads = path.kernels.compute_dtype(adapter.dtype), [hook.on_read for hook in hooks]
     keeps = dtype_named(path.cache_dtype)
     return Store(adapter.facts, path.policy, batch, dtype, adapter.device, reads, memory, keeps, prefill)
 
 
 def uncached(
-    adapter: Adapter, path: ExecutionPath, tokens: Tensor, stores: Stores, watchers: Sequence[Hears]
+    adapter: Adapter, path: ExecutionPath, tokens: Tensor, stores: Stores, hooks: Sequence[PathHook]
 ) -> Store | None:
     """The store of one pass of a recompute path: none, but between the chunks of a pass in pieces."""
     if path.chunk is not None and path.chunk < tokens.shape[1]:
-        return stores(adapter, path, tokens.shape[0], tokens.shape[1], 0, watchers)
+        return stores(adapter, path, tokens.shape[0], tokens.shape[1], 0, hooks)
     if not adapter.attention_only:
         return None
-    reads = [watcher.on_read for watcher in watchers]
+    reads = [hook.on_read for hook in hooks]
     return PassThrough(adapter.facts, path.policy, tokens.shape[0], adapter.dtype, adapter.device, reads)
 
 
@@ -185,23 +175,15 @@ class _Lane:
         layers = range(adapter.facts.layers)
         sites = [site for site in CHECKED_SITES if all(adapter.supports(site, layer) for layer in layers)]
         self.adapter, self.recorder = adapter, Recorder(adapter, sites, positions="all")
-        self.kernels, self.state = path.kernels.mode(adapter), ModuleState()
-        self.policy = path.policy
+        policy = policy_listeners(path.policy, adapter.facts.layers, lambda: self.store)
+        self.forwards = HookedForwards(adapter, path.kernels.mode(adapter), [self.recorder.listeners, policy])
         self.store = stores(adapter, path, batch, length, room, [self.recorder])
-        self.step = -1
 
     @torch.no_grad()
     def feed(self, tokens: Tensor) -> list[Tensor]:
         """The logits of the tokens and every recorded site."""
-        adapter = self.adapter
-        self.step += 1
-        self.recorder.begin_step(self.step)
-        listeners: dict[Site, list[Listener]] = {place: [hear] for place, hear in self.kernels.listeners.items()}
-        own = policy_listeners(self.policy, adapter.facts.layers, lambda: self.store)
-        for place, hear in [*self.recorder.watch.listeners.items(), *own.items()]:
-            listeners.setdefault(place, []).append(hear)
-        with adapter.attached(list(listeners)), adapter.listening(listeners), adapter.own_state(self.state), self.kernels:
-            logits = adapter.forward(tokens, self.store)
+        self.recorder.begin_step(0)
+        with self.forwards.attached():
+            logits = self.forwards.call(self.adapter.forward, tokens, self.store)
         self.store.settle()
-        self.recorder.end_step()
-        return [logits, *(kept.pop() for kept in self.recorder.kept.values() if kept)]
+        return [logits, *self.recorder.popped()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,22 +23,20 @@ from kvinterp.inputs import (
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.batches import batched, in_batches
+from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
-from kvinterp.paths.loops import LOGITS, RecorderWatcher, Runner, Watcher
+from kvinterp.paths.loops import Runner
 from kvinterp.paths.model_cache import CHECKED_NUMBERS, CHECKED_SITES, path_store
 from kvinterp.paths.path import ExecutionPath, path_named
-from kvinterp.paths.sampling import Strategy, strategy_named, uniforms
-from kvinterp.paths.vocabulary import end_tokens, padding_of, sound_rows
+from kvinterp.paths.sampling import Strategy, drawing, strategy_named
+from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.provenance import provenance
 from kvinterp.recording import Recorder, Trace
 
 __all__ = [
     "CHECKED_NUMBERS",
     "CHECKED_SITES",
-    "LOGITS",
-    "RecorderWatcher",
     "Runner",
-    "Watcher",
     "batched",
     "first_nonfinite",
     "in_batches",
@@ -109,24 +108,19 @@ def run(
     with located(f"model {adapter.facts.name}, path {path}"), own_threads(adapter):
         target = adapter.at(dtype_named(path.dtype))
 
-        def one_batch(indices: Sequence[int]) -> list[Trace]:
-            recorder = Recorder(target, record, layers, heads, kv_heads, steps, positions)
-            return _run_batch(
-                adapter,
-                path,
-                [prompts[i] for i in indices],
-                indices,
-                max_new_tokens,
-                strategy,
-                seed,
-                forced,
-                recorder,
-                logits == "keep",
-                stop == "end of sequence",
-            )
+        def recorder() -> Recorder:
+            return Recorder(target, record, layers, heads, kv_heads, steps, positions)
 
-        Recorder(target, record, layers, heads, kv_heads, steps, positions)
-        traces = in_batches(adapter, (path,), prompts, max_new_tokens, batch_size, one_batch)
+        recorder()
+        one = _Run(adapter, path, max_new_tokens, strategy, seed, forced, recorder, logits, stop)
+        traces = in_batches(
+            adapter,
+            (path,),
+            prompts,
+            max_new_tokens,
+            batch_size,
+            lambda batch: one.batch(batch, [prompts[i] for i in batch]),
+        )
     if single:
         if traces[0].failure:
             raise NonFiniteError(traces[0].failure)
@@ -134,75 +128,69 @@ def run(
     return traces
 
 
-def _run_batch(
-    adapter: Adapter,
-    path: ExecutionPath,
-    prompts: Sequence[Sequence[int]],
-    indices: Sequence[int],
-    max_new_tokens: int,
-    strategy: Strategy,
-    seed: int,
-    continuation: Sequence[int] | None,
-    recorder: Recorder,
-    keep_logits: bool,
-    stop_at_end: bool,
-) -> list[Trace]:
-    prompt = torch.tensor(list(map(list, prompts)), device=adapter.device)
-    random = torch.stack([uniforms(seed, index, max_new_tokens) for index in indices]).to(prompt.device)
-    ends = end_tokens(adapter, prompt.device) if stop_at_end else None
-    forced = None if continuation is None else torch.tensor(list(continuation), device=prompt.device)
-    length = max_new_tokens if forced is None else min(max_new_tokens, len(forced) + 1)
-    kept, chosen, fed, finite = [], [], [], []
-    finished = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    watchers = [RecorderWatcher(recorder)] if recorder.kept else []
-    padding: Tensor | None = None
-    with Runner(adapter, path, prompt, length, watchers) as runner:
-        logits = runner.advance()
-        for step in range(length):
-            token = strategy.choose(logits, random[:, step])
-            chosen.append(token)
-            padding = padding_of([logits]) if padding is None else padding
-            finite.append(sound_rows(logits, padding))
-            if keep_logits:
-                kept.append(logits.clone())
-            feed = token if forced is None or step >= len(forced) else forced[step].expand(len(prompt))
-            if ends is not None:
-                finished = finished | torch.isin(feed, ends)
-                if bool(finished.all()):
-                    break
-            if step + 1 < length:
-                fed.append(feed)
-                logits = runner.advance(feed)
-    recorder.end_step()
-    tokens = torch.stack(chosen, 1).tolist()
-    given = torch.stack(fed, 1).tolist() if fed else [[] for _ in prompts]
-    whole = torch.stack(finite, 1).tolist()
-    about = provenance(adapter, path=str(path), strategy=str(strategy), seed=seed, cache=runner.cache)
-    all_logits = torch.stack(kept, 1) if kept else None
-    stops = ends.tolist() if ends is not None else []
-    traces = []
-    for row in range(len(prompts)):
-        followed = tokens[row] if forced is None else [*given[row], *tokens[row][len(given[row]) :]]
-        count = next((i + 1 for i, t in enumerate(followed) if t in stops), len(tokens[row]))
-        steps = [i for i, step in enumerate(recorder.recorded_steps) if step < count]
-        failure = ""
-        if not all(whole[row][:count]):
-            failure = first_nonfinite(adapter, path, prompts[row], given[row][: count - 1])
-        traces.append(
-            Trace(
-                path=str(path),
-                prompt=tuple(prompts[row]),
-                tokens=tuple(tokens[row][:count]),
-                fed=tuple(given[row][: count - 1]),
-                records={p: [kept_step[row] for kept_step in seen[: len(steps)]] for p, seen in recorder.kept.items()},
-                steps=tuple(recorder.recorded_steps[: len(steps)]),
-                logits=None if all_logits is None else all_logits[row, :count],
-                ended="end of sequence" if followed[count - 1] in stops else "length",
-                failure=failure,
-                provenance=about,
-                heads=recorder.heads,
-                kv_heads=recorder.kv_heads,
-                derived=recorder.derived,
-            )
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """How every batch is run."""
+
+    adapter: Adapter
+    path: ExecutionPath
+    steps: int
+    strategy: Strategy
+    seed: int
+    continuation: Sequence[int] | None
+    recorder: Callable[[], Recorder]
+    logits: str
+    stop: str
+
+    def batch(self, indices: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[Trace]:
+        """A trace for each prompt of a batch."""
+        prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
+        length = self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
+        given = fed_to_all(self.continuation, 1, len(prompts), prompt.device)
+        choose = drawing(self.strategy, self.seed, indices, self.steps, prompt.device)
+        ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
+        recorder, collected = self.recorder(), Collected()
+        kept: list[Tensor] = []
+        with Runner(self.adapter, self.path, prompt, length, [recorder] if recorder.kept else []) as runner:
+            for now in lockstep([runner], length, choose, given=given, ends=ends):
+                collected.add(now)
+                if self.logits == "keep":
+                    kept.append(now.logits[0].clone())
+        recorder.end_step()
+        about = provenance(
+            self.adapter, path=str(self.path), strategy=str(self.strategy), seed=self.seed, cache=runner.cache
         )
-    return traces
+        logits = torch.stack(kept, 1) if kept else [None] * len(prompts)
+        rows = zip(*(of_lane[0] for of_lane in collected.lists()), logits, strict=True)
+        stops = [] if ends is None else ends.tolist()
+        return [self._trace(recorder, row, prompts[row], each, stops, about) for row, each in enumerate(rows)]
+
+    def _trace(
+        self,
+        recorder: Recorder,
+        row: int,
+        prompt: Sequence[int],
+        collected: tuple[Any, ...],
+        stops: list[int],
+        about: dict[str, Any],
+    ) -> Trace:
+        chosen, fed, sound, logits = collected
+        followed = [*fed[:-1], chosen[-1]]
+        count = length_of(followed, stops)
+        fed = fed[: count - 1]
+        steps = [step for step in recorder.recorded_steps if step < count]
+        return Trace(
+            path=str(self.path),
+            prompt=tuple(prompt),
+            tokens=tuple(chosen[:count]),
+            fed=tuple(fed),
+            records={place: [step[row] for step in seen[: len(steps)]] for place, seen in recorder.kept.items()},
+            steps=tuple(steps),
+            logits=None if logits is None else logits[:count],
+            ended="end of sequence" if followed[count - 1] in stops else "length",
+            failure="" if all(sound[:count]) else first_nonfinite(self.adapter, self.path, prompt, fed),
+            provenance=about,
+            heads=recorder.heads,
+            kv_heads=recorder.kv_heads,
+            derived=recorder.derived,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from kvinterp import spec
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_seed, whole_number
 
-__all__ = ["STRATEGIES", "Greedy", "Strategy", "TopK", "TopP", "strategy_named", "uniforms"]
+__all__ = ["STRATEGIES", "Greedy", "Strategy", "TopK", "TopP", "drawing", "strategy_named", "uniforms"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +135,14 @@ def uniforms(seed: int, example: int, steps: int) -> Float[Tensor, " steps"]:
     key = np.array([check_seed(seed) % 2**64, example], dtype=np.uint64)
     generator = np.random.Generator(np.random.Philox(key=key))
     return torch.from_numpy(generator.random(steps))
+
+
+def drawing(
+    strategy: Strategy, seed: int, examples: Sequence[int], steps: int, device: torch.device
+) -> Callable[[Tensor, int], Tensor]:
+    """Chooses the tokens of a batch of examples at a step: every path that asks draws from the same random number."""
+    random = torch.stack([uniforms(seed, example, steps) for example in examples]).to(device)
+    return lambda logits, step: strategy.choose(logits, random[:, step])
 
 
 COLDEST, HOTTEST = 1e-30, 1e30

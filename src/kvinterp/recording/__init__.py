@@ -1,13 +1,15 @@
-"""WHAT IS KEPT: sites, the recorder, and the trace it fills."""
+"""WHAT IS KEPT: hooks that hear named sites, the recorder, and the trace it fills."""
 
 from kvinterp.recording.around import record
+from kvinterp.recording.hook import LOGITS, PathHook, SiteHook
 from kvinterp.recording.recorder import Recorder
 from kvinterp.recording.trace import Trace
-from kvinterp.recording.watch import Watch
 
 __all__ = [
+    "LOGITS",
+    "PathHook",
     "Recorder",
+    "SiteHook",
     "Trace",
-    "Watch",
     "record",
 ]

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.adapter import CACHE_SITES
 from kvinterp.models.passes import Passes
+from kvinterp.models.sites import CACHE_SITES
 from kvinterp.recording.recorder import Recorder
 
 __all__ = ["record"]
@@ -60,7 +60,7 @@ def record(
     with adapter.alone(CONTEXT):
         recorder = Recorder(adapter, sites, layers, heads, kv_heads, None, positions)
         passes = Passes(adapter, _Recording(adapter, recorder), CONTEXT)
-        listeners = {place: [heard] for place, heard in recorder.watch.listeners.items()}
+        listeners = {place: [heard] for place, heard in recorder.listeners.items()}
         with adapter.attached(recorder.places, CONTEXT), adapter.listening(listeners), passes.heard():
             yield recorder
     if passes.silent:
@@ -74,7 +74,7 @@ class _Recording:
         self.adapter, self.recorder = adapter, recorder
         self._from_cache: dict[int, list[str]] = {}
         for site, layer in recorder.kept:
-            if site in CACHE_SITES and (site, layer) not in recorder.watch.listeners:
+            if site in CACHE_SITES and (site, layer) not in recorder.listeners:
                 self._from_cache.setdefault(layer, []).append(site)
 
     def pass_begins(self, new: int, held: int) -> None:

@@ -10,33 +10,19 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_choice, check_instance, chosen_heads, chosen_layers, chosen_steps, is_among
-from kvinterp.models import Adapter, expand_sites
-from kvinterp.models.adapter import CACHE_SITES, Site
+from kvinterp.models import Adapter
+from kvinterp.models.adapter import Site
+from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS, expand_sites
 from kvinterp.policies import Place
-from kvinterp.recording.watch import Watch
+from kvinterp.recording.hook import SiteHook
 
-__all__ = ["HEADS", "Recorder"]
+__all__ = ["Recorder"]
 
-# Which dimension of the common layout numbers heads, and whether they are query or KV heads.
-HEADS = {
-    "q": (2, "query"),
-    "z": (2, "query"),
-    "k": (2, "kv"),
-    "v": (2, "kv"),
-    "attn_scores": (1, "query"),
-    "pattern": (1, "query"),
-    "cache_k": (1, "kv"),
-    "cache_k_pre": (1, "kv"),
-    "cache_v": (1, "kv"),
-    "cache_positions": (1, "kv"),
-}
-POSITION_LAST_BUT_ONE = {"attn_scores", "pattern", "cache_k", "cache_k_pre", "cache_v", "cache_positions"}
-SCORES = ("attn_scores", "pattern")
-ROWS = "cache_positions"
-"""Recorded beside cache sites and patterns where a policy may let go of rows: their positions, ``[batch, kv_head, row]``."""
+WITH_ROWS = [site for site, layout in LAYOUTS.items() if layout.group == "cache" or layout.keys]
+"""Beside these the positions of the rows are recorded where a policy may let go of some."""
 
 
-class Recorder:
+class Recorder(SiteHook):
     """Records sites of one path, step by step.
 
     Used by ``run`` and ``compare``, and by :func:`kvinterp.record` around a user's own forwards.
@@ -81,24 +67,19 @@ class Recorder:
         self.kv_heads = chosen_heads(kv_heads, adapter.facts.kv_heads, "KV head")
         self._heads = {
             kind: None if chosen is None else torch.tensor(chosen)
-            for kind, chosen in (("query", self.heads), ("kv", self.kv_heads))
+            for kind, chosen in (("query", self.heads), ("KV", self.kv_heads), ("", None))
         }
         self.kept: dict[Site, list[Tensor]] = {(s, layer): [] for s in self.sites for layer in self.layers}
         self.recorded_steps: list[int] = []
         self._pieces: dict[Site, list[Tensor]] = {}
         self._on = self._begun = False
-        self.watch = Watch(adapter, self.kept, self._keep, positions, rows="any")
+        super().__init__(adapter, self.kept, positions, rows="any")
 
     def __repr__(self) -> str:
         """What it keeps, in one line."""
         name, kept = self.adapter.facts.name, max(map(len, self.kept.values()), default=0)
         sites = (f"{site} (derived)" if site in self.derived else site for site in self.sites)
         return f"<Recorder of {', '.join(sites)} in {len(self.layers)} layers of {name}: {kept} forwards kept>"
-
-    @property
-    def places(self) -> list[Site]:
-        """The hooks it needs."""
-        return self.watch.places
 
     @property
     def kept_bytes(self) -> int:
@@ -120,6 +101,11 @@ class Recorder:
         self._pieces = {}
         self._on = self._begun = False
 
+    def popped(self) -> list[Tensor]:
+        """Ends the step and hands over what it showed, site by site, keeping none of it."""
+        self.end_step()
+        return [kept.pop() for kept in self.kept.values() if kept]
+
     def forget_step(self) -> None:
         """Forgets the step that ended last."""
         self.recorded_steps.pop()
@@ -135,40 +121,37 @@ class Recorder:
         self._on = self._begun = False
         return begun
 
-    def begin_pass(self) -> None:
-        """A forward from position 0 follows."""
-        self.watch.begin_pass()
-
     def keep(self, site: str, layer: int, tensor: Tensor) -> None:
         """Keeps a site that no hook shows, of the step that was begun."""
-        self._keep(site, layer, 0, tensor)
+        self.see(site, layer, 0, tensor)
 
     def unheard(self) -> list[Site]:
         """What is to be kept and was not shown since the step was begun."""
         return [place for place in self.kept if place not in self._pieces]
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Hears what attention reads from the cache; changes nothing."""
-        if place.rows is not None and any((site, place.layer) in self.kept for site in (*CACHE_SITES, *SCORES)):
-            self._keep(ROWS, place.layer, place.start, place.rows)
-        self.watch.on_read(place, keys, values)
-        return None
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        """Hears what attention reads from the cache, and of which rows where a policy may have let go of some."""
+        if place.rows is not None and any((site, place.layer) in self.kept for site in WITH_ROWS):
+            self.see(ROWS, place.layer, place.start, place.rows)
+        super().on_read(place, keys, values)
 
-    def _keep(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
+    def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
+        """Keeps the rows and heads that were asked for, in a step that was."""
         if not self._on:
             return
-        if self.positions == "newest":
-            tensor = tensor[:, :, -1] if site in POSITION_LAST_BUT_ONE else tensor[:, -1]
-        dim_kind = HEADS.get(site)
-        if dim_kind is not None and (chosen := self._heads[dim_kind[1]]) is not None:
-            dim = dim_kind[0] - (1 if self.positions == "newest" and dim_kind[0] == 2 else 0)
-            tensor = tensor.index_select(dim, chosen.to(tensor.device))
+        layout, newest = LAYOUTS[site], self.positions == "newest"
+        if newest:
+            tensor = tensor.select(layout.rows, -1)
+        if (chosen := self._heads[layout.head_kind]) is not None:
+            # Where the axis of rows is gone, those behind it have moved up.
+            axis = layout.heads - (newest and layout.heads > layout.rows)
+            tensor = tensor.index_select(axis, chosen.to(tensor.device))
         self._pieces.setdefault((site, layer), []).append(tensor.clone())
 
     def _joined(self, site: str, pieces: list[Tensor]) -> Tensor:
         if self.positions == "newest" or site in CACHE_SITES or site == ROWS:
             return pieces[-1]
-        if site not in SCORES:
+        if not LAYOUTS[site].keys:
             return torch.cat(pieces, 1)
         # A piece's newest key is its newest query's; a sliding window lets go of the oldest ones.
         ends = list(itertools.accumulate(piece.shape[2] for piece in pieces))

@@ -23,13 +23,12 @@ from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located
 from kvinterp.inputs import check_choice, encode
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.models.threads import own_threads
-from kvinterp.patching import DIRECTIONS, PATCH_SITES, Patch, PatchWatcher, PureRecompute
-from kvinterp.patching.lanes import RunnerLane
+from kvinterp.patching import DIRECTIONS, PATCH_SITES, Patch, PatchHook, PureRecompute
 from kvinterp.patching.patch import PATCHED_CACHE, stored_sites
-from kvinterp.paths import path_named, run
+from kvinterp.paths import Runner, path_named, run
+from kvinterp.paths.decode import fed_to_all, lockstep
 from kvinterp.reading.patching import recovery_said
 from kvinterp.recording import Trace
-from kvinterp.recording.recorder import HEADS
 from kvinterp.report.page import Column, Table, Text, fragment
 
 __all__ = ["PatchAnswer", "PatchBench", "PatchPanel", "patch_panel"]
@@ -134,7 +133,7 @@ class PatchBench:
         wanted: Any = EVERY if step == EVERY else (step,)
         spot = "all" if site in PATCHED_CACHE else "newest"
         patch = Patch(site, (layer,), None if head is None else (head,), spot, wanted)
-        PatchWatcher(self.adapter, [patch])
+        PatchHook(self.adapter, [patch])
         with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
             self._turn_to(prompt)
             giving, taking = ("cached", "recompute") if direction == "into-recompute" else ("recompute", "cached")
@@ -195,13 +194,13 @@ class PatchBench:
 
     def _patched(self, patch: Patch, taking: str, steps: Sequence[int]) -> Float[Tensor, "step vocab"]:
         fed, prompt = self._fed(), list(self._prompt)
-        watcher = PatchWatcher(self.adapter, [patch], None, len(prompt))
+        hook = PatchHook(self.adapter, [patch], None, len(prompt))
         if taking == "recompute":
-            return torch.stack([self._pure.patched([*prompt, *fed[:step]], step, watcher) for step in steps])
-        rows = []
-        with RunnerLane(self.adapter, self._paths["cached"], prompt, steps[-1] + 1, [watcher]) as lane:
-            for step in range(steps[-1] + 1):
-                rows.append(lane.advance(None if step == 0 else fed[step - 1]).clone())
+            return torch.stack([self._pure.patched([*prompt, *fed[:step]], step, hook) for step in steps])
+        room, row = steps[-1] + 1, torch.tensor([prompt], device=self.adapter.device)
+        with Runner(self.adapter, self._paths["cached"], row, room, [hook]) as runner:
+            given = fed_to_all(fed, 1, 1, row.device)
+            rows = [now.logits[0][0].clone() for now in lockstep([runner], room, given=given)]
         return torch.stack([rows[step] for step in steps])
 
     def _answer(
@@ -309,8 +308,7 @@ class PatchPanel:
 
     def _offer(self, adapter: Adapter) -> None:
         facts, site = adapter.facts, self.controls["site"].value
-        kind = "kv" if site in PATCHED_CACHE else HEADS[site][1] if site in HEADS else ""
-        count = {"kv": facts.kv_heads, "query": facts.query_heads, "": 0}[kind]
+        count, _ = facts.heads_of(site)
         _set_options(self.controls["layer"], [(str(layer), layer) for layer in range(facts.layers)])
         _set_options(self.controls["head"], [("all", None), *((str(head), head) for head in range(count))])
 

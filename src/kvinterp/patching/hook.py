@@ -1,4 +1,4 @@
-"""The watcher that applies patches: it moves tensors of one trace into the other path.
+"""The hook that applies patches: it moves tensors of one trace into the other path.
 
 Nothing is edited in place: a patch hands the model a copy in which its rows are the donor's. What it changes in a cache it
 changes in the store's own memory, so a patched cache stays patched for the steps that follow.
@@ -14,20 +14,21 @@ from torch import Tensor
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import CACHE_SITES, Listener, Site
+from kvinterp.models.adapter import Listener, Site
+from kvinterp.models.sites import LAYOUTS
 from kvinterp.patching.donors import check_donor, rows_of
 from kvinterp.patching.midstream import carry_on
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
 from kvinterp.policies import Place
-from kvinterp.recording.recorder import HEADS
+from kvinterp.recording import PathHook
 
-__all__ = ["PatchWatcher", "Window"]
+__all__ = ["PatchHook", "Window"]
 
 Window = Callable[[str, int], "tuple[int, Tensor]"]
 """Given a site and layer, the donor's tensor at this step and the absolute position of its first row."""
 
 
-class PatchWatcher:
+class PatchHook(PathHook):
     """Applies patches to the forwards of one path.
 
     Args:
@@ -69,11 +70,6 @@ class PatchWatcher:
         carry_on(adapter, self.listeners)
 
     @property
-    def places(self) -> list[Site]:
-        """The hooks it needs."""
-        return list(self.listeners)
-
-    @property
     def first_layer(self) -> int:
         """The first block whose computation it changes."""
         return min([layer for _, layer in self.listeners] + list(self._cache), default=self.adapter.facts.layers)
@@ -100,9 +96,6 @@ class PatchWatcher:
         if self.prompt_length is not None:
             self.at(step, self.prompt_length + step)
 
-    def begin_pass(self) -> None:
-        """A forward from position 0 follows."""
-
     def at(self, step: int, end: int) -> None:
         """Says which step runs and how many positions the context then holds."""
         self.step, self.end = step, end
@@ -118,15 +111,13 @@ class PatchWatcher:
             place.check_whole(patch.site)
             for site in stored_sites(self.adapter, patch.site):
                 held = values if site == "cache_v" else keys
-                new = self._moved(patch, site, place.layer, held, 2, 1, place.start, place.stop)
+                new = self._moved(patch, site, place.layer, held, place.start, place.stop)
                 keys, values = (keys, new) if site == "cache_v" else (new, values)
             changed = True
         return (keys, values) if changed else None
 
     def _listener(self, patch: Patch, layer: int, before: Listener | None) -> Listener:
-        # Rows are positions; for scores and patterns they are query positions. Heads are numbered by HEADS.
-        rows = 2 if patch.site == "pattern" else 1
-        heads = HEADS[patch.site][0] if patch.site in HEADS else None
+        rows = LAYOUTS[patch.site].rows
 
         def listener(tensor: Tensor) -> Tensor | None:
             earlier = before(tensor) if before is not None else None
@@ -134,19 +125,19 @@ class PatchWatcher:
                 return earlier
             tensor = tensor if earlier is None else earlier
             end = self.end or tensor.shape[rows]
-            return self._moved(patch, patch.site, layer, tensor, rows, heads, end - tensor.shape[rows], end)
+            return self._moved(patch, patch.site, layer, tensor, end - tensor.shape[rows], end)
 
         return listener
 
-    def _moved(
-        self, patch: Patch, site: str, layer: int, tensor: Tensor, rows: int, heads: int | None, start: int, stop: int
-    ) -> Tensor:
+    def _moved(self, patch: Patch, site: str, layer: int, tensor: Tensor, start: int, stop: int) -> Tensor:
+        layout = LAYOUTS[site]
+        rows, heads = layout.rows, layout.heads
         low, high = patch.span(stop)
         low, high = max(low, start), min(high, stop)
         if low >= high:
             return tensor
-        donor_start, donor = self._donor(patch, site, layer, rows, stop)
-        if site in CACHE_SITES and self.adapter.facts.windows[layer] is not None:
+        donor_start, donor = self._donor(patch, site, layer, stop)
+        if layout.group == "cache" and self.adapter.facts.windows[layer] is not None:
             # A cache that slides has forgotten the first positions, and the newest query does not read them.
             low = max(low, donor_start)
             if low >= high:
@@ -159,7 +150,7 @@ class PatchWatcher:
             )
         new = tensor.clone()
         into, taken = new.narrow(rows, low - start, high - low), donor.narrow(rows, low - donor_start, high - low)
-        if patch.heads is not None and heads is not None:
+        if patch.heads is not None and heads:
             index = torch.tensor(patch.heads, device=new.device)
             into.index_copy_(heads, index, self._fitted(site, layer, taken, into).index_select(heads, index))
         else:
@@ -203,7 +194,7 @@ class PatchWatcher:
             return "a cached path computes one row of the pattern a step, so use positions='newest'"
         return "record the donor from step 0 with positions='all', or use positions='newest'"
 
-    def _donor(self, patch: Patch, site: str, layer: int, rows: int, stop: int) -> tuple[int, Tensor]:
+    def _donor(self, patch: Patch, site: str, layer: int, stop: int) -> tuple[int, Tensor]:
         if patch.donor is None:
             if self.window is None:
                 raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
@@ -214,7 +205,7 @@ class PatchWatcher:
                 f"the donor trace holds {held} positions at step {self.step} and the patched context {stop}, so positions "
                 "cannot be matched: give a donor whose prompt is tokenised to the same length."
             )
-        return rows_of(patch.donor, site, layer, self.step, rows)
+        return rows_of(patch.donor, site, layer, self.step)
 
     def _check(self, patch: Patch) -> None:
         facts = self.adapter.facts
@@ -230,10 +221,9 @@ class PatchWatcher:
                 "other state in some: patch resid_post, attn_out or mlp_out instead."
             )
         if patch.heads is not None:
-            if patch.site not in HEADS and patch.site != "kv":
+            count, what = facts.heads_of(patch.site)
+            if not count:
                 raise InputError(f"site {patch.site!r} has no heads, and heads={patch.heads} was given: leave heads out.")
-            query = patch.site in HEADS and HEADS[patch.site][1] == "query"
-            count, what = (facts.query_heads, "query head") if query else (facts.kv_heads, "KV head")
             for head in patch.heads:
                 if not 0 <= head < count:
                     raise InputError(

@@ -1,4 +1,4 @@
-"""Turns what hooks and the cache show into one stream of named sites, whatever the kind of model.
+"""What looks into a path while it runs, and how hooks and the cache become named sites, whatever the kind of model.
 
 Most sites are a hook on a module. The cache sites are not: what attention reads comes from the store, and the keys on the
 other side of RoPE come from a hook (HookedTransformer, whose cache holds them unrotated) or from the projections of every
@@ -7,43 +7,65 @@ position so far (transformers, whose cache holds them rotated).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import CACHE_SITES, Listener, Site
+from kvinterp.models.adapter import Listener, Site
 from kvinterp.models.caches import taken
+from kvinterp.models.sites import CACHE_SITES, LAYOUTS
 from kvinterp.policies import Place
 
-__all__ = ["Sink", "Watch"]
+__all__ = ["LOGITS", "PathHook", "SiteHook"]
 
-Sink = Callable[[str, int, int, Tensor], "Tensor | None"]
-"""Called with site, layer, the absolute position of the first key (0 for other sites) and the tensor."""
+LOGITS: Site = ("logits", -1)
+"""The place under which a hook hears, and may replace, the newest position's logits ``[batch, vocab]``."""
 
 
-class Watch:
-    """Hears the wanted sites of one path's forwards and hands each to a sink.
+class PathHook:
+    """Whatever looks into a path while it runs: a recorder, a comparer, a patch. A subclass writes only what it needs.
+
+    Attributes:
+        listeners: What is called with the tensor of each site and layer that it hears; what that returns replaces it.
+    """
+
+    listeners: Mapping[Site, Listener] = {}
+
+    @property
+    def places(self) -> list[Site]:
+        """The hooks it needs on the model."""
+        return [place for place in self.listeners if place != LOGITS]
+
+    def begin_step(self, step: int) -> None:
+        """What follows belongs to this step."""
+
+    def begin_pass(self) -> None:
+        """A forward from position 0 follows."""
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Sees what attention is about to read, and may replace it."""
+        return None
+
+
+class SiteHook(PathHook):
+    """Hears the wanted sites of one path's forwards; a subclass says in :meth:`see` what is done with each.
 
     Args:
         adapter: The model.
         wanted: The sites.
-        sink: What hears them.
-        positions: ``"all"``, or ``"newest"`` where the sink keeps the newest row alone, so that no other is derived.
-        rows: ``"whole"`` where the sink lines keys up by position: patterns are then shown over all positions, and the cache
+        positions: ``"all"``, or ``"newest"`` where :meth:`see` keeps the newest row alone, so that no other is derived.
+        rows: ``"whole"`` where :meth:`see` lines keys up by position: patterns are then shown over all positions, and the cache
             sites not at all where a policy let go of rows; ``"any"`` where it keeps the rows' positions besides.
 
-    Attributes:
-        places: The hooks to attach.
-        listeners: What those hooks call.
+    Raises:
+        UnsupportedError: This kind of model cannot give a site.
     """
 
-    def __init__(
-        self, adapter: Adapter, wanted: Iterable[Site], sink: Sink, positions: str = "all", rows: str = "whole"
-    ) -> None:
-        self.sink, self._newest, self._whole = sink, positions == "newest", rows == "whole"
+    def __init__(self, adapter: Adapter, wanted: Iterable[Site], positions: str = "all", rows: str = "whole") -> None:
+        self._newest, self._whole = positions == "newest", rows == "whole"
         self.listeners: dict[Site, Listener] = {}
         self._reads: dict[int, list[str]] = {}
         self._keys_before_rope: dict[int, list[Tensor]] = {}
@@ -51,46 +73,45 @@ class Watch:
         self._rotated_in_cache = adapter.facts.cached_keys_rotated
         for site, layer in sorted(wanted, key=lambda place: place[0] in CACHE_SITES):
             if site in CACHE_SITES:
-                self._watch_cache(adapter, site, layer)
+                self._hear_cache(adapter, site, layer)
             else:
                 adapter.tap(site, layer)
                 self.listeners[site, layer] = self._tell(site, layer)
 
-    @property
-    def places(self) -> list[Site]:
-        """The hooks to attach."""
-        return list(self.listeners)
+    def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
+        """Hears a site.
+
+        Args:
+            site: Its name.
+            layer: The layer.
+            start: The absolute position of the first key of a cache site, 0 for other sites.
+            tensor: What the path computed, in its own memory.
+        """
 
     def begin_pass(self) -> None:
-        """A forward that starts from position 0 follows: what was gathered over earlier positions is forgotten."""
+        """A forward from position 0 follows: what was gathered over earlier positions is forgotten."""
         self._keys_before_rope.clear()
         self._rows.clear()
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Hears what attention is about to read from the store."""
-        changed = False
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        """Hears what attention is about to read from the store; changes nothing."""
         if self._whole and place.rows is not None:
             self._rows[place.layer] = place
         for site in self._reads.get(place.layer, ()):
             if self._whole:
                 place.check_whole(site)
             place.check_known(site)
-            if site == "cache_v":
-                new = self.sink(site, place.layer, place.start, values)
-                values, changed = (values, changed) if new is None else (new, True)
-            elif site == "cache_k_pre" and self._rotated_in_cache:
+            if site == "cache_k_pre" and self._rotated_in_cache:
                 pieces = self._keys_before_rope[place.layer]
                 gathered = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
                 rows = gathered[:, :, place.start :] if place.rows is None else taken(gathered, place.rows)
-                self.sink(site, place.layer, place.start, rows)
+                self.see(site, place.layer, place.start, rows)
             else:
-                new = self.sink(site, place.layer, place.start, keys)
-                keys, changed = (keys, changed) if new is None else (new, True)
-        return (keys, values) if changed else None
+                self.see(site, place.layer, place.start, values if site == "cache_v" else keys)
 
     def _tell(self, site: str, layer: int) -> Listener:
-        def listener(tensor: Tensor) -> Tensor | None:
-            return self.sink(site, layer, 0, self._lined_up(site, layer, tensor) if layer in self._rows else tensor)
+        def listener(tensor: Tensor) -> None:
+            self.see(site, layer, 0, self._lined_up(site, layer, tensor) if layer in self._rows else tensor)
 
         # Read by the adapter: a function takes attributes, and wrapping one keeps them.
         listener.newest_row = self._newest  # type: ignore[attr-defined]
@@ -99,13 +120,13 @@ class Watch:
     def _lined_up(self, site: str, layer: int, tensor: Tensor) -> Tensor:
         """A pattern whose columns are absolute positions, where a policy let go of rows: nothing is read at those."""
         place = self._rows[layer]
-        if site not in ("pattern", "attn_scores") or place.rows is None:
+        if not LAYOUTS[site].keys or place.rows is None:
             return tensor
         rows = place.rows.repeat_interleave(tensor.shape[1] // place.rows.shape[1], 1)[:, :, None].expand_as(tensor)
         whole = tensor.new_full((*tensor.shape[:3], place.stop), 0.0 if site == "pattern" else -torch.inf)
         return whole.scatter(3, rows, tensor)
 
-    def _watch_cache(self, adapter: Adapter, site: str, layer: int) -> None:
+    def _hear_cache(self, adapter: Adapter, site: str, layer: int) -> None:
         if not adapter.attention_only:
             raise UnsupportedError(
                 f"site {site!r} needs a cache of keys and values in every layer, and {adapter.facts.architecture} keeps "
@@ -123,8 +144,9 @@ class Watch:
         adapter.tap("k", layer)
         tell = self._tell("k", layer) if ("k", layer) in self.listeners else None
 
-        def gather(tensor: Tensor) -> Tensor | None:
+        def gather(tensor: Tensor) -> None:
             self._keys_before_rope.setdefault(layer, []).append(tensor.transpose(1, 2))
-            return tell(tensor) if tell is not None else None
+            if tell is not None:
+                tell(tensor)
 
         self.listeners["k", layer] = gather

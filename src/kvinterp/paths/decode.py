@@ -1,0 +1,136 @@
+"""Several runs of the same prompts in step: choose, feed, stop, collect. Whoever decodes or compares says what it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvinterp.paths.vocabulary import padding_of, sound_rows
+
+__all__ = ["Collected", "Lane", "Step", "fed_to_all", "greedy", "length_of", "lockstep"]
+
+Choose = Callable[[Tensor, int], Tensor]
+"""Given logits ``[batch, vocab]`` and the step, the token of each row."""
+
+
+@runtime_checkable
+class Lane(Protocol):
+    """Whatever can be advanced step by step, such as a :class:`kvinterp.paths.Runner`."""
+
+    def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
+        """Logits of the next step; the first takes no tokens."""
+
+
+class Step(NamedTuple):
+    """What the lanes show at one step.
+
+    Attributes:
+        number: The step; 0 is the prefill.
+        logits: Of each lane.
+        chosen: The tokens each lane chose.
+        feeds: The tokens each lane is fed next.
+        fed: The tokens each lane was fed at this step, None at step 0.
+        over: Which rows had ended before this step.
+    """
+
+    number: int
+    logits: list[Tensor]
+    chosen: list[Tensor]
+    feeds: Sequence[Tensor]
+    fed: Sequence[Tensor | None]
+    over: Bool[Tensor, " batch"]
+
+
+def greedy(logits: Float[Tensor, "batch vocab"], step: int) -> Int[Tensor, " batch"]:
+    """The token with the largest logit of each row; the first of equals."""
+    return logits.argmax(-1)
+
+
+def lockstep(
+    lanes: Sequence[Lane],
+    steps: int,
+    choose: Choose = greedy,
+    *,
+    follows: Sequence[int] | None = None,
+    given: Sequence[Sequence[Tensor]] = (),
+    ends: Int[Tensor, " ends"] | None = None,
+    ended_by: Sequence[int] | None = None,
+) -> Iterator[Step]:
+    """Advances lanes beside each other, step by step; the caller measures between two steps.
+
+    Args:
+        lanes: What is advanced, in this order.
+        steps: Most steps.
+        choose: How a lane chooses its tokens.
+        follows: For each lane the lane whose choice it is fed; default: the first (the matched protocol). Each its own is
+            the free protocol.
+        given: For the first steps what each lane is fed instead of anything chosen.
+        ends: Tokens that end a text; default: none.
+        ended_by: The lanes whose feeds end it; default: those that are followed.
+
+    Yields:
+        Each step; the last is that at which every row has ended, or the last there is.
+    """
+    follows = [0] * len(lanes) if follows is None else follows
+    ended_by = sorted(set(follows)) if ended_by is None else ended_by
+    fed: Sequence[Tensor | None] = [None] * len(lanes)
+    over: Tensor | None = None
+    for number in range(steps):
+        logits = [lane.advance(tokens) for lane, tokens in zip(lanes, fed, strict=True)]
+        chosen = [choose(rows, number) for rows in logits]
+        feeds = given[number] if number < len(given) else [chosen[lane] for lane in follows]
+        if over is None:
+            over = torch.zeros_like(chosen[0], dtype=torch.bool)
+        yield Step(number, logits, chosen, feeds, fed, over)
+        if ends is not None:
+            for lane in ended_by:
+                over = over | torch.isin(feeds[lane], ends)
+            if bool(over.all()):
+                return
+        fed = feeds
+
+
+def fed_to_all(tokens: Sequence[int] | None, lanes: int, batch: int, device: torch.device) -> list[list[Tensor]]:
+    """The same tokens, one a step, for every row of every lane, as :func:`lockstep` takes what is given."""
+    given = torch.tensor([] if tokens is None else list(tokens), dtype=torch.long, device=device)
+    return [[token.expand(batch)] * lanes for token in given]
+
+
+class Collected:
+    """What lanes chose and were fed and whether their logits were sound, step by step; brought to the host once.
+
+    Attributes:
+        padding: Which token ids stand for no token, as the first step has it; None before that.
+    """
+
+    def __init__(self) -> None:
+        self.padding: Bool[Tensor, " vocab"] | None = None
+        self._tokens: Tensor | slice = slice(None)
+        self._kept: tuple[list[Sequence[Tensor]], ...] = ([], [], [])
+
+    def add(self, now: Step) -> None:
+        """Adds a step."""
+        if self.padding is None:
+            self.padding = padding_of(now.logits)
+            if bool(self.padding.any()):
+                self._tokens = (~self.padding).nonzero().flatten()
+        sound = [sound_rows(rows, self.padding) for rows in now.logits]
+        for kept, new in zip(self._kept, (now.chosen, now.feeds, sound), strict=True):
+            kept.append(new)
+
+    def tokens_only(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch tokens"]:
+        """The logits that stand for tokens."""
+        return logits[:, self._tokens]
+
+    def lists(self) -> tuple[list[Any], ...]:
+        """Chosen tokens, fed tokens and soundness, each numbered by lane, row and step."""
+        return tuple(torch.stack([torch.stack(list(step)) for step in kept], -1).tolist() for kept in self._kept)
+
+
+def length_of(tokens: Sequence[int], ends: Collection[int]) -> int:
+    """How many steps a text has: up to its first end, or all of them."""
+    return next((count for count, token in enumerate(tokens, 1) if token in ends), len(tokens))

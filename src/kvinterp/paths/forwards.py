@@ -1,0 +1,46 @@
+"""A path's forwards, with its kernels and whatever looks into it around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from kvinterp.models import Adapter
+from kvinterp.models.adapter import Listener, ModuleState, Site
+from kvinterp.paths.kernels.base import KernelMode
+from kvinterp.recording import LOGITS
+
+__all__ = ["HookedForwards"]
+
+Made = TypeVar("Made")
+
+
+class HookedForwards:
+    """The hooks of one path: attached to the model by :meth:`attached`, heard in :meth:`call` and nowhere else.
+
+    Args:
+        adapter: The model, in the path's dtype.
+        kernels: The path's kernels in motion, which hear first.
+        listeners: Who else hears which site, in order.
+
+    Attributes:
+        listeners: Who hears which site.
+    """
+
+    def __init__(self, adapter: Adapter, kernels: KernelMode, listeners: Iterable[Mapping[Site, Listener]] = ()) -> None:
+        self._adapter, self._kernels = adapter, kernels
+        self._state: ModuleState = {}
+        self.listeners: dict[Site, list[Listener]] = {}
+        for heard in (kernels.listeners, *listeners):
+            for place, listener in heard.items():
+                self.listeners.setdefault(place, []).append(listener)
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Hooks what is listened to, for as long as the context lasts."""
+        return self._adapter.attached([place for place in self.listeners if place != LOGITS])
+
+    def call(self, forward: Callable[..., Made], *args: Any) -> Made:
+        """What a forward gives under the path's kernels, heard by its hooks, on a state of its own."""
+        with self._adapter.listening(self.listeners), self._adapter.own_state(self._state), self._kernels:
+            return forward(*args)
