@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
-from kvinterp.paths.runner import CHECKED_SITES
+from kvinterp.paths.model_cache import CHECKED_SITES
 from plain import BACKENDS, check_law_10, check_law_10_under
 from support import PROMPT as LONG_PROMPT
 from support import assert_bitwise

@@ -37,11 +37,9 @@ from kvinterp.models.adapter import Site
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS, expand_sites
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
+from kvinterp.paths.batches import in_batches
 from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
-from kvinterp.paths.runner import (
-    first_nonfinite,
-    in_batches,
-)
+from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.provenance import provenance

@@ -22,27 +22,17 @@ from kvinterp.inputs import (
 )
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
-from kvinterp.paths.batches import batched, in_batches
+from kvinterp.paths.batches import in_batches
 from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.loops import Runner
-from kvinterp.paths.model_cache import CHECKED_NUMBERS, CHECKED_SITES, path_store
 from kvinterp.paths.path import ExecutionPath, path_named
 from kvinterp.paths.sampling import Strategy, drawing, strategy_named
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.provenance import provenance
 from kvinterp.recording import Recorder, Trace
 
-__all__ = [
-    "CHECKED_NUMBERS",
-    "CHECKED_SITES",
-    "Runner",
-    "batched",
-    "first_nonfinite",
-    "in_batches",
-    "path_store",
-    "run",
-]
+__all__ = ["run"]
 
 
 def run(
