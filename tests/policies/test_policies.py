@@ -294,8 +294,8 @@ def test_a_trace_whose_rows_are_missing_is_not_lined_up_silently(load, tmp_path)
 
 def one_patch(model, donor, patch=None, path="cached"):
     patch = patch or kv.Patch("kv", (1,), None, "earlier", "every", donor)
-    watcher = PatchWatcher(model, [patch], prompt_length=len(PROMPT))
-    with Runner(model, kv.path_named(path), torch.tensor([PROMPT]), STEPS, [watcher]) as runner:
+    hook = PatchHook(model, [patch], prompt_length=len(PROMPT))
+    with Runner(model, kv.path_named(path), torch.tensor([PROMPT]), STEPS, [hook]) as runner:
         runner.advance()
         runner.advance(torch.tensor([FED[0]]))
 

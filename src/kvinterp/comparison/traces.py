@@ -15,10 +15,9 @@ from kvinterp.comparison.tables import Differences
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_choice, check_instance
 from kvinterp.models.adapter import Site
-from kvinterp.models.sites import CACHE_SITES, LAYOUTS
+from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.paths.vocabulary import padding_of
 from kvinterp.recording import Trace
-from kvinterp.recording.recorder import ROWS
 
 __all__ = ["compare_traces"]
 
