@@ -103,6 +103,7 @@ class Facts:
 
 ModuleState = dict["tuple[nn.Module, str]", Any]
 """What modules keep between forwards, by module and name of the attribute."""
+_NO_STATE = contextlib.nullcontext()
 
 
 class Adapter(Attaching):
@@ -230,8 +231,7 @@ class Adapter(Attaching):
         self._variants, self._hashes = {}, None
         self.checked_batches, self.checked_caches = {}, {}
 
-    @contextlib.contextmanager
-    def own_state(self, state: ModuleState) -> Iterator[None]:
+    def own_state(self, state: ModuleState) -> contextlib.AbstractContextManager[None]:
         """Gives what runs inside the context a state of its own, where modules keep state between forwards.
 
         Runs that take turns on one model would otherwise overwrite each other's. Most models keep nothing in their
@@ -240,7 +240,7 @@ class Adapter(Attaching):
         Args:
             state: What the context before left, which this one goes on from; filled anew at its end.
         """
-        yield
+        return _NO_STATE
 
     def supports(self, site: str, layer: int = 0) -> bool:
         """Whether this model, as it was loaded, can give a site."""

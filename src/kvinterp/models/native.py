@@ -332,12 +332,12 @@ class NativeAdapter(OnTransformersCache):
         """Whether a site is derived beside SDPA."""
         return site in DERIVED and self.facts.attention == "sdpa"
 
-    @contextlib.contextmanager
-    def own_state(self, state: ModuleState) -> Iterator[None]:
+    def own_state(self, state: ModuleState) -> contextlib.AbstractContextManager[None]:
         """Swaps what modules keep between forwards (RecurrentGemma does) for this run's own, and back."""
-        if not self._stateful:
-            yield
-            return
+        return self._swapped(state) if self._stateful else super().own_state(state)
+
+    @contextlib.contextmanager
+    def _swapped(self, state: ModuleState) -> Iterator[None]:
         before = {(module, name): module.__dict__[name] for module, name in self._stateful}
         for (module, name), held in before.items():
             given = state.get((module, name), held)

@@ -21,7 +21,18 @@ from collections.abc import Sequence
 
 from kvinterp.inputs import check_known, given_list
 
-__all__ = ["CACHE_SITES", "GROUPS", "LAYOUTS", "RESIDUAL_SITES", "ROWS", "SITES", "Layout", "expand_sites", "layout_of"]
+__all__ = [
+    "ATTENDED_SITES",
+    "CACHE_SITES",
+    "GROUPS",
+    "LAYOUTS",
+    "RESIDUAL_SITES",
+    "ROWS",
+    "SITES",
+    "Layout",
+    "expand_sites",
+    "layout_of",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +96,7 @@ ROWS = "cache_positions"
 LAYOUTS[ROWS] = Layout("absolute positions of the rows in the cache", "rows", rows=2, heads=1, head_kind="KV")
 RESIDUAL_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "residual")
 CACHE_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "cache")
+ATTENDED_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.keys)
 GROUPS = {"kv": ("cache_k", "cache_v"), "resid": ("resid_pre", "resid_mid", "resid_post")}
 """Names for several sites."""
 

@@ -58,12 +58,12 @@ def rows_of(donor: Trace, site: str, layer: int, step: int) -> tuple[int, Tensor
     index = donor.steps.index(step)
     kept = donor.records[site, layer]
     layout = LAYOUTS[site]
+    rows = layout.rows
     if (ROWS, layer) in donor.records and not layout.gathers:
         raise UnsupportedError(
             f"the donor's {site} cannot be moved: path {donor.path} lets go of rows, so positions cannot be matched: patch q, k, "
             "v or z, or give a donor that keeps all rows."
         )
-    rows = layout.rows
     if kept[index].dim() < layout.dimensions - 1:
         # Recorded at the newest position: one row, without the dimension; and never that of the batch.
         return len(donor.prompt) + step - 1, kept[index].unsqueeze(rows - 1)[None]

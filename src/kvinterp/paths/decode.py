@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -81,8 +82,8 @@ def lockstep(
     over: Tensor | None = None
     for number in range(steps):
         logits = [lane.advance(tokens) for lane, tokens in zip(lanes, fed, strict=True)]
-        chosen = [choose(rows, number) for rows in logits]
-        feeds = given[number] if number < len(given) else [chosen[lane] for lane in follows]
+        chosen = [*map(choose, logits, itertools.repeat(number))]
+        feeds = given[number] if number < len(given) else [*map(chosen.__getitem__, follows)]
         if over is None:
             over = torch.zeros_like(chosen[0], dtype=torch.bool)
         yield Step(number, logits, chosen, feeds, fed, over)
@@ -118,7 +119,7 @@ class Collected:
             self.padding = padding_of(now.logits)
             if bool(self.padding.any()):
                 self._tokens = (~self.padding).nonzero().flatten()
-        sound = [sound_rows(rows, self.padding) for rows in now.logits]
+        sound = [*map(sound_rows, now.logits, itertools.repeat(self.padding))]
         for kept, new in zip(self._kept, (now.chosen, now.feeds, sound), strict=True):
             kept.append(new)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import Listener, Site
-from kvinterp.models.sites import LAYOUTS
+from kvinterp.models.sites import ATTENDED_SITES
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.model_cache import Stores, path_store, uncached
 from kvinterp.paths.path import ExecutionPath
@@ -104,11 +104,12 @@ class Runner:
             shapes = [(len(prompt), prompt.shape[1] + step, room - step if cached else 0) for step in begun]
             self.cache = "; ".join(dict.fromkeys(path_store(self.adapter, path, *shape, ()).name for shape in shapes))
         self._store: Store | None = None
-        columns = _FilledColumns()
+        # Without a store a forward reads the keys it made and no others.
+        columns = _FilledColumns(hooks if cached or path.chunk is not None else ())
         policy = policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store)
         heard = [policy, *(columns.cut(hook.listeners) for hook in hooks)]
         self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), heard)
-        loop, hears = cached_loop if cached else recompute_loop, (columns, *hooks)
+        loop, hears = cached_loop if cached else recompute_loop, (*([columns] if columns.attended else []), *hooks)
         self._loop = loop(self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin)
 
     def __enter__(self) -> Runner:
@@ -149,8 +150,9 @@ class Runner:
 class _FilledColumns(PathHook):
     """Cuts scores and patterns to the keys there are: against a static cache their rows go on over its empty room."""
 
-    def __init__(self) -> None:
+    def __init__(self, hooks: Sequence[PathHook]) -> None:
         self._keys: dict[int, int] = {}
+        self.attended = {place for hook in hooks for place in hook.listeners if place[0] in ATTENDED_SITES}
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Hears how many keys attention is about to read."""
@@ -158,8 +160,7 @@ class _FilledColumns(PathHook):
 
     def cut(self, listeners: Mapping[Site, Listener]) -> dict[Site, Listener]:
         """The listeners, of which those of sites with a column a key are told of the filled ones only."""
-        attended = [place for place in listeners if place[0] in LAYOUTS and LAYOUTS[place[0]].keys]
-        return {**listeners, **{place: self._cut(place[1], listeners[place]) for place in attended}}
+        return {place: self._cut(place[1], hear) if place in self.attended else hear for place, hear in listeners.items()}
 
     def _cut(self, layer: int, listener: Listener) -> Listener:
         @functools.wraps(listener)
