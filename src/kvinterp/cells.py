@@ -19,7 +19,6 @@ import io
 import itertools
 import json
 import logging
-import math
 import re
 import secrets
 import zipfile
@@ -31,7 +30,7 @@ import pandas as pd
 from pyarrow import ArrowException
 
 from kvinterp.errors import InputError
-from kvinterp.files import PARTIAL, is_plain, is_there, read_json, replaced, told
+from kvinterp.files import PARTIAL, is_plain, is_there, read_json, replaced, strict_json, told
 
 __all__ = [
     "ADVICE",
@@ -47,7 +46,6 @@ __all__ = [
     "loading_once",
     "remove_parts",
     "run_cells",
-    "strict_json",
     "unfinished_runs",
     "unlike",
 ]
@@ -337,11 +335,6 @@ def remove_parts(path: Path) -> None:
         above.rmdir()
 
 
-def strict_json(value: Any) -> str:
-    """JSON that every reader takes: NaN and what it has no word for become null, infinities and other objects text."""
-    return json.dumps(_plain(value), indent=1, allow_nan=False, default=str)
-
-
 def differences(held: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
     """What differs between two settings, as ``dtype: float16, now float32; ...``."""
     found = []
@@ -361,16 +354,6 @@ def _short(value: Any) -> str:
 
 def _choices(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "made_with"}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
 
 
 def _is_folder(path: Path) -> bool:

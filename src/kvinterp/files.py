@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -31,6 +32,7 @@ __all__ = [
     "read_json",
     "refuse_foreign",
     "replaced",
+    "strict_json",
     "sweep_partials",
     "told",
     "whole",
@@ -286,6 +288,21 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return read if isinstance(read, dict) else None
+
+
+def strict_json(value: Any) -> str:
+    """JSON that every reader takes: NaN and what it has no word for become null, infinities and other objects text."""
+    return json.dumps(_plain(value), indent=1, allow_nan=False, default=str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
 
 
 def is_there(path: Path) -> bool:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvinterp.cells import ADVICE, foreign_parts, has_parts, strict_json, unfinished_runs, unlike
+from kvinterp.cells import ADVICE, foreign_parts, has_parts, unfinished_runs, unlike
 from kvinterp.errors import InputError, unknown
-from kvinterp.files import Record, check_writable, is_there, refuse_foreign, told
+from kvinterp.files import Record, check_writable, is_there, refuse_foreign, strict_json, told
 
 __all__ = ["EXISTING", "FIGURES", "SUMMARY", "check_free", "check_names"]
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.cells import ADVICE, Parts, differences, has_parts, remove_parts, strict_json, unlike
+from kvinterp.cells import ADVICE, Parts, differences, has_parts, remove_parts, unlike
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
-from kvinterp.files import Record, digest_of, read_json, told, whole, write_whole
+from kvinterp.files import Record, digest_of, read_json, strict_json, told, whole, write_whole
 from kvinterp.folders import SUMMARY, check_free
 from kvinterp.locks import Lock
 

@@ -12,7 +12,7 @@ from kvinterp.auditing.exercises import Check
 from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ONE_BY_ONE, Judged
 from kvinterp.auditing.values import narrower
-from kvinterp.cells import strict_json
+from kvinterp.files import strict_json
 from kvinterp.reading import verdict as say
 
 __all__ = ["CANNOT_TELL", "FAIL", "GOOD", "PASS", "VERDICTS", "Verdict", "judge"]
