@@ -35,7 +35,7 @@ __all__ = ["ONE_BY_ONE", "Judged", "RungJudge"]
 
 HARD = "gone with a fixed order; the recomputation is as far from float64 on the same inputs"
 FURTHER = "further from float64 on the same inputs than the recomputation"
-THERE_TOO = "there in float64 too, where rounding would be gone"
+THERE_TOO = "there in float64 too"
 LOOKED_AT = 3
 """How many single tokens before a wrong one are looked into as well: a state goes wrong before what it feeds."""
 
@@ -104,7 +104,7 @@ class RungJudge:
                 wrong = None if twin is None else beyond_truth(twin, witness, self.rung.unit)
                 if twin is None:
                     raise RuntimeError("the model cannot be run in float64 here")
-                if clean is None and judged.cause.word == "rounding":
+                if wrong is None and clean is None and judged.cause.word == "rounding":
                     left = self._left_in_float64(twin, side, row, judged.finding.layer)
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
                         self.found[index] = dataclasses.replace(judged, cause=Cause("", left=left, detail=THERE_TOO))
