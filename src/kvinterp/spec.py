@@ -101,7 +101,7 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
     try:
         return kinds[name](*values)
     except TypeError as error:
-        takes = ", ".join(field.name for field in fields) or "no values"
+        takes = ", ".join(field.name for field in fields) or f"no values, so give {name!r}"
         raise InputError(f"{what} {text!r} cannot be read: {name} takes {takes}.") from error
 
 

@@ -120,7 +120,7 @@ class Planted(Policy):
 
     def __post_init__(self) -> None:
         for name in ("layer", "until"):
-            check_whole(name, getattr(self, name), 0)
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), 0))
         check_size(self.units, self.bits)
 
     def check(self, layers: int) -> None:

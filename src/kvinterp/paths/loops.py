@@ -175,7 +175,7 @@ class _FilledColumns(PathHook):
 
 
 def _forward(adapter: Adapter, tokens: Tensor, store: Store | None, chunk: int | None) -> Tensor:
-    for piece in tokens.split(chunk or tokens.shape[1], 1):
+    for piece in tokens.split(min(chunk or tokens.shape[1], tokens.shape[1]), 1):
         logits = adapter.forward(piece, store)
         if store is not None:
             store.settle()

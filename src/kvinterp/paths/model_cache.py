@@ -160,7 +160,7 @@ def _alike(adapter: Adapter, path: ExecutionPath, batch: int, length: int, room:
     ids = (torch.arange(batch * (length + room), device=adapter.device) * 7 + turn * 31 + 3) % adapter.facts.vocabulary
     tokens, numbers = ids.reshape(batch, -1), 0
     lanes = [_Lane(adapter, path, stores, batch, length, room) for stores in (own_store, growing_store)]
-    for piece in (*tokens[:, :length].split(path.chunk or length, 1), *tokens[:, length:].split(1, 1)):
+    for piece in (*tokens[:, :length].split(min(path.chunk or length, length), 1), *tokens[:, length:].split(1, 1)):
         one, other = (lane.feed(piece) for lane in lanes)
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
             return 0
