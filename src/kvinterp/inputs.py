@@ -169,12 +169,12 @@ def given_list(name: str, values: object, expected: str) -> list[Any]:
     Raises:
         InputError: It has no elements.
     """
-    if not isinstance(values, str | bytes):
-        try:
-            return list(values)  # type: ignore[call-overload,no-any-return]
-        except TypeError:
-            pass
-    raise unexpected(name, values, expected)
+    if isinstance(values, str | bytes):
+        raise unexpected(name, values, expected)
+    try:
+        return list(values)  # type: ignore[call-overload,no-any-return]
+    except TypeError as error:
+        raise unexpected(name, values, expected) from error
 
 
 def whole_numbers(name: str, values: object, expected: str, least: int = 0, most: int = SEEDS[1]) -> list[int]:

@@ -55,16 +55,25 @@ def test_what_a_cache_contributes_is_said_by_its_own_numbers():
     assert "At 3 of the 6 it contributes no more than its null" in within
 
 
-def sweep(median=0.5, kl=0.4, defined=3, **more):
+def sweep(median=0.5, kl=0.4, defined=3, place=None, **more):
     best = {
         "layer": 2, "head": -1, "positions": "all", "site": "kv", "sweep": "single", "median": median, "median_kl": kl,
         "defined": defined, "mean": 0.45, "interval_low": 0.3 if defined > 1 else float("nan"), "interval_high": 0.6,
+        **(place or {}),
     }  # fmt: skip
     given = {
         "sweep": "single", "direction": "into-cached", "distance": "l2", "distances": ["l2", "kl"], "examples": 3,
         "examples_undefined": {}, "best": best, "together": {}, "floor": {}, "protocol": "matched", "provenance": ABOUT,
     }  # fmt: skip
     return " ".join(said_of_sweep({**given, **more}))
+
+
+def test_a_block_of_positions_is_named_as_one_where_layers_were_swept_beside_it():
+    """The best place of a sweep of several kinds was said to be at layer -1."""
+    said = sweep(place={"layer": -1, "positions": "16:32", "sweep": "blocks"}, sweep="single,blocks")
+    assert "at positions 16:32" in said
+    assert "layer -1" not in said
+    assert "at layer 2" in sweep(sweep="single,blocks")
 
 
 def test_a_sweep_says_what_recovers_most_by_both_distances_and_nothing_it_did_not_measure():

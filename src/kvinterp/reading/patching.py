@@ -44,7 +44,7 @@ def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
         equal = summary["examples_without_difference"] == summary["examples"]
         return [*lines, *["There is no difference to recover."] * equal, _measured_on(summary)]
     place = f"layer {best['layer']:g}" + (f", head {best['head']:g}" if best["head"] >= 0 else "")
-    place = f"positions {best['positions']}" if summary["sweep"] == "blocks" else place
+    place = f"positions {best['positions']}" if best["sweep"] == "blocks" else place
     what = f"{best['site']} ({best['sweep']}, {summary['direction']})"
     others = [name for name in summary["distances"] if name != distance]
     beside = "".join(f", of the {_DISTANCES[name]} {_defined(best[f'median_{name}'])}" for name in others)
