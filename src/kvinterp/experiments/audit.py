@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
-from kvinterp.experiments.base import NOTHING, Experiment, Outcome, argument, option, shared
+from kvinterp.experiments.base import NOTHING, Experiment, How, Outcome, argument, option, shared
 
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
@@ -99,27 +99,20 @@ class Audit(Experiment):
         given = {each: getattr(self, each) for each in names}
         return {"loader": f"{__name__}:subject", **given, "config": self.config and str(self.config)}
 
-    def run(
-        self,
-        out: str | Path | None,
-        existing: str = "error",
-        progress: str = "bar",
-        *,
-        figures: str = "drawn",
-        tell: Callable[[str], None] | None = None,
-    ) -> Outcome:
+    def answered(self, how: How) -> Outcome:
         """Audits, and writes page, tables and verdict over an earlier audit's."""
         from kvinterp.auditing.report import check_own, put
         from kvinterp.files import write_whole
         from kvinterp.locks import Lock
 
-        if out is None:
-            return super().run(None, existing, progress, figures=figures, tell=tell)
-        folder = Path(out)
+        in_memory = dataclasses.replace(how, out=None)
+        if how.out is None:
+            return super().answered(in_memory)
+        folder = Path(how.out)
         check_own(folder)
         with Lock(folder):
             self._check_junit()
-            outcome = super().run(None, existing, progress, figures=figures, tell=tell)
+            outcome = super().answered(in_memory)
             put(outcome.texts, folder)
             if self.junit is not None:
                 write_whole(self.junit, outcome.result["junit"])

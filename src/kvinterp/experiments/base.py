@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
     from kvinterp.models import Adapter
 
-__all__ = ["NOTHING", "OPTION", "Experiment", "Outcome", "argument", "model", "option", "shared"]
+__all__ = ["NOTHING", "OPTION", "Experiment", "How", "Outcome", "argument", "model", "option", "shared"]
 
 OPTION = "option"
 """The key in a field's metadata under which its option stands."""
@@ -96,6 +96,17 @@ class Outcome:
     folder: Path | None = None
     files: Sequence[Path] = ()
     exit_code: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How an experiment is run: what :meth:`Experiment.run` was given."""
+
+    out: str | Path | None
+    existing: str
+    progress: str
+    figures: str
+    tell: Callable[[str], None] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,31 +242,35 @@ class Experiment(abc.ABC):
             UnsupportedError: This kind of model cannot give what was asked for.
             KeyboardInterrupt: It was interrupted; what was finished is in the folder.
         """
+        return self.settled().answered(How(out, existing, progress, figures, tell))
+
+    def answered(self, how: How) -> Outcome:
+        """Does what :meth:`run` promises; an experiment that keeps its work otherwise has its own."""
         from kvinterp.cells import loading_once, run_cells
         from kvinterp.folders import SUMMARY, check_free
         from kvinterp.locks import Lock
         from kvinterp.results import ResultFolder
 
-        asked, names = self.settled(), [*(f"{table}.parquet" for table in self.TABLES), SUMMARY, *self.FILES]
-        mark = {"verb": self.verb(), **asked.chosen()}
+        out, names = how.out, [*(f"{table}.parquet" for table in self.TABLES), SUMMARY, *self.FILES]
+        mark = {"verb": self.verb(), **self.chosen()}
         with contextlib.ExitStack() as held:
             if out is not None:
                 held.enter_context(Lock(Path(out)))
                 # The cheap questions first: a typing error should not cost the loading of a model.
-                check_free(out, existing, names, mark)
+                check_free(out, how.existing, names, mark)
             held.enter_context(loading_once())
-            cells = asked.cells()
+            cells = self.cells()
             if out is None:
-                return asked.reduce(run_cells(cells, None, tell, progress), {}, None)
-            folder = ResultFolder(out, asked.settings(), names, existing, mark)
+                return self.reduce(run_cells(cells, None, how.tell, how.progress), {}, None)
+            folder = ResultFolder(out, self.settings(), names, how.existing, mark)
             if folder.finished:
-                return asked.read(Path(out))
+                return self.read(Path(out))
             try:
-                made = run_cells(cells, folder.parts, tell, progress, self.UNIT)
+                made = run_cells(cells, folder.parts, how.tell, how.progress, self.UNIT)
             except BaseException as error:
-                asked._cut_off(folder, cells, error)
+                self._cut_off(folder, cells, error)
                 raise
-            return asked._written(folder, asked.reduce(made, folder.settings, folder.path), figures)
+            return self._written(folder, self.reduce(made, folder.settings, folder.path), how.figures)
 
     def _written(self, folder: Any, outcome: Outcome, figures: str = "none", ending: str = "finished") -> Outcome:
         outcome.folder = folder.path

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.experiments.base import Experiment, Outcome, option
+from kvinterp.experiments.base import Experiment, How, Outcome, option
 from kvinterp.experiments.compare import Compare, places
 
 if TYPE_CHECKING:
@@ -81,24 +81,14 @@ class Demo(Experiment):
             protocol="free", dtype=self.dtype, max_new_tokens=self.max_new_tokens, record="",
         )  # fmt: skip
 
-    def run(
-        self,
-        out: str | Path | None,
-        existing: str = "error",
-        progress: str = "bar",
-        *,
-        figures: str = "drawn",
-        tell: Callable[[str], None] | None = None,
-    ) -> Outcome:
+    def settled(self) -> Demo:
+        """The smallest one, where that was asked for."""
+        return dataclasses.replace(SMOKE, picture=self.picture) if self.smoke else self
+
+    def answered(self, how: How) -> Outcome:
         """Makes every comparison that is not there yet, each in a folder of its own under ``runs``, and the page last.
 
-        Args:
-            out: The folder.
-            existing: What to do about what is already there. A demo is finished when its ``report.html`` is there; until
-                then finished comparisons are read, not made again.
-            progress: ``"bar"`` or ``"none"``.
-            figures: ``"drawn"`` or ``"none"``: whether page and picture are written.
-            tell: Told what runs now.
+        A demo is finished when its ``report.html`` is there; until then finished comparisons are read, not made again.
 
         Raises:
             InputError: The folder holds a finished demo, or comparisons made with other settings.
@@ -106,23 +96,21 @@ class Demo(Experiment):
         from kvinterp.files import Record
         from kvinterp.locks import Lock
 
-        if self.smoke:
-            return dataclasses.replace(SMOKE, picture=self.picture).run(out, existing, progress, figures=figures, tell=tell)
-        if out is None:
+        if how.out is None:
             raise InputError("a demo is a folder of comparisons: give one.")
-        folder = Path(out)
+        folder = Path(how.out)
         with Lock(folder):
-            self._check_free(folder, existing)
+            self._check_free(folder, how.existing)
             record = Record(folder)
             record.open()
-            results = self._runs(folder / "runs", existing, progress)
+            results = self._runs(folder / "runs", how.existing, how.progress)
             flips = results.pop(FLIPS)
-            if existing == "overwrite":
+            if how.existing == "overwrite":
                 # The old page and its figures go last, when what they showed is replaced.
                 record.remove()
                 record.open()
             outcome = Outcome([*results.values(), flips], folder=folder)
-            if figures == "drawn":
+            if how.figures == "drawn":
                 outcome.files = self.figures(outcome, folder / "figures")
         return outcome
 
