@@ -2,7 +2,8 @@
 
 A plugin is a dataclass. Its name is its class's in snake case (``SplitK`` is ``split_k``), and its text form that name with the
 values of its fields in brackets: ``split_k(4,float16,all,0+2)``. A number or a Python literal is read as such, anything else is
-a text; a field that is a tuple is written with ``+``, and empty as ``all``.
+a text; a field that is a tuple is written with ``+``, and empty as ``all``. Any field may be named, a keyword-only one must be:
+``name(-1,1,on=k)``; it is written where it is not at its default.
 """
 
 from __future__ import annotations
@@ -69,10 +70,14 @@ def name_of(kind: type) -> str:
 
 def text_of(plugin: Any) -> str:
     """The text form of a dataclass; values that are left at nothing are left out at its end."""
-    values = [getattr(plugin, field.name) for field in dataclasses.fields(plugin)]
+    fields = dataclasses.fields(plugin)
+    values = [getattr(plugin, field.name) for field in fields if not field.kw_only]
     while values and values[-1] in (None, ()):
         values.pop()
-    shown = ",".join(map(_written, values))
+    named = {field.name: getattr(plugin, field.name) for field in fields if field.kw_only}
+    defaults = {field.name: field.default for field in fields}
+    changed = [f"{name}={_written(value)}" for name, value in named.items() if value != defaults[name]]
+    shown = ",".join([*map(_written, values), *changed])
     return name_of(type(plugin)) + (f"({shown})" if shown else "")
 
 
@@ -81,7 +86,7 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
 
     Args:
         what: The kind of thing, as errors call it.
-        text: ``name`` or ``name(value,value)``; capitals and hyphens of the name do not matter.
+        text: ``name`` or ``name(value,field=value)``; capitals and hyphens of the name do not matter.
         kinds: The classes there are, by name.
         hint: What errors say besides of how it is written.
 
@@ -93,16 +98,26 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
     name = given.lower().replace("-", "_")
     if match is None or name not in kinds:
         raise unknown(what, given, kinds, hint)
-    fields = dataclasses.fields(kinds[name])  # type: ignore[arg-type]
-    values = [_value(part) for part in split(match.group(2) or "", ",")]
-    for index, field in enumerate(fields[: len(values)]):
-        kind: Any = field.type
-        values[index] = _fitted(values[index], kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)))
-    try:
-        return kinds[name](*values)
-    except TypeError as error:
-        takes = ", ".join(field.name for field in fields) or f"no values, so give {name!r}"
-        raise InputError(f"{what} {text!r} cannot be read: {name} takes {takes}.") from error
+    fields = {field.name: field for field in dataclasses.fields(kinds[name])}  # type: ignore[arg-type]
+    inorder = [field.name for field in fields.values() if not field.kw_only]
+    values: dict[str, Any] = {}
+    too_many = []
+    for index, part in enumerate(split(match.group(2) or "", ",")):
+        word, equals, rest = part.partition("=")
+        key = word.strip() if equals else inorder[index] if index < len(inorder) else ""
+        if key not in fields or key in values:
+            too_many.append(part)
+            continue
+        kind: Any = fields[key].type
+        kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+        values[key] = _fitted(_value(rest if equals else part), kind)
+    missing = [name for name in inorder if fields[name].default is dataclasses.MISSING and name not in values]
+    if too_many or missing:
+        takes = ", ".join(
+            f"{field.name}={_written(field.default)}" if field.kw_only else field.name for field in fields.values()
+        )
+        raise InputError(f"{what} {text!r} cannot be read: {name} takes {takes or f'no values, so give {name!r}'}.")
+    return kinds[name](**values)
 
 
 def split(text: str, separator: str) -> list[str]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvinterp.errors import UnsupportedError
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Facts
 from kvinterp.models.caches import taken
-from kvinterp.spec import text_of
+from kvinterp.spec import name_of, text_of
 
-__all__ = ["KV", "Chain", "Place", "Policy"]
+__all__ = ["KV", "Chain", "Place", "Policy", "Selective"]
 
 KV = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
 
@@ -30,6 +32,7 @@ class Place:
         known: Whether the positions are known; a user's cache may have let go of some and does not say of which.
         rows: The absolute position of each row, where a policy may have let go of some: they need no longer be all from start
             to stop, and each sequence and KV head may have kept others. None where none can be missing.
+        heads: The KV heads that the tensors hold; empty for all.
     """
 
     layer: int
@@ -38,6 +41,7 @@ class Place:
     rotated: bool
     known: bool = True
     rows: Int[Tensor, "batch kv_head row"] | None = dataclasses.field(default=None, compare=False)
+    heads: tuple[int, ...] = ()
 
     @property
     def positions(self) -> Int[Tensor, "*batch_and_kv_head row"]:
@@ -83,6 +87,21 @@ class Policy:
     A policy overrides what it needs. None of its methods changes a tensor in place. One that remembers something from one
     call to the next says so by :meth:`start`, whose twin is used for one pass from position 0 and then thrown away.
     """
+
+    SOURCE: ClassVar[str] = ""
+    """Where it is from: the paper or program whose rule it follows."""
+
+    def bits_stored(self, tensor: str, width: int) -> float | None:
+        """Bits that a real implementation stores for an element of a row, scales included.
+
+        Args:
+            tensor: ``"k"`` or ``"v"``.
+            width: ``head_dim``.
+
+        Returns:
+            None where it stores what it is given in the cache's own dtype.
+        """
+        return None
 
     def check(self, layers: int) -> None:
         """Raises InputError where the policy names a layer that a model of so many has not; the base names none."""
@@ -146,6 +165,113 @@ class Policy:
         return text_of(self)
 
 
+TENSORS = {"kv": ("k", "v"), "k": ("k",), "v": ("v",)}
+"""What ``on`` may be, and which tensors it means."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selective(Policy):
+    """A policy that makes K or V alone into another tensor, in the layers and KV heads that it is asked for.
+
+    A policy that derives from it writes :meth:`written` (new rows on their way in), :meth:`seen` (rows held, on their way to
+    attention), or both; where a layer or head is left out, its tensors go through untouched, to the very tensor.
+
+    Attributes:
+        on: ``"kv"``, ``"k"`` or ``"v"``.
+        layers: The layers; empty for all.
+        heads: The KV heads; empty for all.
+        keys: ``"before"`` or ``"after"`` RoPE: refuses a kind of model that caches its keys otherwise. ``"cached"``: as the
+            model caches them, ``hooked`` before RoPE, ``native`` and ``bridge`` after it.
+    """
+
+    on: Literal["kv", "k", "v"] = "kv"
+    layers: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+    keys: Literal["cached", "before", "after"] = "cached"
+
+    def __post_init__(self) -> None:
+        """Refuses words and numbers that mean nothing."""
+        if not isinstance(self.on, str) or self.on not in TENSORS:
+            raise InputError(f"policy {name_of(type(self))!r} is on {self.on!r}: expected on=kv, on=k or on=v.")
+        if self.keys not in ("cached", "before", "after"):
+            raise InputError(
+                f"policy {name_of(type(self))!r} has keys={self.keys!r}: expected keys=before or keys=after (RoPE), or "
+                "keys=cached for those that the model caches."
+            )
+        for name, numbers in (("layers", self.layers), ("heads", self.heads)):
+            if not isinstance(numbers, tuple) or not all(type(one) is int and one >= 0 for one in numbers):
+                raise InputError(
+                    f"policy {name_of(type(self))!r} has {name}={numbers!r}: expected whole numbers from 0 on, as in {name}=0+2."
+                )
+
+    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """What is kept of new rows of one tensor.
+
+        Args:
+            tensor: ``[batch, kv_head, row, head_dim]``; only the heads asked for.
+            which: ``"k"`` or ``"v"``.
+            place: Where.
+        """
+        return tensor
+
+    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """What attention reads of the rows held of one tensor; see :meth:`written`."""
+        return tensor
+
+    def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+        """Each tensor on its own."""
+        return self._each(self.written, keys, values, place)
+
+    def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+        """Each tensor on its own."""
+        return self._each(self.seen, keys, values, place)
+
+    @property
+    def reads(self) -> bool:
+        """Whether it overrides :meth:`seen`."""
+        return type(self).seen is not Selective.seen or type(self).read is not Selective.read
+
+    def check(self, layers: int) -> None:
+        """Refuses a layer that the model has not."""
+        if self.layers and max(self.layers) >= layers:
+            raise InputError(f"policy {self} names layer {max(self.layers)}: expected layers from 0 to {layers - 1}.")
+
+    def start(self, facts: Facts) -> Policy:
+        """Refuses a head that the model has not, and keys on the other side of RoPE."""
+        if self.heads and max(self.heads) >= facts.kv_heads:
+            raise InputError(
+                f"policy {self} names KV head {max(self.heads)} of {facts.name}: expected heads from 0 to {facts.kv_heads - 1}."
+            )
+        cached = "after" if facts.cached_keys_rotated else "before"
+        if "k" in TENSORS[self.on] and self.keys not in ("cached", cached):
+            kinds = "hooked" if self.keys == "before" else "native or bridge"
+            raise UnsupportedError(
+                f"policy {self} wants keys {self.keys} RoPE, and {facts.name} caches them {cached} it: load the model as "
+                f"{kinds}, or give keys={cached}."
+            )
+        return self
+
+    def chosen(self, which: str, layer: int) -> bool:
+        """Whether it has a say over a tensor of a layer."""
+        return which in TENSORS[self.on] and (not self.layers or layer in self.layers)
+
+    def _each(self, act: Callable[[Tensor, str, Place], Tensor], keys: Tensor, values: Tensor, place: Place) -> KV:
+        made = [self._of(act, tensor, which, place) for which, tensor in (("k", keys), ("v", values))]
+        return made[0], made[1]
+
+    def _of(self, act: Callable[[Tensor, str, Place], Tensor], tensor: Tensor, which: str, place: Place) -> Tensor:
+        if not self.chosen(which, place.layer):
+            return tensor
+        if not self.heads:
+            return act(tensor, which, place)
+        heads = list(self.heads)
+        rows = None if place.rows is None else place.rows[:, heads]
+        made = act(tensor[:, heads], which, dataclasses.replace(place, rows=rows, heads=self.heads))
+        whole = tensor.to(made.dtype, copy=True)
+        whole[:, heads] = made
+        return whole
+
+
 @dataclasses.dataclass(frozen=True)
 class Chain(Policy):
     """Several policies: each writes and keeps of what the one before it left, and what is held is read back the other way.
@@ -189,6 +315,11 @@ class Chain(Policy):
                 keys, values = taken(keys, every), taken(values, every)
                 left = every if left is None else left.gather(2, every)
         return left
+
+    def bits_stored(self, tensor: str, width: int) -> float | None:
+        """What the last that has a format of its own stores."""
+        found = [bits for part in self.parts if (bits := part.bits_stored(tensor, width)) is not None]
+        return found[-1] if found else None
 
     @property
     def sites(self) -> tuple[str, ...]:
