@@ -300,6 +300,22 @@ def test_failed_prompts_are_named_and_all_failed_is_an_error(tmp_path: Path, mon
 
 # Interrupted -----------------------------------------------------------------------------------------------------------
 
+READING = """
+import os, signal, sys
+import kvinterp.cli as cli
+cli.experiment_named = lambda name: os.kill(os.getpid(), signal.SIGINT)
+sys.argv = ["kvinterp", "compare", "zoo:gqa2-mini", "--out", "out"]
+cli.main()
+"""
+
+
+def test_interrupted_while_the_options_are_read_nothing_was_begun() -> None:
+    """It left with 1 and "Aborted!", which an audit's caller reads as a bug that was found."""
+    process = started(READING)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said.strip()) == (130, "interrupted: nothing was begun.")
+
+
 SLOW = """
 import time
 import kvinterp.cells as cells

@@ -72,7 +72,14 @@ app = typer.Typer(
 
 def main() -> None:
     """The entry point ``kvinterp``."""
+    # While the command line is read there is nothing to leave behind; a command says for itself what it leaves.
+    signal.signal(signal.SIGINT, _leave)
     app()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    echo("interrupted: nothing was begun.", err=True)
+    os._exit(128 + number)
 
 
 @app.callback(invoke_without_command=True)
@@ -174,7 +181,8 @@ def _told(interrupted: str) -> Callable[[Callable[..., None]], Callable[..., Non
     def wrapped(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(*args: Any, **kwargs: Any) -> None:
-            before, streams = signal.signal(signal.SIGTERM, _interrupt), (sys.stdout, sys.stderr)
+            before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+            streams = sys.stdout, sys.stderr
             sys.stdout, sys.stderr = _Heard(sys.stdout), _Heard(sys.stderr)  # type: ignore[assignment]
             try:
                 command(*args, **kwargs)
@@ -186,7 +194,8 @@ def _told(interrupted: str) -> Callable[[Callable[..., None]], Callable[..., Non
                 raise typer.Exit(130) from error
             finally:
                 sys.stdout, sys.stderr = streams
-                signal.signal(signal.SIGTERM, before)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
         return run
 

@@ -242,7 +242,7 @@ def chosen_heads(heads: Iterable[int] | None, count: int, what: str) -> tuple[in
     numbers = _existing(what, wanted, 0, count, f"this model has {what}s 0 to {count - 1}.")
     if not numbers:
         raise InputError(f"an empty list of {what}s was given: name at least one, or leave it out to keep all of them.")
-    return numbers
+    return tuple(dict.fromkeys(numbers))
 
 
 def chosen_steps(steps: Iterable[int]) -> tuple[int, ...]:

@@ -87,14 +87,18 @@ def array_in_place(model):
     model.model.layers[0].mlp.gains[0] = 4.0
 
 
-@pytest.mark.parametrize("way", [transposed, users_hook, users_pre_hook, array_in_place])
+def private_tensor_in_place(model):
+    model.model.layers[0].mlp._gain.data.fill_(4.0)
+
+
+@pytest.mark.parametrize("way", [transposed, users_hook, users_pre_hook, array_in_place, private_tensor_in_place])
 def test_a_copy_follows_what_lies_otherwise_and_what_is_hooked(tiny, way):
     """Of each of these the copy was kept: 0.2 to 0.4 nats where 1e-14 were true."""
     model = tiny("Llama")
     assert len(set(model.model.layers[0].self_attn.o_proj.weight.shape)) == 1, "square, so that it can be transposed"
     mlp = model.model.layers[0].mlp
-    mlp.gains = np.ones(1)
-    mlp.register_forward_hook(lambda module, given, output: output * float(module.gains[0]))
+    mlp.gains, mlp._gain = np.ones(1), torch.ones(1)
+    mlp.register_forward_hook(lambda module, given, output: output * float(module.gains[0] * module._gain))
     adapter = kv.wrap(model)
     kv.compare(adapter, PROMPT, **SETTINGS)
     way(model)

@@ -117,7 +117,10 @@ def _hashed(tensors: list[tuple[str, Tensor]], text: str = "") -> str:
 def _attributes(module: nn.Module) -> dict[str, Any]:
     own = {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
     # Of private ones not what a forward leaves behind: a TransformerBridge keeps hooks of its own and what they last saw.
-    left = [k for k, v in own.items() if k.startswith("_") and ("hook" in k or v is None or isinstance(v, Tensor))]
+    leaves = type(module).__module__.startswith("transformer_lens.")
+    left = [
+        k for k, v in own.items() if k.startswith("_") and ("hook" in k or v is None or (leaves and isinstance(v, Tensor)))
+    ]
     return {key: value for key, value in own.items() if key not in left}
 
 
