@@ -123,11 +123,11 @@ def test_where(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
 @pytest.mark.parametrize(
     ("gone", "lets_go", "wanted", "unwanted"),
     [
-        # Two prompts of four tokens, four steps more, three layers, two KV heads: 96 rows at the last step.
+        # Two prompts of four tokens, four steps more, three layers, one KV head: 48 rows at the last step.
         (0, [], [], ["let go of"]),
-        (2, ["a"], ["cached had let go of 25% of its rows by the last step (24 of 96, counted over the layers and KV heads of "
+        (2, ["a"], ["cached had let go of 25% of its rows by the last step (12 of 48, counted over the layers and KV heads of "
                     "2 prompts)", "K and V are compared on the rows that both paths hold"], ["no row", "recompute had"]),
-        (0, ["b"], ["recompute let go of no row by the last step: it had room for all 96"], ["had let go", "cached let go"]),
+        (0, ["b"], ["recompute let go of no row by the last step: it had room for all 48"], ["had let go", "cached let go"]),
         (2, ["a", "b"], ["cached had let go of 25%", "recompute let go of no row"], []),
     ],
 )  # fmt: skip
