@@ -148,3 +148,22 @@ def test_a_path_that_lets_go_of_rows_holds_the_others_to_the_bit(load: Any) -> N
     assert first.groupby("step")["let_go_a"].first().tolist() == [0, *range(4, 12)]
     assert (found.kv_steps["let_go_b"] == 0).all()
     assert found.kv_steps[found.kv_steps["layer"] == 1]["differing"].max() > 0
+
+
+def test_traces_are_lined_up_by_position_as_paths_are(load: Any) -> None:
+    model = load(Case("llama-gqa", "native", "eager"))
+    prompt, paths = [3, 5, 7, 9, 2, 4, 11, 6, 80, 13], ("cached+h2o(0.2,0.2)", "cached+knorm(0.4)")
+    given = {"max_new_tokens": 4, "stop": "length", "continuation": [4, 9, 2]}
+    record: dict[str, Any] = {"record": "kv,pattern,resid_post", "logits": "keep"}
+    found = kv.compare(model, prompt, *paths, record=record["record"], progress="none", cache_errors="whole", **given)
+    traces = [kv.run(model, prompt, path, positions="all", **record, **given) for path in paths]
+    again = kv.compare_traces(*traces, cache_errors="whole")
+    for table in ("steps", "layers", "heads", "kv_steps", "kv_positions", "kv"):
+        pd.testing.assert_frame_equal(getattr(again, table), getattr(found, table), check_exact=True)
+    assert again.about["lets_go"] == found.about["lets_go"] == ["a", "b"]
+    for how, more in (("positions='all'", {}), ("every head", {"positions": "all", "heads": [0, 1]})):
+        part = kv.run(model, prompt, paths[0], **more, **record, **given)
+        with pytest.raises(
+            kv.InputError, match=f"lets go of rows, so .* cannot be lined up by position: record it with {how}"
+        ):
+            kv.compare_traces(part, part)

@@ -66,19 +66,20 @@ class _Running(LowRank):
 
     def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """Holds the rows of the prompt."""
-        if place.start < place.prompt:
+        if place.start < (place.prompt or 1):
             self.given.setdefault((which, place.layer), []).append(tensor)
         return tensor
 
     def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """The decomposition's rows in place of the prompt's; in a stored prefill of the rows there are by then."""
-        if place.stop <= place.prompt:
+        pieces = self.given.get((which, place.layer), [])
+        if pieces and sum(piece.shape[2] for piece in pieces) == place.stop:
             if self.group > 1:
                 raise UnsupportedError(
                     f"policy {self.rule} needs K and V of {self.group} layers at once, and with prefill=stored or "
                     "without a cache a layer is read before the next is computed: leave it out, or give group=1."
                 )
-            low = truncated([torch.cat(self.given[which, place.layer], 2)], self.rank)[0]
+            low = truncated([torch.cat(pieces, 2)], self.rank)[0]
         else:
             low = self._of_prompt(which, place.layer)
         at = place.positions.to(tensor.device).expand(tensor.shape[:3])
