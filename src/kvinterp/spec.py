@@ -117,7 +117,7 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
     if too_many or missing:
         takes = ", ".join(
             f"{field.name}={_written(field.default)}" if field.kw_only else field.name
-            for field in sorted(fields.values(), key=lambda field: field.kw_only)
+            for field in sorted(fields.values(), key=lambda field: bool(field.kw_only))
         )
         raise InputError(f"{what} {text!r} cannot be read: {name} takes {takes or f'no values, so give {name!r}'}.")
     return kinds[name](**values)
