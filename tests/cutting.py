@@ -42,6 +42,12 @@ VERBS = {
     ),
     "kernels": ("kernels", "--model", MODEL, "--sizes", "1,2", "--device", "cpu"),
     "root-cause": ("root-cause", MODEL, *SMALL, *FEW),
+    "accumulation": ("accumulation", MODEL, *SMALL),
+    "propagation": ("propagation", MODEL, *SMALL),
+    "kv-write": ("kv-write", MODEL, *SMALL),
+    "flips": ("flips", MODEL, *SMALL, "--steps", "1", "--seeds", "1"),
+    "ladder": ("ladder", MODEL, *SMALL, "--most", "1", "--steps", "1"),
+    "gqa": ("gqa", MODEL, *SMALL),
     "demo": ("demo", "--smoke"),
 }
 """Every verb that writes, as small as it goes."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cutting import VERBS, Run, cut_after, ended, pages, same, started
+from kvinterp.experiments.registry import experiments
 
 pytestmark = pytest.mark.xdist_group("nothing lost")
 KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
@@ -34,6 +35,10 @@ def sampled(cases: list[tuple[str, str, int]]) -> list[Any]:
 def verbs(*by_default: str) -> Any:
     marks = {True: (), False: (pytest.mark.long,)}
     return pytest.mark.parametrize("verb", [pytest.param(verb, marks=marks[verb in by_default]) for verb in VERBS])
+
+
+def test_every_experiment_is_cut_off() -> None:
+    assert set(VERBS) == set(experiments())
 
 
 @pytest.fixture(scope="session")

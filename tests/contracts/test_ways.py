@@ -259,6 +259,39 @@ def test_patched_leads_the_cache_of_generate(load: Any, case: Case) -> None:
 # run -------------------------------------------------------------------------------------------------------------------
 
 
+@cases_and_ways()
+def test_run_before_within_and_behind_every_way(load: Any, case: Case, way: Way) -> None:
+    """A verb that a user calls while a forward of theirs is on its way, from a hook: both give what they give alone.
+
+    Within a record its passes were taken for the forward's own, and the sentence said that something had stopped it.
+    """
+    adapter = load(case)
+    model = adapter.model
+    told = {"max_new_tokens": 2, "stop": "length", "logits": "keep"}
+    within: list[Tensor] = []
+
+    def ask(*_: Any) -> None:
+        if not within:
+            within.append(torch.empty(0))
+            with torch.autocast("cpu", enabled=False):
+                within[0] = kv.run(adapter, PROMPT, **told).logits
+
+    with torch.no_grad(), nothing_left(model, lambda: way.run(model, TOKENS)):
+        with plain_hooks(adapter) as alone:
+            way.run(model, TOKENS)
+        before = kv.run(adapter, PROMPT, **told).logits
+        handle = list(adapter.blocks)[1].register_forward_hook(ask)
+        with plain_hooks(adapter) as asked:
+            way.run(model, TOKENS)
+        for logits in (within[0], kv.run(adapter, PROMPT, **told).logits):
+            assert_bitwise(logits, before, "logits")
+        assert_bitwise(asked[1][-1], alone[1][-1], "resid_post of the way's last forward")
+        within.clear()
+        with pytest.raises(kv.InputError, match="began within another one"), kv.record(model, "resid_post"):
+            way.run(model, TOKENS)
+        handle.remove()
+
+
 @cases(KINDS)
 def test_run_in_another_thread_and_in_turns(load: Any, case: Case) -> None:
     """Two threads on one model ended in errors, in up to 31 hooks left, and once in a model that ran no more."""

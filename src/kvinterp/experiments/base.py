@@ -121,6 +121,8 @@ class Experiment(abc.ABC):
     """The names of its tables."""
     FILES: ClassVar[tuple[str, ...]] = ()
     """The names of what else it writes, beside tables, figures and the summary."""
+    PAGE: ClassVar[str] = "report.html"
+    """The page that every experiment gets; ``""``: it has none, or one of its own among its files."""
     FIGURES: ClassVar[str] = ""
     """The import name of what draws its figures: given the result and a folder, it returns their files."""
     READING: ClassVar[str] = ""
@@ -251,7 +253,8 @@ class Experiment(abc.ABC):
         from kvinterp.locks import Lock
         from kvinterp.results import ResultFolder
 
-        out, names = how.out, [*(f"{table}.parquet" for table in self.TABLES), SUMMARY, *self.FILES]
+        tables = (f"{table}.parquet" for table in self.TABLES)
+        out, names = how.out, [*tables, SUMMARY, *self.FILES, *filter(None, [self.PAGE])]
         mark = {"verb": self.verb(), **self.chosen()}
         with contextlib.ExitStack() as held:
             if out is not None:
@@ -274,9 +277,21 @@ class Experiment(abc.ABC):
 
     def _written(self, folder: Any, outcome: Outcome, figures: str = "none", ending: str = "finished") -> Outcome:
         outcome.folder = folder.path
-        draw = (lambda place: self.figures(outcome, place)) if figures == "drawn" else None
+        draw = (lambda place: self._drawn(outcome, place)) if figures == "drawn" else None
         outcome.files = folder.finish(outcome.tables, outcome.summary, outcome.texts, draw, ending)
         return outcome
+
+    def _drawn(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """The figures, and the page with them."""
+        from kvinterp.experiments.registry import question_of
+        from kvinterp.report.experiment import write_experiment
+
+        files = self.figures(outcome, folder)
+        if not self.PAGE:
+            return files
+        said = (question_of(self.verb()), self.sentences(outcome), outcome.tables, files)
+        page = write_experiment(folder.parent, *said, self.chosen(), outcome.summary.get("provenance") or {})
+        return [*files, page]
 
     def _cut_off(self, folder: Any, cells: Sequence[Cell], error: BaseException) -> None:
         if self.PARTIAL == "yes" and isinstance(error, KeyboardInterrupt):

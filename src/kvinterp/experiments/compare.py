@@ -25,6 +25,7 @@ class Compare(Experiment):
 
     TABLES: ClassVar = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv")
     FILES: ClassVar = ("report.html", "prompts.jsonl")
+    PAGE: ClassVar = ""
     UNIT: ClassVar = "prompts"
     PARTIAL: ClassVar = "yes"
 

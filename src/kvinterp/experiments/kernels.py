@@ -56,6 +56,10 @@ class Kernels(Experiment):
         summary = {"first": found.first, "reading": str(found), "provenance": found.about}
         return Outcome(found, tables, summary)
 
+    def sentences(self, outcome: Outcome) -> list[str]:
+        """Which operations depend on the shape they are called with."""
+        return str(outcome.result).splitlines()
+
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
         """A line an operation: from which size its bits change."""
         from rich.console import Console

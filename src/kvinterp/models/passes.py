@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import sys
 import threading
@@ -129,6 +130,7 @@ class Passes:
                 self.elsewhere[thread] = self.elsewhere.get(thread, 0) + 1
             return
         if self._inside is not None or (self._ran and layer <= self._ran[-1]):
+            self._check_alone()
             self._settle()
         cache = self.adapter.block_cache(args, kwargs)
         if self._ran is None:
@@ -140,6 +142,20 @@ class Passes:
         self._inside, self._errors = layer, sys.exc_info()[1]
         with self._cut_by_errors():
             self._undo = self.watcher.block_begins(layer, cache)
+
+    def _check_alone(self) -> None:
+        """Refuses a forward that begins while a block of the one before it is still on Python's stack."""
+        blocks = set(map(id, self.adapter.blocks))
+        frame, running = inspect.currentframe(), 0
+        while frame is not None:
+            running += frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in blocks
+            frame = frame.f_back
+        if running > 1:
+            self._cut()
+            raise InputError(
+                f"a forward of {self.adapter.facts.name} began within another one of it, from a hook on a block, and "
+                f"{self.context} hears one forward at a time: run it once the first is over, or outside of {self.context}."
+            )
 
     def _leave(self, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
         if not self._mine() or self._inside != layer:

@@ -30,6 +30,7 @@ from kvinterp.reading.results import (
 )
 from kvinterp.reading.sections import attention_said, drift_said, kl_said, kv_said, table_said
 from kvinterp.reading.vocabulary import glossary
+from kvinterp.report.experiment import made_with_parts
 from kvinterp.report.figures import FIGURES, Labelled, figure_named, overview, precision_ladder
 from kvinterp.report.page import Answer, Column, Pairs, Picture, Section, Table, Text, render
 from kvinterp.report.style import save
@@ -107,7 +108,9 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
         *_texts(main),
         Text("How to read this", look="h2"),
         Pairs(glossary(map(kind_of, results))),
-        *_provenance(results if flips is None else [*results, flips]),
+        *made_with_parts(
+            {r.folder.name: r.comparison.about for r in (*results, *([flips] if flips else []))}, "comparison"
+        ),
         Text(_files(results, folder), look="note"),
     ]
     title = f"kvinterp: {about['paths']['a']} against {about['paths']['b']}"
@@ -361,31 +364,6 @@ def _who(models: Mapping[str, Sequence[str]], sides: Mapping[str, int]) -> str:
     return "; ".join(
         model if len(where) == sides[model] else f"{model}: {', '.join(where)}" for model, where in models.items()
     )
-
-
-def _provenance(results: Sequence[Result]) -> list[Any]:
-    rows = [_flattened(r.comparison.about) for r in results]
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    varying = [key for key in keys if len({row.get(key) for row in rows}) > 1]
-    common = Table([Column("what"), Column("value")], [[key, rows[0][key]] for key in keys if key not in varying])
-    parts = [
-        Text("What this was made with", look="h2"),
-        Text("The same on every line of the tables and in every figure:"),
-        common,
-    ]
-    if varying:
-        cells = [[r.folder.name, *[row.get(key, "") for key in varying]] for r, row in zip(results, rows, strict=True)]
-        parts += [Text("And what differs:"), Table([Column("comparison"), *map(Column, varying)], cells)]
-    return parts
-
-
-def _flattened(about: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested values by dotted keys, as text."""
-    rows: dict[str, str] = {}
-    for key, value in about.items():
-        nested = isinstance(value, Mapping)
-        rows |= _flattened(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(value)}
-    return rows
 
 
 def _files(results: Sequence[Result], folder: Path) -> str:

@@ -1,0 +1,115 @@
+"""The page of an experiment that has none of its own: its sentences, figures and tables, what was chosen, what made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from pandas.api.types import is_bool_dtype, is_numeric_dtype
+
+from kvinterp._version import __version__
+from kvinterp.files import write_whole
+from kvinterp.reading.numbers import counted, number
+from kvinterp.report.page import Answer, Column, Pairs, Picture, Table, Text, render
+
+__all__ = ["made_with_parts", "write_experiment"]
+
+_ROWS = 40
+"""Rows of a table that the page shows; the file has them all."""
+
+
+def write_experiment(
+    folder: Path,
+    question: str,
+    sentences: Sequence[str],
+    tables: Mapping[str, pd.DataFrame],
+    figures: Sequence[Path],
+    chosen: Mapping[str, Any],
+    about: Mapping[str, Any],
+) -> Path:
+    """Writes ``report.html``.
+
+    Args:
+        folder: The folder of the result.
+        question: What was asked; its first line is the heading.
+        sentences: What was found, the most important first.
+        tables: The tables by name.
+        figures: Their PNGs.
+        chosen: The choices.
+        about: The provenance: of one model, or of each by its name.
+
+    Returns:
+        The page's path.
+    """
+    heading, _, more = question.partition("\n")
+    said = [line for line in sentences if line]
+    several = about if about and all(isinstance(each, Mapping) for each in about.values()) else {"": about}
+    models = dict.fromkeys(str(each.get("model", name)) for name, each in several.items())
+    parts: list[Any] = [Answer(said)] if said else []
+    parts += [Picture(path.stem.replace("_", " "), path.read_bytes()) for path in figures if path.suffix == ".png"]
+    parts += [Text("The tables", look="h2"), *(_shown(name, table) for name, table in tables.items())]
+    if more.strip():
+        parts += [Text("What was asked", look="h2"), *map(Text, more.strip().split("\n\n"))]
+    parts += [Text("What was chosen", look="h2"), Pairs({name: _said(value) for name, value in chosen.items()}, "beside")]
+    parts += made_with_parts(several, "model")
+    parts.append(
+        Text("Beside this page: every table as .parquet, the figures, and all of it in summary.json.", look="note")
+    )
+    kicker = " · ".join([f"kvinterp {__version__}", ", ".join(filter(None, models))])
+    path = folder / "report.html"
+    write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker))
+    return path
+
+
+def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list[Any]:
+    """What some things were made with: what they share, and what differs.
+
+    Args:
+        several: The provenance of each by its name.
+        what: What they are, in the singular.
+    """
+    rows = {name: _flattened(about) for name, about in several.items()}
+    if not any(rows.values()):
+        return []
+    keys = list(dict.fromkeys(key for row in rows.values() for key in row))
+    varying = [key for key in keys if len({row.get(key) for row in rows.values()}) > 1]
+    (first, *_) = rows.values()
+    common = [[key, first[key]] for key in keys if key not in varying]
+    parts = [
+        Text("What this was made with", look="h2"),
+        Text("The same on every line of the tables and in every figure:"),
+        Table([Column("what"), Column("value")], common),
+    ]
+    if varying:
+        cells = [[name, *[row.get(key, "") for key in varying]] for name, row in rows.items()]
+        parts += [Text("And what differs:"), Table([Column(what), *map(Column, varying)], cells)]
+    return parts
+
+
+def _flattened(about: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested values by dotted keys, as text."""
+    rows: dict[str, str] = {}
+    for key, value in about.items():
+        nested = isinstance(value, Mapping)
+        rows |= _flattened(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(value)}
+    return rows
+
+
+def _shown(name: str, table: pd.DataFrame) -> Table:
+    counts = f"{counted(len(table), 'row')} of {counted(table.shape[1], 'column')}"
+    more = f", the first {_ROWS} here, all in {name}.parquet" if len(table) > _ROWS else ""
+    numbers = [is_numeric_dtype(table[column]) and not is_bool_dtype(table[column]) for column in table]
+    head = [Column(str(column), "number" if is_number else "") for column, is_number in zip(table, numbers, strict=True)]
+    rows = [
+        [number(cell) if is_number else _said(cell) for cell, is_number in zip(row, numbers, strict=True)]
+        for row in table.head(_ROWS).itertuples(index=False)
+    ]
+    return Table(head, rows, folded=f"{name}: {counts}{more}")
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return "not given"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

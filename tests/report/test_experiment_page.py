@@ -1,0 +1,49 @@
+"""The page that every experiment gets: all that was found, nothing run, and no number that is not in its tables."""
+
+import re
+from pathlib import Path
+
+import pandas as pd
+
+from kvinterp.report.experiment import write_experiment
+
+MARKUP = "<script>alert(1)</script>"
+
+
+def page(folder: Path, **changed: object) -> str:
+    told = {
+        "question": f"Measure {MARKUP}.\n\nAnd why.",
+        "sentences": [f"{MARKUP} is 3.", "It holds for 2 prompts."],
+        "tables": {"many": pd.DataFrame({"step": range(100), "kl": 0.5, "word": MARKUP, "same": True})},
+        "figures": [],
+        "chosen": {"prompts": MARKUP, "sizes": (1, 2), "device": None},
+        "about": {"model": f"zoo:{MARKUP}", "dtype": "float16", "kernel_flags": {"tf32": False}},
+    }
+    return write_experiment(folder, **{**told, **changed}).read_text()
+
+
+def test_it_shows_all_that_was_found_and_runs_nothing(tmp_path: Path) -> None:
+    text = page(tmp_path)
+    assert MARKUP not in text
+    assert text.count("&lt;script&gt;") >= 5
+    assert "default-src 'none'" in text
+    for said in ("It holds for 2 prompts.", "And why.", "1, 2", "not given", "kernel_flags.tf32", "False"):
+        assert said in text
+
+
+def test_a_long_table_says_how_much_of_it_is_shown(tmp_path: Path) -> None:
+    text = page(tmp_path)
+    assert "many: 100 rows of 4 columns, the first 40 here, all in many.parquet" in text
+    (body,) = re.findall(r"<details>.*?</details>", text, re.DOTALL)
+    assert body.count("<tr>") == 41
+    short = page(tmp_path, tables={"few": pd.DataFrame({"kl": [0.25]})})
+    assert "few: 1 row of 1 column</summary>" in short
+    assert '<td class="number">0.25</td>' in short
+
+
+def test_what_models_share_and_what_differs(tmp_path: Path) -> None:
+    several = {name: {"model": name, "dtype": "float16", "layers": n} for name, n in (("one", 2), ("other", 3))}
+    text = page(tmp_path, about=several)
+    assert "one, other" in text
+    assert "And what differs:" in text
+    assert text.index("float16") < text.index("And what differs:") < text.index("<td>3</td>")
