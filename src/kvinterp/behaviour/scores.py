@@ -45,7 +45,7 @@ class Measure:
 
 METRICS: dict[str, Measure] = {
     "instructions": Measure("instructions followed", ("instructions",), "correct"),
-    "next_token": Measure("tenth words of strings of ten guessed", ("strings",), "correct"),
+    "next_token": Measure("tenth words guessed", ("strings",), "correct"),
     "perplexity": Measure("perplexity of reference answers", ("texts",), "nats", unit="nats"),
     "problems": Measure("problems solved", ("problems",), "correct"),
     "loops": Measure("texts that end in a repetition", ("instructions", "problems"), "loop"),
@@ -61,12 +61,14 @@ def observed(examples: pd.DataFrame, metric: str) -> pd.DataFrame:
         metric: One of :data:`METRICS`.
 
     Returns:
-        Rows by task and prompt; the control stands under each reading.
+        Rows by task and prompt.
     """
     measure = METRICS[metric]
     chosen = examples[examples["task"].isin(measure.tasks)].dropna(subset=[measure.column])
     keys = [chosen["task"], chosen["prompt"], chosen["policy"], chosen["reading"]]
-    return chosen[measure.column].astype(float).groupby(keys).mean().unstack(["policy", "reading"])
+    table = chosen[measure.column].astype(float).groupby(keys).mean().unstack(["policy", "reading"])
+    order = dict.fromkeys(zip(chosen["policy"], chosen["reading"], strict=True))
+    return table[list(order)]
 
 
 def scored(examples: pd.DataFrame) -> pd.DataFrame:

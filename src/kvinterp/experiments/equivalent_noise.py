@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["POLICIES", "EquivalentNoise", "bits_of", "error_of_policy", "pooled", "usable"]
 
-POLICIES = ("identity",)
-"""What is asked about unless policies are given."""
+POLICIES = (
+    *("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "hadamard+q8_0", "hadamard+q4_0", "int8", "int4"),
+    *("kivi(bits=4,residual=32)", "kivi(bits=2,residual=32)", "fp8(format=e4m3)", "fp8(format=e5m2)", "truncate(4)"),
+    *("uniform(-1,1)", "uniform(-1.5,1.5)", "uniform(0,2)", "uniform(-2,2)", "normal(0,0.25)", "normal(0,0.5)"),
+)
+"""What is asked about unless policies are given: formats, and the noise of the study of errors in the KV cache."""
 PLACE = ("layer", "tensor", "kv_head")
 
 

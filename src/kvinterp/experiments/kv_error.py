@@ -41,10 +41,10 @@ class KvError(Experiment):
     rms: float = option(0.57735, "Root mean square of the factorial's relative error; that of uniform(-1,1) is 0.577.")
     readings: str = option("stored,exact", "What the prefill reads: stored, exact, or both.")
     repeats: int = option(5, "Runs of each, with other draws of noise and sampling.", min=1)
-    instructions: str = option("instructions:16", "Prompts of the instructions, a generator or a .jsonl file.")
-    problems: str = option("arithmetic:16", "Prompts of the problems.")
-    texts: str = option("restate:16", "Prompts with answers, whose perplexity is measured.")
-    strings: str = option("instructions:48", "Prompts of whose texts the strings of ten words are made.")
+    instructions: str = option("instructions:12", "Prompts of the instructions, a generator or a .jsonl file.")
+    problems: str = option("arithmetic:12", "Prompts of the problems.")
+    texts: str = option("restate:8", "Prompts with answers, whose perplexity is measured.")
+    strings: str = option("instructions:24", "Prompts of whose texts the strings of ten words are made.")
     strategy: str = option("top_p(0.95,0.8)", "How tokens are chosen; that of llama.cpp, without its top-k of 40.")
     max_new_tokens: int = option(100, "Most tokens of a text.", min=1)
     kind: str = shared("kind")
@@ -254,6 +254,7 @@ def behaviour_of(
     from kvinterp.data import load_prompts, loop_at_end, outside_share, score, task_words
     from kvinterp.errors import NonFiniteError
     from kvinterp.inputs import encode
+    from kvinterp.models.threads import own_threads
     from kvinterp.paths import Cached
     from kvinterp.policies import policy_named
 
@@ -292,15 +293,17 @@ def behaviour_of(
 
         add(task, number, name, asked)
 
-    for task, source in (("instructions", instructions), ("problems", problems)):
-        prompts = load_prompts(source)
-        known = task_words(prompts)
-        for number, prompt in enumerate(prompts):
-            written(task, number, prompt, known)
-    for number, prompt in enumerate(load_prompts(texts)):
-        likely("texts", number, prompt.id, prompt.text, f" {prompt.answer}")
-    for number, (name, context, word) in enumerate(strings_of(strings)):
-        likely("strings", number, name, context, word)
+    # Looked at once: whether the weights are those that were loaded takes longer than a step.
+    with own_threads(adapter):
+        for task, source in (("instructions", instructions), ("problems", problems)):
+            prompts = load_prompts(source)
+            known = task_words(prompts)
+            for number, prompt in enumerate(prompts):
+                written(task, number, prompt, known)
+        for number, prompt in enumerate(load_prompts(texts)):
+            likely("texts", number, prompt.id, prompt.text, f" {prompt.answer}")
+        for number, (name, context, word) in enumerate(strings_of(strings)):
+            likely("strings", number, name, context, word)
     return pd.DataFrame(rows)
 
 

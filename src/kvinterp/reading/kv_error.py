@@ -112,6 +112,9 @@ def _floor(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _percent(row: Mapping[str, Any]) -> str:
     text = f"{row['percent']:.0f}%"
+    if row["low"] == row["high"] == 0:
+        # Resampling prompts that are all alike says nothing about others.
+        return f"{text} (every prompt alike)"
     if row["percent_low"] is None or not np.isfinite(row["percent_low"]):
         return text
     return f"{text} ({row['percent_low']:.0f} to {row['percent_high']:.0f})"
@@ -141,13 +144,16 @@ def _contrasts_said(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for name in dict.fromkeys(row["contrast"] for row in rows if ": stored against" not in row["contrast"]):
         of = {row["metric"]: row for row in rows if row["contrast"] == name}
-        said = [
-            f"{METRICS[metric].meaning} {row['difference']:+.2g} ({row['low']:+.2g} to {row['high']:+.2g}, p {number(row['p'])})"
-            for metric in ("instructions", "problems")
-            if (row := of.get(metric)) is not None
-        ]
-        if (row := of.get("perplexity")) is not None:
-            times = np.exp([row["difference"], row["low"], row["high"]])
-            said.append(f"perplexity {times[0]:.3g}-fold ({times[1]:.3g} to {times[2]:.3g}, p {number(row['p'])})")
+        said = [f"{METRICS[m].meaning} {_difference(of[m], '+.2g')}" for m in ("instructions", "problems") if m in of]
+        if "perplexity" in of:
+            row = of["perplexity"]
+            times = {key: row[key] if row[key] is None else np.exp(row[key]) for key in ("difference", "low", "high")}
+            said.append(f"perplexity times {_difference(row | times, '.3g')}")
         lines.append(f"Contrast, {name}: {'; '.join(said)}.")
     return lines
+
+
+def _difference(row: Mapping[str, Any], form: str) -> str:
+    if row["low"] is None:
+        return f"{row['difference']:{form}} (one prompt, no interval)"
+    return f"{row['difference']:{form}} ({row['low']:{form}} to {row['high']:{form}}, p {number(row['p'])})"

@@ -116,6 +116,8 @@ def scores_figure(scores: pd.DataFrame) -> Figure:
                 axes.plot(scale * here[value], heights, marker, color=color, markersize=4, label=f"prefill={reading}")
             told = f"{METRICS[metric].meaning}, %" + ("" if share else " of control")
             place_title(axes, told, 6.8)
+            if share:
+                axes.set_xlim(-2, max(5, 105 * of["value"].max()))
             if share and len(of):
                 axes.axvline(scale * of["control"].iloc[0], color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
             elif not share:
@@ -195,10 +197,11 @@ def _log(axes: Axes, values: Any, least: float = 0.0) -> None:
         return
     axes.set_xscale("log")
     low, high = np.floor(np.log10(known.min())), np.ceil(np.log10(known.max()))
-    ticks = [10.0**power for power in np.arange(low, high + 1, max(1, (high - low) // 3))]
-    if high - low < 2:
-        ticks = [one for tick in ticks for one in (tick, 3 * tick)]
-    axes.set_xlim(known.min() / 1.3, known.max() * 1.3)
-    axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if known.min() / 1.3 <= tick <= known.max() * 1.3]))
+    wide = known.max() > 30 * known.min()
+    steps = np.arange(low, high + 1, max(1, (high - low) // 3) if wide else 1)
+    ticks = [first * 10.0**power for power in steps for first in ((1,) if wide else (1, 2, 5))]
+    ends = known.min() / 1.3, known.max() * 1.3
+    axes.set_xlim(*ends)
+    axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if ends[0] <= tick <= ends[1]]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     axes.xaxis.set_minor_locator(NullLocator())
