@@ -114,7 +114,8 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
     missing = [name for name in inorder if fields[name].default is dataclasses.MISSING and name not in values]
     if too_many or missing:
         takes = ", ".join(
-            f"{field.name}={_written(field.default)}" if field.kw_only else field.name for field in fields.values()
+            f"{field.name}={_written(field.default)}" if field.kw_only else field.name
+            for field in sorted(fields.values(), key=lambda field: bool(field.kw_only))
         )
         raise InputError(f"{what} {text!r} cannot be read: {name} takes {takes or f'no values, so give {name!r}'}.")
     return kinds[name](**values)
