@@ -77,7 +77,7 @@ def write(
     stops: Sequence[str] = (),
     through: int = 0,
     batch_size: int = 1,
-    done: Callable[[int], None] | None = None,
+    done: Callable[[int], object] | None = None,
 ) -> list[Written]:
     """Lets a model write, until the end of a sequence, a stop string or the length.
 
@@ -163,7 +163,7 @@ def likelihoods(
     *,
     through: int = 1,
     batch_size: int = 1,
-    done: Callable[[int], None] | None = None,
+    done: Callable[[int], object] | None = None,
 ) -> list[Likelihood]:
     """How likely continuations are along a path: each token's from the step that decides it.
 
