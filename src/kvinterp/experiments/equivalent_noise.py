@@ -38,7 +38,7 @@ class EquivalentNoise(Experiment):
     READING: ClassVar = "kvinterp.reading.kv_error:said_of_equivalent_noise"
     UNIT: ClassVar = "policies"
 
-    model: str = argument("zoo:gemma2-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
+    model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
     policies: tuple[str, ...] = option(POLICIES, "A policy, such as q8_0 or normal(0,0.25); once or more.", flag="--policy")
     prompts: str = shared("prompts")
     kind: str = shared("kind")
@@ -191,7 +191,7 @@ def _read_back(
     tokens = encode(adapter, prompt, steps)
     decoded = run(adapter, tokens, "cached", max_new_tokens=steps, stop="length").tokens
     keys = "cache_k" if adapter.facts.cached_keys_rotated else "cache_k_pre"
-    record = {"record": (keys, "cache_v"), "positions": "all", "max_new_tokens": 1}
+    record: dict[str, Any] = {"record": (keys, "cache_v"), "positions": "all", "max_new_tokens": 1}
     whole = run(adapter, [*tokens, *decoded[:-1]], "cached", **record).records
     exact = {
         layer: (whole[keys, layer][0][None], whole["cache_v", layer][0][None]) for layer in range(adapter.facts.layers)
@@ -240,7 +240,8 @@ def _interval(by_prompt: pd.DataFrame) -> tuple[float, float]:
     def rms(e2: Any, x2: Any) -> float:
         return float((e2.sum() / x2.sum()) ** 0.5)
 
-    return tuple(metrics.clustered_interval(rms, sums.index.to_numpy(), sums["e2"].to_numpy(), sums["x2"].to_numpy()))
+    low, high = metrics.clustered_interval(rms, sums.index.to_numpy(), sums["e2"].to_numpy(), sums["x2"].to_numpy())
+    return low, high
 
 
 def _ranges(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -34,10 +34,10 @@ class KvError(Experiment):
     FIGURES: ClassVar = "kvinterp.report.kv_error:save_kv_error"
     READING: ClassVar = "kvinterp.reading.kv_error:said_of_kv_error"
 
-    model: str = argument("zoo:gemma2-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
+    model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
     design: str = option("grid", "grid, factorial, tensors, layers, heads, several with commas, all, or none.")
     policies: tuple[str, ...] = option((), "A policy of your own besides, such as q5_1; once or more.", flag="--policy")
-    base: str = option("uniform(-1,1)", "What is put on K or V, or on some layers or heads, alone.")
+    base: str = option("normal(0,0.5)", "What is put on K or V, or on some layers or heads, alone.")
     rms: float = option(0.57735, "Root mean square of the factorial's relative error; that of uniform(-1,1) is 0.577.")
     readings: str = option("stored,exact", "What the prefill reads: stored, exact, or both.")
     repeats: int = option(5, "Runs of each, with other draws of noise and sampling.", min=1)
@@ -273,7 +273,7 @@ def behaviour_of(
         tokens = encode(adapter, prompt, max_new_tokens)
 
         def answer(path: Any) -> dict[str, Any]:
-            how = {"strategy": strategy, "seed": draw, "examples": [number]}
+            how: dict[str, Any] = {"strategy": strategy, "seed": draw, "examples": [number]}
             (made,) = write(adapter, path, [tokens], max_new_tokens, **how)
             loop = loop_at_end(made.tokens).period > 0
             told = {"correct": score(prompt, made.text), "loop": loop, "outside": outside_share(made.text, known)}

@@ -146,9 +146,9 @@ def _contrasts_said(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         of = {row["metric"]: row for row in rows if row["contrast"] == name}
         said = [f"{METRICS[m].meaning} {_difference(of[m], '+.2g')}" for m in ("instructions", "problems") if m in of]
         if "perplexity" in of:
-            row = of["perplexity"]
-            times = {key: row[key] if row[key] is None else np.exp(row[key]) for key in ("difference", "low", "high")}
-            said.append(f"perplexity times {_difference(row | times, '.3g')}")
+            row = dict(of["perplexity"])
+            row |= {key: row[key] if row[key] is None else np.exp(row[key]) for key in ("difference", "low", "high")}
+            said.append(f"perplexity times {_difference(row, '.3g')}")
         lines.append(f"Contrast, {name}: {'; '.join(said)}.")
     return lines
 
