@@ -48,6 +48,12 @@ VERBS = {
     "flips": ("flips", MODEL, *SMALL, "--steps", "1", "--seeds", "1"),
     "ladder": ("ladder", MODEL, *SMALL, "--most", "1", "--steps", "1"),
     "gqa": ("gqa", MODEL, *SMALL),
+    "equivalent-noise": ("equivalent-noise", MODEL, *SMALL, "--policy", "uniform(-1,1)", "--max-new-tokens", "2"),
+    "kv-error": (
+        *("kv-error", MODEL, "--design", "none", "--policy", "uniform(-1,1)", "--repeats", "1", "--max-new-tokens", "4"),
+        *("--instructions", "instructions:2", "--problems", "arithmetic:2", "--texts", "restate:1"),
+        *("--strings", "instructions:2", "--device", "cpu"),
+    ),
     "demo": ("demo", "--smoke"),
 }
 """Every verb that writes, as small as it goes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 import kvinterp as kv
 from kvinterp.behaviour.scores import AGAIN, CONTROL, METRICS
 from kvinterp.data import load_prompts
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.experiments.equivalent_noise import EquivalentNoise, error_of_policy, pooled
 from kvinterp.experiments.kv_error import KvError, behaviour_of, strings_of
-from kvinterp.policies import policy_named
+from kvinterp.policies import Chain, Place, Policy, policy_named
 from support import Case
 
 MODEL = "zoo:gqa2-mini"
@@ -62,6 +63,37 @@ def test_one_layer_and_head_alone(load: Any) -> None:
     each = pooled(noise_of(load, "normal(0,0.5,layers=1,heads=2)"), ["layer", "kv_head"])
     moved = each[each["relative_rms"] > 0]
     assert moved[["layer", "kv_head"]].to_numpy().tolist() == [[1, 2]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Newest(Policy):
+    """Keeps the newest rows as they are."""
+
+    def keep(self, keys: torch.Tensor, values: torch.Tensor, place: Place) -> torch.Tensor:
+        return torch.arange(keys.shape[2])[-10:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Watching(Policy):
+    """Wants to see attention."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return ("pattern",)
+
+
+def test_rows_that_are_let_go_of_are_no_error_of_those_that_stay(load: Any) -> None:
+    adapter, prompts = load(Case(MODEL, "native"), "float32"), load_prompts("arithmetic:1")
+    table = error_of_policy(adapter, prompts, Newest(), 3)
+    length = len(adapter.encode(prompts[0].text)) + 2
+    assert set(table["rows"]) == {length}
+    # Ten after each forward, and the newest row before the last one is let go of.
+    assert set(table["rows_kept"]) == {11}
+    assert (table[["e2", "flipped", "zeroed"]] == 0).all(axis=None)
+    noisy = error_of_policy(adapter, prompts, Chain((Newest(), policy_named("uniform(0.5,0.5)"))), 3)
+    assert pooled(noisy, ["tensor"])["bias"].to_numpy() == pytest.approx(0.5, abs=1e-6)
+    with pytest.raises(UnsupportedError, match="chooses rows by what it sees"):
+        error_of_policy(adapter, prompts, Watching(), 3)
 
 
 def test_equivalent_noise_writes_a_table_a_figure_and_a_page(tmp_path: Path) -> None:
