@@ -49,6 +49,12 @@ VERBS = {
     "ladder": ("ladder", MODEL, *SMALL, "--most", "1", "--steps", "1"),
     "gqa": ("gqa", MODEL, *SMALL),
     "susceptibility": ("susceptibility", MODEL, *SMALL, "--max-new-tokens", "3", "--sizes", "0.5,2,4", "--seeds", "2"),
+    "equivalent-noise": ("equivalent-noise", MODEL, *SMALL, "--policy", "uniform(-1,1)", "--max-new-tokens", "2"),
+    "kv-error": (
+        *("kv-error", MODEL, "--design", "none", "--policy", "uniform(-1,1)", "--repeats", "1", "--max-new-tokens", "4"),
+        *("--instructions", "instructions:2", "--problems", "arithmetic:2", "--texts", "restate:1"),
+        *("--strings", "instructions:2", "--device", "cpu"),
+    ),
     "demo": ("demo", "--smoke"),
 }
 """Every verb that writes, as small as it goes."""
