@@ -119,13 +119,29 @@ def _store(
 
 
 def uncached(
-    adapter: Adapter, path: ExecutionPath, tokens: Tensor, stores: Stores, hooks: Sequence[PathHook]
+    adapter: Adapter,
+    path: ExecutionPath,
+    tokens: Tensor,
+    stores: Stores,
+    hooks: Sequence[PathHook],
+    before: Store | None = None,
 ) -> Store | None:
-    """The store of one pass of a recompute path: none, but between the chunks of a pass in pieces."""
+    """The store of one pass of a recompute path: none, but between the chunks of a pass in pieces.
+
+    Args:
+        adapter: The model, in the path's dtype.
+        path: The path.
+        tokens: The whole prefix.
+        stores: Makes a store that keeps rows.
+        hooks: Told of every read.
+        before: That of the pass before, with the same hooks: it is taken again where nothing of a pass is left in it.
+    """
     if path.chunk is not None and path.chunk < tokens.shape[1]:
         return stores(adapter, path, tokens.shape[0], tokens.shape[1], 0, hooks)
     if not adapter.attention_only:
         return None
+    if isinstance(before, PassThrough) and before.used and before.policy is path.policy:
+        return before
     reads = [hook.on_read for hook in hooks]
     return PassThrough(adapter.facts, path.policy, tokens.shape[0], adapter.dtype, adapter.device, reads)
 

@@ -327,6 +327,11 @@ class Store:
 class PassThrough(Store):
     """No cache: attention reads the very tensors this forward made, so the bits are those of a forward without one."""
 
+    @property
+    def used(self) -> bool:
+        """Whether the model has read through it, so that another pass may: nothing of one pass is left for the next."""
+        return bool(self._lengths)
+
     def length(self, layer: int) -> int:
         """Always 0: nothing is held."""
         return 0

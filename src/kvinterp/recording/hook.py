@@ -98,9 +98,7 @@ class SiteHook(PathHook):
         if self._whole and place.rows is not None:
             self._rows[place.layer] = place
         for site in self._reads.get(place.layer, ()):
-            if self._whole:
-                place.check_whole(site)
-            place.check_known(site)
+            (place.check_whole if self._whole else place.check_known)(site)
             if site == "cache_k_pre" and self._rotated_in_cache:
                 pieces = self._keys_before_rope[place.layer]
                 gathered = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
