@@ -19,7 +19,7 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.caches import OwnCache, Preallocated
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.path import ExecutionPath
-from kvinterp.paths.store import Growing, PassThrough, Store, policy_listeners
+from kvinterp.paths.store import Growing, PassThrough, ReadListener, Store, policy_listeners
 from kvinterp.provenance import autocast
 from kvinterp.recording import PathHook, Recorder
 
@@ -113,7 +113,7 @@ def _store(
 ) -> Store:
     # A recompute path keeps rows between the chunks of one pass only, and reads what it keeps, as without chunks.
     prefill = length if path.form == "cached" and path.prefill == "exact" else 0
-    dtype, reads = path.kernels.compute_dtype(adapter.dtype), [hook.on_read for hook in hooks]
+    dtype, reads = path.kernels.compute_dtype(adapter.dtype), _told(path, hooks)
     keeps = dtype_named(path.cache_dtype)
     return Store(adapter.facts, path.policy, batch, dtype, adapter.device, reads, memory, keeps, prefill)
 
@@ -140,10 +140,15 @@ def uncached(
         return stores(adapter, path, tokens.shape[0], tokens.shape[1], 0, hooks)
     if not adapter.attention_only:
         return None
-    if isinstance(before, PassThrough) and before.used and before.policy is path.policy:
+    if isinstance(before, PassThrough) and before.used and not path.policy.acts:
         return before
-    reads = [hook.on_read for hook in hooks]
+    reads = _told(path, hooks)
     return PassThrough(adapter.facts, path.policy, tokens.shape[0], adapter.dtype, adapter.device, reads)
+
+
+def _told(path: ExecutionPath, hooks: Sequence[PathHook]) -> list[ReadListener]:
+    """The hooks that have to be told of reads: of most nothing is asked."""
+    return [hook.on_read for hook in hooks if hook.reads or path.policy.evicts]
 
 
 # Whether the preallocated store gives the same bits ---------------------------------------------------------------------

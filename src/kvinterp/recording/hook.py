@@ -39,6 +39,11 @@ class PathHook:
         """The hooks it needs on the model."""
         return [place for place in self.listeners if place != LOGITS]
 
+    @property
+    def reads(self) -> bool:
+        """Whether it is to be told of what attention reads, where no policy lets go of rows."""
+        return type(self).on_read is not PathHook.on_read
+
     def begin_step(self, step: int) -> None:
         """What follows belongs to this step."""
 
@@ -77,6 +82,11 @@ class SiteHook(PathHook):
             else:
                 adapter.tap(site, layer)
                 self.listeners[site, layer] = self._tell(site, layer)
+
+    @property
+    def reads(self) -> bool:
+        """Whether it hears a site of the cache."""
+        return bool(self._reads) or type(self).on_read is not SiteHook.on_read
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Hears a site.
