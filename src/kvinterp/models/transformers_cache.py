@@ -221,8 +221,14 @@ def check_used(cache: Cache, architecture: str) -> None:
     Raises:
         UnsupportedError: The model lets the cache it is given lie.
     """
-    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
-    if layers and not any(getattr(layer, "used", layer.is_initialized) for layer in layers):
+    unused = False
+    for layer in cache.layers:
+        if isinstance(layer, CacheLayerMixin):
+            # Asked in every forward: the first that was written to tells.
+            if getattr(layer, "used", layer.is_initialized):
+                return
+            unused = True
+    if unused:
         raise UnsupportedError(
             f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
             "another kind."

@@ -167,6 +167,11 @@ class Policy:
         return type(self).keep is not Policy.keep
 
     @property
+    def acts(self) -> bool:
+        """Whether it does or sees anything at all."""
+        return type(self).write is not Policy.write or self.reads or self.evicts or bool(self.sites)
+
+    @property
     def reads(self) -> bool:
         """Whether attention may read something else than is kept."""
         return type(self).read is not Policy.read
