@@ -32,6 +32,8 @@ SUMMED = {
 }
 """The columns of the summed tables: of which metric each is, and whether the mean of several vectors or the most of any."""
 VALUES = ("vectors", "differing", *SUMMED)
+LET_GO = ("let_go_a", "let_go_b")
+"""How many of a step's positions each path's policy let go of, in the table by step."""
 
 
 class CacheErrors:
@@ -48,7 +50,7 @@ class CacheErrors:
 
     def __init__(self, layers: Sequence[int], keep: str = "aggregated") -> None:
         self.layers, self.keep = list(layers), keep
-        self.steps = Table(_STEP, VALUES)
+        self.steps = Table(_STEP, (*VALUES, *LET_GO))
         self.every = Table(("step", *_POSITION), [metric.column for metric in OF_KIND["kv"]])
         self._sums: dict[tuple[str, int], _Sums] = {}
 
@@ -62,6 +64,7 @@ class CacheErrors:
         start: int,
         errors: Mapping[str, Tensor],
         kinds: Sequence[int | None],
+        held: Sequence[Tensor | None] = (None, None),
     ) -> None:
         """Adds what some layers showed at a step.
 
@@ -74,25 +77,39 @@ class CacheErrors:
             start: Absolute position of the first key.
             errors: What every metric of K and V gave, by column, ``[layer, batch, kv_head, position]``.
             kinds: For each row of the batch 1 after its flip, 0 before it, None where its text has ended.
+            held: For each path which of the positions it still holds, in the shape of an error; None where all. Only those
+                that both hold are compared.
         """
         relative = errors["relative_error"]
-        count = relative.shape[-1]
+        count, none = relative.shape[-1], torch.zeros_like(relative[..., 0])
+        let_go = [none if one is None else (~one).sum(-1).to(none.dtype) for one in held]
+        there = held[0] if held[1] is None else held[1] if held[0] is None else held[0] & held[1]
+        if there is not None:
+            errors = {name: error.where(there, 0.0) for name, error in errors.items()}
+            relative = errors["relative_error"]
+        vectors = none + count if there is None else there.sum(-1).to(none.dtype)
         coordinates = {"step": [step], "tensor": [tensor], "layer": layers, "example": examples, "kv_head": heads}
+        # What is not compared is 0 here, and adds nothing to sum or maximum.
+        together = {
+            "mean": lambda error: error.mean(-1) if there is None else error.sum(-1) / vectors,
+            "max": lambda error: error.amax(-1),
+        }
         over = {
-            "vectors": torch.full_like(relative[..., 0], count),
+            "vectors": vectors,
             "differing": (relative != 0).sum(-1).to(relative.dtype),
-            **{name: errors[of].mean(-1) if way == "mean" else errors[of].amax(-1) for name, (of, way) in SUMMED.items()},
+            **{name: together[way](errors[of]) for name, (of, way) in SUMMED.items()},
+            **dict(zip(LET_GO, let_go, strict=True)),
         }
         self.steps.add(coordinates, over)
         if self.keep == "whole":
-            self.every.add({**coordinates, "position": np.arange(start, start + count)}, errors)
+            self.every.add({**coordinates, "position": np.arange(start, start + count)}, errors, there)
         if step > 0:
             # Step 0 is the prefill's on both paths.
             place = (tensor, relative.shape[2])
             if place not in self._sums:
                 self._sums[place] = _Sums(len(self.layers), relative)
             rows = [self.layers.index(layer) for layer in layers]
-            self._sums[place].add(rows, start, errors, kinds)
+            self._sums[place].add(rows, start, errors, kinds, there)
 
     def positions(self, examples: Sequence[int], heads: Sequence[int]) -> pd.DataFrame:
         """Over the steps from 1 on, by position and by whether they come after the flip."""
@@ -115,7 +132,14 @@ class _Sums:
     def _empty(self, room: int) -> Tensor:
         return self.like.new_zeros(*self.shape, room, 2)
 
-    def add(self, layers: Sequence[int], start: int, errors: Mapping[str, Tensor], kinds: Sequence[int | None]) -> None:
+    def add(
+        self,
+        layers: Sequence[int],
+        start: int,
+        errors: Mapping[str, Tensor],
+        kinds: Sequence[int | None],
+        there: Tensor | None = None,
+    ) -> None:
         stop = start + errors["relative_error"].shape[-1]
         if stop > self.room:
             # Twice what is needed, so that it is moved a few times in a long decode and not at every step.
@@ -129,7 +153,7 @@ class _Sums:
                 continue
             place = (at, torch.tensor(rows, device=self.like.device)[None], slice(None), slice(start, stop), kind)
             mine = {name: error[:, rows] for name, error in errors.items()}
-            self.held["vectors"][place] += 1
+            self.held["vectors"][place] += 1 if there is None else there[:, rows].to(self.like.dtype)
             self.held["differing"][place] += mine["relative_error"] != 0
             for name, (of, way) in SUMMED.items():
                 if way == "mean":

@@ -12,7 +12,7 @@ from kvinterp import metrics
 from kvinterp.comparison.cache_errors import CacheErrors
 from kvinterp.comparison.table import Table
 from kvinterp.models.adapter import Site
-from kvinterp.models.sites import RESIDUAL_SITES
+from kvinterp.models.sites import RESIDUAL_SITES, ROWS
 
 __all__ = ["Differences"]
 
@@ -73,7 +73,8 @@ class Differences:
             examples: The example number of each row.
             end: Positions in the context at this step; keys are aligned by it.
             logits: ``[batch, vocab]`` of both paths.
-            seen: For each path what it showed at the newest position, sites to tensors with a batch dimension.
+            seen: For each path what it showed at the newest position, sites to tensors with a batch dimension; where rows of
+                the cache were let go of also the positions of those that are left, as site ``ROWS``.
             kinds: For each row 1 after its flip, 0 before it, None where its text has ended.
         """
         at = {"step": [step], "example": examples}
@@ -111,14 +112,30 @@ class Differences:
     ) -> None:
         # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to the shorter. Layers may
         # differ in the number and the width of their heads too (Gemma 4).
+        found = {
+            layer: [_by_position(path[site, layer], path.get((ROWS, layer)), end) for path in seen] for layer in layers
+        }
         by_shape: dict[tuple[int, int, int], list[int]] = {}
-        for layer in layers:
-            _, heads, length, width = seen[0][site, layer].shape
-            by_shape.setdefault((min(length, seen[1][site, layer].shape[2]), heads, width), []).append(layer)
+        for layer, ((a, _), (b, _)) in found.items():
+            by_shape.setdefault((min(a.shape[2], b.shape[2]), a.shape[1], a.shape[3]), []).append(layer)
         for (length, heads, _), group in by_shape.items():
-            pair = (torch.stack([s[site, x][:, :, s[site, x].shape[2] - length :] for x in group]) for s in seen)
+            pair, held = [], []
+            for path in zip(*(found[layer] for layer in group), strict=True):
+                pair.append(torch.stack([tensor[:, :, tensor.shape[2] - length :] for tensor, _ in path]))
+                masks = [mask[:, :, mask.shape[2] - length :] for _, mask in path if mask is not None]
+                # A policy has a say over all layers or none.
+                held.append(torch.stack(masks) if masks else None)
             errors = metrics.measured("kv", *pair)
-            self.cache.add(step, _CACHED[site], group, examples, self.kv_heads[:heads], end - length, errors, kinds)
+            self.cache.add(step, _CACHED[site], group, examples, self.kv_heads[:heads], end - length, errors, kinds, held)
+
+
+def _by_position(tensor: Tensor, rows: Tensor | None, end: int) -> tuple[Tensor, Tensor | None]:
+    """Keys or values with a row for each of ``end`` positions where rows were let go of, and which of them are held."""
+    if rows is None:
+        return tensor, None
+    whole = tensor.new_zeros(*tensor.shape[:2], end, tensor.shape[3])
+    held = torch.zeros(whole.shape[:3], dtype=torch.bool, device=tensor.device)
+    return whole.scatter(2, rows[..., None].expand_as(tensor), tensor), held.scatter(2, rows, True)
 
 
 def _stacked(rows: Sequence[Tensor], widest: int) -> Tensor:

@@ -186,9 +186,10 @@ class TransformersCache:
         Raises:
             UnsupportedError: It is another cache.
         """
-        if type(self.dressed) is not DynamicCache or not is_attention_only(self.dressed):
+        if type(self.dressed) is not DynamicCache or not is_attention_only(self.dressed) or self.dressed.offloading:
+            name = "an offloaded cache" if self.dressed.offloading else f"a {self.name}"
             raise UnsupportedError(
-                f"{kind} lets go of rows, and a {self.name} cannot: leave the cache out of the path, or use a model whose "
+                f"{kind} lets go of rows, and {name} cannot: leave the cache out of the path, or use a model whose "
                 "layers all keep plain keys and values."
             )
         self.dressed.layers = [ThinnedLayer() for _ in self.dressed.layers]

@@ -33,6 +33,7 @@ class Place:
         rows: The absolute position of each row, where a policy may have let go of some: they need no longer be all from start
             to stop, and each sequence and KV head may have kept others. None where none can be missing.
         heads: The KV heads that the tensors hold; empty for all.
+        prompt: Positions of the pass's prompt, whose forwards come before all others; 0 where that is not known.
     """
 
     layer: int
@@ -42,6 +43,7 @@ class Place:
     known: bool = True
     rows: Int[Tensor, "batch kv_head row"] | None = dataclasses.field(default=None, compare=False)
     heads: tuple[int, ...] = ()
+    prompt: int = dataclasses.field(default=0, compare=False)
 
     @property
     def positions(self) -> Int[Tensor, "*batch_and_kv_head row"]:
