@@ -41,7 +41,8 @@ def _error_said(name: str, of: Mapping[str, Mapping[str, Any]]) -> str:
     bits = sorted({row["bits"] for row in of.values()})
     said = f"{name}, {' and '.join(map(number, bits))} bits: "
     if all(row["relative_rms"] == 0 for row in of.values()):
-        return f"{said}exactly no error."
+        kept = min(row["share_kept"] for row in of.values())
+        return f"{said}exactly no error{f' in the {_share(kept)} of rows that are kept' if kept < 1 else ''}."
     parts = [f"{tensor} {number(row['relative_rms'])}{_ends(row)}{_shape(row)}" for tensor, row in of.items()]
     return f"{said}{'; '.join(parts)}."
 
