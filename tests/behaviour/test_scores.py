@@ -47,6 +47,16 @@ def test_percent_of_control_with_prompts_as_observations() -> None:
     assert of(table, "half", "outside")["value"] == 0.25
 
 
+def test_a_prompt_is_the_mean_of_its_repeats() -> None:
+    made = examples({CONTROL: 1.0, "a": 1.0})
+    made.loc[(made["policy"] == "a") & (made["repeat"] == 0), ["correct", "nats"]] = [False, 2.0]
+    assert (observed(made, "problems")["a", "stored"] == 0.75).all()
+    # Every prompt lost a quarter, so resampling them changes nothing.
+    row = of(scored(made), "a", "problems")
+    assert (row["percent"], row["percent_low"], row["percent_high"]) == (75, 75, 75)
+    assert of(scored(made), "a", "perplexity")["percent"] == pytest.approx(100 * np.exp(0.5))
+
+
 def test_the_floor_of_equal_runs_is_exactly_nothing_and_has_no_false_discovery() -> None:
     table = scored(examples({CONTROL: 0.75, AGAIN: 0.75, "same": 0.75}))
     for policy in (AGAIN, "same"):

@@ -97,15 +97,18 @@ def test_rows_that_are_let_go_of_are_no_error_of_those_that_stay(load: Any) -> N
 
 
 def test_equivalent_noise_writes_a_table_a_figure_and_a_page(tmp_path: Path) -> None:
-    asked = EquivalentNoise(MODEL, policies=("identity", "uniform(-1,1)"), prompts="arithmetic:2", max_new_tokens=2)
+    policies = ("identity", "uniform(-1,1)", "sinks(2,8)")
+    asked = EquivalentNoise(MODEL, policies=policies, prompts="arithmetic:2", max_new_tokens=2)
     outcome = asked.run(tmp_path)
     assert {"equivalent_noise.parquet", "equivalent_noise.png", "report.html", "summary.json"} <= {
         path.name for path in outcome.files
     }
-    assert len(pd.read_parquet(tmp_path / "equivalent_noise.parquet")) == 2 * 4 * 2 * 4
+    assert len(pd.read_parquet(tmp_path / "equivalent_noise.parquet")) == 3 * 4 * 2 * 4
     said = asked.sentences(outcome)
     assert said[1] == "identity, 16 bits: exactly no error."
-    assert said[2].startswith("uniform(-1,1), 16 bits: K 0.5")
+    assert "exactly no error in the" in said[2]
+    assert said[2].endswith("of rows that are kept.")
+    assert said[3].startswith("uniform(-1,1), 16 bits: K 0.5")
 
 
 # kv-error --------------------------------------------------------------------------------------------------------------

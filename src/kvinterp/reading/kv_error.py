@@ -41,7 +41,8 @@ def _error_said(name: str, of: Mapping[str, Mapping[str, Any]]) -> str:
     bits = sorted({row["bits"] for row in of.values()})
     said = f"{name}, {' and '.join(map(number, bits))} bits: "
     if all(row["relative_rms"] == 0 for row in of.values()):
-        return f"{said}exactly no error."
+        kept = min(row["share_kept"] for row in of.values())
+        return f"{said}exactly no error{f' in the {_share(kept)} of rows that are kept' if kept < 1 else ''}."
     parts = [f"{tensor} {number(row['relative_rms'])}{_ends(row)}{_shape(row)}" for tensor, row in of.items()]
     return f"{said}{'; '.join(parts)}."
 
@@ -111,13 +112,15 @@ def _floor(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _percent(row: Mapping[str, Any]) -> str:
-    text = f"{row['percent']:.0f}%"
-    if row["low"] == row["high"] == 0:
+    # Perplexities lie close together where answers do not.
+    form = ".1f" if row["metric"] == "perplexity" else ".0f"
+    text = f"{row['percent']:{form}}%"
+    if row["percent_low"] is not None and abs(row["percent_high"] - row["percent_low"]) < 1e-9:
         # Resampling prompts that are all alike says nothing about others.
         return f"{text} (every prompt alike)"
     if row["percent_low"] is None or not np.isfinite(row["percent_low"]):
         return text
-    return f"{text} ({row['percent_low']:.0f} to {row['percent_high']:.0f})"
+    return f"{text} ({row['percent_low']:{form}} to {row['percent_high']:{form}})"
 
 
 def _scores_said(metric: str, reading: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -100,7 +100,7 @@ def scores_figure(scores: pd.DataFrame) -> Figure:
     """Every policy's scores: percent of control, and of what the control has none of, the share itself."""
     order = list(dict.fromkeys(scores["policy"]))[::-1]
     readings = list(dict.fromkeys(scores.loc[scores["policy"] != AGAIN, "reading"]))
-    with sheet(9.4, 1.6 + 2 * (0.5 + 0.17 * len(order) * max(len(readings), 1))) as figure:
+    with sheet(9.4, 1.6 + 2 * (0.5 + max(0.25, 0.17 * len(readings)) * len(order))) as figure:
         panels = figure.subplots(2, 3, sharey=True)
         for axes, metric in zip(panels.flat, METRICS, strict=True):
             of = scores[scores["metric"] == metric]
@@ -117,7 +117,7 @@ def scores_figure(scores: pd.DataFrame) -> Figure:
             told = f"{METRICS[metric].meaning}, %" + ("" if share else " of control")
             place_title(axes, told, 6.8)
             if share:
-                axes.set_xlim(-2, max(5, 105 * of["value"].max()))
+                axes.set_xlim(-2, max(5, 105 * (of["control"] + of["high"]).max()))
             if share and len(of):
                 axes.axvline(scale * of["control"].iloc[0], color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
             elif not share:
@@ -149,13 +149,18 @@ def bits_figure(scores: pd.DataFrame) -> Figure:
                     axes.vlines(here["relative_rms"], here["percent_low"], here["percent_high"], color=color, linewidth=1)
                 for turn, one in enumerate(of[of["design"].isin(["grid", "given"])].to_dict("records")):
                     at = (one["relative_rms"], one["percent"])
-                    place = {"xytext": (4, 4 if turn % 2 else -9), "textcoords": "offset points", "fontsize": 5.5}
-                    axes.annotate(one["policy"], at, **place)
+                    # On the left, where fewer points are, in three heights.
+                    place = {"xytext": (-5, (3, -8, 10)[turn % 3]), "textcoords": "offset points", "fontsize": 5.5}
+                    axes.annotate(one["policy"], at, ha="right", **place)
                 axes.axhline(100, color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
                 place_title(axes, f"{METRICS[metric].meaning}, prefill={reading}", 6.9)
             row[0].set_ylabel("% of control")
         for axes in panels.flat:
             _log(axes, known["relative_rms"])
+            if len(known):
+                # Room for what is written beside the points.
+                axes.set_xlim(left=known["relative_rms"].min() / 3)
+                axes.set_ylim(bottom=-14)
         for axes in panels[-1]:
             axes.set_xlabel("RMS error of K and V, relative")
         legend_outside(figure, panels[0][0])
@@ -186,7 +191,9 @@ def _across(axes: Axes) -> None:
 
 
 def _wrapped(name: str) -> str:
-    return "\n".join(textwrap.wrap(name, 34)) or name
+    """A policy or a contrast in short lines, broken behind commas and between words."""
+    lines = textwrap.wrap(name.replace(",", ",\0 "), 32, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0 ", "").replace("\0", "")
 
 
 def _log(axes: Axes, values: Any, least: float = 0.0) -> None:
@@ -203,5 +210,5 @@ def _log(axes: Axes, values: Any, least: float = 0.0) -> None:
     ends = known.min() / 1.3, known.max() * 1.3
     axes.set_xlim(*ends)
     axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if ends[0] <= tick <= ends[1]]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
