@@ -365,6 +365,20 @@ def test_a_scale_of_the_prefill_is_frozen(wide, per, chunks):
         assert_close(read[sequence], wanted, "rounded", relative=1e-6)
 
 
+def test_a_frozen_scale_is_transformers_own(wide):
+    """Its layer, fed the same rows; none of the later ones is larger than the prefill's, where casts differ."""
+    layer_class = getattr(pytest.importorskip("transformers.cache_utils"), "Fp8QuantizedLayer", None)
+    if layer_class is None:
+        pytest.skip("this transformers has no fp8 cache")
+    keys, layer, running = normal(1, 2, 15, 32), layer_class(), store(wide, "fp8(e4m3,scale=prefill)", prefill=12)
+    keys[:, :, 12:] /= 4
+    for begun, stop in ((0, 12), (12, 13), (13, 14), (14, 15)):
+        rows = keys[:, :, begun:stop]
+        wanted, _ = layer.update(rows, rows)
+        found, _ = running.update(0, rows, rows)
+        assert_bitwise(found, wanted, f"what is read at {stop}", ("batch", "head", "row", "channel"))
+
+
 # Of all ----------------------------------------------------------------------------------------------------------------
 
 ALL = [*GGUF, "int8", "int4", "int4(16)", "kivi(2,4,8)", "fp8", "fp8(e5m2,scale=prefill,per=head)", "hadamard", "hadamard+q4_0",
