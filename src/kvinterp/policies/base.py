@@ -105,6 +105,15 @@ class Policy:
         """
         return None
 
+    def rows_stored(self, prompt: int, seen: int) -> int:
+        """Rows held in each layer and KV head once a forward is over.
+
+        Args:
+            prompt: Positions of the prompt.
+            seen: Positions so far, the prompt's among them.
+        """
+        return seen
+
     def check(self, layers: int) -> None:
         """Raises InputError where the policy names a layer that a model of so many has not; the base names none."""
 
@@ -327,6 +336,10 @@ class Chain(Policy):
     def sites(self) -> tuple[str, ...]:
         """What any of them wants."""
         return tuple(dict.fromkeys(site for part in self.parts for site in part.sites))
+
+    def rows_stored(self, prompt: int, seen: int) -> int:
+        """Those of the one that keeps the fewest."""
+        return min((part.rows_stored(prompt, seen) for part in self.parts), default=seen)
 
     def see(self, site: str, tensor: Tensor, place: Place) -> None:
         """Shows it to those that asked for it."""

@@ -65,6 +65,11 @@ class Scored(Policy, abc.ABC):
     def room(self, prompt: int) -> int:
         """Rows that stay in each layer and KV head, of a prompt of so many positions."""
 
+    def rows_stored(self, prompt: int, seen: int) -> int:
+        """The room, and where only the prompt is compressed all that came later."""
+        room = self.room(prompt)
+        return min(seen, room if self.goes_on else room + max(seen - prompt, 0))
+
     def newest(self, prompt: int) -> int:
         """Rows at the end that stay whatever their scores are."""
         return 0
