@@ -162,6 +162,16 @@ class Policy:
         """
 
     @property
+    def depends_on(self) -> tuple[str, ...]:
+        """What besides tokens and positions decides what it leaves of them; of other policies the laws say that nothing does.
+
+        ``"prompt"``: where the prompt ends, so that a decode taken up again with its answer as part of the prompt goes on
+        otherwise. ``"chunks"``: which positions of the prompt come in one forward. Where rows are let go of forward by
+        forward, or by what attention has shown, it is the first unless a policy says otherwise.
+        """
+        return ("prompt",) if self.evicts or self.sites else ()
+
+    @property
     def evicts(self) -> bool:
         """Whether it may let go of rows; one whose twin alone overrides :meth:`keep` says so itself."""
         return type(self).keep is not Policy.keep
@@ -351,6 +361,11 @@ class Chain(Policy):
         for part in self.parts:
             if site in part.sites:
                 part.see(site, tensor, place)
+
+    @property
+    def depends_on(self) -> tuple[str, ...]:
+        """What any of them depends on."""
+        return tuple(dict.fromkeys(what for part in self.parts for what in part.depends_on))
 
     @property
     def evicts(self) -> bool:
