@@ -12,8 +12,8 @@ import torch
 from architectures import NAMES, build, some
 from test_blind_spots import in_attention, small
 
+from kvinterp.auditing.blocks import prompts_for
 from kvinterp.auditing.exercises import CHECKS, Check, exercise
-from kvinterp.auditing.subject import Subject, prompts_for
 from kvinterp.models import wrap
 
 STEPS = 3
@@ -23,7 +23,7 @@ def run(model: Any, dtype: torch.dtype = torch.float64, **more: Any) -> dict[str
     adapter = wrap(model)
     if adapter.dtype != dtype:
         adapter = adapter.cast(dtype)
-    found = exercise(Subject(adapter), prompts_for(adapter, 2, 80), **{"steps": STEPS, **more})
+    found = exercise(adapter, prompts_for(adapter, 2, 80), **{"steps": STEPS, **more})
     assert all(one.detail.endswith(".") for one in found)
     return {one.name: one for one in found}
 
@@ -356,7 +356,7 @@ def test_the_model_is_left_as_it_was() -> None:
     hooks = [(m, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     config, generation = model.config.to_dict(), model.generation_config.to_dict()
     names, state = set(vars(model)), torch.get_rng_state()
-    exercise(Subject(adapter), prompts_for(adapter, 2, 80))
+    exercise(adapter, prompts_for(adapter, 2, 80))
     assert all(m.training for m in model.modules())
     assert [(m, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
     assert (model.config.to_dict(), model.generation_config.to_dict()) == (config, generation)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvinterp.auditing.subject import check_causal
+from kvinterp.auditing.causality import check_causal
 from kvinterp.errors import InputError, shown, unknown
 from kvinterp.inputs import check_seed
 from kvinterp.models import Adapter, wrap

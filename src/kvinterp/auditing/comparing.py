@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import math
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +15,21 @@ from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.values import on_grid
 from kvinterp.auditing.watch import Event, Watch
 
-__all__ = ["compared", "grid", "lost_key", "seen_differently", "swapped_nearly_equal"]
+__all__ = ["compared", "grid", "lost_key", "paired", "seen_differently", "swapped_nearly_equal"]
 
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def paired(events: Iterable[Event], *others: Iterable[Event]) -> Iterator[tuple[Any, ...]]:
+    """Each event with the others' of the same name, module and turn; None where they have none."""
+    waiting: list[dict[tuple[str, str], list[Event]]] = []
+    for side in others:
+        waiting.append(collections.defaultdict(list))
+        for event in side:
+            waiting[-1][event.name, event.module].append(event)
+    for event in events:
+        queues = [queue[event.name, event.module] for queue in waiting]
+        yield event, *(queue.pop(0) if queue else None for queue in queues)
 
 
 def grid(mine: Tensor, theirs: Tensor) -> str:
@@ -98,20 +113,24 @@ def _visible(mask: Tensor) -> Tensor:
 
 def seen_differently(first: Watch, second: Watch, module: str, newest: int) -> int | None:
     """The first key that only one side lets the newest query see, where one side is given no mask: its position."""
-    seen = []
+    masks, seen = [], []
     for watch in (first, second):
-        mask = next((e.tensor for e in watch.events if e.name == "attention mask" and e.module == module), None)
-        keys = next((e.tensor.shape[-2] for e in watch.events if e.name == "K" and e.module == module), None)
-        if keys is None or any(e.name == "attention scores" and e.module == module for e in watch.events):
+        mask, keys = watch.first(module, "attention mask"), watch.first(module, "K")
+        if keys is None or watch.first(module, "attention scores") is not None:
             return None
-        every = torch.ones(keys, dtype=torch.bool)
-        seen.append((mask is None, every if mask is None else _visible(mask).flatten(0, -2).any(0).cpu()[-keys:]))
-    if not (seen[0][0] or seen[1][0]):
+        count = keys.shape[-2]
+        masks.append(mask)
+        seen.append(torch.ones(count, dtype=torch.bool) if mask is None else _seen(mask).cpu()[-count:])
+    if all(mask is not None for mask in masks):
         return None
-    keys = max(len(s) for _, s in seen)
+    keys_seen = max(map(len, seen))
     # Aligned at the newest key; a key that is not there is not seen.
-    mine, theirs = (torch.nn.functional.pad(s, (keys - len(s), 0)) for _, s in seen)
-    return None if torch.equal(mine, theirs) else newest + 1 - keys + int((mine != theirs).int().argmax())
+    mine, theirs = (torch.nn.functional.pad(each, (keys_seen - len(each), 0)) for each in seen)
+    return None if torch.equal(mine, theirs) else newest + 1 - keys_seen + int((mine != theirs).int().argmax())
+
+
+def _seen(mask: Tensor) -> Tensor:
+    return _visible(mask).flatten(0, -2).any(0)
 
 
 def lost_key(mine: Event, other: Event, second: Watch, newest: int) -> int | None:
@@ -119,14 +138,12 @@ def lost_key(mine: Event, other: Event, second: Watch, newest: int) -> int | Non
     missing = other.tensor.shape[-2] - mine.tensor.shape[-2]
     if missing <= 0:
         return None
-    masks = [
-        e.tensor for e in second.events if e.module == mine.module and e.name in ("attention mask", "attention scores")
-    ]
+    mask = second.first(mine.module, "attention mask", "attention scores")
     oldest = newest + 1 - other.tensor.shape[-2]
     dropped = _dropped(mine.tensor, other.tensor, missing)
-    if not masks:
+    if mask is None:
         return oldest + dropped
-    seen = _visible(masks[0]).flatten(0, -2).any(0)[:missing]
+    seen = _seen(mask)[:missing]
     return oldest + max(dropped, int(seen.int().argmax())) if bool(seen.any()) else None
 
 

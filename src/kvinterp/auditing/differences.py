@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["Errors", "apart", "by_position", "difference", "row_errors"]
+__all__ = ["apart", "by_position", "difference", "row_errors"]
 
 TINY = torch.finfo(torch.float32).tiny
 """The least magnitude that a difference is divided by."""
@@ -51,13 +51,3 @@ def by_position(mine: Tensor, theirs: Tensor, first: int) -> dict[int, float]:
     """Relative error of each position of ``[batch, position, vocabulary]``, over all rows; the first is at ``first``."""
     size = magnitude(theirs)
     return {first + n: apart(mine[:, n], theirs[:, n], size) for n in range(mine.shape[1])}
-
-
-class Errors(dict[int, float]):
-    """Relative error by absolute position: the worst of all that was compared there."""
-
-    def add(self, mine: Tensor, whole: Tensor, first: int) -> None:
-        """Compares logits of the positions from ``first`` on with the same ones of a whole recomputation."""
-        theirs = whole[:, first : first + mine.shape[1]]
-        for at, error in by_position(mine, theirs, first).items():
-            self[at] = max(error, self.get(at, 0.0))

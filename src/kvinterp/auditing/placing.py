@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvinterp.auditing.bench import FAILED, Bench, Check
-from kvinterp.auditing.feeding import Runner, Seen
+from kvinterp.auditing.feeding import Seen
 from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.watch import Event
 
@@ -29,7 +29,7 @@ def placed(bench: Bench, check: Check, run: Run) -> Check:
     """
     if check.name.startswith("generate()"):
         return check  # What generate() feeds is wrong, not what the blocks make of it.
-    blocks = len(bench.runner.subject.blocks)
+    blocks = len(bench.runner.blocks)
     low, high = 0, blocks
     while low < high:  # What is wrong in one block stays wrong in those after it.
         middle = (low + high) // 2
@@ -45,14 +45,9 @@ def placed(bench: Bench, check: Check, run: Run) -> Check:
     return dataclasses.replace(check, layer=low, tensor=found.tensor, module=found.module)
 
 
-def _again(bench: Bench) -> Bench:
-    old = bench.runner
-    return dataclasses.replace(bench, runner=Runner(old.subject, old.unit), asks="no")
-
-
 def _fails(bench: Bench, check: Check, run: Run, layer: int) -> bool:
-    other = _again(bench)
-    other.runner.tapped = layer
+    other = dataclasses.replace(bench, runner=bench.runner.otherwise(), asks="no")
+    other.runner.stands_in = layer
     try:
         other.measure_plain()
         return any(one.name == check.name and one.status == FAILED for one in run(other))
@@ -62,16 +57,14 @@ def _fails(bench: Bench, check: Check, run: Run, layer: int) -> bool:
 
 
 def _first_tensor(bench: Bench, check: Check, run: Run, layer: int) -> Finding | None:
-    other = _again(bench)
-    other.runner.watched = layer
-    run(other)
-    cached = [seen for seen in other.runner.seen if seen.cached and seen.new == 1]
-    for mine in reversed(cached):
-        whole = [
-            seen for seen in other.runner.seen if not seen.cached and (seen.batch, seen.total) == (mine.batch, mine.total)
-        ]
-        if whole:
-            return _differing(mine, whole[0], layer, bench.beyond * (check.null or 0.0))
+    runner = bench.runner.otherwise()
+    runner.watched = layer
+    run(dataclasses.replace(bench, runner=runner, asks="no"))
+    for mine in [seen for seen in runner.seen if seen.cached and seen.new == 1][::-1]:
+        same = mine.batch, mine.total
+        whole = next((seen for seen in runner.seen if not seen.cached and (seen.batch, seen.total) == same), None)
+        if whole is not None:
+            return _differing(mine, whole, layer, bench.beyond * (check.null or 0.0))
     return None
 
 

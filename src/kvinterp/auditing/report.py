@@ -20,8 +20,8 @@ from kvinterp.report.page import Answer, Bullets, Column, Pairs, Picture, Table,
 from kvinterp.report.style import png, sheet
 
 if TYPE_CHECKING:
-    from kvinterp.auditing.entry import Audit
-    from kvinterp.auditing.ladder import Rung
+    from kvinterp.auditing.audit import Audit
+    from kvinterp.auditing.ladder import PrecisionRun
     from kvinterp.auditing.verdict import Verdict
 
 __all__ = ["check_own", "layer_table", "page", "put", "texts_of", "write"]
@@ -191,7 +191,7 @@ def _table(frame: pd.DataFrame, here: str | None = None, text: str = "") -> Tabl
 # The ladder ------------------------------------------------------------------------------------------------------------
 
 
-def _ladder(rungs: Sequence[Rung]) -> list[Picture]:
+def _ladder(rungs: Sequence[PrecisionRun]) -> list[Picture]:
     """Differences by precision beside the unit roundoff of each; rounding falls with it."""
     native = sorted((r for r in rungs if r.name == str(r.dtype).removeprefix("torch.")), key=lambda r: -r.unit)
     if not native:
@@ -209,7 +209,7 @@ def _ladder(rungs: Sequence[Rung]) -> list[Picture]:
     return [Picture("The precision ladder", png(figure))]
 
 
-def _rung_rows(rungs: Sequence[Rung]) -> pd.DataFrame:
+def _rung_rows(rungs: Sequence[PrecisionRun]) -> pd.DataFrame:
     rows = []
     for rung in rungs:
         found = rung.summary()
@@ -278,7 +278,7 @@ def _layers(audit: Audit, marked: int | None) -> list[Any]:
     return parts + [Text(f"{name}: no fixed order, since {text}.", look="note") for name, text in why.items()]
 
 
-def _last_token(rung: Rung | None, own: str) -> list[Any]:
+def _last_token(rung: PrecisionRun | None, own: str) -> list[Any]:
     """The report format of transformers issue 46190, for a step that differs where there is one."""
     if rung is None or rung.layers.empty:
         return []
