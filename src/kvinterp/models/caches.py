@@ -52,7 +52,7 @@ KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tenso
 class KVStore(Protocol):
     """Where keys and values live between forwards; ``paths.store`` holds the implementations."""
 
-    dressed: Any
+    model_cache: Any
     """What the model was given for this store, kept for the store's whole life, or None before its first forward."""
 
     own: OwnCache | None
@@ -81,7 +81,7 @@ class OwnCache(Protocol):
     name: str
     """The name of its class."""
 
-    dressed: Any
+    model_cache: Any
     """What the model is given, or None where it is given the store's own memory in the shape of a cache."""
 
     def connect(self, update: Callable[..., KeysValues]) -> None:

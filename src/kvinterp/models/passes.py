@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import Adapter
-from kvinterp.models.taps import own_hook
+from kvinterp.models.hooks import own_hook
 
 __all__ = ["Passes", "WatchesPasses"]
 
