@@ -292,7 +292,7 @@ class _Auditor:
                 prefills.pop()
             else:
                 return None, "no"
-        plan = self.plan.only(prompts, prefills)
+        plan = dataclasses.replace(self.plan, prompts=self.plan.prompts[:prompts], prefills=tuple(prefills))
         return (plan if plan.length > (plan.chunk or 0) + 1 else dataclasses.replace(plan, chunk=None)), sweep
 
     def _in(self, dtype: torch.dtype) -> Adapter:

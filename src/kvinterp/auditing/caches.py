@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from kvinterp.auditing.bench import (
 )
 from kvinterp.auditing.differences import apart
 from kvinterp.auditing.feeding import lacking
+from kvinterp.models.caches import BACKENDS, installed
 from kvinterp.models.native import text_config
 
 __all__ = ["crop", "quantised", "static"]
@@ -127,25 +127,24 @@ def _check_croppable(cache: Any) -> None:
 
 # Quantised ---------------------------------------------------------------------------------------------------------------
 
-BACKENDS = {"fp8": ("", ""), "quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq", "hqq")}
-"""The module that each needs, and its package."""
-
 
 def quantised(bench: Bench) -> list[Check]:
     """Quantised caches: whether they run, and whether the prompt's own logits are exact, as their definition says."""
-    name = bench.name
     if bench.runner.kind != "native":
         raise native_only(f"a model of kind {bench.runner.kind} makes its own cache")
     if not bench.thorough:
         raise NotRunError("it is run by a thorough audit only.")
-    return [attempted(bench, f"{name} ({each})", functools.partial(_quantised, backend=each)) for each in BACKENDS]
+    return [
+        attempted(bench, f"{bench.name} ({each})", functools.partial(_quantised, backend=each))
+        for each in ("fp8", "quanto", "hqq")
+    ]
 
 
 def _quantised(bench: Bench, backend: str) -> Check:
     from transformers import QuantizedCache
 
     module, package = BACKENDS[backend]
-    if module and not _installed(module):
+    if not installed(module):
         raise NotRunError(f"it needs the package {package}, which is not installed.")
     runner = bench.runner
     try:
@@ -172,10 +171,3 @@ def _quantised(bench: Bench, backend: str) -> Check:
         return bench.settle(errors, what, "the first forward reads quantised keys and values already")
     errors[prompt] = lost
     return bench.settle(errors, what, "NaN or Inf come out of the quantised keys and values")
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -29,6 +29,39 @@ THERE_TOO = "there in float64 too"
 NO_FLOAT64 = "the model cannot be run in float64 here"
 LOOKED_AT = 3
 """How many single tokens before a wrong one are looked into as well: a state goes wrong before what it feeds."""
+
+
+class Case(NamedTuple):
+    """A row of a rung's tables: tokens of a prompt, fed at once from start to stop after a prefill, and what is looked at."""
+
+    prompt: int
+    prefill: int
+    start: int
+    stop: int
+    position: int
+
+    @classmethod
+    def of(cls, row: Any) -> Case:
+        """Of a row."""
+        return cls(*(int(row[name]) for name in cls._fields))
+
+    def feeds(self, plan: Plan) -> list[Feed]:
+        """What is fed to see it again: at most the last few of many single tokens are looked at."""
+        if not self.start:
+            return [Feed(0, self.stop, self.position)]
+        if (self.start, self.stop) in plan.pieces and self.prefill == plan.chunk:
+            before = [Feed(*piece) for piece in plan.pieces if piece[1] <= self.start]
+            return [Feed(0, self.prefill), *before, Feed(self.start, self.stop, self.position)]
+        feeds = Feed.one_by_one(self.prefill, self.stop)
+        return [dataclasses.replace(f, row=None) if f.start < self.start - LOOKED_AT else f for f in feeds]
+
+    @property
+    def fed(self) -> str:
+        """How the tokens were fed, in words."""
+        if self.stop - self.start == 1:
+            return ONE_BY_ONE
+        fed = f"{self.stop - self.start} tokens fed at once"
+        return f"{fed} on a cache of {self.start}" if self.start else f"a prompt's {fed} that fill the cache"
 
 
 @dataclasses.dataclass
@@ -64,7 +97,7 @@ class RungJudge:
         self.run, self.name, self.dtype = run, run.name, run.dtype
         self.terms, self.limit = terms, band(run.dtype, terms)
         self.found: list[Judged] = []
-        self.open: list[tuple[Judged, Sight, PrecisionRun, Any]] = []
+        self.open: list[tuple[Judged, Sight, PrecisionRun, Case]] = []
 
     def judge(self) -> list[Judged]:
         """What was found, in the order of the layers; what needs the model in float64 stays open (see :meth:`settle`)."""
@@ -73,9 +106,9 @@ class RungJudge:
             self._kernels(self.run.fixed)
         else:
             # Without a fixed order every block that differs is judged beside float64 on the same inputs.
-            for row, layers in _cases(self.run.every_error, 0.0):
-                for sight, tensors in self._look(self.run, None, row, layers).values():
-                    self._explain(row, sight, tensors, None, self.run)
+            for case, layers in _cases(self.run.every_error, 0.0).items():
+                for sight, tensors in self._look(self.run, None, case, layers).values():
+                    self._explain(case, sight, tensors, None, self.run)
         return self._ordered()
 
     def release(self) -> None:
@@ -90,14 +123,14 @@ class RungJudge:
             clean: The layers in which the float64 rung found nothing wrong: an error within float32's rounding is gone there.
                 None where there is no such rung; then each case is run in float64 here, where rounding must be gone.
         """
-        for judged, sight, side, row in self.open:
+        for judged, sight, side, case in self.open:
             kernel = judged.cause.word == "kernel"
             try:
                 if twin is None:
                     raise RuntimeError(NO_FLOAT64)
                 wrong = beyond_truth(twin, sight, self.run.unit)
                 if wrong is None and clean is None and judged.cause.word == "rounding":
-                    left = self._left_in_float64(twin, side, row, judged.finding.layer)
+                    left = self._left_in_float64(twin, side, case, judged.finding.layer)
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
                         judged.cause = Cause("", left=left, detail=THERE_TOO)
                     continue
@@ -120,17 +153,17 @@ class RungJudge:
     # With a fixed order every difference has another reason ---------------------------------------------------------------
 
     def _fixed(self, fixed: PrecisionRun) -> None:
-        for row, layers in _cases(fixed.every_error, 0.0):
-            found = self._look(fixed, BatchInvariant(), row, layers)
+        for case, layers in _cases(fixed.every_error, 0.0).items():
+            found = self._look(fixed, BatchInvariant(), case, layers)
             casting = [layer for layer, (sight, _) in found.items() if sight.casts]
             # What computes in two dtypes on purpose does not run in one.
-            left = self._tried(fixed, WithoutCasts("fixed"), row, casting) if casting else None
+            left = self._tried(fixed, WithoutCasts("fixed"), case, casting) if casting else None
             for layer, (sight, tensors) in found.items():
                 remaining = None if left is None else left[layer][1] if layer in left else []
-                self._explain(row, sight, tensors, remaining, fixed)
+                self._explain(case, sight, tensors, remaining, fixed)
 
     def _explain(
-        self, row: Any, sight: Sight, tensors: list[Finding], left: list[Finding] | None, side: PrecisionRun
+        self, case: Case, sight: Sight, tensors: list[Finding], left: list[Finding] | None, side: PrecisionRun
     ) -> None:
         """One block that differs with a fixed order: a cast's, rounding's, or nobody's."""
         kernels = "fixed order" if side is self.run.fixed else "none fixed"
@@ -142,22 +175,22 @@ class RungJudge:
             cause = _cast(sight, first, worst, "gone with the casts left out")
         elif not finest:
             cause = Cause("rounding", left=worst, detail="as far from float64 on the same inputs as the recomputation")
-            numbered = worst > self.limit and self._numbered(row, first)
+            numbered = worst > self.limit and self._numbered(case, first)
         elif beyond is None:
             cause = Cause("rounding", left=worst, detail="of the size that float64 rounds")
         else:
             assert self.twin is not None
-            found = self._tried(side, WithoutCasts("fixed"), row, [sight.layer], wide_constants(self.twin))
+            found = self._tried(side, WithoutCasts("fixed"), case, [sight.layer], wide_constants(self.twin))
             if found is not None and largest(found) <= self.limit:
                 said = "gone with the casts left out and constants computed in float64"
                 cause = Cause("cast", "float32", first.module, largest(found), said)
             else:
                 first, cause = beyond, Cause("", left=beyond.error)
-        judged = self._add(row, first, cause, kernels, numbered)
+        judged = self._add(case, first, cause, kernels, numbered)
         if cause.word == "rounding" and not finest:
-            self.open.append((judged, sight, side, row))
+            self.open.append((judged, sight, side, case))
 
-    def _left_in_float64(self, twin: Adapter, side: PrecisionRun, row: Any, layer: int) -> float:
+    def _left_in_float64(self, twin: Adapter, side: PrecisionRun, case: Case, layer: int) -> float:
         """What a block's two sides differ by in float64, with or without its own casts, whichever is less.
 
         Raises:
@@ -165,7 +198,7 @@ class RungJudge:
         """
         self.twin = twin
         try:
-            tried = [self._tried(side, kernels, row, [layer]) for kernels in (Native(), WithoutCasts())]
+            tried = [self._tried(side, kernels, case, [layer]) for kernels in (Native(), WithoutCasts())]
         finally:
             self.release()
         left = [largest(found) for found in tried if found is not None]
@@ -184,26 +217,26 @@ class RungJudge:
         where = ["prompt", "prefill", "start", "stop", "layer"]
         same = fixed.every_error if fixed.plan == self.run.plan else fixed.every_error[:0]
         worst = same.groupby(where)["error"].max().to_dict()
-        for row, layers in _cases(every, limits):
-            for sight, tensors in self._look(self.run, None, row, layers, self.limit).values():
-                case = (*(int(row[name]) for name in where[:-1]), sight.layer)
-                fixed_too = case in worst
-                gone = not (worst[case] if fixed_too else self._look(self.run, BatchInvariant(), row, [sight.layer]))
-                cause = self._kernel(row, sight, tensors[0], gone)
-                judged = self._add(row, tensors[0], cause, "native")
+        for case, layers in _cases(every, limits).items():
+            for sight, tensors in self._look(self.run, None, case, layers, self.limit).values():
+                key = (*case[:-1], sight.layer)
+                fixed_too = key in worst
+                gone = not (worst[key] if fixed_too else self._look(self.run, BatchInvariant(), case, [sight.layer]))
+                cause = self._kernel(case, sight, tensors[0], gone)
+                judged = self._add(case, tensors[0], cause, "native")
                 if cause.word == "kernel" and self.dtype != torch.float64:
-                    self.open.append((judged, sight, self.run, row))
+                    self.open.append((judged, sight, self.run, case))
         if not self.found:
             self._show_first()
 
-    def _kernel(self, row: Any, sight: Sight, first: Finding, gone: bool) -> Cause:
+    def _kernel(self, case: Case, sight: Sight, first: Finding, gone: bool) -> Cause:
         """Why a block differs by more than rounding with the machine's kernels; ``gone``: with a fixed order it does not."""
         if not gone:
             return Cause("", left=first.error)
         if first.tensor == CHOICE and first.nearly_equal:
             return Cause("choice", left=0.0, detail="gone with a fixed order")
         if sight.casts:
-            found = self._tried(self.run, WithoutCasts(), row, [sight.layer])
+            found = self._tried(self.run, WithoutCasts(), case, [sight.layer])
             left = math.inf if found is None else largest(found)
             # What only a cached step casts, and a fixed order takes away, is inside its kernel.
             if left <= self.limit and coarsest(sight.casts) in sight.both_cast:
@@ -223,36 +256,36 @@ class RungJudge:
         if off.empty:
             return
         row = off.sort_values(["layer", "position", "prefill"]).iloc[0]
-        for _, tensors in self._look(self.run, None, row, [int(row["layer"])]).values():
-            self._add(row, tensors[0], Cause("order", detail="gone with a fixed order"), "native")
+        for _, tensors in self._look(self.run, None, Case.of(row), [int(row["layer"])]).values():
+            self._add(Case.of(row), tensors[0], Cause("order", detail="gone with a fixed order"), "native")
 
     # Shared -------------------------------------------------------------------------------------------------------------
 
-    def _add(self, row: Any, finding: Finding, cause: Cause, kernels: str, numbered: bool = False) -> Judged:
-        numbered = numbered or (not cause.word and self._numbered(row, finding))
-        self.found.append(Judged(finding, cause, kernels, _how(row), numbered))
+    def _add(self, case: Case, finding: Finding, cause: Cause, kernels: str, numbered: bool = False) -> Judged:
+        numbered = numbered or (not cause.word and self._numbered(case, finding))
+        self.found.append(Judged(finding, cause, kernels, case.fed, numbered))
         return self.found[-1]
 
-    def _numbered(self, row: Any, wrong: Finding) -> bool:
+    def _numbered(self, case: Case, wrong: Finding) -> bool:
         """Whether the error is gone once the model is told its tokens' positions."""
         assert self.twin is not None
         if not BlockModel(self.twin).can_be_told_positions:
             return False
         side, kernels = (self.run, None) if self.run.fixed is None else (self.run.fixed, BatchInvariant())
-        return largest(self._look(side, kernels, row, [wrong.layer], positions="given")) <= self.limit
+        return largest(self._look(side, kernels, case, [wrong.layer], positions="given")) <= self.limit
 
     def _tried(
         self,
         side: PrecisionRun,
         kernels: Kernels,
-        row: Any,
+        case: Case,
         layers: Sequence[int],
         also: contextlib.AbstractContextManager[None] | None = None,
     ) -> Differing | None:
         """What still differs in these blocks with a cause taken away; None where that does not run."""
         try:
             with also or contextlib.nullcontext():
-                return self._look(side, kernels, row, layers)
+                return self._look(side, kernels, case, layers)
         except (RuntimeError, UnsupportedError):
             return None
 
@@ -260,16 +293,16 @@ class RungJudge:
         self,
         side: PrecisionRun,
         kernels: Kernels | None,
-        row: Any,
+        case: Case,
         layers: Sequence[int],
         threshold: float = 0.0,
         positions: str = "own",
     ) -> Differing:
         """What differs by more where one row of a side's tables is fed again, with these blocks watched."""
         assert self.twin is not None
-        tokens = side.plan.tokens(int(row["prompt"]), self.twin.device)
+        tokens = side.plan.tokens(case.prompt, self.twin.device)
         with referenced(BlockModel(self.twin, kernels, positions), tokens) as hooks:
-            return differing(look(hooks, _feeds(row, side.plan), layers), threshold)
+            return differing(look(hooks, case.feeds(side.plan), layers), threshold)
 
 
 def _cast(sight: Sight, first: Finding, left: float, detail: str) -> Cause:
@@ -280,42 +313,18 @@ def _cast(sight: Sight, first: Finding, left: float, detail: str) -> Cause:
     return Cause("cast", lower, module, left, detail)
 
 
-def _feeds(row: Any, plan: Plan) -> list[Feed]:
-    """What is fed to see one row of the tables again: at most the last few of many single tokens are looked at."""
-    prefill, start, stop, position = (int(row[name]) for name in ("prefill", "start", "stop", "position"))
-    if not start:
-        return [Feed(0, stop, position)]
-    if (start, stop) in plan.pieces and prefill == plan.chunk:
-        before = [Feed(*piece) for piece in plan.pieces if piece[1] <= start]
-        return [Feed(0, prefill), *before, Feed(start, stop, position)]
-    feeds = Feed.one_by_one(prefill, stop)
-    return [dataclasses.replace(f, row=None) if f.start < start - LOOKED_AT else f for f in feeds]
-
-
-def _cases(every: pd.DataFrame, limits: float | pd.Series) -> list[tuple[Any, list[int]]]:
+def _cases(every: pd.DataFrame, limits: float | pd.Series) -> dict[Case, list[int]]:
     """The cases to look into, each with the layers to look at: where a layer is first off, and where most.
 
     An error that a cast explains may stand before one that nothing does.
     """
-    chosen: dict[tuple[int, ...], tuple[Any, list[int]]] = {}
+    chosen: dict[Case, list[int]] = {}
     for layer, rows in every[every["error"] > limits].groupby("layer"):
         alone, fresh = rows["stop"] == rows["start"] + 1, rows["start"] == 0
-        picked = []
         for kind in (rows[alone], rows[~alone & fresh], rows[~alone & ~fresh]):
             if len(kind):
                 first = kind.sort_values(["position", "prefill"]).iloc[0]
                 worst = kind.sort_values(["error", "position"], ascending=[False, True]).iloc[0]
-                picked += [first] + ([worst] if worst["error"] > 8 * first["error"] else [])
-        for row in picked:
-            key = tuple(int(row[name]) for name in ("prompt", "prefill", "start", "stop", "position"))
-            layers = chosen.setdefault(key, (row, []))[1]
-            if layer not in layers:
-                layers.append(int(layer))  # type: ignore[call-overload]
-    return list(chosen.values())
-
-
-def _how(row: Any) -> str:
-    if row["stop"] - row["start"] == 1:
-        return ONE_BY_ONE
-    fed = f"{int(row['stop'] - row['start'])} tokens fed at once"
-    return f"{fed} on a cache of {int(row['start'])}" if row["start"] else f"a prompt's {fed} that fill the cache"
+                for row in (first, worst) if worst["error"] > 8 * first["error"] else (first,):
+                    chosen.setdefault(Case.of(row), []).append(int(layer))  # type: ignore[call-overload]
+    return {case: list(dict.fromkeys(layers)) for case, layers in chosen.items()}

@@ -103,10 +103,6 @@ class Plan:
         """One of the prompts as far as any case reaches, ``[1, position]``."""
         return torch.tensor([list(self.prompts[prompt][: self.length])], device=device)
 
-    def only(self, prompts: int, prefills: Sequence[int]) -> Plan:
-        """The same with the first prompts and some of the lengths."""
-        return dataclasses.replace(self, prompts=self.prompts[:prompts], prefills=tuple(prefills))
-
 
 def prefix_plan(prompts: Sequence[Sequence[int]], lengths: Sequence[int], steps: int, room: int) -> Plan:
     """A plan over the given lengths, as far as a context of ``room`` positions reaches."""
@@ -186,10 +182,6 @@ class PrecisionRun:
     def differing_steps(self) -> pd.DataFrame:
         """The free-running steps whose logits are not bitwise equal."""
         return self.steps[self.steps["max_abs"] > 0]
-
-    def worst_by_layer(self) -> pd.Series:
-        """The largest error of each layer given equal inputs."""
-        return self.local.groupby("layer")["error"].max() if len(self.local) else pd.Series(dtype=float)
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers for the evidence and the JSON."""

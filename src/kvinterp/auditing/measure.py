@@ -11,7 +11,7 @@ import pandas as pd
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.auditing.blocks import BlockHooks, BlockModel, Call, Reference
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
 from kvinterp.auditing.differences import difference, row_errors
 from kvinterp.auditing.ladder import EMBEDDING, LOCAL, STEPS, Plan, PrecisionRun, dtype_name
 from kvinterp.auditing.values import first_nonfinite, logit_grid
@@ -112,42 +112,37 @@ class _Climb:
 # Rows of every part -----------------------------------------------------------------------------------------------------
 
 
-def _newest(hooks: BlockHooks, logits: Tensor, count: int | None = None) -> Rows:
-    """The newest row of what every part was given and returned in the last forward, in that order, and of the logits.
+def _rows(seen: BlockHooks | Reference, logits: Tensor, count: int | None = None, stop: int | None = None) -> Rows:
+    """The newest row of what every part was given and returned, in that order, and of the logits.
 
     Args:
-        hooks: The hooks, after a forward.
-        logits: What it returned.
+        seen: The hooks after a forward, or a reference.
+        logits: ``[position, vocabulary]`` of the same.
         count: So many newest rows instead, ``[row, width]``.
+        stop: As if the tokens ended there.
     """
-    return _parts(hooks.inputs, hooks.outputs, logits[0], count)
-
-
-def _of_reference(reference: Reference, stop: int, count: int | None = None) -> Rows:
-    """The same rows out of a reference, as if its tokens ended at ``stop``."""
-    return _parts(reference.inputs, reference.outputs, reference.logits, count, stop)
-
-
-def _parts(
-    inputs: dict[Call, Tensor], outputs: dict[Call, Tensor], logits: Tensor, count: int | None, stop: int | None = None
-) -> Rows:
     found: Rows = {}
-    for (layer, nth), tensor in inputs.items():
+    for (layer, nth), tensor in seen.inputs.items():
         found[(layer, "input", nth) if found else (EMBEDDING, "output", 0)] = tensor
-        if (layer, nth) in outputs:
-            found[layer, "output", nth] = outputs[layer, nth]
-    found[max((layer for layer, _ in inputs), default=-1) + 1, "output", 0] = logits
+        if (layer, nth) in seen.outputs:
+            found[layer, "output", nth] = seen.outputs[layer, nth]
+    found[max((layer for layer, _ in seen.inputs), default=-1) + 1, "output", 0] = logits
     found = {part: tensor[..., :stop, :] for part, tensor in found.items()}
     if count is None:
         return {part: tensor[..., -1, :].flatten().clone() for part, tensor in found.items()}
     return {part: tensor[..., -count:, :].movedim(-2, 0).flatten(1).clone() for part, tensor in found.items()}
 
 
+def _whole(hooks: BlockHooks, stop: int, count: int | None = None) -> Rows:
+    """The same rows out of the reference, as if its tokens ended at ``stop``."""
+    return _rows(hooks.reference, hooks.reference.logits, count, stop)
+
+
 def _again(hooks: BlockHooks, stop: int, equal_inputs: str) -> Rows:
     """The newest rows of a prefix recomputed, made once."""
     kept = hooks.reference.again
     if (equal_inputs, stop) not in kept:
-        kept[equal_inputs, stop] = _newest(hooks, hooks.recompute(stop, equal_inputs))
+        kept[equal_inputs, stop] = _rows(hooks, hooks.recompute(stop, equal_inputs)[0])
     return kept[equal_inputs, stop]
 
 
@@ -156,7 +151,7 @@ def _fed_singly(hooks: BlockHooks, prefill: int, stop: int, equal_inputs: str) -
     _, cache = hooks.feed(0, prefill, None, equal_inputs)
     for position in range(prefill, stop):
         logits, cache = hooks.feed(position, position + 1, cache, equal_inputs)
-        yield position, _newest(hooks, logits)
+        yield position, _rows(hooks, logits[0])
 
 
 # Given equal inputs -----------------------------------------------------------------------------------------------------
@@ -175,7 +170,7 @@ def forced(
         null: With ``against="whole"``: ``"last"`` also recomputes the prefix of the last step, as the null control.
     """
     for position, mine in _fed_singly(hooks, prefill, stop, "yes"):
-        whole, prefix = _of_reference(hooks.reference, position + 1), None
+        whole, prefix = _whole(hooks, position + 1), None
         if against == "prefix" or (null == "last" and position == stop - 1):
             prefix = _again(hooks, position + 1, "yes")
         where = {"start": position, "stop": position + 1, "position": position}
@@ -195,9 +190,9 @@ def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, cache: Any 
     """
     count = stop - start
     logits, cache = hooks.feed(start, stop, cache)
-    mine, theirs = _newest(hooks, logits, count), _of_reference(hooks.reference, stop, count)
+    mine, theirs = _rows(hooks, logits[0], count), _whole(hooks, stop, count)
     if against == "prefix":
-        theirs = _newest(hooks, hooks.recompute(stop), count)
+        theirs = _rows(hooks, hooks.recompute(stop)[0], count)
     found = []
     for part, again in theirs.items():
         errors = row_errors(mine[part], again)
@@ -230,7 +225,7 @@ def _free(
     found, layers, top = [], pd.DataFrame(), pd.DataFrame()
     head, prefix = (len(hooks.model.blocks), "output", 0), against == "prefix"
     for position, mine in _fed_singly(hooks, prefill, stop, "no"):
-        theirs = _again(hooks, position + 1, "no") if prefix else _of_reference(hooks.reference, position + 1)
+        theirs = _again(hooks, position + 1, "no") if prefix else _whole(hooks, position + 1)
         a, b = mine[head], theirs[head]
         sizes, kl = _sizes(a, b), float(metrics.compare_logits(b[None], a[None])["kl"])
         null = _gap(b, hooks.reference.logits[position]).max().item() if prefix else math.nan

@@ -226,7 +226,7 @@ class _Judge:
     def _unexplained(self) -> Told | None:
         for name, short in self.seen.accounts.items():
             if not short.holds:
-                line = say.unexplained(name, short, len(self.seen.rungs[name].worst_by_layer()) - 2)
+                line = say.unexplained(name, short, self.seen.rungs[name].local["layer"].nunique() - 2)
                 return "unexplained", (short.layer, short.position, "logits", ""), [line]
         return None
 

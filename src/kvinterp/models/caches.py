@@ -28,6 +28,7 @@ from kvinterp import spec
 from kvinterp.errors import InputError, UnsupportedError, unknown
 
 __all__ = [
+    "BACKENDS",
     "CACHE_KINDS",
     "CacheKind",
     "Dynamic",
@@ -40,6 +41,7 @@ __all__ = [
     "Static",
     "cache_named",
     "check_plain",
+    "installed",
     "lead",
     "shared",
     "taken",
@@ -250,9 +252,9 @@ class Quantized(CacheKind):
         """
         from transformers import QuantizedCache
 
-        backend = self.backend or next((name for name in ("quanto", "hqq") if _installed(BACKENDS[name][0])), "quanto")
+        backend = self.backend or next((name for name in ("quanto", "hqq") if installed(BACKENDS[name][0])), "quanto")
         module, package = BACKENDS[backend]
-        if not _installed(module):
+        if not installed(module):
             other = "" if self.backend else ", or hqq"
             raise UnsupportedError(f"cache={self} needs the package {package}{other}: pip install {package}.")
         try:
@@ -410,7 +412,8 @@ def _imported(text: str) -> Callable[..., Any]:
     return found
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
+    """Whether a module can be imported, as far as can be told without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
