@@ -3,11 +3,11 @@
 To be read in this order:
 
 - what is watched: ``blocks`` (a model and its blocks), ``attention`` (which calls are attention), ``watch`` (inside a block),
-  ``differences`` and ``comparing`` (two runs of it), ``first_difference``, ``values``;
+  ``comparing`` (two runs of it), ``first_difference``, ``values``;
 - one precision: ``ladder`` (its notions), ``measure``, ``onset``, ``accounting``;
 - what takes a difference away: ``causes``, ``judging``;
-- what else a cache is used for: ``exercises``, on ``feeding`` and ``bench``: ``batches``, ``lengths``, ``generation``,
-  ``caches``, and ``placing`` of what fails;
+- what else a cache is used for: ``exercises``, on ``feeding`` and ``bench``: ``batches``, ``lengths``, ``generation`` and
+  ``caches``;
 - all of it: ``audit``, ``verdict``, and ``report`` for readers;
 - beside it: ``causality``, ``building`` (models made for an audit), ``operations`` and ``shape_dependence`` (the kernels table).
 """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, referenced
-from kvinterp.auditing.differences import difference
+from kvinterp.auditing.comparing import difference
 from kvinterp.auditing.ladder import PrecisionRun, band
 from kvinterp.models import Adapter
 

@@ -16,7 +16,7 @@ from kvinterp.auditing.bench import first_line
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
-from kvinterp.auditing.differences import difference
+from kvinterp.auditing.comparing import difference
 from kvinterp.auditing.exercises import exercise
 from kvinterp.auditing.judging import RungJudge
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff

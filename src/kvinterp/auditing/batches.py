@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, Reference, UnclearError, native_only, one_line
 from kvinterp.auditing.blocks import STATES
-from kvinterp.auditing.differences import apart
+from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.feeding import Runner, lacking
 from kvinterp.models.native import text_config
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvinterp.auditing.blocks import prompts_for
 from kvinterp.auditing.causes import WithoutCasts
-from kvinterp.auditing.differences import apart, by_position
+from kvinterp.auditing.comparing import apart, by_position
 from kvinterp.auditing.feeding import NARROW, Runner
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import Kernels

@@ -18,7 +18,7 @@ from kvinterp.auditing.bench import (
     native_only,
     one_line,
 )
-from kvinterp.auditing.differences import apart
+from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.feeding import lacking
 from kvinterp.models.caches import BACKENDS, installed
 from kvinterp.models.native import text_config

@@ -20,6 +20,7 @@ at work (see ``bench.py``). What could not be run says why.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import warnings
@@ -32,8 +33,10 @@ from kvinterp.auditing import batches, caches, generation, lengths
 from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, attempted, one_line
 from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.causes import WithoutCasts
+from kvinterp.auditing.feeding import Seen
+from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import unit_roundoff
-from kvinterp.auditing.placing import placed
+from kvinterp.auditing.watch import Event
 from kvinterp.models import Adapter
 
 __all__ = ["Check", "exercise"]
@@ -124,7 +127,7 @@ def _tried(bench: Bench, name: str) -> list[Check]:
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
         again = {one.name: one for one in _run(other, name)}
         found = [_confirmed(one, again.get(one.name)) for one in found]
-    found = [placed(bench, one, lambda b: _run(b, name)) if one.status == FAILED else one for one in found]
+    found = [_placed(bench, one, name) if one.status == FAILED else one for one in found]
     spent = sum(each.runner.forwards for each in benches) - before
     return [dataclasses.replace(one, forwards=spent if n == 0 else 0) for n, one in enumerate(found)]
 
@@ -177,6 +180,75 @@ def _confirmed(one: Check, again: Check | None) -> Check:
     if one.status != FAILED or (again is not None and again.status == FAILED):
         return one
     return dataclasses.replace(one, status=UNCLEAR, detail=_and(one, "other prompts of the same lengths do not show it"))
+
+
+# Where what fails goes wrong ------------------------------------------------------------------------------------------
+
+
+def _placed(bench: Bench, check: Check, name: str) -> Check:
+    """A failed check with its first wrong layer and tensor, as far as running it again tells.
+
+    The same check is made with each block's output in the place of the logits: the first that fails holds the error, or is
+    handed it. There what attention reads in the last cached step is compared with what it reads in the recomputation.
+
+    Args:
+        bench: What the check ran on.
+        check: A failed one.
+        name: What makes it, of :data:`CHECKS`.
+    """
+    if check.name.startswith("generate()"):
+        return check  # What generate() feeds is wrong, not what the blocks make of it.
+    blocks = len(bench.runner.blocks)
+    # What is wrong in one block stays wrong in those after it.
+    layer = bisect.bisect_left(range(blocks), True, key=lambda layer: _fails(bench, check, name, layer))
+    if layer == blocks:
+        return dataclasses.replace(check, layer=blocks, tensor="logits")
+    found = _first_tensor(bench, check, name, layer)
+    seen: dict[str, Any] = {} if found is None else {"tensor": found.tensor, "module": found.module}
+    return dataclasses.replace(check, layer=layer, **seen)
+
+
+def _fails(bench: Bench, check: Check, name: str, layer: int) -> bool:
+    other = dataclasses.replace(bench, runner=bench.runner.otherwise(), asks="no")
+    other.runner.stands_in = layer
+    try:
+        other.measure_plain()
+        return any(one.name == check.name and one.status == FAILED for one in _run(other, name))
+    # A block whose output is not one row a position cannot stand for the logits.
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+
+
+def _first_tensor(bench: Bench, check: Check, name: str, layer: int) -> Finding | None:
+    runner = bench.runner.otherwise()
+    runner.watched = layer
+    _run(dataclasses.replace(bench, runner=runner, asks="no"), name)
+    for mine in [seen for seen in runner.seen if seen.cached and seen.new == 1][::-1]:
+        same = mine.batch, mine.total
+        whole = next((seen for seen in runner.seen if not seen.cached and (seen.batch, seen.total) == same), None)
+        if whole is not None:
+            return _differing(mine, whole, layer, bench.beyond * (check.null or 0.0))
+    return None
+
+
+def _differing(mine: Seen, theirs: Seen, layer: int, threshold: float) -> Finding | None:
+    feed = Feed(mine.total - 1, mine.total, mine.total - 1)
+    sight = Sight(feed, layer, [_filled(e, mine.total) for e in mine.watch.events], theirs.watch.events)
+    found = next(iter(sight.findings(threshold)), None)
+    if found is None or found.tensor != "attention output":
+        return found
+    given = [any(e.name == "attention mask" for e in side) for side in (sight.mine, sight.theirs)]
+    # One side has no mask at all.
+    return dataclasses.replace(found, tensor="attention mask") if given[0] != given[1] else found
+
+
+def _filled(event: Event, total: int) -> Event:
+    """Without the slots of a static cache that are still empty."""
+    axis = -2 if event.name in ("K", "V") else -1 if event.name in ("attention mask", "attention scores") else None
+    tensor: Any = event.tensor
+    if axis is None or tensor.shape[axis] <= total:
+        return event
+    return dataclasses.replace(event, tensor=tensor.narrow(axis, 0, total))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvinterp.auditing.batches import Padded, no_padding, unpadded
 from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, Reference, UnclearError, native_only, one_line
-from kvinterp.auditing.differences import apart
+from kvinterp.auditing.comparing import apart
 from kvinterp.models.transformers_cache import CACHES
 
 __all__ = ["generate", "generate_padded"]

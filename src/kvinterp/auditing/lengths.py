@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, Reference, attempted
-from kvinterp.auditing.differences import by_position
+from kvinterp.auditing.comparing import by_position
 from kvinterp.models.native import text_config
 
 __all__ = ["CHUNK_NAMES", "chunks", "long_prompt", "window"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
-from kvinterp.auditing.differences import difference, row_errors
+from kvinterp.auditing.comparing import difference, row_errors
 from kvinterp.auditing.ladder import EMBEDDING, LOCAL, STEPS, Plan, PrecisionRun, dtype_name
 from kvinterp.auditing.values import first_nonfinite, logit_grid
 from kvinterp.models import Adapter
