@@ -88,8 +88,6 @@ class Runner(BlockModel):
     ) -> tuple[Tensor, Any]:
         """As :meth:`BlockModel.forward`, counted and looked at."""
         self.forwards += 1
-        if self.kind != "native":
-            return super().forward(tokens, cache, start, mask, positions, cached)
         made: list[Tensor] = []
         batch, new = tokens.shape
         watches = [] if self.watched is None else [Watch(self, self.watched, new)]
