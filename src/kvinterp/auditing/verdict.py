@@ -48,7 +48,7 @@ class Verdict:
         tensor: The first tensor that differs given equal inputs: K, V, Q, recurrent state, attention mask, residual sum, a
             module, ...; or the exercise that failed.
         module: The module it belongs to.
-        evidence: A dictionary a rung (see :meth:`Rung.summary`), with ``first_tensor`` (see :class:`Finding`) where one
+        evidence: A dictionary a rung (see :meth:`PrecisionRun.summary`), with ``first_tensor`` (see :class:`Finding`) where one
             was looked for, what takes its error away, and whether the parts account for the whole.
         checks: What was exercised and what not, each with what it showed.
         notes: What a reader should know beside the verdict.
