@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, Reference, UnclearError, native_only, one_line
-from kvinterp.auditing.blocks import STATES
+from kvinterp.auditing.blocks import STATES, Masking
 from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.feeding import Runner, lacking
 from kvinterp.models.native import text_config
@@ -67,6 +67,7 @@ class Padded:
         tokens: ``[2, length]``.
         mask: 0 where there is a pad.
         positions: Counted without the pads.
+        masking: Both.
         pads: How many pads the second row has.
         masked: Whether the decode steps are given the mask.
 
@@ -84,13 +85,15 @@ class Padded:
         self.mask = torch.ones_like(self.tokens)
         self.mask[1, : self.pads] = 0
         self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        self.masking = Masking(self.mask, self.positions)
 
     def decode(self, mask: Tensor | None = None, positions: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         """Logits from the prompt's last row on; what is given holds for the decode steps only."""
         tokens, prompt = self.tokens if tokens is None else tokens, self.prompt
-        logits, cache = self.runner.feed(tokens[:, :prompt], None, 0, self.mask[:, :prompt], self.positions[:, :prompt])
+        logits, cache = self.runner.feed(tokens[:, :prompt], None, 0, self.masking.of(0, prompt))
         seen = (self.mask if mask is None else mask) if self.masked else None
-        made, _ = self.runner.singly(tokens, prompt, cache, seen, self.positions if positions is None else positions)
+        later = Masking(seen, self.positions if positions is None else positions)
+        made, _ = self.runner.singly(tokens, prompt, cache, later)
         return torch.cat([logits[:, -1:], made], 1)
 
     def cause(self, made: Tensor, limit: float) -> str:
@@ -99,16 +102,13 @@ class Padded:
             return "a row reads another row's cache"
         if self.masked and torch.equal(self.decode(mask=torch.ones_like(self.mask)), made):
             return "the attention mask is ignored in decode"
-        if (
-            not self.masked
-            and apart(self.runner.decode(self.tokens, self.prompt, self.mask, self.positions)[0], made) > limit
-        ):
+        if not self.masked and apart(self.runner.decode(self.tokens, self.prompt, self.masking)[0], made) > limit:
             return "prepare_inputs_for_generation drops the attention mask in decode"
         counted = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.positions)
         mixed = self.positions.clone()
         mixed[:, self.prompt :] = counted[:, self.prompt :]
         # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
-        wrong = self.runner.recompute(self.tokens, self.mask, mixed)[:, self.prompt - 1 :]
+        wrong = self.runner.recompute(self.tokens, Masking(self.mask, mixed))[:, self.prompt - 1 :]
         deaf = "position_ids" in self.runner.takes and torch.equal(self.decode(positions=mixed), made)
         return "positions ignore the padding" if deaf or apart(made, wrong) <= limit else ""
 
@@ -137,7 +137,7 @@ def unpadded(runner: Runner, tokens: Tensor, mask: Tensor, positions: Tensor, fi
     pads = (mask == 0).sum(-1).tolist()
     alone = [runner.recompute(tokens[n : n + 1, p:])[:, first - p :] for n, p in enumerate(pads)]
     # Ones, not None: without a mask transformers takes positions that begin anew for several texts packed into one row.
-    return torch.cat(alone), runner.recompute(tokens, torch.ones_like(mask), positions)[:, first:]
+    return torch.cat(alone), runner.recompute(tokens, Masking(torch.ones_like(mask), positions))[:, first:]
 
 
 def no_padding(off: float) -> UnclearError:
@@ -155,7 +155,7 @@ def left_padding(bench: Bench) -> Check:
         raise NotRunError(f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
     prompt, length = bench.short()
     given, first = Padded(bench, length, prompt), prompt - 1
-    reference = bench.reference(given.tokens, given.mask, given.positions)
+    reference = bench.reference(given.tokens, given.masking)
     theirs, unmasked = unpadded(runner, given.tokens, given.mask, given.positions, first)
     null = max(reference.null, apart(reference.logits[:, first:], theirs))
     reach = apart(unmasked, theirs)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import prompts_for
+from kvinterp.auditing.blocks import UNMASKED, Masking, prompts_for
 from kvinterp.auditing.causes import WithoutCasts
 from kvinterp.auditing.comparing import apart, by_position
 from kvinterp.auditing.feeding import NARROW, Runner
@@ -252,14 +252,12 @@ class Bench:
         missing = length - len(given)
         return given + list(prompts_for(self.runner.adapter, which + 1, missing, seed=17)[which]) if missing else given
 
-    def reference(
-        self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, rows: slice | None = None
-    ) -> Reference:
+    def reference(self, tokens: Tensor, masking: Masking = UNMASKED, rows: slice | None = None) -> Reference:
         """A recomputation, and how far rounding moves it (in the given rows and where the mask is not 0)."""
-        logits = self.runner.recompute(tokens, mask, positions)
+        logits = self.runner.recompute(tokens, masking)
         with self.runner.rounding(tokens.shape[1]):
-            moved = self.runner.recompute(tokens, mask, positions)
-        kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+            moved = self.runner.recompute(tokens, masking)
+        kept = torch.ones_like(tokens, dtype=torch.bool) if masking.mask is None else masking.mask.bool()
         if rows is not None:
             kept[:, : rows.start or 0] = False
         # The head's own sum comes after the last block, so that moving blocks does not show its rounding.

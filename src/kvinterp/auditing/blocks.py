@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,32 @@ from kvinterp.models.transformers_cache import CACHES
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 from kvinterp.paths.vocabulary import padding_of
 
-__all__ = ["BlockHooks", "BlockModel", "Reference", "evaluating", "first_of", "prompts_for", "referenced"]
+__all__ = ["BlockHooks", "BlockModel", "Masking", "Reference", "evaluating", "first_of", "prompts_for", "referenced"]
 
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
 
 Call = tuple[int, int]
 """A block of the model, and how often it had run before in the same forward (a few models run a block twice)."""
+
+
+class Masking(NamedTuple):
+    """What a forward is told of its tokens, or their part of it; None for what the model makes by itself.
+
+    Attributes:
+        mask: 0 where there is a pad, ``[batch, past + new]``; for transformers models only.
+        positions: ``[batch, new]``.
+    """
+
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+
+    def of(self, start: int, stop: int) -> Masking:
+        """What belongs to the tokens from ``start`` to ``stop``, of what is said of all."""
+        mask, positions = self
+        return Masking(None if mask is None else mask[:, :stop], None if positions is None else positions[:, start:stop])
+
+
+UNMASKED = Masking()
 
 
 class BlockModel:
@@ -68,24 +88,17 @@ class BlockModel:
         """Whether the model's forward takes the positions of its tokens."""
         return self.kind == "native" and "position_ids" in self.takes
 
-    def recompute(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def recompute(self, tokens: Tensor, masking: Masking = UNMASKED) -> Tensor:
         """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
-        return self.unpadded(self.forward(tokens, None, 0, mask, positions, "no")[0])
+        return self.unpadded(self.forward(tokens, None, 0, masking, "no")[0])
 
-    def feed(
-        self,
-        tokens: Tensor,
-        cache: Any = None,
-        start: int = 0,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> tuple[Tensor, Any]:
+    def feed(self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = UNMASKED) -> tuple[Tensor, Any]:
         """Logits of new tokens and the cache after them; arguments as in :meth:`forward`.
 
         Raises:
             UnsupportedError: The model returns no cache that is known here.
         """
-        logits, cache = self.forward(tokens, cache, start, mask, positions)
+        logits, cache = self.forward(tokens, cache, start, masking)
         if cache is None:
             raise UnsupportedError(
                 f"{type(self.model).__name__} returned no cache (none of {', '.join(CACHES)}) though use_cache was "
@@ -95,13 +108,7 @@ class BlockModel:
 
     @torch.no_grad()
     def forward(
-        self,
-        tokens: Tensor,
-        cache: Any = None,
-        start: int = 0,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cached: str = "yes",
+        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = UNMASKED, cached: str = "yes"
     ) -> tuple[Tensor, Any]:
         """One forward as the model's own users run it: its logits, and its cache or None where it gives none.
 
@@ -109,10 +116,10 @@ class BlockModel:
             tokens: ``[batch, new]``.
             cache: What the call before returned, a cache object of transformers', or None for the model's own.
             start: How many tokens came before.
-            mask: ``[batch, past + new]``, or None; for transformers models only.
-            positions: ``[batch, new]``, or None for what the model makes by itself.
+            masking: Mask and positions of these tokens.
             cached: ``"no"`` runs without a cache.
         """
+        mask, positions = masking
         if self.kind != "native":
             if mask is not None:
                 raise TypeError("masks are given to transformers models only")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvinterp.auditing.blocks import BlockModel, first_of
+from kvinterp.auditing.blocks import UNMASKED, BlockModel, Masking, first_of
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.watch import Watch, watching
 from kvinterp.models import Adapter
@@ -78,13 +78,7 @@ class Runner(BlockModel):
         return torch.tensor([list(row) for row in rows], device=self.device)
 
     def forward(
-        self,
-        tokens: Tensor,
-        cache: Any = None,
-        start: int = 0,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cached: str = "yes",
+        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = UNMASKED, cached: str = "yes"
     ) -> tuple[Tensor, Any]:
         """As :meth:`BlockModel.forward`, counted and looked at."""
         self.forwards += 1
@@ -95,18 +89,15 @@ class Runner(BlockModel):
             if self.stands_in is not None:
                 block = self.blocks[self.stands_in]
                 hooks.enter_context(block.register_forward_hook(lambda _, __, out: made.append(first_of(out))))
-            logits, cache = super().forward(tokens, cache, start, mask, positions, cached)
+            logits, cache = super().forward(tokens, cache, start, masking, cached)
         total = new + (start if cached == "yes" else 0)
         self.seen += [Seen(cached == "yes", batch, new, total, watch) for watch in watches]
         return (made[0] if made else logits), cache
 
-    def decode(
-        self, tokens: Tensor, prefill: int, mask: Tensor | None = None, positions: Tensor | None = None, cache: Any = None
-    ) -> tuple[Tensor, Any]:
+    def decode(self, tokens: Tensor, prefill: int, masking: Masking = UNMASKED, cache: Any = None) -> tuple[Tensor, Any]:
         """Logits from the prompt's last row on, the rest fed one by one: ``[batch, 1 + steps, vocabulary]``, and the cache."""
-        seen, places = (None if part is None else part[:, :prefill] for part in (mask, positions))
-        logits, cache = self.feed(tokens[:, :prefill], cache, 0, seen, places)
-        made, cache = self.singly(tokens, prefill, cache, mask, positions)
+        logits, cache = self.feed(tokens[:, :prefill], cache, 0, masking.of(0, prefill))
+        made, cache = self.singly(tokens, prefill, cache, masking)
         return torch.cat([logits[:, -1:], made], 1), cache
 
     def singly(
@@ -114,25 +105,21 @@ class Runner(BlockModel):
         tokens: Tensor,
         start: int,
         cache: Any,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
+        masking: Masking = UNMASKED,
         then: Callable[[Any], Any] | None = None,
     ) -> tuple[Tensor, Any]:
         """The logits of each token from ``start`` on, fed one by one on a cache, and the cache.
 
         Args:
-            tokens: All of them, those on the cache too; and so the mask and the positions.
+            tokens: All of them, those on the cache too.
             start: How many are on the cache.
             cache: What holds them.
-            mask: ``[batch, position]``, or None.
-            positions: ``[batch, position]``, or None.
+            masking: Of all of them.
             then: Called with the cache after every token.
         """
         made = []
         for at in range(start, tokens.shape[1]):
-            seen = None if mask is None else mask[:, : at + 1]
-            places = None if positions is None else positions[:, at : at + 1]
-            logits, cache = self.feed(tokens[:, at : at + 1], cache, at, seen, places)
+            logits, cache = self.feed(tokens[:, at : at + 1], cache, at, masking.of(at, at + 1))
             made.append(logits[:, -1])
             if then is not None:
                 then(cache)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvinterp.auditing.batches import Padded, no_padding, unpadded
 from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, Reference, UnclearError, native_only, one_line
+from kvinterp.auditing.blocks import Masking
 from kvinterp.auditing.comparing import apart
 from kvinterp.models.transformers_cache import CACHES
 
@@ -56,10 +57,10 @@ class Generated:
     positions: Tensor
 
     @property
-    def fed(self) -> tuple[Tensor, Tensor | None, Tensor]:
+    def fed(self) -> tuple[Tensor, Masking]:
         """What the model was to be fed: all tokens but the last, with their mask where there are pads, and positions."""
         mask = self.mask[:, :-1] if bool((self.mask == 0).any()) else None
-        return self.tokens[:, :-1], mask, self.positions[:, :-1]
+        return self.tokens[:, :-1], Masking(mask, self.positions[:, :-1])
 
 
 def generate(bench: Bench) -> Check:
@@ -102,9 +103,9 @@ def _checked(bench: Bench, tokens: Tensor, mask: Tensor, what: str) -> Check:
     uncached = _uncached(bench, tokens, mask)
     beside = "" if uncached is None else f" (and {uncached:.1e} with use_cache=False)"
     reach = bench.reach
-    fed, masks, positions = made.fed
+    fed, (masks, _) = made.fed
     if masks is not None:
-        alone, unmasked = unpadded(runner, fed, masks, positions, first)
+        alone, unmasked = unpadded(runner, fed, masks, made.positions[:, :-1], first)
         reach, off = apart(unmasked, logits[:, first:]), apart(logits[:, first:], alone)
         if off > bench.beyond * null and off > reach / bench.beyond:
             raise no_padding(off)
@@ -180,8 +181,8 @@ def _cause(bench: Bench, made: Generated, theirs: Tensor, null: float, uncached:
         return "generate() gives other logits than the forward, without a cache too" if also else ""
     # The same tokens, fed with what they should have been fed with: what remains is not generate()'s.
     prompt = made.tokens.shape[1] - bench.steps
-    fed, masks, positions = made.fed
-    left = apart(bench.runner.decode(fed, prompt, masks, positions)[0], theirs[:, prompt - 1 :])
+    fed, masking = made.fed
+    left = apart(bench.runner.decode(fed, prompt, masking)[0], theirs[:, prompt - 1 :])
     return f"{told}, and the forward is right when it is told so" if left <= bench.excused * null else told
 
 
