@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ from architectures import NAMES, build, some
 from test_blind_spots import in_attention, small
 
 from kvinterp.auditing import exercises
+from kvinterp.auditing.blocks import prompts_for
 from kvinterp.auditing.exercises import CHECKS, Check, exercise
-from kvinterp.auditing.subject import Subject, prompts_for
-from kvinterp.models import wrap
+from kvinterp.models import load_model, wrap
 
 STEPS = 3
 
@@ -29,7 +30,7 @@ def run(
         adapter = adapter.cast(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exercises, "CHECKS", {name: CHECKS[name] for name in only})
-        found = exercise(Subject(adapter), prompts_for(adapter, 2, 80), **{"steps": STEPS, **more})
+        found = exercise(adapter, prompts_for(adapter, 2, 80), **{"steps": STEPS, **more})
     assert all(one.detail.endswith(".") for one in found)
     return {one.name: one for one in found}
 
@@ -363,7 +364,7 @@ def test_the_model_is_left_as_it_was() -> None:
     hooks = [(m, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     config, generation = model.config.to_dict(), model.generation_config.to_dict()
     names, state = set(vars(model)), torch.get_rng_state()
-    exercise(Subject(adapter), prompts_for(adapter, 2, 80))
+    exercise(adapter, prompts_for(adapter, 2, 80))
     assert all(m.training for m in model.modules())
     assert [(m, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
     assert (model.config.to_dict(), model.generation_config.to_dict()) == (config, generation)
@@ -427,6 +428,24 @@ def test_a_quantised_cache_is_tried_when_thorough(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Fp8QuantizedLayer, "update", update)
     one = run(build("llama"), **quantised)["quantised cache (fp8)"]
     assert (one.status, one.hint) == ("failed", "the first forward reads quantised keys and values already")
+
+
+def test_what_fails_on_a_hooked_model_is_placed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are wrong where several are appended to the second layer's cache: that layer is named, not the first."""
+    from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry as Entry
+
+    original, calls = Entry.append, itertools.count()
+    adapter = load_model("zoo:gqa2-mini", kind="hooked", dtype="float64")
+
+    def append(self: Any, keys: Any, values: Any) -> Any:
+        several = self.past_keys.shape[1] > 0 and keys.shape[1] > 1
+        wrong = several and next(calls) % adapter.facts.layers == 1
+        return original(self, keys * 1.05 if wrong else keys, values)
+
+    monkeypatch.setattr(Entry, "append", append)
+    monkeypatch.setattr(exercises, "CHECKS", {"several chunks": CHECKS["several chunks"]})
+    (found,) = exercise(adapter, prompts_for(adapter, 2, 80))
+    assert (found.status, found.layer) == ("failed", 1), found
 
 
 def test_other_kinds_say_what_cannot_be_run() -> None:

@@ -17,9 +17,9 @@ from kvinterp.comparison import TABLES
 from kvinterp.errors import InputError
 from kvinterp.experiments import Compare, Demo
 from kvinterp.experiments.registry import experiment_named, experiments
+from kvinterp.models.hooks import Tap
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.native_sites import NativeSites
-from kvinterp.models.taps import Tap
 from kvinterp.results import Result, load_result
 
 pytestmark = pytest.mark.xdist_group("compare")

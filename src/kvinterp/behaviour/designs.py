@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvinterp.errors import InputError
-from kvinterp.models import Facts
+from kvinterp.models import ModelInfo
 from kvinterp.policies import Chain, Policy, policy_named
 
 __all__ = ["DESIGNS", "FACTORS", "GRID", "Design", "designed", "effects", "factorial", "is_seeded", "reseeded"]
@@ -46,7 +46,7 @@ class Design:
     contrasts: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
 
-def designed(name: str, base: str, rms: float, facts: Facts) -> Design:
+def designed(name: str, base: str, rms: float, facts: ModelInfo) -> Design:
     """The policies of a design.
 
     Args:

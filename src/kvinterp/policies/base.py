@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.models.caches import taken
 from kvinterp.spec import name_of, text_of
 
@@ -117,7 +117,7 @@ class Policy:
     def check(self, layers: int) -> None:
         """Raises InputError where the policy names a layer that a model of so many has not; the base names none."""
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """What runs in one pass from position 0: itself, or a fresh twin that may keep state.
 
         Args:
@@ -262,7 +262,7 @@ class Selective(Policy):
         if self.layers and max(self.layers) >= layers:
             raise InputError(f"policy {self} names layer {max(self.layers)}: expected layers from 0 to {layers - 1}.")
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """Refuses a head that the model has not, and keys on the other side of RoPE."""
         if self.heads and max(self.heads) >= facts.kv_heads:
             raise InputError(
@@ -313,7 +313,7 @@ class Chain(Policy):
         for part in self.parts:
             part.check(layers)
 
-    def start(self, facts: Facts) -> Chain:
+    def start(self, facts: ModelInfo) -> Chain:
         """A chain of what each starts."""
         return Chain(tuple(part.start(facts) for part in self.parts))
 

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_number
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy
 from kvinterp.spec import name_of
 
@@ -57,7 +57,7 @@ class Scored(Policy, abc.ABC):
         """Whether it lets go of rows at every step; else once, when the prompt is whole, and every later row stays."""
         return True
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """A twin that remembers what attention showed."""
         return _Running(self, facts.kv_heads)
 
