@@ -117,7 +117,7 @@ def test_a_tasks_score_is_our_own_scorers_on_the_same_prompts(tasks: Path, tmp_p
     traces = [kv.run(adapter, prompt, max_new_tokens=most) for prompt in PROMPTS]
     own = [score(prompt, adapter.decode(trace.tokens)) for prompt, trace in zip(PROMPTS, traces, strict=True)]
     assert outcome.tables["samples"].sort_values("doc")["value"].tolist() == list(map(float, own))
-    (row,) = outcome.result.to_dict("records")
+    (row,) = outcome.tables["results"].to_dict("records")
     assert (row["metric"], row["filter"], row["documents"]) == ("exact_match", "final", len(PROMPTS))
     assert row["value"] == sum(own) / len(own)
     assert 0 < sum(own) < len(own), "a score that cannot be wrong shows nothing"
@@ -269,10 +269,12 @@ def test_the_command_writes_scores_a_page_and_goes_on(tasks: Path, tmp_path: Pat
         pd.testing.assert_frame_equal(frame, whole.tables[name], check_exact=True, check_dtype=False)
     page = (tmp_path / "out" / "report.html").read_text()
     assert "kv_reads, word_perplexity" in page
+    # Their K and V are kept in float32, where float16's are exact.
+    assert whole.tables["changed"].empty
     assert (tmp_path / "out" / "figures" / "eval_scores.png").is_file()
     assert outcome.summary["paths"] == ["cached", "cached[cache=float32]"]
     # A perplexity is that of all words, and its interval holds it.
-    reads = whole.result[whole.result["metric"] == "word_perplexity"].iloc[0]
+    reads = whole.tables["results"].query("metric == 'word_perplexity'").iloc[0]
     samples = whole.tables["samples"]
     of = samples[(samples["metric"] == "word_perplexity") & (samples["path"] == "cached")]
     assert reads["value"] == pytest.approx(torch.tensor(-of["value"].sum() / of["weight"].sum()).exp().item())
@@ -296,6 +298,8 @@ def test_documents_are_compared_one_by_one() -> None:
     )
     first, second = evaluating.compared(results, samples, "cached").to_dict("records")
     assert pd.isna(first["difference"])
+    differing = evaluating.changed(samples.assign(answer="x"), ["cached", "other"])
+    assert differing["doc"].tolist() == [1, 2, 3]
     assert (second["better"], second["worse"], second["changed"]) == (1, 2, 3)
     assert second["difference"] == pytest.approx(-1 / 6)
     assert second["difference_low"] < -1 / 6 < second["difference_high"]

@@ -27,7 +27,7 @@ from kvinterp import metrics
 from kvinterp.behaviour.harness import PathLM
 from kvinterp.errors import InputError, KvinterpError
 
-__all__ = ["check_tasks", "compared", "evaluated"]
+__all__ = ["changed", "check_tasks", "compared", "evaluated"]
 
 FEWSHOT_SEED = 1234
 """Seeds the choice of worked examples, as in the harness."""
@@ -242,6 +242,16 @@ def compared(results: pd.DataFrame, samples: pd.DataFrame, against: str) -> pd.D
         beside = None if row["path"] == against else other
         rows.append({**row, **_NOTHING, **({} if own is None else _beside(float(row["value"]), own, beside))})
     return pd.DataFrame(rows)
+
+
+def changed(samples: pd.DataFrame, paths: Sequence[str]) -> pd.DataFrame:
+    """The documents that have another score on the last path than on the first, with what was answered on each."""
+    keys = ["task", "doc", "metric", "filter"]
+    if len(paths) < 2:
+        return samples.head(0)[keys]
+    one, other = (samples[samples["path"] == path].drop(columns=["path", "weight"]) for path in (paths[0], paths[-1]))
+    beside = one.merge(other, on=keys, suffixes=(f", {paths[0]}", f", {paths[-1]}"))
+    return beside[beside[f"value, {paths[0]}"] != beside[f"value, {paths[-1]}"]].reset_index(drop=True)
 
 
 _NOTHING = dict.fromkeys(

@@ -21,8 +21,8 @@ __all__ = ["Eval"]
 class Eval(Experiment):
     """What does a policy on K and V cost in the scores that models are judged by?"""
 
-    TABLES: ClassVar = ("results", "samples")
-    FILES: ClassVar = ("report.html",)
+    TABLES: ClassVar = ("results", "samples", "changed")
+    FIGURES: ClassVar = "kvinterp.report.evaluators:save_scores_figure"
     READING: ClassVar = "kvinterp.reading.evaluators:said_of_eval"
     UNIT: ClassVar = "tasks"
 
@@ -94,7 +94,7 @@ class Eval(Experiment):
         """The scores, each with its interval and beside the other path's."""
         import importlib.metadata
 
-        from kvinterp.behaviour.evaluating import compared
+        from kvinterp.behaviour.evaluating import changed, compared
         from kvinterp.cells import joined
         from kvinterp.reading.evaluators import said_of_eval
 
@@ -112,13 +112,8 @@ class Eval(Experiment):
             "settings": settings,
         }
         summary["reading"] = said_of_eval(summary)
-        return Outcome(results, {"results": results, "samples": tables["samples"]}, summary)
-
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """The scores as a figure, and the page."""
-        from kvinterp.report.evaluators import write_eval_report
-
-        return write_eval_report(outcome.summary, outcome.tables["samples"], folder)
+        samples = tables["samples"]
+        return Outcome(summary, {"results": results, "samples": samples, "changed": changed(samples, paths)}, summary)
 
     def _checked(self) -> list[str]:
         """The names of the tasks, once everything that can be was looked at."""
