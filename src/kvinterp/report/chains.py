@@ -45,7 +45,7 @@ def _curves(found: Mapping[str, Any]) -> Figure:
     arms = list(dict.fromkeys(curves["arm"]))
     with sheet(7.4, 0.9 + 2.5 * len(places) + 0.2 * len(arms)) as figure:
         # The legend within a part of the sheet, so that the small print has a place of its own.
-        part = figure.subfigures(1, 1)
+        part: Any = figure.subfigures(1, 1)
         panels = part.subplots(len(places), 1, squeeze=False, sharex=True)[:, 0]
         for axes, ((model, temperature), table) in zip(panels, places, strict=True):
             for index, arm in enumerate(arms):
