@@ -199,6 +199,7 @@ def test_the_command_plays_every_arm_and_draws(tmp_path: Path) -> None:
         temperatures="0.7,0",
         device="cpu",
     )
+    assert Chain(policies=("int4",), on="v", prefill="stored").arms()["int4(on=v)"] == "cached[prefill=stored]+int4(on=v)"
     outcome = asked.run(tmp_path / "out", progress="none")
     chains = outcome.tables["chains"]
     assert list(asked.arms()) == ["cached", "cached, other seeds", "int4", "int4(on=k)", "int4(on=v)"]
@@ -222,6 +223,7 @@ def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     wrong("expected numbers with commas, as in 0.7,0", *made, "--temperatures", "warm")
     wrong("temperature=-1.0: expected a number", *made, "--temperatures", "-1")
     wrong("expected kv, k and v", *made, "--on", "q")
+    wrong("prefill='whole' was given", *made, "--prefill", "whole")
     wrong("unknown policy 'int5'", *made, "--policy", "int5")
     wrong("policy identity cannot be on K alone: give --on kv", *made, "--policy", "identity")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)

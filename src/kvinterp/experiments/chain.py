@@ -40,6 +40,7 @@ class Chain(Experiment):
         ("int8", "int4"), "What is done to K and V; may be given several times.", flag="--policy"
     )
     on: str = option("kv,k,v", "Each policy on both tensors, on K and on V alone: kv,k,v or some of them.")
+    prefill: str = option("exact", "exact; or stored: the prompt reads what a policy keeps, as in llama.cpp and Ollama.")
     texts: str = option("restate:2", "restate:N, or a .jsonl file with texts.")
     text: str | None = option(None, "One text, in place of those.")
     template: str = option("Text: {text}\nIn other words:", "The request, with {text} where the text goes.")
@@ -76,7 +77,7 @@ class Chain(Experiment):
         if not parts or not set(parts) <= {"kv", "k", "v"}:
             raise InputError(f"--on {self.on!r} was given: expected kv, k and v, or some of them, with commas.")
         several = [_on(policy_named(text), part) for text in self.policies for part in parts]
-        return {CONTROL: "cached", NULL: "cached", **{str(one): str(Cached(one)) for one in several}}
+        return {CONTROL: "cached", NULL: "cached", **{str(one): str(Cached(one, prefill=self.prefill)) for one in several}}
 
     def cells(self) -> list[Cell]:
         """A cell a model, arm, temperature and text."""
