@@ -288,8 +288,8 @@ def attractors_of(chains: pd.DataFrame) -> pd.DataFrame:
     """Where chains are drawn to and how strongly: a text's length, and its similarity, regressed on those a hop before.
 
     With the slope a and the intercept b the position is b / (1 - a), where a step changes nothing, and the strength 1 - a: 0
-    where nothing draws, 1 where one hop is enough. Perez et al. 2025 (arXiv 2407.04503) take such a line between first and last
-    generation, which needs many first texts.
+    where nothing draws, 1 where one hop is enough. Position and strength of an attractor are Perez et al.'s (2025, arXiv
+    2407.04503); that the line goes through successive hops, and not from first to last texts, is ours: it needs few first texts.
 
     Args:
         chains: A row a hop: :data:`CHAIN`, hop, words, similarity.

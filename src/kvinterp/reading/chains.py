@@ -38,11 +38,13 @@ def said_of_chains(summary: Mapping[str, Any]) -> list[str]:
     ]
     arms = [row for row in deltas if row["arm"] not in (control, null)]
     for row in [one for one in deltas if one["arm"] == control]:
-        half = f"half of it is lost after {number(row['half_life'])} hops" if row["half_life"] is not None else ""
+        half = (
+            f"{row['halved']} of them fall to a half, at hop {number(row['half_life'])} (median)" if row["halved"] else ""
+        )
         lines.append(
             f"{row['model']} at temperature {row['temperature']:g} without a policy ends at similarity "
             f"{number(row['similarity'])} with {number(row['facts'])} of the facts ({counted(row['chains'], 'chain')}"
-            + (f"; in {row['halved']} of them {half}, the median)." if half else "; none falls to a half).")
+            + (f"; {half})." if half else "; none falls to a half).")
         )
     lines += [_delta(row, _like(row, deltas, null)) for row in sorted(arms, key=lambda one: -abs(one["delta"]))[:_SHOWN]]
     if len(arms) > _SHOWN:
@@ -60,7 +62,7 @@ def _delta(row: Mapping[str, Any], null: Mapping[str, Any] | None) -> str:
     if row["same_text"] == row["chains"]:
         return f"{where}: every last text is, to the letter, the one without a policy ({counted(row['chains'], 'chain')})."
     said = (
-        f"{where}: final similarity {number(row['delta'])} ({_ends(row)}) beside no policy, over "
+        f"{where}: the final similarity is {number(row['delta'])} ({_ends(row)}) from that without a policy, over "
         f"{counted(row['chains'], 'chain')}; {row['better']} better, {row['worse']} worse, {row['same_text']} with the very same "
         "last text."
     )
