@@ -61,7 +61,10 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "problems.jsonl").write_text("\n".join(lines) + "\n")
     common = {
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "problems.jsonl")}, "cache_dir": str(tmp_path_factory.mktemp("cache"))},
+        "dataset_kwargs": {
+            "data_files": {"test": str(folder / "problems.jsonl")},
+            "cache_dir": str(tmp_path_factory.mktemp("cache")),
+        },
         "test_split": "test",
     }
     writes = {
