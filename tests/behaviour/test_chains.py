@@ -63,11 +63,11 @@ def table(
 def test_a_greedy_chain_is_that_of_plain_calls(small: Adapter, path: str) -> None:
     """What comes again is copied: the copy is what computing it gives."""
     ask = tokens_of(small, TEMPLATE, "none", None)
-    ((first, *said),) = played(small, path, TEXT, 0, [0], 6, ask, temperature=0, max_new_tokens=24)
+    ((first, *said),) = played(small, path, TEXT, 0, [0], 3, ask, temperature=0, max_new_tokens=12)
     assert first == TEXT
     text = TEXT
     for each in said:
-        trace = kv.run(small, TEMPLATE.replace("{text}", text), path, max_new_tokens=24)
+        trace = kv.run(small, TEMPLATE.replace("{text}", text), path, max_new_tokens=12)
         text = small.tokenizer.decode(trace.tokens, skip_special_tokens=True).strip()
         assert each == text
 
@@ -193,9 +193,9 @@ def test_the_command_plays_every_arm_and_draws(tmp_path: Path) -> None:
         ("zoo:gqa2-mini",),
         ("int4",),
         texts="restate:1",
-        hops=2,
+        hops=1,
         seeds=2,
-        max_new_tokens=12,
+        max_new_tokens=8,
         temperatures="0.7,0",
         device="cpu",
     )
@@ -203,7 +203,7 @@ def test_the_command_plays_every_arm_and_draws(tmp_path: Path) -> None:
     outcome = asked.run(tmp_path / "out", progress="none")
     chains = outcome.tables["chains"]
     assert list(asked.arms()) == ["cached", "cached, other seeds", "int4", "int4(on=k)", "int4(on=v)"]
-    counts = chains[chains["hop"] == 2].groupby(["arm", "temperature"]).size()
+    counts = chains[chains["hop"] == 1].groupby(["arm", "temperature"]).size()
     assert counts[:, 0.7].tolist() == [2] * 5
     assert counts[:, 0.0].tolist() == [1] * 4
     assert chains.loc[chains["arm"] == "cached, other seeds", "seed"].unique().tolist() == [2, 3]

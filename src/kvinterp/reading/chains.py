@@ -62,7 +62,7 @@ def _delta(row: Mapping[str, Any], null: Mapping[str, Any] | None) -> str:
     if row["same_text"] == row["chains"]:
         return f"{where}: every last text is, to the letter, the one without a policy ({counted(row['chains'], 'chain')})."
     said = (
-        f"{where}: the final similarity is {number(row['delta'])} ({_ends(row)}) from that without a policy, over "
+        f"{where}: the final similarity differs by {number(row['delta'])} ({_ends(row)}) from that without a policy, over "
         f"{counted(row['chains'], 'chain')}; {row['better']} better, {row['worse']} worse, {row['same_text']} with the very same "
         "last text."
     )
