@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
-from kvinterp.models.caches import CacheKind, check_plain, lead, shared
+from kvinterp.models.caches import CacheKind, check_plain, shared
+from kvinterp.models.leading import lead
 
 __all__ = ["HookedAdapter"]
 

@@ -27,7 +27,8 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
-from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, lead, shared, taken
+from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, shared, taken
+from kvinterp.models.leading import lead
 
 __all__ = [
     "CACHES",
