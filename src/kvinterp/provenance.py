@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -116,6 +117,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | str) else str(value)
 
 
+@functools.cache
 def _version(package: str) -> str:
     # The imported module wins over the installed distribution: a second copy may stand in front of it on the path.
     try:

@@ -277,6 +277,18 @@ def test_models_that_cannot_use_a_cache_say_so():
         logits(made("Mistral", **ARCHITECTURES["Mistral"]), "cached[cache=quantized(8,fp8)]")
 
 
+def test_quantos_cache_has_the_bits_of_its_own_plain_loop_and_says_where_its_groups_do_not_fit():
+    """Defect: groups of 64 numbers that the prompt's keys do not fill were a traceback."""
+    pytest.importorskip("optimum.quanto")
+    model = llama(head_dim=16)
+    for bits in (4, 2):
+        check_law_10(model, PROMPT, f"cached[cache=quantized({bits})]",
+                     lambda bits=bits: transformers.QuantizedCache("quanto", model.config, nbits=bits))  # fmt: skip
+    said = r"a QuantizedCache cannot keep 11 positions of 2 KV heads of 16 numbers \(Group size \(64\) must be a divisor of \(352\)\)"
+    with pytest.raises(kv.UnsupportedError, match=said):
+        kv.run(model, list(PROMPT[:11]), "cached[cache=quantized(4)]", max_new_tokens=3)
+
+
 def test_an_offloaded_cache_needs_a_gpu():
     with pytest.raises(
         kv.UnsupportedError, match="moves keys and values between a GPU and the host, and the model is on cpu"

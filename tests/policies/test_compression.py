@@ -130,6 +130,7 @@ ROWS = {
     "snapkv(0.9,12)": [12, 13, 14, 15, 16, 17],
     "knorm(0.99)": [12, 2, 3, 4, 5, 6],
     "knorm(0)": [12, 13, 14, 15, 16, 17],
+    "low_rank(3)+knorm(0.5)+sinks(1,6)": [12, 7, 8, 8, 8, 8],
 }
 
 
@@ -139,6 +140,9 @@ def test_as_many_rows_stay_in_every_layer_as_is_documented(load, policy):
     found = run(model, f"cached+{policy}", record="cache_v", positions="all")
     for layer in range(model.facts.layers):
         assert [kept.shape[-1] for kept in found.records["cache_positions", layer]] == ROWS[policy]
+    # A step reads its own row besides those that the step before left.
+    stored = [policy_named(policy).rows_stored(12, seen) for seen in range(12, 12 + STEPS - 1)]
+    assert [rows - 1 for rows in ROWS[policy][1:]] == stored
 
 
 def test_a_tenth_is_a_tenth_whatever_floats_make_of_it():

@@ -158,6 +158,11 @@ class NewestActivations(SiteHook):
         super().__init__(adapter, wanted, "newest", rows="said")
         self.architecture, self.seen = adapter.facts.architecture, dict[Site, Tensor]()
 
+    @property
+    def reads(self) -> bool:
+        """Whether it hears a site of the cache; of which rows that is, is told where some may be missing."""
+        return bool(self._reads)
+
     def begin_step(self, step: int) -> None:
         """Lets go of the step before."""
         self.seen.clear()
@@ -245,7 +250,7 @@ class _Pair:
                     prompt.shape[1] + now.number,
                     (collected.tokens_only(now.logits[0]), collected.tokens_only(now.logits[1])),
                     (newest[0].seen, newest[1].seen),
-                    _kinds(now.over, flipped),
+                    flipped.to(torch.int8).masked_fill(now.over, -1),
                 )
                 flipped = flipped | (now.chosen[0] != now.chosen[1])
         frames = differences.frames(indices)
@@ -279,11 +284,6 @@ class _Pair:
         a, b = (np.asarray(tokens[:count]) for tokens in chosen)
         texts = (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
         return of_example(example, name, prompt, frames, (a, b), texts, about)
-
-
-def _kinds(over: Tensor, flipped: Tensor) -> list[int | None]:
-    """Of each row of a batch whether the step comes after its flip (1) or not (0); None where its text has ended."""
-    return [None if ended else int(after) for ended, after in torch.stack([over, flipped], 1).tolist()]
 
 
 def _compared(adapter: Adapter, record: str | Sequence[str] | None, layers: Iterable[int] | None) -> tuple[str, ...]:

@@ -1,23 +1,74 @@
-"""How far apart two paths are at a step, measured on the device by every metric there is and gathered in tidy tables."""
+"""How far apart two paths are at a step, measured on the device by every metric there is and gathered in tidy tables.
+
+A step of a small model has few numbers, and measuring it takes longer in Python than in the processor. So steps are kept
+until a block of them is worth a call, and measured together. Every metric gives a number for each vector of
+the last dimension, so that a block's numbers are those of its steps to the bit; a test holds them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.comparison.cache_errors import CacheErrors
+from kvinterp.comparison.cache_errors import CacheErrors, Span
 from kvinterp.comparison.table import Table
 from kvinterp.models.adapter import Site
 from kvinterp.models.sites import RESIDUAL_SITES, ROWS
+from kvinterp.shapes import Flag, Measure
 
 __all__ = ["Differences"]
 
 _CACHED = {"cache_k": "K", "cache_k_pre": "K before RoPE", "cache_v": "V"}
 """What a cache site is called in the tables."""
+
+BLOCK = 2**17
+"""How many numbers of both paths are worth a call on a CPU; other devices take 32 times as many.
+
+As float64 they are a megabyte, which a core's own cache holds from one operation to the next: a call is given twice as many at
+most, where they can be parted.
+"""
+ALONE = 2**15
+"""A vector of as many numbers is measured with no other step's: torch adds up a single one with several threads, and several
+with one each.
+"""
+
+Pair = tuple[Tensor, Tensor]
+"""The tensors of both paths; their dtypes may differ."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """What one step showed of one kind, in a copy.
+
+    Attributes:
+        step: The step.
+        at: The labels of the dimensions of ``pair``, but for the last one, and of K and V the positions before it.
+        pair: What both paths showed, ``[*dimensions, last]``.
+        span: Of K and V where the positions are, and how each row of the batch counts.
+    """
+
+    step: int
+    at: dict[str, Any]
+    pair: Pair
+    span: Span | None = None
+
+    @property
+    def like(self) -> tuple[Any, ...]:
+        """What is alike in pieces that are measured together: all but the number of positions."""
+        shape = self.pair[0].shape
+        step = self.step if self.alone else -1
+        return self.at, shape if self.span is None else (*shape[:-2], shape[-1]), *(each.dtype for each in self.pair), step
+
+    @property
+    def alone(self) -> bool:
+        """Whether it waits for no other step."""
+        return self.pair[0].shape[-1] >= ALONE or (self.span is not None and self.span.there is not None)
 
 
 class Differences:
@@ -28,18 +79,26 @@ class Differences:
         heads: Labels of the query heads that are watched.
         kv_heads: Labels of the KV heads.
         cache_errors: One of :data:`kvinterp.comparison.cache_errors.CACHE_ERRORS`.
+        block: Most numbers that wait to be measured together; default: :data:`BLOCK`, by the device.
     """
 
     def __init__(
-        self, layers: Sequence[int], heads: Sequence[int], kv_heads: Sequence[int], cache_errors: str = "aggregated"
+        self,
+        layers: Sequence[int],
+        heads: Sequence[int],
+        kv_heads: Sequence[int],
+        cache_errors: str = "aggregated",
+        block: int | None = None,
     ) -> None:
         self.heads, self.kv_heads = list(heads), list(kv_heads)
-        self.cache = CacheErrors(layers, cache_errors)
+        self.cache, self.block = CacheErrors(layers, cache_errors), block
         self.tables = {
             fills.table: Table(("step", *fills.dimensions), [metric.column for metric in metrics.OF_KIND[kind]])
             for kind, fills in metrics.KINDS.items()
             if kind != "kv"
         } | {"kv": self.cache.every, "kv_steps": self.cache.steps}
+        self._waiting: dict[metrics.Kind, list[_Piece]] = {kind: [] for kind in metrics.KINDS}
+        self._numbers = dict.fromkeys(metrics.KINDS, 0)
 
     @classmethod
     def columns(cls) -> dict[str, tuple[str, ...]]:
@@ -54,6 +113,8 @@ class Differences:
         Args:
             examples: The example number of each row of the batch.
         """
+        for kind in metrics.KINDS:
+            self._measure(kind)
         frames = {name: table.frame() for name, table in self.tables.items()}
         return frames | {"kv_positions": self.cache.positions(examples, self.kv_heads)}
 
@@ -64,9 +125,9 @@ class Differences:
         end: int,
         logits: tuple[Tensor, Tensor],
         seen: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
-        kinds: Sequence[int | None],
+        marks: Tensor,
     ) -> None:
-        """Adds one step of one batch.
+        """Adds one step of one batch; nothing of it is kept but copies.
 
         Args:
             step: The decode step.
@@ -75,58 +136,111 @@ class Differences:
             logits: ``[batch, vocab]`` of both paths.
             seen: For each path what it showed at the newest position, sites to tensors with a batch dimension; where rows of
                 the cache were let go of also the positions of those that are left, as site ``ROWS``.
-            kinds: For each row 1 after its flip, 0 before it, None where its text has ended.
+            marks: For each row 1 after its flip, 0 before it, -1 where its text has ended; stays on its device.
         """
-        at = {"step": [step], "example": examples}
-        self._measure("logits", at, *logits)
+        self._wait("logits", [_Piece(step, {"example": examples}, (logits[0].clone(), logits[1].clone()))])
         layers_of: dict[str, list[int]] = {}
         for site, layer in seen[0]:
             if (site, layer) in seen[1]:
                 layers_of.setdefault(site, []).append(layer)
+        streams = []
         for site in filter(layers_of.get, RESIDUAL_SITES):
             layers = layers_of[site]
-            streams = (torch.stack([path[site, layer] for layer in layers]) for path in seen)
-            self._measure("residual", {**at, "site": [site], "layer": layers}, *streams)
+            labels = {"site": [site], "layer": layers, "example": examples}
+            a, b = (torch.stack([path[site, layer] for layer in layers])[None] for path in seen)
+            streams.append(_Piece(step, labels, (a, b)))
+        self._wait("residual", streams)
         if "pattern" in layers_of:
             layers = layers_of["pattern"]
+            labels = {"layer": layers, "example": examples, "head": self.heads}
             rows = [[path["pattern", layer] for layer in layers] for path in seen]
             widest = max(row.shape[-1] for path in rows for row in path)
-            self._measure(
-                "pattern", {**at, "layer": layers, "head": self.heads}, *(_stacked(path, widest) for path in rows)
-            )
-        for site in filter(layers_of.get, _CACHED):
-            self._measure_cache(step, examples, end, site, layers_of[site], seen, kinds)
+            a, b = (_stacked(path, widest) for path in rows)
+            self._wait("pattern", [_Piece(step, labels, (a, b))])
+        sites = [site for site in _CACHED if site in layers_of]
+        self._wait("kv", [*self._cached(step, examples, end, {site: layers_of[site] for site in sites}, seen, marks)])
 
-    def _measure(self, kind: metrics.Kind, at: Mapping[str, Sequence[object]], a: Tensor, b: Tensor) -> None:
-        self.tables[metrics.KINDS[kind].table].add(at, metrics.measured(kind, a, b))
-
-    def _measure_cache(
+    def _cached(
         self,
         step: int,
         examples: Sequence[int],
         end: int,
-        site: str,
-        layers: Sequence[int],
+        layers_of: Mapping[str, list[int]],
         seen: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
-        kinds: Sequence[int | None],
-    ) -> None:
+        marks: Tensor,
+    ) -> Iterator[_Piece]:
         # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to the shorter. Layers may
         # differ in the number and the width of their heads too (Gemma 4).
-        found = {
-            layer: [_by_position(path[site, layer], path.get((ROWS, layer)), end) for path in seen] for layer in layers
+        lined_up = {
+            (site, x): [_by_position(path[site, x], path.get((ROWS, x)), end) for path in seen]
+            for site, layers in layers_of.items()
+            for x in layers
         }
-        by_shape: dict[tuple[int, int, int], list[int]] = {}
-        for layer, ((a, _), (b, _)) in found.items():
-            by_shape.setdefault((min(a.shape[2], b.shape[2]), a.shape[1], a.shape[3]), []).append(layer)
-        for (length, heads, _), group in by_shape.items():
-            pair, held = [], []
-            for path in zip(*(found[layer] for layer in group), strict=True):
-                pair.append(torch.stack([tensor[:, :, tensor.shape[2] - length :] for tensor, _ in path]))
-                masks = [mask[:, :, mask.shape[2] - length :] for _, mask in path if mask is not None]
+        groups: dict[str, dict[tuple[int, int, int], list[int]]] = {}
+        for (site, layer), ((a, _), (b, _)) in lined_up.items():
+            shape = (min(a.shape[2], b.shape[2]), a.shape[1], a.shape[3])
+            groups.setdefault(site, {}).setdefault(shape, []).append(layer)
+        first = next(iter(groups.values()), {})
+        dtypes = [{pair[side][0].dtype for pair in lined_up.values()} for side in (0, 1)]
+        alike = len(first) == 1 and all(group == first for group in groups.values()) and max(map(len, dtypes)) == 1
+        for together in [list(groups)] if alike else [[site] for site in groups]:
+            for (length, heads, _), layers in groups[together[0]].items():
+                labels = {"tensor": [_CACHED[site] for site in together], "layer": layers, "example": examples}
+                sides = [[lined_up[site, x][side] for site in together for x in layers] for side in (0, 1)]
+                size = len(together), len(layers)
+                a, b = (_newest([tensor for tensor, _ in side], length, size) for side in sides)
                 # A policy has a say over all layers or none.
-                held.append(torch.stack(masks) if masks else None)
-            errors = metrics.measured("kv", *pair)
-            self.cache.add(step, _CACHED[site], group, examples, self.kv_heads[:heads], end - length, errors, kinds, held)
+                held = [[mask for _, mask in side if mask is not None] for side in sides]
+                of_a, of_b = (_newest(masks, length, size) if masks else None for masks in held)
+                span = Span(end - length, length, marks, (of_a, of_b))
+                yield _Piece(step, {**labels, "kv_head": self.kv_heads[:heads]}, (a, b), span)
+
+    def _wait(self, kind: metrics.Kind, pieces: Sequence[_Piece]) -> None:
+        """Puts a step behind those that wait, after measuring them where it cannot be measured with them."""
+        waiting = self._waiting[kind]
+        if waiting and (len(pieces) != 1 or pieces[0].like != waiting[0].like):
+            self._measure(kind)
+        for piece in pieces:
+            waiting.append(piece)
+            self._numbers[kind] += 2 * piece.pair[0].numel()
+            # Several pieces of a step go into the table one after the other, as the steps do.
+            if len(pieces) > 1 or piece.alone or self._numbers[kind] >= self._most(piece):
+                self._measure(kind)
+
+    def _most(self, piece: _Piece) -> int:
+        return self.block or (BLOCK if piece.pair[0].device.type == "cpu" else 32 * BLOCK)
+
+    def _measure(self, kind: metrics.Kind) -> None:
+        """Measures what waits."""
+        waiting = list(self._waiting[kind])
+        self._waiting[kind].clear()
+        self._numbers[kind] = 0
+        if not waiting:
+            return
+        steps, labels = [piece.step for piece in waiting], waiting[0].at
+        paths = [*zip(*(piece.pair for piece in waiting), strict=True)]
+        if kind == "kv":
+            a, b = (path[0] if len(path) == 1 else torch.cat(path, -2) for path in paths)
+            found = _in_parts(a, b, self._most(waiting[0]))
+            self.cache.add(steps, labels, [piece.span for piece in waiting if piece.span is not None], found)
+        else:
+            a, b = (path[0][None] if len(path) == 1 else torch.stack(path) for path in paths)
+            self.tables[metrics.KINDS[kind].table].add({"step": steps, **labels}, metrics.measured(kind, a, b))
+
+
+def _in_parts(a: Tensor, b: Tensor, most: int) -> dict[str, Measure | Flag]:
+    """Every metric of K and V, so many numbers at a time: more than a core's cache holds is slower than another call."""
+    size = max(most // a.shape[-1], 1)
+    parts = [
+        metrics.measured("kv", *each) for each in zip(*(path.flatten(0, -2).split(size) for path in (a, b)), strict=True)
+    ]
+    found = parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: measure.reshape(a.shape[:-1]) for name, measure in found.items()}
+
+
+def _newest(tensors: Sequence[Tensor], length: int, size: tuple[int, int]) -> Tensor:
+    """The newest so many positions of several layers of several tensors, ``[tensor, layer, batch, kv_head, position, ...]``."""
+    return torch.stack([t if t.shape[2] == length else t[:, :, t.shape[2] - length :] for t in tensors]).unflatten(0, size)
 
 
 def _by_position(tensor: Tensor, rows: Tensor | None, end: int) -> tuple[Tensor, Tensor | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
@@ -61,7 +62,7 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
         seen = (_shown(a, step), _shown(b, step))
         logits = (a.logits[step : step + 1, ~padding], b.logits[step : step + 1, ~padding])
         after = int(flips.size > 0 and step > flips[0])
-        differences.add(step, [0], len(a.prompt) + step, logits, seen, [after])
+        differences.add(step, [0], len(a.prompt) + step, logits, seen, torch.tensor([after]))
     matched = a.fed[: count - 1] == b.fed[: count - 1]
     about = {
         **a.provenance,

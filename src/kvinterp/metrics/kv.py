@@ -29,8 +29,7 @@ def relative_error(a: HeadVectors, b: HeadVectors) -> Measure:
         InputError: The shapes differ, or the last dimension is empty.
     """
     both = float64_pair(a, b, "keys or values")
-    error = torch.linalg.vector_norm(both[0] - both[1], dim=-1)
-    return torch.where(error == 0, 0.0, error / torch.linalg.vector_norm(both[1], dim=-1))
+    return _relative(both, both[0] - both[1])
 
 
 def ulp_error(a: HeadVectors, b: HeadVectors) -> dict[str, Measure]:
@@ -51,12 +50,7 @@ def ulp_error(a: HeadVectors, b: HeadVectors) -> dict[str, Measure]:
         InputError: The shapes differ, or the last dimension is empty.
     """
     both = float64_pair(a, b, "keys or values")
-    larger = both.abs().amax(0)
-    unit = units_in_last_place(larger, a.dtype)
-    if b.dtype != a.dtype:
-        unit = torch.maximum(unit, units_in_last_place(larger, b.dtype))
-    error = (both[0] - both[1]).abs_() / unit
-    return {"mean": error.mean(-1), "max": error.amax(-1)}
+    return _ulp(both, both[0] - both[1], (a.dtype, b.dtype))
 
 
 def mean_ulp_error(a: HeadVectors, b: HeadVectors) -> Measure:
@@ -88,13 +82,34 @@ def units_in_last_place(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float
     return torch.where(wide.isfinite(), power.clamp(min=info.smallest_normal) * info.eps, torch.nan)
 
 
-def _ulp_errors(a: HeadVectors, b: HeadVectors) -> dict[str, Measure]:
-    ulp = ulp_error(a, b)
-    return {"ulp_mean": ulp["mean"], "ulp_max": ulp["max"]}
+def _errors(a: HeadVectors, b: HeadVectors) -> dict[str, Measure]:
+    """All of them, with one float64 copy and one difference."""
+    both = float64_pair(a, b, "keys or values")
+    difference = both[0] - both[1]
+    relative = _relative(both, difference)
+    ulp = _ulp(both, difference, (a.dtype, b.dtype))
+    return {"relative_error": relative, "ulp_mean": ulp["mean"], "ulp_max": ulp["max"]}
+
+
+def _relative(both: Float64[Tensor, "path=2 *shape"], difference: Float64[Tensor, "*shape"]) -> Measure:
+    error = torch.linalg.vector_norm(difference, dim=-1)
+    return torch.where(error == 0, 0.0, error / torch.linalg.vector_norm(both[1], dim=-1))
+
+
+def _ulp(
+    both: Float64[Tensor, "path=2 *shape"], difference: Float64[Tensor, "*shape"], dtypes: tuple[torch.dtype, torch.dtype]
+) -> dict[str, Measure]:
+    """Overwrites both its tensors."""
+    larger = torch.maximum(*both.abs_())
+    unit = units_in_last_place(larger, dtypes[0])
+    if dtypes[1] != dtypes[0]:
+        unit = torch.maximum(unit, units_in_last_place(larger, dtypes[1]))
+    error = difference.abs_().div_(unit)
+    return {"mean": error.mean(-1), "max": error.amax(-1)}
 
 
 METRICS = (
-    Metric("relative_error", relative_error, "kv", 0.0, nonnegative=True, over=("mean", "max")),
-    Metric("ulp_mean", mean_ulp_error, "kv", 0.0, nonnegative=True, together=_ulp_errors),
-    Metric("ulp_max", max_ulp_error, "kv", 0.0, nonnegative=True, together=_ulp_errors, over=("max",)),
+    Metric("relative_error", relative_error, "kv", 0.0, nonnegative=True, together=_errors, over=("mean", "max")),
+    Metric("ulp_mean", mean_ulp_error, "kv", 0.0, nonnegative=True, together=_errors),
+    Metric("ulp_max", max_ulp_error, "kv", 0.0, nonnegative=True, together=_errors, over=("max",)),
 )

@@ -122,6 +122,7 @@ class Adapter(Attaching):
         self._relying = 0
         self.checked_batches: dict[tuple[str, int, int, int], bool] = {}
         self.checked_caches: dict[tuple[str, int, int, int], bool] = {}
+        self.checked_plants: dict[str, Any] = {}
 
     # What a kind must say ------------------------------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Adapter(Attaching):
 
     def _forget(self) -> None:
         self._variants, self._hashes = {}, None
-        self.checked_batches, self.checked_caches = {}, {}
+        self.checked_batches, self.checked_caches, self.checked_plants = {}, {}, {}
 
     def own_state(self, state: ModuleState) -> contextlib.AbstractContextManager[None]:
         """Gives what runs inside the context a state of its own, where modules keep state between forwards.

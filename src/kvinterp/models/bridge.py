@@ -84,7 +84,7 @@ class BridgeAdapter(OnTransformersCache):
         """Logits of every new token, through the bridge."""
         if store is None:
             return self.model(tokens, return_type="logits", use_cache=False)
-        cache = dressed(store, text_config(self.source), f"the bridge for {self.facts.architecture}")
+        cache = dressed(store, self.source, f"the bridge for {self.facts.architecture}")
         return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True)
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:

@@ -161,14 +161,16 @@ def keeps_only_keys_and_values(model: nn.Module) -> bool:
     return is_attention_only(cache) and len(cache.layers) in (0, config.num_hidden_layers)
 
 
-def dressed(store: KVStore, config: Any, architecture: str) -> Cache:
+def dressed(store: KVStore, model: nn.Module, architecture: str) -> Cache:
     """The cache that a store is given to the model as: one for its whole life, since some layers keep a state in it.
+
+    The model's config is read when it is made and not in every forward: to read one takes transformers hundreds of calls.
 
     Raises:
         UnsupportedError: A forward before this one left it unused.
     """
     if store.dressed is None:
-        store.dressed = dress(config, store)
+        store.dressed = dress(text_config(model), store)
     else:
         check_used(store.dressed, architecture)
     made: Cache = store.dressed
@@ -243,7 +245,7 @@ class NativeAdapter(OnTransformersCache):
             self._check_continues()
         if self._cache_argument != "past_key_values":
             return self._with_own_cache(tokens, store)
-        cache = dressed(store, text_config(self.model), self.facts.architecture)
+        cache = dressed(store, self.model, self._facts.architecture)
         return self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache | None:

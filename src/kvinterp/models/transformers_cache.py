@@ -165,8 +165,22 @@ class TransformersCache:
     def append(
         self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
     ) -> KeysValues:
-        """What transformers' update does."""
-        return self._update(keys, values, layer, *more, **named)
+        """What transformers' update does.
+
+        Raises:
+            UnsupportedError: A quantised layer cannot take keys and values of this shape.
+        """
+        try:
+            return self._update(keys, values, layer, *more, **named)
+        except ValueError as error:
+            # A backend has group sizes of its own. Whatever else a user's cache raises is the user's to see.
+            if not any(isinstance(held, BaseQuantizedLayer) for held in self.dressed.layers):
+                raise
+            (heads, rows, width), why = keys.shape[1:], str(error).rstrip(".")
+            raise UnsupportedError(
+                f"a {self.name} cannot keep {rows} positions of {heads} KV heads of {width} numbers ({why}): give a prompt of "
+                "another length, or cache=quantized(8,fp8)."
+            ) from error
 
     def held(self, layer: int) -> KeysValues | None:
         """The layer's own tensors; a quantised layer has none that hold everything."""
@@ -207,8 +221,14 @@ def check_used(cache: Cache, architecture: str) -> None:
     Raises:
         UnsupportedError: The model lets the cache it is given lie.
     """
-    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
-    if layers and not any(getattr(layer, "used", layer.is_initialized) for layer in layers):
+    unused = False
+    for layer in cache.layers:
+        if isinstance(layer, CacheLayerMixin):
+            # Asked in every forward: the first that was written to tells.
+            if getattr(layer, "used", layer.is_initialized):
+                return
+            unused = True
+    if unused:
         raise UnsupportedError(
             f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
             "another kind."

@@ -16,9 +16,10 @@ from kvinterp.models.sites import LAYOUTS
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import ExecutionPath, path_named
-from kvinterp.recording import SiteHook
+from kvinterp.paths.decode import Lane
+from kvinterp.recording import PathHook, SiteHook
 
-__all__ = ["Donor", "PureLane", "two_paths"]
+__all__ = ["Donor", "PureLane", "Until", "two_paths"]
 
 
 def two_paths(
@@ -92,6 +93,7 @@ class PureLane:
         prompt: Token ids.
         hook: The patches, or None for the path as it is.
         captured: The steps at which every block's output is kept for the lanes on the same tokens.
+        heard: What hears the forwards of those steps.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class PureLane:
         prompt: Sequence[int],
         hook: PatchHook | None,
         captured: Collection[int] = (),
+        heard: PathHook | None = None,
     ) -> None:
         self.pure, self.tokens, self.hook, self.captured = pure, list(prompt), hook, frozenset(captured)
+        self.heard = heard
         self.step = -1
 
     def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
@@ -111,4 +115,29 @@ class PureLane:
             self.tokens.append(int(tokens))
         if self.hook is not None and self.hook.active(self.step):
             return self.pure.patched(self.tokens, self.step, self.hook)[None]
-        return (self.pure.capture if self.step in self.captured else self.pure.logits)(self.tokens)[None]
+        if self.step not in self.captured:
+            return self.pure.logits(self.tokens)[None]
+        if self.heard is not None:
+            self.heard.begin_step(self.step)
+            self.heard.begin_pass()
+        return self.pure.capture(self.tokens, self.heard)[None]
+
+
+class Until:
+    """A lane that runs as far as it is needed, and then shows what it showed last.
+
+    Args:
+        lane: The lane.
+        last: The last step at which it is needed.
+    """
+
+    def __init__(self, lane: Lane, last: int) -> None:
+        self.lane, self.left = lane, last + 1
+        self._shown: Tensor | None = None
+
+    def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
+        """Logits of the next step, or of the last that was needed."""
+        if self._shown is None or self.left > 0:
+            self._shown = self.lane.advance(tokens)
+            self.left -= 1
+        return self._shown

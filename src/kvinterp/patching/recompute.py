@@ -18,7 +18,9 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.patching.hook import PatchHook
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.forwards import HookedForwards
-from kvinterp.paths.store import PassThrough
+from kvinterp.paths.model_cache import path_store, uncached
+from kvinterp.paths.store import Store
+from kvinterp.recording import PathHook
 
 __all__ = ["PureRecompute"]
 
@@ -48,6 +50,7 @@ class PureRecompute:
         self._captured: tuple[int, ...] | None = None
         self._outputs: list[Any] = []
         self._kernels = path.kernels.mode(self.adapter)
+        self._unheard: Store | None = None
 
     def logits(self, tokens: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Logits after a prefix, computed the first time it is asked for."""
@@ -56,14 +59,19 @@ class PureRecompute:
             self._logits[key] = self._forward(key, [], None)
         return self._logits[key]
 
-    def capture(self, tokens: Sequence[int]) -> Float[Tensor, " vocab"]:
-        """As :meth:`logits`, and keeps every block's output for the patched runs on the same prefix."""
+    def capture(self, tokens: Sequence[int], heard: PathHook | None = None) -> Float[Tensor, " vocab"]:
+        """As :meth:`logits`, and keeps every block's output for the patched runs on the same prefix.
+
+        Args:
+            tokens: The prefix.
+            heard: What else hears the forward.
+        """
         key = tuple(tokens)
         if self._captured != key:
             outputs: list[Any] = []
             hooks = [b.register_forward_hook(lambda _, __, output: outputs.append(output)) for b in self.adapter.blocks]
             try:
-                self._logits[key] = self._forward(key, [], None)
+                self._logits[key] = self._forward(key, [], heard)
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -92,17 +100,16 @@ class PureRecompute:
         return kept
 
     @torch.no_grad()
-    def _forward(self, tokens: tuple[int, ...], kept: Sequence[Any], hook: PatchHook | None) -> Tensor:
+    def _forward(self, tokens: tuple[int, ...], kept: Sequence[Any], hook: PathHook | None) -> Tensor:
         adapter = self.adapter
         self.blocks_run += adapter.facts.layers - len(kept)
         self.forwards += 1
         row = torch.tensor([tokens], device=adapter.device)
         hooks = [] if hook is None else [hook]
         forwards = HookedForwards(adapter, self._kernels, [each.listeners for each in hooks])
-        store: PassThrough | None = None
-        if adapter.attention_only:
-            reads = [each.on_read for each in hooks]
-            store = PassThrough(adapter.facts, self.path.policy, 1, adapter.dtype, adapter.device, reads)
+        before = self._unheard if hook is None else None
+        store = uncached(adapter, self.path, row, path_store, hooks, before)
+        self._unheard = store if hook is None else self._unheard
         with forwards.attached(), adapter.resumed(len(kept), kept):
             logits = forwards.call(adapter.forward, row, store)
         # A copy: a view would keep the logits of every position alive.

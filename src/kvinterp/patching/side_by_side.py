@@ -18,7 +18,7 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import Site
 from kvinterp.models.sites import layout_of
 from kvinterp.patching.hook import PatchHook, Window
-from kvinterp.patching.lanes import Donor, PureLane
+from kvinterp.patching.lanes import Donor, PureLane, Until
 from kvinterp.patching.patch import Patch, stored_sites
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import ExecutionPath, Runner
@@ -177,13 +177,12 @@ class _Beside:
         self._add(self._runner(setting.donor, prompt, donor))
         # Captured so that the lanes whose tokens agree can begin at their first patched block.
         captured = [step for step in range(setting.max_new_tokens) if any(lane.active(step) for lane in lanes)]
-        unpatched = PureLane(self.pure, prompt, None, captured)
+        # Of the recompute path's own tensors those of the steps that are patched are needed, which are captured anyway.
+        unpatched = PureLane(self.pure, prompt, None, captured, mirror if selfish else None)
         base = self._add(self._runner(setting.base, prompt, mirror) if cached else unpatched)
         if strange:
-            self._add(self._runner(setting.donor, other, stranger), len(self.running))
-        if selfish and not cached:
-            # The recompute path's own tensors are seen in a run of its own: remembered prefixes show none.
-            self._add(self._runner(setting.base, prompt, mirror), self.follows[base])
+            last = max((step for step in captured if any(lane.active(step) for lane in strange)), default=0)
+            self._add(Until(self._runner(setting.donor, other, stranger), last), len(self.running))
         # Lanes that patch the same from the same donor are one run.
         taking: dict[Any, int] = {}
         for lane in lanes:

@@ -29,7 +29,7 @@ from kvinterp.patching.side_by_side import (
 )
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
-from kvinterp.provenance import provenance
+from kvinterp.provenance import autocast, provenance
 
 __all__ = ["DIRECTIONS", "DISTANCES", "PRESETS", "SWEEPS", "Sweep", "highest_kl", "sweep"]
 
@@ -336,11 +336,19 @@ def _controls(
 
 
 def _planted(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict[str, Any]]:
-    """Plants a difference in each kind of place and says where it was found."""
-    middle = adapter.facts.layers // 2
+    """Plants a difference in each kind of place and says where it was found: once a model, and not once a sweep.
+
+    What is planted is far larger than float64's rounding, so where it is found is a matter of the model and not of the prompt.
+    A later sweep is given what was found then, with the example -1 where that was another prompt's.
+    """
+    middle, key = adapter.facts.layers // 2, f"autocast {autocast(adapter.device)}"
+    if key not in adapter.checked_plants:
+        plants = (Plant("kv", middle), Plant("row", middle), Plant("unembedding"))
+        causes = [(plant, localise(adapter, list(prompt), plant, dtype="float64")) for plant in plants]
+        adapter.checked_plants[key] = list(prompt), causes
+    of, causes = adapter.checked_plants[key]
     checks = []
-    for plant in (Plant("kv", middle), Plant("row", middle), Plant("unembedding")):
-        found = localise(adapter, list(prompt), plant, dtype="float64")
+    for plant, found in causes:
         right = found.place == plant.place and (plant.place == "unembedding" or found.layer == plant.layer)
         checks.append(
             {
@@ -348,7 +356,7 @@ def _planted(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict
                 "site": found.place,
                 "layer": found.layer,
                 "recovery": found.share if right else float("nan"),
-                "example": example,
+                "example": example if of == list(prompt) else -1,
             }
         )
     return checks

@@ -110,7 +110,7 @@ class Collected:
 
     def __init__(self) -> None:
         self.padding: Bool[Tensor, " vocab"] | None = None
-        self._tokens: Tensor | slice = slice(None)
+        self._tokens: Tensor | None = None
         self._kept: tuple[list[Sequence[Tensor]], ...] = ([], [], [])
 
     def add(self, now: Step) -> None:
@@ -119,13 +119,16 @@ class Collected:
             self.padding = padding_of(now.logits)
             if bool(self.padding.any()):
                 self._tokens = (~self.padding).nonzero().flatten()
-        sound = [*map(sound_rows, now.logits, itertools.repeat(self.padding))]
+        if self._tokens is None:
+            sound = [logits.isfinite().all(-1) for logits in now.logits]
+        else:
+            sound = [*map(sound_rows, now.logits, itertools.repeat(self.padding))]
         for kept, new in zip(self._kept, (now.chosen, now.feeds, sound), strict=True):
             kept.append(new)
 
     def tokens_only(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch tokens"]:
         """The logits that stand for tokens."""
-        return logits[:, self._tokens]
+        return logits if self._tokens is None else logits[:, self._tokens]
 
     def lists(self) -> tuple[list[Any], ...]:
         """Chosen tokens, fed tokens and soundness, each numbered by lane, row and step."""

@@ -71,10 +71,10 @@ def recompute_loop(
     begin: Begin,
 ) -> Loop:
     """Feeds the whole prefix at every step; nothing is carried from one step to the next but the tokens."""
-    tokens = prompt
+    tokens, store = prompt, None
     while True:
         begin()
-        store = uncached(adapter, path, tokens, stores, hears)
+        store = uncached(adapter, path, tokens, stores, hears, store)
         logits = _forward(adapter, tokens, store, path.chunk)
         token = yield logits[:, -1]
         tokens = torch.cat([tokens, token[:, None]], 1)

@@ -20,7 +20,7 @@ from kvinterp.models.caches import OwnCache, Preallocated
 from kvinterp.models.taps import hooks_suspended
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.path import ExecutionPath
-from kvinterp.paths.store import Growing, PassThrough, Store, policy_listeners
+from kvinterp.paths.store import Growing, PassThrough, ReadListener, Store, policy_listeners
 from kvinterp.provenance import autocast
 from kvinterp.recording import PathHook, Recorder
 
@@ -120,20 +120,36 @@ def _store(
 ) -> Store:
     # A recompute path keeps rows between the chunks of one pass only, and reads what it keeps, as without chunks.
     prefill = length if path.form == "cached" and path.prefill == "exact" else 0
-    dtype, reads = path.kernels.compute_dtype(adapter.dtype), [hook.on_read for hook in hooks]
+    dtype, reads = path.kernels.compute_dtype(adapter.dtype), _told(path, hooks)
     keeps = dtype_named(path.cache_dtype)
     return Store(adapter.facts, path.policy, batch, dtype, adapter.device, reads, memory, keeps, prefill, length)
 
 
 def uncached(
-    adapter: Adapter, path: ExecutionPath, tokens: Tensor, stores: Stores, hooks: Sequence[PathHook]
+    adapter: Adapter,
+    path: ExecutionPath,
+    tokens: Tensor,
+    stores: Stores,
+    hooks: Sequence[PathHook],
+    before: Store | None = None,
 ) -> Store | None:
-    """The store of one pass of a recompute path: none, but between the chunks of a pass in pieces."""
+    """The store of one pass of a recompute path: none, but between the chunks of a pass in pieces.
+
+    Args:
+        adapter: The model, in the path's dtype.
+        path: The path.
+        tokens: The whole prefix.
+        stores: Makes a store that keeps rows.
+        hooks: Told of every read.
+        before: That of the pass before, with the same hooks: it is taken again where nothing of a pass is left in it.
+    """
     if path.chunk is not None and path.chunk < tokens.shape[1]:
         return stores(adapter, path, tokens.shape[0], tokens.shape[1], 0, hooks)
     if not adapter.attention_only:
         return None
-    reads = [hook.on_read for hook in hooks]
+    if isinstance(before, PassThrough) and before.used and not path.policy.acts:
+        return before
+    reads = _told(path, hooks)
     batch, length = tokens.shape
     return PassThrough(adapter.facts, path.policy, batch, adapter.dtype, adapter.device, reads, prompt=length)
 
@@ -174,6 +190,11 @@ def scores_by_row(adapter: Adapter) -> bool:
         effect = torch.maximum((first - none).abs().max(), (last - none).abs().max())
         adapter.checked_caches[known] = bool((first - last).abs().max() > effect / 16)
     return adapter.checked_caches[known]
+
+
+def _told(path: ExecutionPath, hooks: Sequence[PathHook]) -> list[ReadListener]:
+    """The hooks that have to be told of reads: of most nothing is asked."""
+    return [hook.on_read for hook in hooks if hook.reads or path.policy.evicts]
 
 
 # Whether the preallocated store gives the same bits ---------------------------------------------------------------------

@@ -165,6 +165,8 @@ class Store:
             )
         if policy.evicts:
             self.memory.let_go(self._said)
+        # Nobody changes or hears anything: the memory's own update is all there is to do.
+        self._idle = cache_dtype is None and not listeners and not self.policy.acts
         self.memory.connect(self.update)
 
     def length(self, layer: int) -> int:
@@ -186,6 +188,9 @@ class Store:
         """
         begun, new = self.length(layer), (keys, values)
         stop = self._lengths[layer] = begun + keys.shape[2]
+        if self._idle:
+            read = self.memory.append(layer, keys, values, window, *more, **named)
+            return read[0].to(keys.dtype), read[1].to(keys.dtype)
         kept = self.policy.write(
             keys, values, Place(layer, begun, stop, self.facts.cached_keys_rotated, prompt=self.prompt)
         )
@@ -330,6 +335,11 @@ class Store:
 
 class PassThrough(Store):
     """No cache: attention reads the very tensors this forward made, so the bits are those of a forward without one."""
+
+    @property
+    def used(self) -> bool:
+        """Whether the model has read through it, so that another pass may: nothing of one pass is left for the next."""
+        return bool(self._lengths)
 
     def length(self, layer: int) -> int:
         """Always 0: nothing is held."""

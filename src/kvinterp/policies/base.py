@@ -105,6 +105,15 @@ class Policy:
         """
         return None
 
+    def rows_stored(self, prompt: int, seen: int) -> int:
+        """Rows held in each layer and KV head once a forward is over.
+
+        Args:
+            prompt: Positions of the prompt.
+            seen: Positions so far, the prompt's among them.
+        """
+        return seen
+
     def check(self, layers: int) -> None:
         """Raises InputError where the policy names a layer that a model of so many has not; the base names none."""
 
@@ -156,6 +165,11 @@ class Policy:
     def evicts(self) -> bool:
         """Whether it may let go of rows; one whose twin alone overrides :meth:`keep` says so itself."""
         return type(self).keep is not Policy.keep
+
+    @property
+    def acts(self) -> bool:
+        """Whether it does or sees anything at all."""
+        return type(self).write is not Policy.write or self.reads or self.evicts or bool(self.sites)
 
     @property
     def reads(self) -> bool:
@@ -327,6 +341,10 @@ class Chain(Policy):
     def sites(self) -> tuple[str, ...]:
         """What any of them wants."""
         return tuple(dict.fromkeys(site for part in self.parts for site in part.sites))
+
+    def rows_stored(self, prompt: int, seen: int) -> int:
+        """Those of the one that keeps the fewest."""
+        return min((part.rows_stored(prompt, seen) for part in self.parts), default=seen)
 
     def see(self, site: str, tensor: Tensor, place: Place) -> None:
         """Shows it to those that asked for it."""

@@ -66,6 +66,11 @@ class Fp8(Selective):
         return 8.0 if tensor in TENSORS[self.on] else None
 
     @property
+    def depends_on(self) -> tuple[str, ...]:
+        """Where the prompt ends, if its largest magnitude is the scale."""
+        return ("prompt",) if self.reads else ()
+
+    @property
     def reads(self) -> bool:
         """Whether rows wait, exact, for a scale that only the end of the prefill gives."""
         return self.scale == "prefill"

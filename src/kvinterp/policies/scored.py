@@ -65,6 +65,11 @@ class Scored(Policy, abc.ABC):
     def room(self, prompt: int) -> int:
         """Rows that stay in each layer and KV head, of a prompt of so many positions."""
 
+    def rows_stored(self, prompt: int, seen: int) -> int:
+        """The room, and where only the prompt is compressed all that came later."""
+        room = self.room(prompt)
+        return min(seen, room if self.goes_on else room + max(seen - prompt, 0))
+
     def newest(self, prompt: int) -> int:
         """Rows at the end that stay whatever their scores are."""
         return 0
@@ -109,7 +114,9 @@ class _Running(Policy):
         return self.rule.sites
 
     def see(self, site: str, tensor: Tensor, place: Place) -> None:
-        weights = tensor.unflatten(1, (self.heads, -1)).mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
+        # Blocks may differ in how many KV heads they have (Gemma 4).
+        heads = self.heads if place.rows is None else place.rows.shape[1]
+        weights = tensor.unflatten(1, (heads, -1)).mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
         at = _at(place, weights[:, :, 0])
         before = self._remembered(weights[:, :, 0], place)
         self.remembered[place.layer].scatter_(2, at, self.rule.heard(before, weights, place))

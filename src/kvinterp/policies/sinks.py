@@ -37,6 +37,10 @@ class Sinks(Policy):
         check_whole("sinks of policy 'sinks'", self.sinks, 0)
         check_whole("window of policy 'sinks'", self.window)
 
+    def rows_stored(self, prompt: int, seen: int) -> int:
+        """Both, once the text is longer."""
+        return min(seen, self.sinks + self.window)
+
     def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, " kept"] | None:
         """The first rows and the last."""
         count = keys.shape[2]

@@ -117,6 +117,6 @@ def _measured_sentence(main: Sequence[Result], rungs: Mapping[str, Sequence[Comp
     out = f" {prompts_said(left)} {'was' if left == 1 else 'were'} left out, see below." if left else ""
     return [
         f"All this is of {prompts_said(len(ids))} on {machines_of(abouts)}.{out} Other processors' kernels add in other "
-        "orders: there the paths can be equal where they differ here, and differ where they are equal.",
+        "orders: there a difference that is rounding alone can be gone, and another be where the paths are equal here.",
         *([TO_SEE_A_DIFFERENCE] if all((r.comparison.steps["max_abs_logit"] == 0).all() for r in main) else []),
     ]

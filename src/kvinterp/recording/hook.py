@@ -39,6 +39,11 @@ class PathHook:
         """The hooks it needs on the model."""
         return [place for place in self.listeners if place != LOGITS]
 
+    @property
+    def reads(self) -> bool:
+        """Whether it is to be told of what attention reads, where no policy lets go of rows."""
+        return type(self).on_read is not PathHook.on_read
+
     def begin_step(self, step: int) -> None:
         """What follows belongs to this step."""
 
@@ -79,6 +84,11 @@ class SiteHook(PathHook):
                 adapter.tap(site, layer)
                 self.listeners[site, layer] = self._tell(site, layer)
 
+    @property
+    def reads(self) -> bool:
+        """Whether it hears a site of the cache."""
+        return bool(self._reads) or type(self).on_read is not SiteHook.on_read
+
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Hears a site.
 
@@ -99,9 +109,7 @@ class SiteHook(PathHook):
         if self._line_up and place.rows is not None:
             self._rows[place.layer] = place
         for site in self._reads.get(place.layer, ()):
-            if self._whole:
-                place.check_whole(site)
-            place.check_known(site)
+            (place.check_whole if self._whole else place.check_known)(site)
             if site == "cache_k_pre" and self._rotated_in_cache:
                 pieces = self._keys_before_rope[place.layer]
                 gathered = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)

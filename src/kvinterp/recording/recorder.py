@@ -86,6 +86,11 @@ class Recorder(SiteHook):
         """Bytes of everything kept so far."""
         return sum(t.numel() * t.element_size() for tensors in self.kept.values() for t in tensors)
 
+    @property
+    def reads(self) -> bool:
+        """Whether it keeps a site of the cache; of which rows that is, is told where some may be missing."""
+        return bool(self._reads)
+
     def begin_step(self, step: int) -> None:
         """What follows belongs to this step."""
         self.end_step()

@@ -1,0 +1,93 @@
+"""Steps that are measured together give the numbers of each measured alone, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from kvinterp import metrics
+from kvinterp.comparison.tables import ALONE, Differences
+
+STEPS, LAYERS, BATCH, HEADS = 7, (0, 2), 2, 4
+
+
+def shown(kind: str, step: int, other: torch.dtype) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
+    """What two nearby paths show at a step."""
+    made = torch.Generator().manual_seed(step)
+    for dtype in (torch.float32, other):
+        seen = {}
+        for layer in LAYERS:
+            length = 5 + step
+            if kind == "windows":
+                length = min(length, 8) if layer else length
+            if kind == "shorter" and dtype is other:
+                length = min(length, 7)
+            seen["resid_post", layer] = torch.randn(BATCH, 48, generator=made).to(dtype)
+            seen["pattern", layer] = torch.randn(BATCH, HEADS, length, generator=made).softmax(-1).to(dtype)
+            for number, site in enumerate(("cache_k", "cache_v")):
+                width = 16 if kind != "widths" else 16 * (number + 1)
+                seen[site, layer] = torch.randn(BATCH, 2, length, width, generator=made).to(dtype)
+            if kind == "sites":
+                seen["attn_out", layer] = torch.randn(BATCH, 48, generator=made).to(dtype)
+        yield seen
+        made.manual_seed(step)
+
+
+def tables(kind: str, block: int | None, other: torch.dtype, vocabulary: int = 97) -> dict[str, pd.DataFrame]:
+    """Those of a decode; with a block of 0 each step is measured when it comes."""
+    differences = Differences(LAYERS, range(HEADS), range(2), "whole", block or None)
+    for step in range(STEPS):
+        logits = torch.randn(BATCH, vocabulary, generator=torch.Generator().manual_seed(step))
+        # The first row flips at step 3, the second ends before step 6.
+        marks = torch.tensor([int(step > 2), -1 if step > 4 else 0], dtype=torch.int8)
+        pair = logits, (logits * 1.001).to(other)
+        differences.add(step, [7, 4], 5 + step, pair, (*shown(kind, step, other),), marks)  # type: ignore[arg-type]
+        for table in metrics.KINDS if block == 0 else ():
+            differences._measure(table)
+    return differences.frames([7, 4])
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "windows", "shorter", "widths", "sites"])
+def test_what_waits_is_measured_to_the_same_bits(kind: str, other: torch.dtype) -> None:
+    """One step a call against as many as the default lets wait, and against a few in several calls; rows in one order too."""
+    alone = tables(kind, 0, other)
+    assert len(alone["steps"]) == STEPS * BATCH
+    for block in (None, 5000):
+        together = tables(kind, block, other)
+        for name, frame in alone.items():
+            assert len(frame), name
+            pd.testing.assert_frame_equal(together[name], frame, check_exact=True, obj=f"{name}, block {block}")
+
+
+def test_a_step_is_kept_as_it_was_shown() -> None:
+    """A cache that is written in place shows other numbers by the time a block is measured."""
+
+    def kept(change: bool) -> dict[str, pd.DataFrame]:
+        differences = Differences(LAYERS, range(HEADS), range(2))
+        for step in range(3):
+            paths = [*shown("plain", step, torch.float32)]
+            logits = torch.randn(2, BATCH, 9, generator=torch.Generator().manual_seed(step)).unbind()
+            marks = torch.zeros(BATCH, dtype=torch.int8)
+            paths[1] = {place: tensor + 1 for place, tensor in paths[1].items()}
+            differences.add(step, [0, 1], 5 + step, logits, (paths[0], paths[1]), marks)  # type: ignore[arg-type]
+            for tensor in (*logits, *paths[0].values(), *paths[1].values()) if change else ():
+                tensor.zero_()
+        return differences.frames([0, 1])
+
+    as_shown, changed = kept(False), kept(True)
+    for name, frame in as_shown.items():
+        pd.testing.assert_frame_equal(changed[name], frame, check_exact=True, obj=name)
+
+
+def test_a_vector_that_torch_adds_up_with_threads_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    measured = metrics.measured
+    monkeypatch.setattr(metrics, "measured", lambda kind, a, b: calls.append((kind, len(a))) or measured(kind, a, b))
+    tables("plain", 2**40, torch.float32, ALONE)
+    assert [count for kind, count in calls if kind == "logits"] == [1] * STEPS
+    assert [count for kind, count in calls if kind == "residual"] == [STEPS]
