@@ -81,7 +81,7 @@ def policy_rows() -> list[tuple[str, ...]]:
     """A row of text for every policy, in the order of POLICY_COLUMNS."""
     from kvinterp.policies import POLICIES
 
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, kind in POLICIES.items():
         policy, width = kind(), EXAMPLE["head_dim"]
         bits = [16 if (found := policy.bits_stored(tensor, width)) is None else found for tensor in ("k", "v")]
