@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvinterp.console import table_of
+from kvinterp.console import escaped, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["listed"]
+__all__ = ["POLICY_COLUMNS", "POLICY_NOTE", "listed", "policy_rows"]
 
 
 def listed(what: str) -> Table:
@@ -58,10 +58,37 @@ def _strategies() -> Table:
     return _fields("strategies", STRATEGIES)
 
 
+EXAMPLE = {"layers": 32, "kv_heads": 8, "head_dim": 128}
+"""The shape of Llama-3.1-8B: what its cache stores of a token is 128 KiB in 16 bits."""
+
+
 def _policies() -> Table:
+    table = table_of("policies", *POLICY_COLUMNS)
+    for row in policy_rows():
+        table.add_row(*map(escaped, row))
+    table.caption = POLICY_NOTE
+    return table
+
+
+POLICY_COLUMNS = ("name", "as text", "fields", "what it does", "KiB a token", "source")
+POLICY_NOTE = (
+    "KiB a token: what a real implementation stores of K and V of a position that it keeps, scales included, of {layers} layers, "
+    "{kv_heads} KV heads and head_dim {head_dim} in a 16-bit cache; kvinterp itself keeps the model's dtype"
+).format(**EXAMPLE)
+
+
+def policy_rows() -> list[tuple[str, ...]]:
+    """A row of text for every policy, in the order of POLICY_COLUMNS."""
     from kvinterp.policies import POLICIES
 
-    return _fields("policies", POLICIES)
+    rows: list[tuple[str, ...]] = []
+    for name, kind in POLICIES.items():
+        policy, width = kind(), EXAMPLE["head_dim"]
+        bits = [16 if (found := policy.bits_stored(tensor, width)) is None else found for tensor in ("k", "v")]
+        kib = sum(bits) * width * EXAMPLE["kv_heads"] * EXAMPLE["layers"] / 8 / 1024
+        first = (kind.__doc__ or "").strip().splitlines()[0]
+        rows.append((name, str(policy), _values_of(kind), first, f"{kib:g}", kind.SOURCE))
+    return rows
 
 
 def _metrics() -> Table:
@@ -93,18 +120,22 @@ def _experiments() -> Table:
 
 
 def _fields(title: str, classes: dict[str, type]) -> Table:
-    import dataclasses
-
     table = table_of(title, "name", "values", "what it does")
     for name, found in classes.items():
-        values = ", ".join(
-            field.name
-            if field.default is dataclasses.MISSING
-            else f"{field.name}={field.default if field.default != () else 'all'}"
-            for field in dataclasses.fields(found)
-        )
-        table.add_row(name, values, (found.__doc__ or "").strip().splitlines()[0])
+        table.add_row(name, _values_of(found), (found.__doc__ or "").strip().splitlines()[0])
     return table
+
+
+def _values_of(kind: type) -> str:
+    """The fields of a plugin and their defaults."""
+    import dataclasses
+
+    return ", ".join(
+        field.name
+        if field.default is dataclasses.MISSING
+        else f"{field.name}={field.default if field.default != () else 'all'}"
+        for field in sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only))
+    )
 
 
 def _pairs(title: str, name: str, entries: dict[str, str]) -> Table:

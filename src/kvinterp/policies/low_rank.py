@@ -50,6 +50,11 @@ class LowRank(Selective):
         return _Running(self, layers)
 
     @property
+    def depends_on(self) -> tuple[str, ...]:
+        """The prompt's rows are decomposed and the answer's are not."""
+        return ("prompt",)
+
+    @property
     def reads(self) -> bool:
         """It does: its twin does what is written here."""
         return True
