@@ -17,7 +17,7 @@ from support import SUITES_OWN_SETTINGS, has_hooked_transformer, write_checkpoin
 pytestmark = [pytest.mark.bits, pytest.mark.xdist_group("readme")]
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-SMALLER = {"arithmetic:4": "arithmetic:1", "max_new_tokens=32": "max_new_tokens=4", 'kind="hooked")': "kind=KIND)"}
+SMALLER = {"arithmetic:4": "arithmetic:2", "max_new_tokens=32": "max_new_tokens=10", 'kind="hooked")': "kind=KIND)"}
 """What is replaced in the first snippet; each must be found once."""
 
 
