@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache
 
 import kvinterp as kv
 from support import assert_bitwise
@@ -42,6 +43,43 @@ def plain_recompute(model: nn.Module, prompt: Tensor, fed: Sequence[int] = FED) 
         tokens = torch.cat([prompt, prompt.new_tensor([list(fed[:step])])], 1)
         rows.append(model(tokens, use_cache=False).logits[0, -1].clone())
     return torch.stack(rows)
+
+
+@torch.no_grad()
+def thinned_loop(model: nn.Module, prompt: Sequence[int], choose: Callable[..., Tensor]) -> tuple[Tensor, list[Any]]:
+    """A decode with explicit positions and masks; after every forward ``choose`` says which rows of a layer stay.
+
+    Args:
+        model: A model with eager attention, in float64.
+        prompt: Token ids; then come those of FED.
+        choose: Given the layer, the positions of its rows ``[1, kv_head, row]``, the pattern of the forward and the keys held,
+            the rows that stay, ``[1, kv_head, kept]``.
+
+    Returns:
+        Logits of every step, and for every step and layer the positions that attention read, with K and V.
+    """
+    tokens, cache, held, logits, read = torch.tensor([list(prompt)]), DynamicCache(), None, [], []
+    for step in range(len(FED) + 1):
+        feed = tokens if step == 0 else torch.tensor([[FED[step - 1]]])
+        begun = 0 if step == 0 else len(prompt) + step - 1
+        places = torch.arange(begun, begun + feed.shape[1])
+        rows = 0 if held is None else held[0].shape[-1]
+        mask = torch.zeros(1, 1, feed.shape[1], rows + feed.shape[1], dtype=torch.float64)
+        mask[..., rows:] = torch.full((feed.shape[1], feed.shape[1]), torch.finfo(torch.float32).min).triu(1)
+        out = model(feed, position_ids=places[None], attention_mask=mask, past_key_values=cache, use_cache=True,
+                    output_attentions=True)  # fmt: skip
+        logits.append(out.logits[0, -1])
+        layers = cache.layers
+        new = places.expand(1, layers[0].keys.shape[1], -1)
+        held = [new if held is None else torch.cat([held[at], new], 2) for at in range(len(layers))]
+        read.append([(held[at], layer.keys, layer.values) for at, layer in enumerate(layers)])
+        for at, layer in enumerate(layers):
+            index = choose(at, held[at], out.attentions[at], layer.keys).sort(-1).values
+            for name in ("keys", "values"):
+                whole = getattr(layer, name)
+                setattr(layer, name, whole.gather(2, index[..., None].expand(*index.shape, whole.shape[3])))
+            held[at] = held[at].gather(2, index)
+    return torch.stack(logits), read
 
 
 def check_law_10(

@@ -63,7 +63,11 @@ def comparison(
             tables[name].append(frame)
     joined = {name: pd.concat(frames, ignore_index=True) for name, frames in tables.items()}
     every = joined.pop("kv")
-    joined |= {"kv_steps": by_step(every), "kv_positions": by_position(every), "kv": every.iloc[:0]}
+    joined |= {
+        "kv_steps": by_step(every).assign(let_go_a=0.0, let_go_b=0.0),
+        "kv_positions": by_position(every),
+        "kv": every.iloc[:0],
+    }
     return Comparison(**joined, failures=failures(), about=about(**changed))
 
 

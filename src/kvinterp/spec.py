@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import inspect
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,7 @@ def modules_of(folder: ModuleType) -> Iterator[ModuleType]:
 
 
 def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]]:
-    """The plugins of a package by name: public classes that derive from ``base``, in the file that defines them."""
+    """The plugins of a package by name: public classes that derive from ``base`` and are whole, in the file that defines them."""
     kinds = [(value, module.__name__) for module in modules_of(folder) for value in vars(module).values()]
     return named(
         *(
@@ -45,6 +46,7 @@ def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]
             and issubclass(value, base)
             and value.__module__ == module
             and value.__name__[0] != "_"
+            and not inspect.isabstract(value)
         )
     )
 
@@ -114,7 +116,8 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
     missing = [name for name in inorder if fields[name].default is dataclasses.MISSING and name not in values]
     if too_many or missing:
         takes = ", ".join(
-            f"{field.name}={_written(field.default)}" if field.kw_only else field.name for field in fields.values()
+            f"{field.name}={_written(field.default)}" if field.kw_only else field.name
+            for field in sorted(fields.values(), key=lambda field: bool(field.kw_only))
         )
         raise InputError(f"{what} {text!r} cannot be read: {name} takes {takes or f'no values, so give {name!r}'}.")
     return kinds[name](**values)

@@ -182,6 +182,7 @@ def zero_argument_cache():
         "cached[cache=quantized(4)]",
         "cached[cache=quantized(2,hqq)]",
         "cached[cache=preallocated]",
+        "cached[cache=offloaded]",
         "cached[cache=static(64),cache_dtype=float16]",
         "cached[chunk=4,cache=static,kernels=layer_cast]@bfloat16",
         "cached[cache=float32]",
@@ -226,6 +227,10 @@ def test_a_class_or_function_makes_the_cache(factory):
         (lambda: kv.Cached(cache=DynamicCache()), "DynamicCache.* was given, and a cache holds .* one run: give its class"),
         (lambda: kv.Cached(cache=3), "cache=3 was given: expected one of dynamic"),
         (lambda: kv.Cached(cache="statik"), "did you mean 'static'"),
+        (
+            lambda: kv.Cached(cache="sliding"),
+            r"unknown cache 'sliding'.*a window over another model is the policy sinks\(0,N\)",
+        ),
         (lambda: kv.Cached(cache="static(0)"), "at least 1"),
         (lambda: kv.Cached(cache="static(1,2)"), "static takes room"),
         (lambda: kv.Cached(cache="quantized(4,int)"), "unknown backend of a quantized cache"),
@@ -270,6 +275,33 @@ def test_models_that_cannot_use_a_cache_say_so():
         logits(mamba, "cached[cache=static]")
     with pytest.raises(kv.UnsupportedError, match="only supported for models with only full attention"):
         logits(made("Mistral", **ARCHITECTURES["Mistral"]), "cached[cache=quantized(8,fp8)]")
+
+
+def test_quantos_cache_has_the_bits_of_its_own_plain_loop_and_says_where_its_groups_do_not_fit():
+    """Defect: groups of 64 numbers that the prompt's keys do not fill were a traceback."""
+    pytest.importorskip("optimum.quanto")
+    model = llama(head_dim=16)
+    for bits in (4, 2):
+        check_law_10(model, PROMPT, f"cached[cache=quantized({bits})]",
+                     lambda bits=bits: transformers.QuantizedCache("quanto", model.config, nbits=bits))  # fmt: skip
+    said = r"a QuantizedCache cannot keep 11 positions of 2 KV heads of 16 numbers \(Group size \(64\) must be a divisor of \(352\)\)"
+    with pytest.raises(kv.UnsupportedError, match=said):
+        kv.run(model, list(PROMPT[:11]), "cached[cache=quantized(4)]", max_new_tokens=3)
+
+
+def test_an_offloaded_cache_needs_a_gpu():
+    with pytest.raises(
+        kv.UnsupportedError, match="moves keys and values between a GPU and the host, and the model is on cpu"
+    ):
+        logits(llama(), "cached[cache=offloaded]")
+
+
+@pytest.mark.cuda
+def test_an_offloaded_cache_has_the_bits_of_its_own_plain_loop():
+    model = llama().to("cuda")
+    check_law_10(model, PROMPT, "cached[cache=offloaded]", lambda: DynamicCache(config=model.config, offloading=True))
+    with pytest.raises(kv.UnsupportedError, match="lets go of rows, and an offloaded cache cannot"):
+        logits(model, "cached[cache=offloaded]+sinks(2,4)")
 
 
 # Comparing and patching ------------------------------------------------------------------------------------------------

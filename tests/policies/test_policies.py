@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import kvinterp as kv
 from kvinterp.patching import PatchHook
 from kvinterp.paths import Runner
 from kvinterp.policies import Chain, Policy
+from kvinterp.policies.sinks import Sinks
 from kvinterp.recording import PathHook
-from plain import FED
+from plain import FED, thinned_loop
 from support import PROMPT, Case, assert_bitwise, assert_close
 
 STEPS = len(FED) + 1
@@ -20,18 +20,6 @@ LETTING_GO = [*NATIVE, Case("llama-gqa", "bridge"), Case("gpt2", "native", "eage
 every_case = pytest.mark.parametrize("case", LETTING_GO, ids=str)
 native = pytest.mark.parametrize("case", NATIVE, ids=str)
 both_caches = pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Sinks(Policy):
-    """Keeps the first positions and the newest, as StreamingLLM does."""
-
-    first: int = 2
-    newest: int = 8
-
-    def keep(self, keys, values, place):
-        rows = torch.arange(keys.shape[2])
-        return torch.cat([rows[: self.first], rows[self.first :][-self.newest :]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,39 +88,7 @@ def run(model, path, **more):
 # Letting go of rows ----------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def by_hand(model, choose):
-    """A decode of transformers with explicit positions and masks; after every forward ``choose`` says which rows stay.
-
-    Returns:
-        Logits of every step, and for every step and layer the positions that attention read, with K and V.
-    """
-    tokens, cache, held, logits, read = torch.tensor([PROMPT]), DynamicCache(), None, [], []
-    for step in range(STEPS):
-        feed = tokens if step == 0 else torch.tensor([[FED[step - 1]]])
-        begun = 0 if step == 0 else len(PROMPT) + step - 1
-        places = torch.arange(begun, begun + feed.shape[1])
-        rows = 0 if held is None else held[0].shape[-1]
-        mask = torch.zeros(1, 1, feed.shape[1], rows + feed.shape[1], dtype=torch.float64)
-        mask[..., rows:] = torch.full((feed.shape[1], feed.shape[1]), torch.finfo(torch.float32).min).triu(1)
-        out = model(feed, position_ids=places[None], attention_mask=mask, past_key_values=cache, use_cache=True,
-                    output_attentions=True)  # fmt: skip
-        logits.append(out.logits[0, -1])
-        heads = cache.layers[0].keys.shape[1]
-        new = places.expand(1, heads, -1)
-        layers = range(len(cache.layers))
-        held = [new if held is None else torch.cat([held[layer], new], 2) for layer in layers]
-        read.append([(held[layer], cache.layers[layer].keys, cache.layers[layer].values) for layer in layers])
-        for layer in layers:
-            index = choose(layer, held[layer], out.attentions[layer]).sort(-1).values
-            for name in ("keys", "values"):
-                whole = getattr(cache.layers[layer], name)
-                setattr(cache.layers[layer], name, whole.gather(2, index[..., None].expand(*index.shape, whole.shape[3])))
-            held[layer] = held[layer].gather(2, index)
-    return torch.stack(logits), read
-
-
-def first_two_and_newest_eight(layer, positions, pattern):
+def first_two_and_newest_eight(layer, positions, pattern, keys):
     rows = torch.arange(positions.shape[2])
     return torch.cat([rows[:2], rows[2:][-8:]]).expand(*positions.shape[:2], -1)
 
@@ -140,7 +96,7 @@ def first_two_and_newest_eight(layer, positions, pattern):
 def most_attended():
     totals = {}
 
-    def choose(layer, positions, pattern):
+    def choose(layer, positions, pattern, keys):
         mass = pattern.double().sum(2).unflatten(1, (positions.shape[1], -1)).sum(2)
         total = totals.setdefault(layer, torch.zeros(*positions.shape[:2], 200, dtype=torch.float64))
         total.scatter_add_(2, positions, mass)
@@ -151,7 +107,7 @@ def most_attended():
     return choose
 
 
-@pytest.mark.parametrize(("policy", "choose"), [(Sinks(), lambda: first_two_and_newest_eight), (HeavyHitters(), most_attended)],
+@pytest.mark.parametrize(("policy", "choose"), [(Sinks(2, 8), lambda: first_two_and_newest_eight), (HeavyHitters(), most_attended)],
                          ids=["sinks", "heavy hitters"])  # fmt: skip
 @both_caches
 @every_case
@@ -159,7 +115,7 @@ def test_rows_are_let_go_of_as_by_hand(load, case, cache, policy, choose):
     """Positions, masks, K and V are those of a plain loop with explicit positions and masks, in float64 to rounding."""
     model = load(case).at(torch.float64)
     plain = load(Case(case.model, "native", "eager")).at(torch.float64)
-    wanted, read = by_hand(plain.model, choose())
+    wanted, read = thinned_loop(plain.model, PROMPT, choose())
     found = run(model, kv.Cached(policy, cache=cache), record="kv", positions="all")
     # transformers' eager attention has a softmax in float32.
     assert_close(found.logits, wanted, "logits", ("step", "vocab"), relative=1e-5)
@@ -184,7 +140,7 @@ def test_a_policy_that_lets_nothing_go_changes_no_bit(load, case, cache):
 
 @native
 def test_the_newest_position_is_recorded_where_the_newest_is_asked_for(load, case):
-    found = run(load(case), kv.Cached(Sinks()), record="cache_k,cache_k_pre")
+    found = run(load(case), kv.Cached(Sinks(2, 8)), record="cache_k,cache_k_pre")
     newest = [kept.tolist() for kept in found.records["cache_positions", 0]]
     assert newest == [[len(PROMPT) + step - 1] * 2 for step in range(STEPS)]
 
@@ -192,7 +148,7 @@ def test_the_newest_position_is_recorded_where_the_newest_is_asked_for(load, cas
 @native
 def test_rows_are_let_go_of_once_the_exact_prefill_is_over_and_between_the_chunks_of_a_stored_one(load, case):
     model = load(case).at(torch.float64)
-    whole, chunked = (run(model, kv.Cached(Sinks(), chunk=chunk), record="cache_v") for chunk in (None, 4))
+    whole, chunked = (run(model, kv.Cached(Sinks(2, 8), chunk=chunk), record="cache_v") for chunk in (None, 4))
     assert_close(chunked.logits, whole.logits, "logits in chunks", relative=1e-5)
     stored = run(model, kv.Cached(Sinks(1, 3), chunk=4, prefill="stored"), record="cache_v", positions="all")
     assert stored.records["cache_positions", 0][0][0].tolist() == [0, 5, 6, 7, 8, 9, 10, 11]
@@ -230,19 +186,17 @@ def test_what_cannot_let_go_of_rows_says_so(load):
         run(model, kv.Cached(Wrong((0,), 1)))
     for cache in ("static", "quantized(8,fp8)"):
         with pytest.raises(kv.UnsupportedError, match=r"policy sinks\(2,8\) lets go of rows, and a .*Cache cannot"):
-            run(model, kv.Cached(Sinks(), cache=cache))
+            run(model, kv.Cached(Sinks(2, 8), cache=cache))
     with pytest.raises(kv.UnsupportedError, match="slides a window over"):
-        run(load(Case("mistral-window", "native", "sdpa")), kv.Cached(Sinks()))
-    for policy in (Sinks(), HeavyHitters(), Chain((Halves(), Sinks()))):
+        run(load(Case("mistral-window", "native", "sdpa")), kv.Cached(Sinks(2, 8)))
+    for policy in (Sinks(2, 8), HeavyHitters(), Chain((Halves(), Sinks(2, 8)))):
         with pytest.raises(kv.InputError, match="recompute keeps no rows"):
             kv.Recompute(policy)
-    with pytest.raises(kv.UnsupportedError, match="cannot be lined up by position at layer 0"):
-        kv.compare(model, list(PROMPT), kv.Cached(Sinks()), "cached", record="kv", max_new_tokens=3, progress="none")
 
 
 class Unsaid(Policy):
     def start(self, facts):
-        return Sinks()
+        return Sinks(2, 8)
 
 
 def test_a_twin_that_lets_go_of_rows_unsaid_is_an_error(load):
@@ -253,7 +207,7 @@ def test_a_twin_that_lets_go_of_rows_unsaid_is_an_error(load):
 @pytest.mark.hooked
 def test_a_hooked_transformer_lets_go_of_no_rows(load):
     """It turns cached keys by the number of their row, which would be another."""
-    for policy in (Sinks(), Chain((Halves(), HeavyHitters()))):
+    for policy in (Sinks(2, 8), Chain((Halves(), HeavyHitters()))):
         with pytest.raises(kv.UnsupportedError, match="turns cached keys by the number of their row"):
             run(load(Case("llama-gqa", "hooked")), kv.Cached(policy))
 
@@ -261,9 +215,8 @@ def test_a_hooked_transformer_lets_go_of_no_rows(load):
 @every_case
 def test_a_path_that_lets_go_of_rows_is_compared_over_all_positions(load, case):
     """A row that was let go of is a key of probability 0, as one that slid out of a window is."""
-    found = kv.compare(load(case), list(PROMPT), kv.Cached(Sinks()), "cached", max_new_tokens=STEPS, stop="length",
+    found = kv.compare(load(case), list(PROMPT), kv.Cached(Sinks(2, 8)), "cached", max_new_tokens=STEPS, stop="length",
                        progress="none")  # fmt: skip
-    assert found.kv_steps.empty
     heads = found.heads.groupby("step").kl.max()
     assert (heads[0], len(heads)) == (0, STEPS)
     assert (heads[1:] > 0).all()
@@ -276,10 +229,8 @@ def test_a_path_that_lets_go_of_rows_is_compared_over_all_positions(load, case):
 def test_a_trace_whose_rows_are_missing_is_not_lined_up_silently(load, tmp_path):
     model = load(NATIVE[1])
     thin, whole = (
-        run(model, path, record="kv,pattern,resid_post", positions="all") for path in (kv.Cached(Sinks()), "cached")
+        run(model, path, record="kv,pattern,resid_post", positions="all") for path in (kv.Cached(Sinks(2, 8)), "cached")
     )
-    with pytest.raises(kv.InputError, match=r"path cached\+sinks\(2,8\) lets go of rows"):
-        kv.compare_traces(thin, whole)
     with pytest.raises(kv.UnsupportedError, match="lets go of rows, so positions cannot be matched"):
         one_patch(model, thin)
     again = kv.Trace.load(thin.save(tmp_path))
@@ -287,9 +238,9 @@ def test_a_trace_whose_rows_are_missing_is_not_lined_up_silently(load, tmp_path)
     assert thin["cache_positions", 1][1, 0].tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10, 11, 12, -1]
 
     with pytest.raises(kv.UnsupportedError, match="site 'pattern' cannot be lined up by position at layer 1"):
-        one_patch(model, whole, kv.Patch("pattern", (1,), None, "newest", "every", whole), kv.Cached(Sinks()))
+        one_patch(model, whole, kv.Patch("pattern", (1,), None, "newest", "every", whole), kv.Cached(Sinks(2, 8)))
     with pytest.raises(kv.UnsupportedError, match="attention is shown row by row"):
-        kv.attention_comparison(model, list(PROMPT), a=kv.Cached(Sinks()), b="cached", step=1)
+        kv.attention_comparison(model, list(PROMPT), a=kv.Cached(Sinks(2, 8)), b="cached", step=1)
 
 
 def one_patch(model, donor, patch=None, path="cached"):
@@ -306,12 +257,11 @@ def one_patch(model, donor, patch=None, path="cached"):
 def test_a_chain_reads_as_it_is_written(monkeypatch):
     from kvinterp.policies.registry import POLICIES
 
-    monkeypatch.setitem(POLICIES, "sinks", Sinks)
     monkeypatch.setitem(POLICIES, "halves", Halves)
     path = kv.path_named("cached[refresh=16,prefill=stored]+halves+sinks(4,1000)@float32")
     assert path.policy == Chain((Halves(), Sinks(4, 1000)))
     assert str(path) == "cached[refresh=16,prefill=stored]+halves+sinks(4,1000)@float32"
-    assert kv.policy_named("sinks") == Sinks()
+    assert kv.policy_named("sinks") == Sinks(4, 1020)
     with pytest.raises(kv.InputError, match="unknown policy 'sinc': did you mean 'sinks'"):
         kv.path_named("cached+halves+sinc(2)")
 
@@ -320,8 +270,10 @@ def test_a_chain_reads_as_it_is_written(monkeypatch):
 def test_what_one_wrote_last_is_read_first(load, case):
     """Halving what was rounded is undone before anything else reads it."""
     model = load(case)
-    chained = run(model, kv.Cached(Chain((Rounds(), Halves(), Sinks()))))
-    assert_bitwise(chained.logits, run(model, kv.Cached(Chain((Rounds(), Sinks())))).logits, "logits", ("step", "vocab"))
+    chained = run(model, kv.Cached(Chain((Rounds(), Halves(), Sinks(2, 8)))))
+    assert_bitwise(
+        chained.logits, run(model, kv.Cached(Chain((Rounds(), Sinks(2, 8))))).logits, "logits", ("step", "vocab")
+    )
 
 
 # The prefill -----------------------------------------------------------------------------------------------------------

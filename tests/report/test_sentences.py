@@ -20,6 +20,7 @@ from kvinterp.reading.numbers import share
 from kvinterp.reading.patching import layer_title, recovery_title, split_title
 from kvinterp.reading.precision import ladder_said, ladder_title
 from kvinterp.reading.root_cause import ladder_title_of, said_of_root_cause
+from kvinterp.reading.sections import kv_said
 from kvinterp.reading.titles import drift_title, kl_title, kv_title
 from kvinterp.report import compare
 from kvinterp.report.compare import flip_section, ladder_of
@@ -117,6 +118,27 @@ ONE = (0,)
 )  # fmt: skip
 def test_where(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
     checked(one.where(), wanted, unwanted)
+
+
+@pytest.mark.parametrize(
+    ("gone", "lets_go", "wanted", "unwanted"),
+    [
+        # Two prompts of four tokens, four steps more, three layers, one KV head: 48 rows at the last step.
+        (0, [], [], ["let go of"]),
+        (2, ["a"], ["cached had let go of 25% of its rows by the last step (12 of 48, counted over the layers and KV heads of "
+                    "2 prompts)", "K and V are compared on the rows that both paths hold"], ["no row", "recompute had"]),
+        (0, ["b"], ["recompute let go of no row by the last step: it had room for all 48"], ["had let go", "cached let go"]),
+        (2, ["a", "b"], ["cached had let go of 25%", "recompute let go of no row"], []),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1e-3, 0.0])
+def test_where_says_how_many_rows_were_let_go_of(
+    gone: int, lets_go: list[str], wanted: list[str], unwanted: list[str], size: float
+) -> None:
+    one = made(setting("kv_steps", "let_go_a", float(gone), "step == 4"), size=size, lets_go=lets_go)
+    checked(one.where(), wanted, unwanted)
+    said = kv_said([result(one)])
+    checked(" ".join([*said[0], *said[1]]), [*wanted, "hatched what they both held" if lets_go else ""], unwanted)
 
 
 def test_where_says_what_was_left_out() -> None:
@@ -376,7 +398,8 @@ def test_the_title_of_the_drift(lines: dict[str, pd.DataFrame], title: str) -> N
 def test_the_title_of_the_cache(inside: list[float], decoded: list[float], wanted: list[str], unwanted: list[str]) -> None:
     positions = [*range(len(inside)), *range(4, 4 + len(decoded))]
     means = pd.Series([*inside, *decoded], index=pd.Index(positions, name="position"))
-    checked(kv_title(means, 4), wanted, unwanted)
+    checked(kv_title(means, 4), wanted, [*unwanted, "hold"])
+    assert "K and V, where both paths hold them, " in kv_title(means, 4, "where both paths hold them")
 
 
 @pytest.mark.parametrize(

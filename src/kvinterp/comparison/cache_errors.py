@@ -34,6 +34,8 @@ SUMMED = {
 }
 """The columns of the summed tables: of which metric each is, and whether the mean of several vectors or the most of any."""
 VALUES = ("vectors", "differing", *SUMMED)
+LET_GO = ("let_go_a", "let_go_b")
+"""How many of a step's positions each path's policy let go of, in the table by step."""
 
 
 class Span(NamedTuple):
@@ -43,11 +45,20 @@ class Span(NamedTuple):
         start: Absolute position of the first key.
         count: How many there are.
         marks: For each row of the batch 1 after its flip, 0 before it, -1 where its text has ended.
+        held: For each path which of the positions it still holds, in the shape of an error; None where all. Only those that
+            both hold are compared.
     """
 
     start: int
     count: int
     marks: Tensor
+    held: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    @property
+    def there(self) -> Tensor | None:
+        """Which positions both paths hold; None where all."""
+        a, b = self.held
+        return a if b is None else b if a is None else a & b
 
 
 class CacheErrors:
@@ -64,7 +75,7 @@ class CacheErrors:
 
     def __init__(self, layers: Sequence[int], keep: str = "aggregated") -> None:
         self.layers, self.keep = list(layers), keep
-        self.steps = Table(_STEP, VALUES)
+        self.steps = Table(_STEP, (*VALUES, *LET_GO))
         self.every = Table(("step", *_POSITION), [metric.column for metric in OF_KIND["kv"]])
         self._sums: dict[tuple[str, int], _Sums] = {}
 
@@ -77,26 +88,32 @@ class CacheErrors:
             steps: The decode steps.
             at: The labels of the dimensions but for the position: tensor (``"K"``, ``"K before RoPE"`` or ``"V"``), layer,
                 example and kv_head.
-            spans: The positions of each step.
+            spans: The positions of each step; one of which rows were let go of comes alone.
             errors: What every metric of K and V gave, by column, ``[tensor, layer, batch, kv_head, position]``, in which the
                 positions of one step lie behind those of the step before.
         """
+        there = spans[0].there
+        if there is not None:
+            # What is not compared is 0, and adds nothing to sum or maximum.
+            errors = {name: error.where(there, 0.0) for name, error in errors.items()}
         counts = [span.count for span in spans]
         differing = errors["relative_error"] != 0
         by_step = {name: error.split(counts, -1) for name, error in {**errors, "differing": differing}.items()}
-        over = {name: torch.stack([_over(way, each) for each in by_step[of]]) for name, (of, way) in SUMMED.items()}
+        over = {name: torch.stack([_over(way, each, there) for each in by_step[of]]) for name, (of, way) in SUMMED.items()}
         over["differing"] = torch.stack([each.sum(-1) for each in by_step["differing"]]).double()
-        vectors = over["differing"].new_tensor(counts).view(-1, *[1] * (differing.dim() - 1))
-        self.steps.add({"step": steps, **at}, {**over, "vectors": vectors.expand_as(over["differing"])})
+        none = torch.zeros_like(over["differing"])
+        vectors = none + (none.new_tensor(counts).view(-1, *[1] * (none.dim() - 1)) if there is None else there.sum(-1))
+        let_go = (none if held is None else none + (~held).sum(-1) for held in spans[0].held)
+        self.steps.add({"step": steps, **at}, {**over, "vectors": vectors, **dict(zip(LET_GO, let_go, strict=True))})
         marked = torch.stack([span.marks for span in spans]).tolist()
         for number, (step, span) in enumerate(zip(steps, spans, strict=True)):
             mine = {name: each[number] for name, each in by_step.items()}
             if self.keep == "whole":
                 places = {"position": np.arange(span.start, span.start + span.count)}
-                self.every.add({"step": [step], **at, **places}, mine)
+                self.every.add({"step": [step], **at, **places}, mine, there)
             if step > 0:
                 # Step 0 is the prefill's on both paths.
-                self._sum(at, span.start, mine, marked[number])
+                self._sum(at, span.start, mine if there is None else {**mine, "there": there}, marked[number])
 
     def _sum(self, at: Mapping[str, Sequence[Any]], start: int, errors: Mapping[str, Tensor], marks: Sequence[int]) -> None:
         """Adds one step's errors to the sums by position."""
@@ -119,8 +136,10 @@ class CacheErrors:
         return frame[frame["vectors"] > 0].astype({"after_flip": bool}).reset_index(drop=True)
 
 
-def _over(way: str, errors: Tensor) -> Tensor:
-    return errors.mean(-1) if way == "mean" else errors.amax(-1)
+def _over(way: str, errors: Tensor, there: Tensor | None) -> Tensor:
+    if way == "max":
+        return errors.amax(-1)
+    return errors.mean(-1) if there is None else errors.sum(-1) / there.sum(-1)
 
 
 class _Sums:
@@ -146,7 +165,7 @@ class _Sums:
                 # Views, for what is added to a place that lists name is read out and written back.
                 held = {name: each[kind, to, row, ..., start:stop] for name, each in self.held.items()}
                 mine = {name: each[of, row] for name, each in errors.items()}
-                held["vectors"] += 1
+                held["vectors"] += mine.get("there", 1)
                 held["differing"] += mine["differing"]
                 for name, (column, way) in SUMMED.items():
                     if way == "mean":

@@ -34,7 +34,7 @@ from kvinterp.inputs import (
 )
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.adapter import Site
-from kvinterp.models.sites import CACHE_SITES, LAYOUTS, expand_sites
+from kvinterp.models.sites import LAYOUTS, ROWS, expand_sites
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
@@ -42,6 +42,7 @@ from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
 from kvinterp.paths.vocabulary import end_tokens
+from kvinterp.policies import Place
 from kvinterp.provenance import provenance
 from kvinterp.reading.vocabulary import PROTOCOLS
 from kvinterp.recording import SiteHook
@@ -120,7 +121,7 @@ def compare(
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
     names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
     with located(f"model {adapter.facts.name}, {path_a} against {path_b}"), own_threads(adapter):
-        sites, layers = _compared(adapter, record, layers, (path_a, path_b)), chosen_layers(adapter, layers)
+        sites, layers = _compared(adapter, record, layers), chosen_layers(adapter, layers)
         pair = _Pair(
             adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, forced, stop, sites, layers, cache_errors
         )
@@ -154,12 +155,23 @@ class NewestActivations(SiteHook):
     """Holds what one path shows at the newest position, until the next step."""
 
     def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
-        super().__init__(adapter, wanted, "newest")
+        super().__init__(adapter, wanted, "newest", rows="said")
         self.architecture, self.seen = adapter.facts.architecture, dict[Site, Tensor]()
+
+    @property
+    def reads(self) -> bool:
+        """Whether it hears a site of the cache; of which rows that is, is told where some may be missing."""
+        return bool(self._reads)
 
     def begin_step(self, step: int) -> None:
         """Lets go of the step before."""
         self.seen.clear()
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        """Hears what attention is about to read, and of which rows where a policy may have let go of some."""
+        if place.rows is not None:
+            self.seen[ROWS, place.layer] = place.rows
+        super().on_read(place, keys, values)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Holds the newest row; of a cache site all rows.
@@ -174,6 +186,9 @@ class NewestActivations(SiteHook):
                 f"{site} of {self.architecture} is several residual streams side by side, of shape "
                 f"{tuple(tensor.shape)}, and cannot be compared as one: leave it out, as in record='kv'."
             )
+        if (ROWS, layer) in self.seen and layout.group == "cache":
+            # What is left is moved to the front of a preallocated cache before anyone compares.
+            tensor = tensor.clone()
         self.seen[site, layer] = tensor if layout.group == "cache" else tensor.select(layout.rows, -1)
 
 
@@ -205,6 +220,7 @@ class _Pair:
             strategy=str(self.strategy),
             seed=self.seed,
             derived=[site for site in self.sites if any(target.derives(site) for target in self.targets)],
+            lets_go=[side for side, path in zip("ab", self.paths, strict=True) if path.policy.evicts],
         )
 
     @property
@@ -270,15 +286,9 @@ class _Pair:
         return of_example(example, name, prompt, frames, (a, b), texts, about)
 
 
-def _compared(
-    adapter: Adapter, record: str | Sequence[str] | None, layers: Iterable[int] | None, paths: Sequence[ExecutionPath]
-) -> tuple[str, ...]:
+def _compared(adapter: Adapter, record: str | Sequence[str] | None, layers: Iterable[int] | None) -> tuple[str, ...]:
     if record is None:
         found, left_out = recordable(adapter, None, chosen_layers(adapter, layers))
-        evicting = next((path for path in paths if path.policy.evicts), None)
-        if evicting is not None:
-            found = tuple(site for site in found if site not in CACHE_SITES)
-            left_out["kv"] = f"{evicting} lets go of rows, so the caches cannot be lined up by position"
         for site, reason in left_out.items():
             log.info("%s is not compared: %s", site, reason)
         return found

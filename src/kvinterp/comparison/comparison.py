@@ -63,7 +63,8 @@ class Comparison:
         heads: One row an example, step, layer and query head: kl of the attention pattern, after_flip, pattern (``recorded``,
             or ``derived`` beside a kernel that shows none).
         kv_steps: One row an example, step, tensor (K or V), layer and KV head: how many vectors were compared (one a
-            position) and how many differ; relative_error and ulp_mean on average, relative_error_max and ulp_max at most.
+            position that both paths hold) and how many differ; relative_error and ulp_mean on average, relative_error_max and
+            ulp_max at most; let_go_a and let_go_b, how many positions each path's policy let go of.
         kv_positions: The same by absolute position instead of step, over the steps from 1 on, those after the flip apart.
         kv: Only with ``cache_errors="whole"``: one row an example, step, tensor, layer, KV head and absolute position:
             relative_error, ulp_mean, ulp_max, after_flip.

@@ -19,7 +19,7 @@ from kvinterp import metrics
 from kvinterp.comparison.cache_errors import CacheErrors, Span
 from kvinterp.comparison.table import Table
 from kvinterp.models.adapter import Site
-from kvinterp.models.sites import RESIDUAL_SITES
+from kvinterp.models.sites import RESIDUAL_SITES, ROWS
 from kvinterp.shapes import Flag, Measure
 
 __all__ = ["Differences"]
@@ -62,7 +62,13 @@ class _Piece:
     def like(self) -> tuple[Any, ...]:
         """What is alike in pieces that are measured together: all but the number of positions."""
         shape = self.pair[0].shape
-        return self.at, shape if self.span is None else (*shape[:-2], shape[-1]), *(each.dtype for each in self.pair)
+        step = self.step if self.alone else -1
+        return self.at, shape if self.span is None else (*shape[:-2], shape[-1]), *(each.dtype for each in self.pair), step
+
+    @property
+    def alone(self) -> bool:
+        """Whether it waits for no other step."""
+        return self.pair[0].shape[-1] >= ALONE or (self.span is not None and self.span.there is not None)
 
 
 class Differences:
@@ -128,7 +134,8 @@ class Differences:
             examples: The example number of each row.
             end: Positions in the context at this step; keys are aligned by it.
             logits: ``[batch, vocab]`` of both paths.
-            seen: For each path what it showed at the newest position, sites to tensors with a batch dimension.
+            seen: For each path what it showed at the newest position, sites to tensors with a batch dimension; where rows of
+                the cache were let go of also the positions of those that are left, as site ``ROWS``.
             marks: For each row 1 after its flip, 0 before it, -1 where its text has ended; stays on its device.
         """
         self._wait("logits", [_Piece(step, {"example": examples}, (logits[0].clone(), logits[1].clone()))])
@@ -164,24 +171,28 @@ class Differences:
     ) -> Iterator[_Piece]:
         # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to the shorter. Layers may
         # differ in the number and the width of their heads too (Gemma 4).
+        lined_up = {
+            (site, x): [_by_position(path[site, x], path.get((ROWS, x)), end) for path in seen]
+            for site, layers in layers_of.items()
+            for x in layers
+        }
         groups: dict[str, dict[tuple[int, int, int], list[int]]] = {}
-        for site, layers in layers_of.items():
-            by_shape = groups.setdefault(site, {})
-            for layer in layers:
-                _, heads, length, width = seen[0][site, layer].shape
-                by_shape.setdefault((min(length, seen[1][site, layer].shape[2]), heads, width), []).append(layer)
+        for (site, layer), ((a, _), (b, _)) in lined_up.items():
+            shape = (min(a.shape[2], b.shape[2]), a.shape[1], a.shape[3])
+            groups.setdefault(site, {}).setdefault(shape, []).append(layer)
         first = next(iter(groups.values()), {})
-        dtypes = [{path[site, x].dtype for site in groups for x in layers_of[site]} for path in seen]
+        dtypes = [{pair[side][0].dtype for pair in lined_up.values()} for side in (0, 1)]
         alike = len(first) == 1 and all(group == first for group in groups.values()) and max(map(len, dtypes)) == 1
         for together in [list(groups)] if alike else [[site] for site in groups]:
             for (length, heads, _), layers in groups[together[0]].items():
                 labels = {"tensor": [_CACHED[site] for site in together], "layer": layers, "example": examples}
-                a, b = (
-                    torch.stack([_newest(path[site, x], length) for site in together for x in layers])
-                    .unflatten(0, (len(together), len(layers)))
-                    for path in seen
-                )  # fmt: skip
-                span = Span(end - length, length, marks)
+                sides = [[lined_up[site, x][side] for site in together for x in layers] for side in (0, 1)]
+                size = len(together), len(layers)
+                a, b = (_newest([tensor for tensor, _ in side], length, size) for side in sides)
+                # A policy has a say over all layers or none.
+                held = [[mask for _, mask in side if mask is not None] for side in sides]
+                of_a, of_b = (_newest(masks, length, size) if masks else None for masks in held)
+                span = Span(end - length, length, marks, (of_a, of_b))
                 yield _Piece(step, {**labels, "kv_head": self.kv_heads[:heads]}, (a, b), span)
 
     def _wait(self, kind: metrics.Kind, pieces: Sequence[_Piece]) -> None:
@@ -193,8 +204,7 @@ class Differences:
             waiting.append(piece)
             self._numbers[kind] += 2 * piece.pair[0].numel()
             # Several pieces of a step go into the table one after the other, as the steps do.
-            alone = len(pieces) > 1 or piece.pair[0].shape[-1] >= ALONE
-            if alone or self._numbers[kind] >= self._most(piece):
+            if len(pieces) > 1 or piece.alone or self._numbers[kind] >= self._most(piece):
                 self._measure(kind)
 
     def _most(self, piece: _Piece) -> int:
@@ -228,9 +238,18 @@ def _in_parts(a: Tensor, b: Tensor, most: int) -> dict[str, Measure | Flag]:
     return {name: measure.reshape(a.shape[:-1]) for name, measure in found.items()}
 
 
-def _newest(tensor: Tensor, length: int) -> Tensor:
-    held = tensor.shape[2]
-    return tensor if held == length else tensor[:, :, held - length :]
+def _newest(tensors: Sequence[Tensor], length: int, size: tuple[int, int]) -> Tensor:
+    """The newest so many positions of several layers of several tensors, ``[tensor, layer, batch, kv_head, position, ...]``."""
+    return torch.stack([t if t.shape[2] == length else t[:, :, t.shape[2] - length :] for t in tensors]).unflatten(0, size)
+
+
+def _by_position(tensor: Tensor, rows: Tensor | None, end: int) -> tuple[Tensor, Tensor | None]:
+    """Keys or values with a row for each of ``end`` positions where rows were let go of, and which of them are held."""
+    if rows is None:
+        return tensor, None
+    whole = tensor.new_zeros(*tensor.shape[:2], end, tensor.shape[3])
+    held = torch.zeros(whole.shape[:3], dtype=torch.bool, device=tensor.device)
+    return whole.scatter(2, rows[..., None].expand_as(tensor), tensor), held.scatter(2, rows, True)
 
 
 def _stacked(rows: Sequence[Tensor], widest: int) -> Tensor:

@@ -44,12 +44,11 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
         raise InputError(
             f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
         )
-    thinned = next((trace for trace in (a, b) if any(site == ROWS for site, _ in trace.records)), None)
-    if thinned is not None:
-        raise InputError(
-            f"path {thinned.path} lets go of rows, so the caches and patterns of its trace cannot be lined up by position: "
-            "compare the paths with compare(), or record neither."
-        )
+    thinned = {
+        side: trace for side, trace in zip("ab", (a, b), strict=True) if any(site == ROWS for site, _ in trace.records)
+    }
+    for trace in thinned.values():
+        _check_rows(trace)
     if a.logits is None or b.logits is None:
         raise InputError("a trace holds no logits: run it with logits='keep'.")
     count = min(len(a.tokens), len(b.tokens))
@@ -72,9 +71,21 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
         "strategy": a.provenance.get("strategy", "unknown"),
         "provenance_b": b.provenance,
         "derived": sorted({*a.derived, *b.derived} & {"pattern"}),
+        "lets_go": list(thinned),
     }
     chosen = (np.asarray(a.tokens[:count]), np.asarray(b.tokens[:count]))
     return of_example(0, "0", a.prompt, differences.frames([0]), chosen, ("", ""), about)
+
+
+def _check_rows(trace: Trace) -> None:
+    """Refuses a trace of a path that lets go of rows where it does not say of which, or of too few heads to tell whose."""
+    newest = any(kept[0].dim() == 1 for (site, _), kept in trace.records.items() if site == ROWS and kept)
+    if newest or ((trace.heads or trace.kv_heads) and any(site == "pattern" for site, _ in trace.records)):
+        how = "with positions='all'" if newest else "with every head"
+        raise InputError(
+            f"path {trace.path} lets go of rows, so the caches and patterns of its trace cannot be lined up by position: "
+            f"record it {how}, or compare the paths with compare()."
+        )
 
 
 def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
@@ -83,6 +94,8 @@ def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
     index = trace.steps.index(step)
     seen = {}
     for (site, layer), kept in trace.records.items():
+        if site == ROWS:
+            seen[site, layer] = kept[index][None]
         if site not in COMPARED:
             continue
         # A cache is compared whole, everything else at the newest position.
@@ -91,6 +104,10 @@ def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
             tensor = tensor.select(layout.rows, -1)
         if tensor.dim() == layout.dimensions - (not whole):
             seen[site, layer] = tensor
+        if site == "pattern" and (ROWS, layer) in trace.records:
+            rows = trace.records[ROWS, layer][index][None]
+            whole = tensor.new_zeros(*tensor.shape[:2], len(trace.prompt) + step)
+            seen[site, layer] = whole.scatter(2, rows.repeat_interleave(tensor.shape[1] // rows.shape[1], 1), tensor)
     return seen
 
 

@@ -4,6 +4,7 @@
 ``dynamic``                 the cache that the model makes by itself; what is run unless another is asked for
 ``static``, ``static(N)``   transformers' StaticCache, with room for what is run, or for N positions
 ``quantized(4)``            transformers' QuantizedCache; ``quantized(4,hqq)`` and ``quantized(8,fp8)`` name the backend
+``offloaded``               the model's own DynamicCache, whose layers wait in the host's memory; on a GPU alone
 ``preallocated``            kvinterp's own store, which grows in place, where it was seen to give the same bits as
                             ``dynamic``; else ``dynamic`` is run, and the result says so
 ``package.module:Name``     a class or function that makes a transformers cache
@@ -32,6 +33,7 @@ __all__ = [
     "Dynamic",
     "KVStore",
     "MadeBy",
+    "Offloaded",
     "OwnCache",
     "Preallocated",
     "Quantized",
@@ -143,6 +145,9 @@ class CacheKind:
         """
         raise NotImplementedError
 
+    def check(self, device: torch.device) -> None:
+        """Raises UnsupportedError where it cannot be used on a device."""
+
     def __str__(self) -> str:
         """The text form used on the command line and in tables."""
         return spec.text_of(self)
@@ -162,6 +167,25 @@ class Dynamic(CacheKind):
 @dataclasses.dataclass(frozen=True)
 class Preallocated(Dynamic):
     """kvinterp's own store, where it was seen on this machine to give the bits of the model's own cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Offloaded(CacheKind):
+    """transformers' DynamicCache with ``offloading``: a layer's keys and values are on the GPU only while it runs."""
+
+    def check(self, device: torch.device) -> None:
+        """Refuses every device but a GPU."""
+        if device.type != "cuda":
+            raise UnsupportedError(
+                f"cache=offloaded moves keys and values between a GPU and the host, and the model is on {device.type}: leave it "
+                "out, or load the model on cuda."
+            )
+
+    def make(self, config: Any, capacity: int) -> Any:
+        """A DynamicCache that offloads every layer."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=config, offloading=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +307,7 @@ class MadeBy(CacheKind):
         return f"{self.factory.__module__}:{getattr(self.factory, '__qualname__', type(self.factory).__qualname__)}"
 
 
-CACHE_KINDS: dict[str, type[CacheKind]] = spec.named(Dynamic, Preallocated, Static, Quantized)
+CACHE_KINDS: dict[str, type[CacheKind]] = spec.named(Dynamic, Preallocated, Offloaded, Static, Quantized)
 
 
 def cache_named(given: Any) -> CacheKind:
@@ -306,7 +330,11 @@ def cache_named(given: Any) -> CacheKind:
     if ":" in given:
         return MadeBy(_imported(given))
     return spec.read(
-        "cache", given, CACHE_KINDS, "A class or function is given as package.module:Name, a dtype as float32."
+        "cache",
+        given,
+        CACHE_KINDS,
+        "A class or function is given as package.module:Name, a dtype as float32; a model's own sliding windows are in dynamic "
+        "and static, and a window over another model is the policy sinks(0,N).",
     )
 
 

@@ -256,6 +256,7 @@ class NativeAdapter(OnTransformersCache):
             raise UnsupportedError(
                 f"cache={kind} cannot be used: {self.facts.architecture} keeps its memory in a form of its own; leave it out."
             )
+        kind.check(self.device)
         if self._plain_cache is None:
             self._plain_cache = self._plain()
         return TransformersCache.of(kind, text_config(self.model), capacity, self._plain_cache)

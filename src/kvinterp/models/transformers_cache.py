@@ -165,8 +165,22 @@ class TransformersCache:
     def append(
         self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
     ) -> KeysValues:
-        """What transformers' update does."""
-        return self._update(keys, values, layer, *more, **named)
+        """What transformers' update does.
+
+        Raises:
+            UnsupportedError: A quantised layer cannot take keys and values of this shape.
+        """
+        try:
+            return self._update(keys, values, layer, *more, **named)
+        except ValueError as error:
+            # A backend has group sizes of its own. Whatever else a user's cache raises is the user's to see.
+            if not any(isinstance(held, BaseQuantizedLayer) for held in self.dressed.layers):
+                raise
+            (heads, rows, width), why = keys.shape[1:], str(error).rstrip(".")
+            raise UnsupportedError(
+                f"a {self.name} cannot keep {rows} positions of {heads} KV heads of {width} numbers ({why}): give a prompt of "
+                "another length, or cache=quantized(8,fp8)."
+            ) from error
 
     def held(self, layer: int) -> KeysValues | None:
         """The layer's own tensors; a quantised layer has none that hold everything."""
@@ -186,9 +200,10 @@ class TransformersCache:
         Raises:
             UnsupportedError: It is another cache.
         """
-        if type(self.dressed) is not DynamicCache or not is_attention_only(self.dressed):
+        if type(self.dressed) is not DynamicCache or not is_attention_only(self.dressed) or self.dressed.offloading:
+            name = "an offloaded cache" if self.dressed.offloading else f"a {self.name}"
             raise UnsupportedError(
-                f"{kind} lets go of rows, and a {self.name} cannot: leave the cache out of the path, or use a model whose "
+                f"{kind} lets go of rows, and {name} cannot: leave the cache out of the path, or use a model whose "
                 "layers all keep plain keys and values."
             )
         self.dressed.layers = [ThinnedLayer() for _ in self.dressed.layers]

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.caches import OwnCache, Preallocated
+from kvinterp.models.taps import hooks_suspended
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.paths.store import Growing, PassThrough, ReadListener, Store, policy_listeners
@@ -98,7 +99,13 @@ def own_store(
         store = growing_store(adapter, path, batch, length, room, hooks)
         store.name = "the model's own state"
         return store
-    return _store(adapter, path, batch, length, hooks, own)
+    store = _store(adapter, path, batch, length, hooks, own)
+    if path.policy.evicts and scores_by_row(adapter):
+        raise UnsupportedError(
+            f"policy {path.policy} lets go of rows, and {facts.architecture} scores a key by the number of its row (ALiBi, or "
+            "another bias for distance), which would then be another's: leave the policy out, or use a model with RoPE."
+        )
+    return store
 
 
 def growing_store(
@@ -115,7 +122,7 @@ def _store(
     prefill = length if path.form == "cached" and path.prefill == "exact" else 0
     dtype, reads = path.kernels.compute_dtype(adapter.dtype), _told(path, hooks)
     keeps = dtype_named(path.cache_dtype)
-    return Store(adapter.facts, path.policy, batch, dtype, adapter.device, reads, memory, keeps, prefill)
+    return Store(adapter.facts, path.policy, batch, dtype, adapter.device, reads, memory, keeps, prefill, length)
 
 
 def uncached(
@@ -143,7 +150,46 @@ def uncached(
     if isinstance(before, PassThrough) and before.used and not path.policy.acts:
         return before
     reads = _told(path, hooks)
-    return PassThrough(adapter.facts, path.policy, tokens.shape[0], adapter.dtype, adapter.device, reads)
+    batch, length = tokens.shape
+    return PassThrough(adapter.facts, path.policy, batch, adapter.dtype, adapter.device, reads, prompt=length)
+
+
+# Whether rows may be let go of -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def scores_by_row(adapter: Adapter) -> bool:
+    """Whether attention minds the number of a key's row besides what the row holds, as a bias for distance does.
+
+    Asked of the model and not of its config, which each architecture writes its own way. Of a few rows with keys of zeros all
+    have the same score; so it does not matter which of them is the only one that has values, unless its number does.
+
+    Args:
+        adapter: The model; what is found is kept for it.
+    """
+    known = ("scores by row", 0, 0, 0)
+    if known not in adapter.checked_caches:
+        facts = adapter.facts
+        count = max(min(16, facts.context - 1, *(window - 1 for window in facts.windows if window is not None)), 2)
+        tokens = (torch.arange(count + 1, device=adapter.device)[None] * 7 + 3) % facts.vocabulary
+
+        def logits(row: int | None) -> Tensor:
+            store = own_store(adapter, ExecutionPath(), 1, count, 1, ())
+            adapter.forward(tokens[:, :count], store)
+            for layer in range(facts.layers):
+                keys, values = store.held(layer)
+                newest = values[:, :, -1] * count
+                keys.zero_(), values.zero_()
+                if row is not None:
+                    values[:, :, row] = newest
+            return adapter.forward(tokens[:, count:], store).double()
+
+        with adapter.own_state({}), hooks_suspended(adapter.model):
+            none, first, last = map(logits, (None, 0, count - 1))
+        # Softmax gives equal scores equal weights, so that but for rounding nothing is left of the difference.
+        effect = torch.maximum((first - none).abs().max(), (last - none).abs().max())
+        adapter.checked_caches[known] = bool((first - last).abs().max() > effect / 16)
+    return adapter.checked_caches[known]
 
 
 def _told(path: ExecutionPath, hooks: Sequence[PathHook]) -> list[ReadListener]:

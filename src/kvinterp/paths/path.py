@@ -116,9 +116,9 @@ def Cached(  # noqa: N802  # reads as the noun it makes
         cache_dtype: What the cache keeps; the compute dtype unless said.
         chunk: Most tokens in one prefill forward.
         kernels: A kernel mode, such as ``"batch_invariant"`` or ``SplitK(4, "float16")``.
-        cache: ``"dynamic"`` (the model's own), ``"static"``, ``"static(256)"``, ``"quantized(4)"``, ``"preallocated"``; or a
-            class of transformers caches, or a function that makes a new one of those of ``config`` and ``max_cache_len``
-            that it takes.
+        cache: ``"dynamic"`` (the model's own), ``"static"``, ``"static(256)"``, ``"quantized(4)"``, ``"offloaded"``,
+            ``"preallocated"``; or a class of transformers caches, or a function that makes a new one of those of ``config`` and
+            ``max_cache_len`` that it takes.
         prefill: ``"exact"``: the prefill reads what it computes; ``"stored"``: what the cache keeps of it.
         refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix; default: never.
     """

@@ -128,6 +128,7 @@ class Store:
         cache_dtype: Dtype that is kept, if another than the keys and values come in.
         prefill: Positions in whose forwards attention reads keys and values as they were computed; 0 where it always reads
             what is kept.
+        prompt: Positions of the prompt, as policies are told them; 0 where they are not known.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Store:
         memory: OwnCache | None = None,
         cache_dtype: torch.dtype | None = None,
         prefill: int = 0,
+        prompt: int = 0,
     ) -> None:
         policy.check(facts.layers)
         self.facts, self.policy, self.listeners = facts, policy.start(facts), listeners
@@ -149,7 +151,7 @@ class Store:
         self.own = None if self.memory.dressed is None else self.memory
         self.name = self.memory.name
         self.dressed: Any = None
-        self.cache_dtype, self.prefill = cache_dtype, prefill
+        self.cache_dtype, self.prefill, self.prompt = cache_dtype, prefill, prompt
         self._empty = torch.empty(batch, facts.kv_heads, 0, facts.head_dim, dtype=dtype, device=device)
         self._lengths: dict[int, int] = {}
         self._computed: dict[int, KeysValues] = {}
@@ -189,7 +191,9 @@ class Store:
         if self._idle:
             read = self.memory.append(layer, keys, values, window, *more, **named)
             return read[0].to(keys.dtype), read[1].to(keys.dtype)
-        kept = self.policy.write(keys, values, Place(layer, begun, stop, self.facts.cached_keys_rotated))
+        kept = self.policy.write(
+            keys, values, Place(layer, begun, stop, self.facts.cached_keys_rotated, prompt=self.prompt)
+        )
         if self.cache_dtype is not None:
             kept = kept[0].to(self.cache_dtype), kept[1].to(self.cache_dtype)
         handed = self.memory.append(layer, *kept, window, *more, **named)
@@ -269,11 +273,11 @@ class Store:
     def _place(self, layer: int, stop: int, filled: int) -> Place:
         rotated, rows = self.facts.cached_keys_rotated, self._rows.get(layer)
         if rows is not None:
-            return Place(layer, int(rows.min()), stop, rotated, rows=rows)
+            return Place(layer, int(rows.min()), stop, rotated, rows=rows, prompt=self.prompt)
         window = self.facts.windows[layer]
         # A cache that a user brings may let go of positions, and does not say of which.
         known = filled >= (stop if window is None else min(stop, window))
-        return Place(layer, stop - filled, stop, rotated, known)
+        return Place(layer, stop - filled, stop, rotated, known, prompt=self.prompt)
 
     def _as_computed(self, layer: int, new: Pair, kept: Pair, handed: Pair, filled: int) -> Pair:
         """Keys and values of a prefill as they were computed, laid out in memory as the cache hands them over."""

@@ -33,6 +33,7 @@ class Place:
         rows: The absolute position of each row, where a policy may have let go of some: they need no longer be all from start
             to stop, and each sequence and KV head may have kept others. None where none can be missing.
         heads: The KV heads that the tensors hold; empty for all.
+        prompt: Positions of the pass's prompt, whose forwards come before all others; 0 where that is not known.
     """
 
     layer: int
@@ -42,6 +43,7 @@ class Place:
     known: bool = True
     rows: Int[Tensor, "batch kv_head row"] | None = dataclasses.field(default=None, compare=False)
     heads: tuple[int, ...] = ()
+    prompt: int = dataclasses.field(default=0, compare=False)
 
     @property
     def positions(self) -> Int[Tensor, "*batch_and_kv_head row"]:
@@ -102,6 +104,15 @@ class Policy:
             None where it stores what it is given in the cache's own dtype.
         """
         return None
+
+    def rows_stored(self, prompt: int, seen: int) -> int:
+        """Rows held in each layer and KV head once a forward is over.
+
+        Args:
+            prompt: Positions of the prompt.
+            seen: Positions so far, the prompt's among them.
+        """
+        return seen
 
     def check(self, layers: int) -> None:
         """Raises InputError where the policy names a layer that a model of so many has not; the base names none."""
@@ -330,6 +341,10 @@ class Chain(Policy):
     def sites(self) -> tuple[str, ...]:
         """What any of them wants."""
         return tuple(dict.fromkeys(site for part in self.parts for site in part.sites))
+
+    def rows_stored(self, prompt: int, seen: int) -> int:
+        """Those of the one that keeps the fewest."""
+        return min((part.rows_stored(prompt, seen) for part in self.parts), default=seen)
 
     def see(self, site: str, tensor: Tensor, place: Place) -> None:
         """Shows it to those that asked for it."""

@@ -12,6 +12,7 @@ from kvinterp import metrics
 from kvinterp.reading.numbers import counted, most, number, prompts_said, share
 from kvinterp.reading.results import decoded, drift_medians, kind_of, leading, model_of, place_of, site_of, with_protocol
 from kvinterp.reading.vocabulary import PROTOCOLS
+from kvinterp.reading.where import let_go
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -202,13 +203,17 @@ def attention_said(main: Sequence[Result]) -> Said | None:
 
 def kv_said(main: Sequence[Result]) -> Said:
     """Of how far apart K and V are, position by position."""
+    gone = {", ".join(place_of(r)): let_go(r.comparison) for r in leading(main)}
     done = [
-        "K and V of every position, as attention reads them, were compared at every step, layer and KV head. The figure "
-        "shows the prompt that decoded the most tokens, averaged over steps and KV heads; white is no difference at all."
+        "K and V of every position that both paths hold, as attention reads them, were compared at every step, layer and KV "
+        "head. The figure shows the prompt that decoded the most tokens, averaged over steps and KV heads; white is no "
+        "difference at all" + (", and hatched what they both held at no step from 1 on" if any(gone.values()) else "") + "."
     ]
     found = {", ".join(place_of(r)): _kv(r.comparison) for r in leading(main) if not r.comparison.kv_positions.empty}
     seen = [f"{who}: {said}." for who, said in found.items() if said]
-    return done, ["Counted over all prompts, steps from 1 on, layers and KV heads:", *seen] if seen else []
+    if seen:
+        seen.insert(0, "Counted over all prompts, steps from 1 on, layers and KV heads:")
+    return done, [*seen, *(f"{who}: {line}" for who, lines in gone.items() for line in lines)]
 
 
 def _kv(comparison: Comparison) -> str:

@@ -49,17 +49,24 @@ def attention_title(table: pd.DataFrame, derived: str = "") -> str:
     return f"attention differs most in {place} ({short(largest)} nats){derived}"
 
 
-def kv_title(means: pd.Series, prompt: int) -> str:
-    """Of K and V by position; ``means`` are mean errors by tensor, layer and position, ``prompt`` the prompt's length."""
+def kv_title(means: pd.Series, prompt: int, of: str = "") -> str:
+    """Of K and V by position.
+
+    Args:
+        means: Mean errors by tensor, layer and position.
+        prompt: The prompt's length.
+        of: Of which K and V, where not of all.
+    """
     positions = means.index.get_level_values("position")
     inside, decoded = means[positions < prompt], means[positions >= prompt]
+    where = f", {of}," if of else ""
     if not (means > 0).any():
-        return "K and V are exactly equal everywhere in this prompt and what it decoded"
+        return f"K and V{where} are exactly equal everywhere in this prompt and what it decoded"
     said: list[str] = []
     for name, part in (("this prompt's", inside), ("decoded", decoded)):
         if len(part):
             differ = (
                 f"differ by {short(part.mean())} on average over positions" if (part > 0).any() else "are exactly equal"
             )
-            said.append(f"{name} {'K and V' if not said else 'ones'} {differ}")
+            said.append(f"{name} {f'K and V{where}' if not said else 'ones'} {differ}")
     return ", ".join(said)

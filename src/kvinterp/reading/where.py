@@ -8,12 +8,12 @@ import pandas as pd
 
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
-from kvinterp.reading.numbers import machine_of, most, over_prompts, prompts_said
+from kvinterp.reading.numbers import machine_of, most, over_prompts, prompts_said, share
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
 
-__all__ = ["where"]
+__all__ = ["let_go", "where"]
 
 _STREAMS = {"resid_pre", "resid_mid", "resid_post"}
 
@@ -39,7 +39,7 @@ def where(comparison: Comparison) -> list[str]:
     differing, machine = same[same["max_abs_logit"] > 0], machine_of(about)
     if differing.empty and len(same) == len(steps) and not same["flipped"].any():
         equal = f"bitwise equal at all {len(steps)} steps of {prompts_said(count)}, on {machine}."
-        return [f"{head}: {equal}", TO_SEE_A_DIFFERENCE, *out]
+        return [f"{head}: {equal}", *(let_go(comparison) or [TO_SEE_A_DIFFERENCE]), *out]
     after = steps.drop(same.index)
     flips = int(steps.groupby("example")["flipped"].any().sum())
     split = not after.empty
@@ -58,7 +58,26 @@ def where(comparison: Comparison) -> list[str]:
         f"Mean KL of a prompt{' up to its flip' * split}: {over_prompts(same.groupby('example')['kl'].mean())}.",
     ]
     measured = f"Measured on {machine}; other kernels add in other orders, so other numbers are to be expected there."
-    return [*lines, *_places(comparison), measured]
+    return [*lines, *_places(comparison), *let_go(comparison), measured]
+
+
+def let_go(comparison: Comparison) -> list[str]:
+    """How many rows of the cache each path had let go of by the last step, of those whose policy lets go of rows."""
+    rows, lines = comparison.kv_steps, []
+    last = rows[rows["step"] == rows.groupby("example")["step"].transform("max")]
+    last = last[last["tensor"] == last["tensor"].min()]
+    context = last["example"].map(comparison.examples.set_index("example")["prompt_tokens"]) + last["step"]
+    for side in comparison.about.get("lets_go", ()) if len(last) else ():
+        gone, of = int(last[f"let_go_{side}"].sum()), int(context.sum())
+        over = f"counted over the layers and KV heads of {prompts_said(last['example'].nunique())}"
+        said = (
+            f"had let go of {share(gone, of)} of its rows by the last step ({gone} of {of}, {over}); K and V are compared on the "
+            "rows that both paths hold."
+            if gone
+            else f"let go of no row by the last step: it had room for all {of}, {over}."
+        )
+        lines.append(f"{comparison.about['paths'][side]} {said}")
+    return lines
 
 
 def _places(comparison: Comparison) -> list[str]:

@@ -63,14 +63,15 @@ class SiteHook(PathHook):
         wanted: The sites.
         positions: ``"all"``, or ``"newest"`` where :meth:`see` keeps the newest row alone, so that no other is derived.
         rows: ``"whole"`` where :meth:`see` lines keys up by position: patterns are then shown over all positions, and the cache
-            sites not at all where a policy let go of rows; ``"any"`` where it keeps the rows' positions besides.
+            sites not at all where a policy let go of rows; ``"said"`` where it lines the cache sites up by the rows that a
+            :class:`Place` names; ``"any"`` where it takes patterns too as they are.
 
     Raises:
         UnsupportedError: This kind of model cannot give a site.
     """
 
     def __init__(self, adapter: Adapter, wanted: Iterable[Site], positions: str = "all", rows: str = "whole") -> None:
-        self._newest, self._whole = positions == "newest", rows == "whole"
+        self._newest, self._line_up, self._whole = positions == "newest", rows != "any", rows == "whole"
         self.listeners: dict[Site, Listener] = {}
         self._reads: dict[int, list[str]] = {}
         self._keys_before_rope: dict[int, list[Tensor]] = {}
@@ -105,7 +106,7 @@ class SiteHook(PathHook):
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Hears what attention is about to read from the store; changes nothing."""
-        if self._whole and place.rows is not None:
+        if self._line_up and place.rows is not None:
             self._rows[place.layer] = place
         for site in self._reads.get(place.layer, ()):
             (place.check_whole if self._whole else place.check_known)(site)

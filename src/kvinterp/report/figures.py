@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
 
@@ -235,14 +235,20 @@ def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
     prompt = int(comparison.examples.set_index("example")["prompt_tokens"].loc[example])
     frame = every[every["example"] == example]
     means = mean_error(frame, ("tensor", "layer", "position"))
+    of = "where both paths hold them" if comparison.about.get("lets_go") else ""
     tensors = [name for name in ("K", "K before RoPE", "V") if (frame["tensor"] == name).any()]
     panels = np.atleast_1d(target.subplots(len(tensors), 1, sharex=True))
     norm = log_norm(means.to_numpy())
     for axes, tensor in zip(panels, tensors, strict=True):
         table = means[tensor].unstack()
+        table = table.reindex(columns=range(table.columns.min(), table.columns.max() + 1))
         layers, positions = table.index, table.columns
         extent = (positions[0] - 0.5, positions[-1] + 0.5, -0.5, len(layers) - 0.5)
-        image = mapped(axes, table.to_numpy(), norm, extent=extent)
+        # White on hatched: where nothing is drawn no row was held by both.
+        axes.patch.set(hatch="//////", facecolor="#ededed", edgecolor="#a0a0a0", linewidth=0)
+        mapped(axes, np.where(table.isna(), np.nan, 1.0), None, ListedColormap(["#ffffff"]), extent=extent)
+        errors = np.ma.masked_where(~(table.to_numpy() > 0), table.to_numpy())
+        image = mapped(axes, errors, norm, colormaps[CMAP], extent=extent)
         axes.axvline(prompt - 0.5, color="#ffffff", linewidth=2.2)
         axes.axvline(prompt - 0.5, color="#000000", linewidth=1.1, linestyle=(0, (3, 1.5)))
         for spine in axes.spines.values():
@@ -254,7 +260,7 @@ def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
     panels[-1].set_xlabel(f"absolute cache position (example {example}; dashes: the prompt's {prompt} tokens end)")
     if (means > 0).any():
         color_bar(target, image, panels, "mean relative error\n(log scale; white is exactly 0)")
-    place_title(panels[0], _led(label, kv_title(means, prompt)), beside=0.7)
+    place_title(panels[0], _led(label, kv_title(means, prompt, of)), beside=0.7)
 
 
 _DRAWN = {

@@ -1,0 +1,56 @@
+"""Heavy hitters: the rows that were attended to most so far, and the newest."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvinterp.policies.base import Place
+from kvinterp.policies.scored import Scored, share
+
+__all__ = ["H2O"]
+
+
+@dataclasses.dataclass(frozen=True)
+class H2O(Scored):
+    """Keeps in each KV head the rows with the largest attention summed over all queries so far, and the newest rows.
+
+    The sum favours old rows, which more queries saw. kvpress's ObservedAttentionPress divides by the number of queries, and
+    lets go of rows once, after the prompt.
+
+    Attributes:
+        heavy_ratio: Rows kept for their sum, as a share of the prompt.
+        recent_ratio: Newest rows kept besides, as a share of the prompt; one at least.
+    """
+
+    SOURCE: ClassVar[str] = "H2O (arXiv 2306.14048): a fifth of the cache, half of it heavy hitters and half recent"
+
+    heavy_ratio: float = 0.1
+    recent_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        share(self, "heavy_ratio")
+        share(self, "recent_ratio")
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """What attention reads."""
+        return ("pattern",)
+
+    def room(self, prompt: int) -> int:
+        """Both budgets."""
+        return int(self.heavy_ratio * prompt + 1e-9) + self.newest(prompt)
+
+    def newest(self, prompt: int) -> int:
+        """The recent budget."""
+        return max(1, int(self.recent_ratio * prompt + 1e-9))
+
+    def heard(self, before: Tensor, weights: Tensor, place: Place) -> Tensor:
+        """Adds what every query of this forward gave."""
+        return before + weights.sum(2)
+
+    def scores(self, keys: Tensor, values: Tensor, remembered: Tensor) -> Tensor:
+        """The sums."""
+        return remembered

@@ -1,0 +1,31 @@
+"""Knorm: the rows with the shortest keys, which tend to be attended to most."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvinterp.policies.scored import Budgeted
+
+__all__ = ["Knorm"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Knorm(Budgeted):
+    """Keeps in each KV head, once, the rows of the prompt with the shortest keys; every row of the answer stays.
+
+    RoPE turns a key and keeps its length, so that it does not matter on which side of it a model caches keys.
+    """
+
+    SOURCE: ClassVar[str] = "Devoto et al. (arXiv 2406.11430); kvpress KnormPress"
+
+    @property
+    def goes_on(self) -> bool:
+        """It compresses the prompt alone."""
+        return False
+
+    def scores(self, keys: Tensor, values: Tensor, remembered: Tensor) -> Tensor:
+        """Minus the length of the key."""
+        return -keys.norm(dim=-1)

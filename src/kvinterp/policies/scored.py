@@ -1,0 +1,161 @@
+"""What policies share that keep the rows with the largest scores: how many stay, what attention showed, and which they are."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvinterp.errors import InputError
+from kvinterp.inputs import check_number
+from kvinterp.models.adapter import Facts
+from kvinterp.policies.base import Place, Policy
+from kvinterp.spec import name_of
+
+__all__ = ["Budgeted", "Scored", "rows_left", "share"]
+
+
+def share(policy: Policy, field: str, least: float = 0.0) -> float:
+    """A field of a policy, where it is a share from ``least`` up to, and not reaching, 1.
+
+    Raises:
+        InputError: It is something else.
+    """
+    given = getattr(policy, field)
+    number = check_number(f"{field} of policy {name_of(type(policy))!r}", given)
+    if not least <= number < 1:
+        raise InputError(
+            f"policy {name_of(type(policy))!r} has {field}={given}: expected a share from {least:g} up to, and not reaching, 1."
+        )
+    return number
+
+
+def rows_left(rows: int, compression_ratio: float) -> int:
+    """How many of so many rows stay, as kvpress counts them: the whole part of ``rows * (1 - compression_ratio)``, at least 1."""
+    # 100 * (1 - 0.9) is 9.999999999999998 in float64, and means 10.
+    return max(1, int(rows * (1 - compression_ratio) + 1e-9))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored(Policy, abc.ABC):
+    """A policy that lets go of the rows with the smallest scores, in each KV head on its own; of equal scores the newer go.
+
+    A policy that derives from it writes :meth:`room` and :meth:`scores`, and :meth:`heard` where scores rest on attention.
+    """
+
+    @property
+    def evicts(self) -> bool:
+        """It does: its twin does what is written here."""
+        return True
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it lets go of rows at every step; else once, when the prompt is whole, and every later row stays."""
+        return True
+
+    def start(self, facts: Facts) -> Policy:
+        """A twin that remembers what attention showed."""
+        return _Running(self, facts.kv_heads)
+
+    @abc.abstractmethod
+    def room(self, prompt: int) -> int:
+        """Rows that stay in each layer and KV head, of a prompt of so many positions."""
+
+    def rows_stored(self, prompt: int, seen: int) -> int:
+        """The room, and where only the prompt is compressed all that came later."""
+        room = self.room(prompt)
+        return min(seen, room if self.goes_on else room + max(seen - prompt, 0))
+
+    def newest(self, prompt: int) -> int:
+        """Rows at the end that stay whatever their scores are."""
+        return 0
+
+    def heard(
+        self,
+        before: Float[Tensor, "batch kv_head row"],
+        weights: Float[Tensor, "batch kv_head query row"],
+        place: Place,
+    ) -> Float[Tensor, "batch kv_head row"]:
+        """What is remembered of each row, once a forward was heard.
+
+        Args:
+            before: What was remembered before it, 0 of new rows.
+            weights: The forward's attention probabilities, averaged over the query heads of each KV head.
+            place: Where; its last query is at position ``place.stop - 1``.
+        """
+        return before
+
+    @abc.abstractmethod
+    def scores(
+        self, keys: Tensor, values: Tensor, remembered: Float[Tensor, "batch kv_head row"]
+    ) -> Float[Tensor, "batch kv_head row"]:
+        """The scores of the rows held.
+
+        Args:
+            keys: ``[batch, kv_head, row, head_dim]``.
+            values: The same of values.
+            remembered: What :meth:`heard` gave last; 0 where it was not heard.
+        """
+
+
+class _Running(Policy):
+    """A rule in motion: what is remembered of each absolute position, by layer."""
+
+    def __init__(self, rule: Scored, heads: int) -> None:
+        self.rule, self.heads = rule, heads
+        self.remembered: dict[int, Tensor] = {}
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return self.rule.sites
+
+    def see(self, site: str, tensor: Tensor, place: Place) -> None:
+        weights = tensor.unflatten(1, (self.heads, -1)).mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
+        at = _at(place, weights[:, :, 0])
+        before = self._remembered(weights[:, :, 0], place)
+        self.remembered[place.layer].scatter_(2, at, self.rule.heard(before, weights, place))
+
+    def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, "batch kv_head kept"] | None:
+        prompt, rows = place.prompt or place.stop, keys.shape[2]
+        room = self.rule.room(prompt)
+        if rows <= room or (place.stop != prompt and not self.rule.goes_on):
+            return None
+        scores = self.rule.scores(keys, values, self._remembered(keys[..., 0], place))
+        scores = scores.masked_fill(torch.arange(rows, device=scores.device) >= rows - self.rule.newest(prompt), torch.inf)
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :room]
+
+    def _remembered(self, like: Tensor, place: Place) -> Tensor:
+        """What is remembered of the rows held, and room for those of positions to come."""
+        held = self.remembered.get(place.layer)
+        if held is None:
+            held = like.new_zeros(*like.shape[:2], 0, dtype=torch.promote_types(like.dtype, torch.float32))
+        if held.shape[2] < place.stop:
+            # Twice what is needed, so that it is moved a few times in a long decode and not at every step.
+            held = self.remembered[place.layer] = pad(held, (0, 2 * place.stop - held.shape[2]))
+        return held.gather(2, _at(place, like))
+
+
+def _at(place: Place, like: Tensor) -> Tensor:
+    return place.positions.to(like.device).expand(*like.shape[:2], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Budgeted(Scored, abc.ABC):
+    """A scored policy whose rows are counted by kvpress's one field.
+
+    Attributes:
+        compression_ratio: Share of the prompt's rows that is let go of. kvpress's default 0.0 lets go of none.
+    """
+
+    compression_ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        share(self, "compression_ratio")
+
+    def room(self, prompt: int) -> int:
+        """The rest of the prompt's rows."""
+        return rows_left(prompt, self.compression_ratio)

@@ -1,0 +1,50 @@
+"""Attention sinks and a window: the first rows and the newest stay, whatever is in between."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvinterp.inputs import check_whole
+from kvinterp.policies.base import Place, Policy
+
+__all__ = ["Sinks"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sinks(Policy):
+    """Keeps the first positions and the newest, at every step; a window alone has ``sinks=0``.
+
+    StreamingLLM besides numbers the rows that are left anew, 0, 1, 2, ..., and turns their keys by these numbers. This does
+    not: every key stays turned by the position of its token, as with kvpress's StreamingLLMPress without KeyRerotationPress.
+    So a text longer than the model's context stays out of reach.
+
+    Attributes:
+        sinks: The first rows, kvpress's ``n_sink``.
+        window: The newest rows.
+    """
+
+    SOURCE: ClassVar[str] = "StreamingLLM (arXiv 2309.17453), 4 and 1020 rows; it also renumbers positions, this does not"
+
+    sinks: int = 4
+    window: int = 1020
+
+    def __post_init__(self) -> None:
+        check_whole("sinks of policy 'sinks'", self.sinks, 0)
+        check_whole("window of policy 'sinks'", self.window)
+
+    def rows_stored(self, prompt: int, seen: int) -> int:
+        """Both, once the text is longer."""
+        return min(seen, self.sinks + self.window)
+
+    def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, " kept"] | None:
+        """The first rows and the last."""
+        count = keys.shape[2]
+        if count <= self.sinks + self.window:
+            return None
+        rows = torch.arange(count, device=keys.device)
+        return torch.cat([rows[: self.sinks], rows[count - self.window :]])

@@ -1,0 +1,70 @@
+"""SnapKV: the rows of the prompt that its last queries attend to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, pad
+
+from kvinterp.errors import InputError
+from kvinterp.inputs import check_whole
+from kvinterp.policies.base import Place
+from kvinterp.policies.scored import Budgeted
+
+__all__ = ["Snapkv"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapkv(Budgeted):
+    """Keeps, once, the prompt's last rows and those of the others that their queries attend to most, pooled along the text.
+
+    Every row of the answer stays. The window is never cut, so a prompt that is no longer stays whole. The attention of a KV
+    head's query heads is averaged, as in kvpress; the original repeats K and V, and chooses rows for each query head.
+
+    Attributes:
+        window_size: The last queries of the prompt, whose attention decides.
+        kernel_size: Rows that a score is averaged over; 1 for no pooling.
+    """
+
+    SOURCE: ClassVar[str] = "SnapKV (arXiv 2404.14469), average pooling; kvpress SnapKVPress"
+
+    window_size: int = 64
+    kernel_size: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("window_size of policy 'snapkv'", self.window_size)
+        if check_whole("kernel_size of policy 'snapkv'", self.kernel_size) % 2 == 0:
+            raise InputError(f"policy 'snapkv' has kernel_size={self.kernel_size}: expected an odd number of rows.")
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """What attention reads."""
+        return ("pattern",)
+
+    @property
+    def goes_on(self) -> bool:
+        """It compresses the prompt alone."""
+        return False
+
+    def room(self, prompt: int) -> int:
+        """The budget, of which the window is a part."""
+        return max(super().room(prompt), self.window_size)
+
+    def newest(self, prompt: int) -> int:
+        """The window."""
+        return self.window_size
+
+    def heard(self, before: Tensor, weights: Tensor, place: Place) -> Tensor:
+        """Adds what those of this forward's queries gave that lie in the window."""
+        queries = weights.shape[2]
+        first = (place.prompt or place.stop) - self.window_size - (place.stop - queries)
+        return before + weights[:, :, max(first, 0) :].sum(2)
+
+    def scores(self, keys: Tensor, values: Tensor, remembered: Tensor) -> Tensor:
+        """The pooled sums of the rows before the window; those of the window are not asked for."""
+        before = remembered[..., : -self.window_size]
+        pooled = avg_pool1d(before, self.kernel_size, stride=1, padding=self.kernel_size // 2)
+        return pad(pooled, (0, self.window_size))
