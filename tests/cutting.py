@@ -48,6 +48,7 @@ VERBS = {
     "flips": ("flips", MODEL, *SMALL, "--steps", "1", "--seeds", "1"),
     "ladder": ("ladder", MODEL, *SMALL, "--most", "1", "--steps", "1"),
     "gqa": ("gqa", MODEL, *SMALL),
+    "susceptibility": ("susceptibility", MODEL, *SMALL, "--max-new-tokens", "3", "--sizes", "0.5,2,4", "--seeds", "2"),
     "demo": ("demo", "--smoke"),
 }
 """Every verb that writes, as small as it goes."""

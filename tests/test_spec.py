@@ -73,10 +73,10 @@ def test_an_unknown_name_says_which_there_are(what, text):
 def test_values_that_do_not_fit_say_what_is_taken(what):
     named, kinds = REGISTRIES[what]
     for name, kind in kinds.items():
-        names = [field.name for field in dataclasses.fields(kind) if not field.kw_only]
-        takes = ", ".join(names) or ("" if dataclasses.fields(kind) else "no values")
+        fields = sorted(dataclasses.fields(kind), key=lambda field: field.kw_only)
+        takes = ", ".join(f"{field.name}=[^,]+" if field.kw_only else field.name for field in fields) or "no values"
         with pytest.raises(kv.InputError, match=f"{what} '.*' cannot be read: {name} takes {takes}"):
-            named(f"{name}(1,2,3,4,5,6,7)")
+            named(f"{name}({','.join('123456789' * 3)})")
 
 
 def test_two_plugins_of_one_name_are_a_mistake():

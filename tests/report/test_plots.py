@@ -161,7 +161,7 @@ def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> No
     for axes in panels:
         assert axes.images[0].get_extent()[:2] == [-0.5, 7.5]
         assert {line.get_xdata()[0] for line in axes.lines} == {3.5}
-        assert axes.images[0].get_array().mask[:, :4].all()
+        assert axes.images[-1].get_array().mask[:, :4].all()
 
 
 def test_a_window_that_holds_no_early_position_is_drawn_from_its_first() -> None:

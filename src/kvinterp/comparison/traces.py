@@ -106,8 +106,8 @@ def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
             seen[site, layer] = tensor
         if site == "pattern" and (ROWS, layer) in trace.records:
             rows = trace.records[ROWS, layer][index][None]
-            whole = tensor.new_zeros(*tensor.shape[:2], len(trace.prompt) + step)
-            seen[site, layer] = whole.scatter(2, rows.repeat_interleave(tensor.shape[1] // rows.shape[1], 1), tensor)
+            keys = tensor.new_zeros(*tensor.shape[:2], len(trace.prompt) + step)
+            seen[site, layer] = keys.scatter(2, rows.repeat_interleave(tensor.shape[1] // rows.shape[1], 1), tensor)
     return seen
 
 

@@ -205,7 +205,7 @@ class Split:
         # A cache that keeps the very rows keeps them laid out in memory as the cached path's attention reads them.
         keeps = cached.cache if cached.cache.exact else Dynamic()
         self.one_row = dataclasses.replace(
-            cached, policy=Identity(), cache_dtype=None, chunk=None, cache=keeps, refresh=None
+            cached, policy=Identity(), cache_dtype=None, chunk=None, cache=keeps, refresh=None, smooth=None
         )
         self.cached = cached if plant is None else plant.written(cached, len(self.prompt))
         self.filler = (self.prompt * (suffix // len(self.prompt) + 1))[:suffix]

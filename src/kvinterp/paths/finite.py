@@ -15,7 +15,7 @@ from kvinterp.paths.decode import fed_to_all, lockstep
 from kvinterp.paths.loops import Runner
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.paths.vocabulary import padding_of, shown_tokens, sound_rows
-from kvinterp.policies import Place
+from kvinterp.policies import Identity, Place
 from kvinterp.recording import SiteHook
 
 __all__ = ["first_nonfinite"]
@@ -58,6 +58,8 @@ def first_nonfinite(
         padding: Which ids stand for no token and have minus infinity; as the first step has it, unless given.
     """
     remedy = "use a dtype with a wider range, such as dtype='bfloat16' or 'float32'"
+    if not isinstance(path.policy, Identity):
+        remedy += f", or, where policy {path.policy} made it of finite numbers, one that does not overflow"
     hook = _FiniteHook(adapter.at(dtype_named(path.dtype)))
     tokens = torch.tensor([list(prompt)], device=adapter.device)
     given = fed_to_all(fed, 1, 1, adapter.device)

@@ -6,6 +6,8 @@ The loops are twins: same signature, same yields. Each yields the newest positio
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,14 +17,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import Listener, Site
 from kvinterp.models.sites import ATTENDED_SITES
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.model_cache import Stores, path_store, uncached
-from kvinterp.paths.path import ExecutionPath
+from kvinterp.paths.path import ExecutionPath, Recompute
+from kvinterp.paths.smoothing import Recomputed, Smoothed
 from kvinterp.paths.store import Store, policy_listeners
-from kvinterp.policies import Place
+from kvinterp.policies import Chain, Place
 from kvinterp.recording import LOGITS, PathHook
 
 __all__ = ["Runner"]
@@ -106,6 +110,9 @@ class Runner:
         self._store: Store | None = None
         # Without a store a forward reads the keys it made and no others.
         columns = _FilledColumns(hooks if cached or path.chunk is not None else ())
+        self._beside: Runner | None = None
+        if path.smooth is not None:
+            path = self._smoothed(path, prompt, room)
         policy = policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store)
         heard = [policy, *(columns.cut(hook.listeners) for hook in hooks)]
         self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), heard)
@@ -113,8 +120,11 @@ class Runner:
         self._loop = loop(self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin)
 
     def __enter__(self) -> Runner:
-        self._attached = self._forwards.attached()
-        self._attached.__enter__()
+        with contextlib.ExitStack() as stack:
+            if self._beside is not None:
+                stack.enter_context(self._beside)
+            stack.enter_context(self._forwards.attached())
+            self._attached = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -125,6 +135,8 @@ class Runner:
     def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
         """Logits of the next step; the first call takes no tokens."""
         self.step += 1
+        if self._beside is not None:
+            self._beside.advance(tokens)
         for hook in self.hooks:
             hook.begin_step(self.step)
         forwards = self._forwards
@@ -134,6 +146,18 @@ class Runner:
             logits = logits if changed is None else changed
         # Of a model that is spread over devices, where the tokens are.
         return logits.to(self._device)
+
+    def _smoothed(self, path: ExecutionPath, prompt: Tensor, room: int) -> ExecutionPath:
+        """The path with a policy that reads what a recompute path, run beside it, reads at the same step."""
+        if not self.adapter.attention_only:
+            raise UnsupportedError(
+                f"path {path} mixes keys and values, and {self.adapter.facts.architecture} keeps other state in some layers: "
+                "leave smooth out."
+            )
+        recomputed = Recomputed()
+        beside = Recompute(dtype=path.dtype, chunk=path.chunk, kernels=path.kernels)
+        self._beside = Runner(self.adapter, beside, prompt, room, [recomputed])
+        return dataclasses.replace(path, policy=Chain((Smoothed(float(path.smooth or 0), recomputed), path.policy)))
 
     def _stores(
         self, adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, hooks: Sequence[PathHook]

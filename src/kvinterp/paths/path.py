@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvinterp import spec
-from kvinterp.errors import InputError, shown
-from kvinterp.inputs import check_choice, check_instance, check_known, check_whole
+from kvinterp.errors import InputError, shown, unexpected
+from kvinterp.inputs import check_choice, check_instance, check_known, check_number, check_whole
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
-from kvinterp.models.caches import CacheKind, Dynamic, Quantized, cache_named
+from kvinterp.models.caches import CacheKind, Dynamic, Preallocated, Quantized, cache_named
 from kvinterp.paths.kernels import Kernels, Native, kernels_named
 from kvinterp.policies import Identity, Policy, policy_named
 
 __all__ = ["Cached", "ExecutionPath", "Recompute", "path_named"]
 
 FORMS = ("cached", "recompute")
-OPTIONS = ("chunk", "refresh", "prefill", "cache", "cache_dtype", "kernels")
+OPTIONS = ("chunk", "refresh", "smooth", "prefill", "cache", "cache_dtype", "kernels")
 PREFILLS = ("exact", "stored")
 
 
@@ -39,6 +39,8 @@ class ExecutionPath:
         prefill: ``"exact"``: attention in the prefill reads keys and values as they were computed, as with transformers'
             quantised caches; ``"stored"``: it reads what the cache keeps, as in llama.cpp.
         refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix, or None for never.
+        smooth: The weight of the cache, from 0 to 1, in what attention reads beside what a recompute path reads at the same
+            step, or None for the cache alone.
     """
 
     form: str = "cached"
@@ -50,6 +52,7 @@ class ExecutionPath:
     cache: CacheKind = dataclasses.field(default_factory=Dynamic)
     prefill: str = "exact"
     refresh: int | None = None
+    smooth: float | int | None = None
 
     def __post_init__(self) -> None:
         check_known("form of path", self.form, FORMS)
@@ -73,11 +76,24 @@ class ExecutionPath:
         for name, of in (("chunk", " of tokens, or None"), ("refresh", " of decode steps, or None")):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_whole(name, getattr(self, name), hint=of))
+        if self.smooth is not None:
+            self._check_smooth()
+
+    def _check_smooth(self) -> None:
+        """Refuses what is no weight, and a cache that would be checked without what it is mixed with."""
+        object.__setattr__(self, "smooth", check_number("smooth", self.smooth, " from 0 to 1, or None"))
+        if not 0 <= self.smooth <= 1:  # type: ignore[operator]
+            raise unexpected("smooth", self.smooth, "a weight of the cache from 0 to 1, or None")
+        if isinstance(self.cache, Preallocated):
+            raise InputError(
+                f"smooth={self.smooth:g} was given with cache={self.cache}, which is checked alone: leave one out."
+            )
 
     def _check_keeps_nothing(self) -> None:
         """Refuses what only a path with a cache can do."""
         given = {"cache_dtype": (self.cache_dtype, None), "cache": (self.cache, Dynamic()), "refresh": (self.refresh, None)}
-        for name, (value, default) in {**given, "prefill": (self.prefill, "exact")}.items():
+        more = {"prefill": (self.prefill, "exact"), "smooth": (self.smooth, None)}
+        for name, (value, default) in {**given, **more}.items():
             if value != default:
                 shown_value = repr(value) if name == "cache_dtype" else value
                 raise InputError(f"{name}={shown_value} was given for recompute, which keeps no cache: use Cached(...).")
@@ -92,7 +108,8 @@ class ExecutionPath:
         kind = None if self.cache == Dynamic() else self.cache
         cache = {"cache": self.cache_dtype} if kind is None else {"cache": kind, "cache_dtype": self.cache_dtype}
         prefill = None if self.prefill == "exact" else self.prefill
-        options = {"chunk": self.chunk, "refresh": self.refresh, "prefill": prefill, **cache, "kernels": kernels}
+        ways = {"chunk": self.chunk, "refresh": self.refresh, "smooth": self.smooth, "prefill": prefill}
+        options = {**ways, **cache, "kernels": kernels}
         shown = ",".join(f"{name}={value}" for name, value in options.items() if value is not None)
         policy = "" if isinstance(self.policy, Identity) else f"+{self.policy}"
         return self.form + (f"[{shown}]" if shown else "") + policy + (f"@{self.dtype}" if self.dtype else "")
@@ -107,6 +124,7 @@ def Cached(  # noqa: N802  # reads as the noun it makes
     cache: Any = "dynamic",
     prefill: str = "exact",
     refresh: int | None = None,
+    smooth: float | int | None = None,
 ) -> ExecutionPath:
     """Decoding from a KV cache: prefill once, then one token a step.
 
@@ -121,8 +139,10 @@ def Cached(  # noqa: N802  # reads as the noun it makes
             ``max_cache_len`` that it takes.
         prefill: ``"exact"``: the prefill reads what it computes; ``"stored"``: what the cache keeps of it.
         refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix; default: never.
+        smooth: From 0 to 1: attention reads ``smooth`` times the cache and ``1 - smooth`` times what a recompute path, run
+            beside it, reads at the same step; default: the cache alone.
     """
-    kept = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache), prefill, refresh
+    kept = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache), prefill, refresh, smooth
     return ExecutionPath("cached", _policy(policy), _name(dtype), *kept)
 
 
@@ -159,8 +179,8 @@ def path_named(text: object) -> ExecutionPath:
     if match is None:
         raise InputError(
             f"path {text!r} cannot be read: expected cached or recompute, then if wanted "
-            "[chunk=N,refresh=N,prefill=stored,cache=KIND,cache_dtype=DTYPE,kernels=MODE], +POLICY once or more and @DTYPE, as "
-            "in cached, recompute@float64 or cached[chunk=16]."
+            "[chunk=N,refresh=N,smooth=WEIGHT,prefill=stored,cache=KIND,cache_dtype=DTYPE,kernels=MODE], +POLICY once or more "
+            "and @DTYPE, as in cached, recompute@float64 or cached[chunk=16]."
         )
     form, options, policy, dtype = match.groups()
     chosen: dict[str, str] = {}
@@ -171,7 +191,7 @@ def path_named(text: object) -> ExecutionPath:
         if name not in OPTIONS or not value or name in chosen:
             raise InputError(
                 f"path option {part!r} in {text!r} is {'given twice' if name in chosen else 'unknown'}: expected chunk=N, "
-                "refresh=N, prefill=stored, cache=KIND, cache_dtype=DTYPE or kernels=MODE."
+                "refresh=N, smooth=WEIGHT, prefill=stored, cache=KIND, cache_dtype=DTYPE or kernels=MODE."
             )
         chosen[name] = value
     if form == "recompute" and ("cache" in chosen or "cache_dtype" in chosen):
@@ -186,6 +206,7 @@ def path_named(text: object) -> ExecutionPath:
         cache_named(chosen.get("cache", "dynamic")),
         chosen.get("prefill", "exact"),
         _count(text, "refresh", chosen, "decode steps"),
+        _weight(text, chosen.get("smooth")),
     )
 
 
@@ -195,6 +216,13 @@ def _count(text: str, name: str, chosen: Mapping[str, str], of: str) -> int | No
     if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):
         raise InputError(f"{name}={given!r} in path {text!r}: expected a whole number of {of} of at least 1.")
     return None if given is None else int(given)
+
+
+def _weight(text: str, given: str | None) -> float | None:
+    """A number in decimal digits, or None where it was not given."""
+    if given is not None and not re.fullmatch(r"[0-9]{0,20}\.?[0-9]{1,20}(e-?[0-9]{1,3})?", given):
+        raise InputError(f"smooth={given!r} in path {text!r}: expected a weight of the cache from 0 to 1.")
+    return None if given is None else float(given)
 
 
 def _policy(policy: Policy | str | None) -> Policy:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp import spec
+from kvinterp.draws import draws
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_seed, whole_number
 
@@ -131,10 +131,7 @@ def strategy_named(text: object) -> Strategy:
 
 def uniforms(seed: int, example: int, steps: int) -> Float[Tensor, " steps"]:
     """The random numbers of one example, one a step, whatever batch it runs in (Philox, keyed by seed and example)."""
-    # As whole numbers: in a list with a small one, numpy makes a float of a large one, and many keys become the same.
-    key = np.array([check_seed(seed) % 2**64, example], dtype=np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=key))
-    return torch.from_numpy(generator.random(steps))
+    return torch.from_numpy(draws((check_seed(seed), example), steps))
 
 
 def drawing(

@@ -1,0 +1,304 @@
+"""Measure how much noise in K and V flips a token, by how sure the model was, and which steps cannot flip.
+
+Noise of several sizes goes into the cache while both paths are fed the tokens that the clean one chooses. A step flips where the
+greedy tokens differ. How often it does is counted by the size of the noise and by the margin (the clean path's largest logit less
+its second largest); half of the steps of a margin flip at its threshold. Beside it: whether the chance of a flip follows from the
+margin and the noise of the logits alone, a certificate (a margin above twice the largest change of a logit cannot be overturned),
+and how far the model's own rounding, cached against recompute, lies below the threshold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from kvinterp import metrics
+from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.data import load_prompts
+from kvinterp.errors import InputError
+from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+from kvinterp.inputs import check_choice, check_whole
+from kvinterp.provenance import provenance
+
+__all__ = ["Susceptibility", "binned", "calibration_of", "certificates_of", "flip_rates_of", "predicted", "thresholds_of"]
+
+NOISE = {"normal": "normal(0,{size:g},seed={seed})", "uniform": "uniform(-{size:g},{size:g},seed={seed})"}
+"""The policies of noise by name, each of one size: a standard deviation, or half a width."""
+EDGES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+"""Bounds of the predicted chances that are counted together."""
+RESAMPLES = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Susceptibility(Experiment):
+    """How much noise in K and V flips a token?"""
+
+    TABLES: ClassVar = ("steps", "rates", "thresholds", "calibration", "certificates")
+    FIGURES: ClassVar = "kvinterp.report.susceptibility:save_susceptibility_figures"
+    READING: ClassVar = "kvinterp.reading.susceptibility:said_of_susceptibility"
+
+    model: str = model()
+    prompts: str = option("arithmetic:8", "A .jsonl file, or arithmetic:N, restate:N, instructions:N.")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    noise: str = option(
+        "normal", "normal (sizes are standard deviations) or uniform (sizes are half widths), multiplicative."
+    )
+    sizes: str = option("0.03,0.1,0.3,0.5,1,2,4", "Sizes of the noise, with commas.")
+    bins: int = option(4, "How many classes of margin, of as many steps each.", min=1)
+    seeds: int = option(3, "How many draws of the noise.", min=2)
+    max_new_tokens: int = option(24, "Most steps a prompt.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def cells(self) -> list[Cell]:
+        """A cell a size and seed of the noise, and one of the model's own rounding."""
+        check_choice("noise", self.noise, tuple(NOISE))
+        for name, least in (("bins", 1), ("seeds", 2), ("max_new_tokens", 2)):
+            check_whole(name, getattr(self, name), least)
+        load_prompts(self.prompts)
+        given = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        found = [Cell("rounding", f"{__name__}:measured", {**given, "b": "recompute"}, "cached against recompute")]
+        for size in _sizes(self.sizes):
+            for seed in range(self.seeds):
+                policy = NOISE[self.noise].format(size=size, seed=seed)
+                settings = {**given, "b": f"cached+{policy}", "size": size, "seed": seed}
+                found.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), f"{__name__}:measured", settings, policy))
+        return found
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """Rates, thresholds, predictions and certificates of all steps."""
+        (adapter,) = self.adapters()
+        steps = predicted(binned(joined(made)["table"], self.bins))
+        noisy, rounding = steps[steps["size"] > 0], steps[steps["size"] == 0]
+        tables = {
+            "steps": steps,
+            "rates": flip_rates_of(noisy),
+            "thresholds": thresholds_of(noisy),
+            "calibration": calibration_of(noisy),
+            "certificates": certificates_of(steps),
+        }
+        summary = {
+            "noise": self.noise,
+            "seeds": self.seeds,
+            "prompts": int(steps["example"].nunique()),
+            "positions": len(steps[["example", "step"]].drop_duplicates()),
+            "thresholds": tables["thresholds"].to_dict("records"),
+            "certificates": tables["certificates"].to_dict("records"),
+            "brier": brier_of(noisy),
+            "rounding": {
+                "steps": len(rounding),
+                "flips": int(rounding["flip"].sum()),
+                "differ": int((rounding["max_abs_logit"] > 0).sum()),
+                "rms_logit": float(rounding["rms_logit"].mean()),
+            },
+            "provenance": provenance(adapter, noise=self.noise, max_new_tokens=self.max_new_tokens),
+        }
+        return Outcome(tables, tables, summary)
+
+
+def _sizes(text: str) -> list[float]:
+    """The sizes of the noise, the smallest first.
+
+    Raises:
+        InputError: One is no number above 0, or there are fewer than three.
+    """
+    try:
+        sizes = sorted({float(part) for part in str(text).split(",")})
+    except ValueError:
+        sizes = []
+    if len(sizes) < 3 or not all(0 < size < 1e6 for size in sizes):
+        raise InputError(f"sizes {text!r} cannot be read: expected three or more numbers above 0, as in 0.01,0.1,1.")
+    return sizes
+
+
+def measured(
+    model: Mapping[str, Any], prompts: str, max_new_tokens: int, b: str, size: float = 0.0, seed: int = 0
+) -> pd.DataFrame:
+    """Every decode step of the cached path beside another one, fed the same tokens."""
+    from kvinterp.comparison import compare
+
+    found = compare(
+        loaded(model), load_prompts(prompts), "cached", b, max_new_tokens=max_new_tokens, record="", progress="none"
+    )
+    steps = found.steps
+    # Step 0 is the prefill's: it reads keys and values as they were computed.
+    kept = steps.loc[steps["step"] > 0, ["example", "step", "margin_a", "rms_logit", "max_abs_logit", "kl", "top1_agree"]]
+    flip = ~kept.pop("top1_agree").astype(bool)
+    return kept.rename(columns={"margin_a": "margin"}).assign(flip=flip, size=size, seed=seed)
+
+
+# What the steps say ------------------------------------------------------------------------------------------------------
+
+
+def binned(steps: pd.DataFrame, bins: int) -> pd.DataFrame:
+    """The steps with the class of their margin: ``bin``, from the least sure, and its bounds.
+
+    Args:
+        steps: Columns example, step, margin, size, seed, ...
+        bins: How many classes, of as many positions each; fewer where margins are equal.
+    """
+    positions = steps.groupby(["example", "step"])["margin"].first()
+    edges = np.unique(np.quantile(positions, np.linspace(0, 1, bins + 1)))
+    if len(edges) < 2:
+        return steps.assign(bin=0, margin_low=edges[0], margin_high=edges[0])
+    number = np.clip(np.searchsorted(edges, steps["margin"], side="right") - 1, 0, len(edges) - 2)
+    return steps.assign(bin=number, margin_low=edges[number], margin_high=edges[number + 1])
+
+
+def predicted(steps: pd.DataFrame) -> pd.DataFrame:
+    """The steps with the chance of a flip that follows from margin and logit noise: ``predicted``.
+
+    Were the errors of the two highest logits independent and normal with the logits' root mean square error s, the margin would
+    be overturned with probability Phi(-margin / (s sqrt 2)). s is that of the other draws of the noise at this step, so that
+    nothing is predicted from itself; NaN with one draw alone.
+    """
+    squares = steps["rms_logit"] ** 2
+    group = squares.groupby([steps["example"], steps["step"], steps["size"]])
+    others = (group.transform("sum") - squares).clip(lower=0) / (group.transform("count") - 1).replace(0, np.nan)
+    scale = np.sqrt(2 * others)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        chance = stats.norm.cdf(-steps["margin"] / scale)
+    return steps.assign(predicted=np.where(scale > 0, chance, np.where(scale == 0, 0.5 * (steps["margin"] == 0), np.nan)))
+
+
+def flip_rates_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """How often a token flips, by size of the noise and class of margin.
+
+    Returns:
+        One row a size and class, and of all classes (bin -1): steps, prompts, flips, rate, its 95% interval (low, high) from
+        resampling whole prompts, rms_logit (the logits' mean root mean square error), margin_low, margin_high.
+    """
+    rows = []
+    for number, part in _classes(steps):
+        for size, group in part.groupby("size"):
+            flips = group["flip"].to_numpy(float)
+            low, high = metrics.clustered_interval(np.mean, group["example"].to_numpy(), flips, resamples=RESAMPLES)
+            counts = {"steps": len(group), "prompts": group["example"].nunique(), "flips": int(flips.sum())}
+            bounds = {"margin_low": group["margin_low"].min(), "margin_high": group["margin_high"].max()}
+            mean = {"rate": flips.mean(), "low": low, "high": high, "rms_logit": group["rms_logit"].mean()}
+            rows.append({"bin": number, "size": size, **bounds, **counts, **mean})
+    return pd.DataFrame(rows)
+
+
+def thresholds_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """The size of the noise at which half of the steps flip, by class of margin, from a logistic regression on its logarithm.
+
+    Returns:
+        One row a class, and of all (bin -1): threshold with its 95% interval (low, high) from resampling whole prompts; NaN
+        where it is not between the sizes that were tried, and then ``why`` says on which side. rms_logit is the logits' mean
+        error there.
+    """
+    rows = []
+    for number, part in _classes(steps):
+        sizes = np.sort(part["size"].unique())
+        columns = [part[name].to_numpy(float) for name in ("size", "flip")]
+        found = _half(*columns)
+        inside = bool(sizes[0] <= found <= sizes[-1])
+        below = part.loc[part["size"] == sizes[0], "flip"].mean() >= 0.5
+        why = "" if inside else "below the smallest size" if below else "above the largest size"
+        interval = metrics.clustered_interval(_half, part["example"].to_numpy(), *columns, resamples=RESAMPLES)
+        noise = part.groupby("size")["rms_logit"].mean()
+        level = (
+            float(np.exp(np.interp(np.log(found), np.log(sizes), np.log(noise.clip(lower=1e-30))))) if inside else np.nan
+        )
+        low, high = interval if inside else (np.nan, np.nan)
+        bounds = {"margin_low": part["margin_low"].min(), "margin_high": part["margin_high"].max()}
+        rows.append(
+            {
+                "bin": number,
+                **bounds,
+                "threshold": found if inside else np.nan,
+                "low": low,
+                "high": high,
+                "rms_logit": level,
+            }
+            | {"steps": len(part), "prompts": part["example"].nunique(), "flips": int(part["flip"].sum()), "why": why}
+        )
+    return pd.DataFrame(rows)
+
+
+def _half(size: Any, flip: Any) -> float:
+    """Where a logistic regression of flips on the logarithm of the size crosses a half; NaN where it does not rise."""
+    from statsmodels.genmod.families import Binomial
+    from statsmodels.genmod.generalized_linear_model import GLM
+
+    counts = pd.DataFrame({"size": size, "flip": flip}).groupby("size")["flip"].agg(["sum", "count"])
+    if counts["sum"].sum() in (0, counts["count"].sum()):
+        return float("nan")
+    # Half a flip and half a stay are added to each size: separated sizes have a finite threshold.
+    flips = counts["sum"] + 0.5
+    stays = counts["count"] - counts["sum"] + 0.5
+    design = np.column_stack([np.ones(len(counts)), np.log(counts.index)])
+    with warnings.catch_warnings():
+        # It warns of sizes that are separated whole, which the halves have made finite.
+        warnings.simplefilter("ignore")
+        offset, slope = GLM(np.column_stack([flips, stays]), design, family=Binomial()).fit().params
+    return float(np.exp(-offset / slope)) if slope > 0 else float("nan")
+
+
+def calibration_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """Predicted chances of a flip beside how often it came.
+
+    Returns:
+        One row a class of predictions that has steps: at_least, below, steps, prompts, predicted (mean), observed, and its 95%
+        interval (low, high) from resampling whole prompts.
+    """
+    rows = []
+    known = steps.dropna(subset=["predicted"])
+    place = np.clip(np.searchsorted(EDGES, known["predicted"], side="right") - 1, 0, len(EDGES) - 2)
+    for number, group in known.groupby(place):
+        flips = group["flip"].to_numpy(float)
+        low, high = metrics.clustered_interval(np.mean, group["example"].to_numpy(), flips, resamples=RESAMPLES)
+        counts = {"steps": len(group), "prompts": group["example"].nunique()}
+        means = {"predicted": group["predicted"].mean(), "observed": flips.mean(), "low": low, "high": high}
+        rows.append({"at_least": EDGES[int(number)], "below": EDGES[int(number) + 1], **counts, **means})
+    names = ["at_least", "below", "steps", "prompts", "predicted", "observed", "low", "high"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def brier_of(steps: pd.DataFrame) -> dict[str, float]:
+    """The mean squared error of the predicted chances, beside that of predicting the overall rate for every step.
+
+    Returns:
+        brier, of_the_rate, skill (1 less their ratio: above 0 where margin and noise tell more than the rate) and its 95%
+        interval (low, high) from resampling whole prompts.
+    """
+    known = steps.dropna(subset=["predicted"])
+    chance, flip = known["predicted"].to_numpy(float), known["flip"].to_numpy(float)
+    low, high = metrics.clustered_interval(_skill, known["example"].to_numpy(), chance, flip, resamples=RESAMPLES)
+    brier, rate = float(np.mean((chance - flip) ** 2)), float(np.mean((flip.mean() - flip) ** 2))
+    return {"brier": brier, "of_the_rate": rate, "skill": _skill(chance, flip), "low": low, "high": high}
+
+
+def _skill(chance: Any, flip: Any) -> float:
+    rate = np.mean((np.mean(flip) - flip) ** 2)
+    return float(1 - np.mean((chance - flip) ** 2) / rate) if rate > 0 else float("nan")
+
+
+def certificates_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """Of how many steps it is certain that they cannot flip, and how many of those did.
+
+    No logit changed by more than ``max_abs_logit``, so that two can come closer by twice that at most: a larger margin stays.
+
+    Returns:
+        One row a size of the noise, 0 for the model's own rounding: steps, certified, flips, flips_certified.
+    """
+    certain = steps["margin"] > 2 * steps["max_abs_logit"]
+    rows = [
+        {"size": size, "steps": len(part), "certified": int(certain[part.index].sum()), "flips": int(part["flip"].sum())}
+        | {"flips_certified": int((part["flip"] & certain[part.index]).sum())}
+        for size, part in steps.groupby("size")
+    ]
+    return pd.DataFrame(rows)
+
+
+def _classes(steps: pd.DataFrame) -> Sequence[tuple[int, pd.DataFrame]]:
+    return [(-1, steps), *((int(number), part) for number, part in steps.groupby("bin"))]

@@ -1,0 +1,131 @@
+"""``fp8``: K and V in eight-bit floating point, with the scale's rule and what becomes of an overflow as fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvinterp.errors import InputError
+from kvinterp.models.adapter import Facts
+from kvinterp.policies.base import TENSORS, Place, Policy, Selective
+from kvinterp.policies.blocks import Settled
+
+__all__ = ["Fp8"]
+
+FORMATS = {"e4m3": (torch.float8_e4m3fn, 464.0, math.nan), "e5m2": (torch.float8_e5m2, 61440.0, math.inf)}
+"""By name: the dtype, the magnitude halfway between its largest and what would come next, and what stands for more than that.
+
+e4m3 is even at its largest, so a tie goes back to it; e5m2 is odd there, so a tie goes up (OCP 8-bit floating point, 5.3).
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8(Selective):
+    """8-bit floating point, after division by a scale.
+
+    Attributes:
+        format: ``"e4m3"`` (largest 448, has no Inf) or ``"e5m2"`` (largest 57344).
+        scale: A number, 1.0 as in vLLM; or ``"prefill"``: what brings the largest magnitude of the prefill to the format's
+            largest, frozen from then on.
+        per: ``"tensor"`` or ``"head"``: over what the largest magnitude is taken; layers and K and V always have their own.
+        overflow: ``"saturate"`` at the largest, or ``"nonfinite"``: NaN in e4m3, Inf in e5m2.
+    """
+
+    SOURCE: ClassVar[str] = "OCP 8-bit floating point 1.0; vLLM and transformers: fp8 KV cache"
+
+    format: str = "e4m3"
+    scale: float | int | str = dataclasses.field(default=1.0, kw_only=True)
+    per: str = dataclasses.field(default="tensor", kw_only=True)
+    overflow: str = dataclasses.field(default="saturate", kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Refuses words and scales that mean nothing."""
+        for name, expected in (
+            ("format", tuple(FORMATS)),
+            ("per", ("tensor", "head")),
+            ("overflow", ("saturate", "nonfinite")),
+        ):
+            if getattr(self, name) not in expected:
+                raise InputError(f"policy fp8 has {name}={getattr(self, name)!r}: expected {' or '.join(expected)}.")
+        if isinstance(self.scale, str):
+            sound = self.scale == "prefill"
+        else:
+            sound = type(self.scale) in (int, float) and 0 < self.scale < math.inf
+        if not sound:
+            raise InputError(f"policy fp8 has scale={self.scale!r}: expected a number above 0, or prefill.")
+        if not self.reads and self.per == "head":
+            raise InputError("policy fp8 has per=head with one scale for all heads: give scale=prefill too.")
+        super().__post_init__()
+
+    def bits_stored(self, tensor: str, width: int) -> float | None:
+        """Eight: a scale belongs to a whole tensor or head."""
+        return 8.0 if tensor in TENSORS[self.on] else None
+
+    @property
+    def reads(self) -> bool:
+        """Whether rows wait, exact, for a scale that only the end of the prefill gives."""
+        return self.scale == "prefill"
+
+    def start(self, facts: Facts) -> Policy:
+        """A twin that finds the scale, where it is to be found."""
+        super().start(facts)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return _Calibrating(**fields) if self.reads else self
+
+    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """With a scale that is known, at once."""
+        return tensor if isinstance(self.scale, str) else self.rounded(tensor, self.scale)
+
+    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """With a scale of what is held, where none was found."""
+        return self.rounded(tensor, self.scale_of(self.largest(tensor))) if self.reads else tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest magnitude, ``[batch, 1 or kv_head, 1, 1]``: of each sequence, so that a batch changes no number."""
+        return tensor.abs().amax((2, 3) if self.per == "head" else (1, 2, 3), keepdim=True).float()
+
+    def scale_of(self, largest: Tensor) -> Tensor:
+        """What brings it to the format's largest; 1 of nothing but zeros."""
+        return (largest / torch.finfo(FORMATS[self.format][0]).max).masked_fill(largest == 0, 1)
+
+    def rounded(self, tensor: Tensor, scale: float | Tensor) -> Tensor:
+        """As it is read back. The casts themselves differ: torch on a CPU saturates where it once gave NaN."""
+        dtype, limit, beyond = FORMATS[self.format]
+        most = torch.finfo(dtype).max
+        scaled = tensor.float() / scale
+        kept = scaled.clamp(-most, most).to(dtype).float() * scale
+        if self.overflow == "nonfinite":
+            over = scaled.abs() > limit if math.isnan(beyond) else scaled.abs() >= limit
+            kept = torch.where(over, scaled.sign() * beyond, kept)
+        return kept.to(tensor.dtype)
+
+
+class _Calibrating(Fp8):
+    """Finds the scale of each layer's K and V in the prefill, and rounds each row once."""
+
+    def __post_init__(self) -> None:
+        self._largest: dict[tuple[int, str], list[Tensor]] = {}
+        self._settled: dict[tuple[int, str], Settled] = {}
+
+    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Keeps the rows as they are, and their largest magnitude until the scale is frozen."""
+        at = place.layer, which
+        if at not in self._settled:
+            self._largest.setdefault(at, []).append(self.largest(tensor))
+        return tensor
+
+    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """With the scale of all that was written before the forward that first reads; of that one where there is no other."""
+        at = place.layer, which
+        found = self._largest[at]
+        if at not in self._settled:
+            found[:] = [torch.stack(found[:-1] or found).amax(0)]
+            self._settled[at] = Settled()
+        scale = self.scale_of(found[0])
+        if place.rows is not None:
+            return self.rounded(tensor, scale)
+        return self._settled[at].read(tensor, place, place.stop, lambda rows, _: self.rounded(rows, scale))

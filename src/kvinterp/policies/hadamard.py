@@ -1,0 +1,59 @@
+"""``hadamard``: an orthonormal Walsh-Hadamard matrix turns K and V on their way into the cache, and back on their way out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvinterp.errors import InputError
+from kvinterp.models.adapter import Facts
+from kvinterp.policies.base import Place, Policy, Selective
+from kvinterp.policies.blocks import check_blocks, cut
+
+__all__ = ["Hadamard"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hadamard(Selective):
+    """Spreads an outlier over a block of the head, for a quantiser after it: ``hadamard+q8_0``.
+
+    Turning K back as it is read gives the scores that turning Q too would give, and turning V back the output turned back:
+    the matrix is its own inverse. In float64 it is the identity to rounding.
+
+    Attributes:
+        block: Elements turned together, a power of two; None for the largest that divides ``head_dim``, as llama.cpp turns K.
+            It turns V in blocks of 64.
+    """
+
+    SOURCE: ClassVar[str] = "llama.cpp#21038 (April 2026); QuaRot (arXiv 2404.00456)"
+
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses a block that has no such matrix."""
+        if self.block is not None and (type(self.block) is not int or self.block < 2 or self.block & (self.block - 1)):
+            raise InputError(f"policy hadamard has block={self.block!r}: expected a power of two, as in hadamard(64).")
+        super().__post_init__()
+
+    def start(self, facts: Facts) -> Policy:
+        """Refuses heads that the blocks do not fill."""
+        check_blocks(self, self.block or 2, facts.head_dim, facts.name)
+        return super().start(facts)
+
+    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """By sums and differences of pairs, in which no row meets another: in chunks or at once, the bits are the same."""
+        size = self.block or tensor.shape[-1] & -tensor.shape[-1]
+        turned = cut(tensor.to(torch.promote_types(tensor.dtype, torch.float32)), size, self)
+        apart = 1
+        while apart < size:
+            one, other = turned.unflatten(-1, (-1, 2, apart)).unbind(-2)
+            turned = torch.stack([one + other, one - other], -2).flatten(-3)
+            apart *= 2
+        return (turned * size**-0.5).flatten(-2).to(tensor.dtype)
+
+    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """The same again: the matrix is symmetric and orthonormal."""
+        return self.written(tensor, which, place)

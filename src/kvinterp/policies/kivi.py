@@ -1,0 +1,101 @@
+"""``kivi``: keys per channel in groups of tokens, values per token, and the newest tokens exact."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models.adapter import Facts
+from kvinterp.policies.base import TENSORS, Place, Policy, Selective
+from kvinterp.policies.blocks import Settled, affine, check_blocks, cut
+
+__all__ = ["Kivi"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kivi(Selective):
+    """Integers per channel for K, per token for V, once they leave a window of exact ones.
+
+    Keys leave when the window has filled, all of it at once, after the step that filled it has read them; values leave one by
+    one, once the window is over-full. So what attention reads at a step follows from its position alone, whatever the prompt's
+    length and chunks were. The cache here keeps all rows as they were computed: a row is rounded when it leaves.
+
+    Attributes:
+        bits: Of a code: 2, 4 or 8.
+        group: Tokens (K) or elements along ``head_dim`` (V) that share a scale and a minimum.
+        residual: Tokens of the window.
+    """
+
+    SOURCE: ClassVar[str] = "KIVI (arXiv 2402.02750), algorithm 1, and its code's llama_kivi.py"
+
+    bits: int = 4
+    group: int = 32
+    residual: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuses numbers that no such cache has."""
+        if self.bits not in (2, 4, 8) or isinstance(self.bits, float):
+            raise InputError(f"policy kivi has bits={self.bits!r}: expected 2, 4 or 8, as in kivi(2,32,128).")
+        whole = all(type(one) is int and one >= 1 for one in (self.group, self.residual))
+        if not whole or self.residual % self.group:
+            raise InputError(
+                f"policy kivi has group={self.group!r} and residual={self.residual!r}: expected whole numbers of at least 1, "
+                "the second a multiple of the first, as in kivi(2,32,128)."
+            )
+        super().__post_init__()
+
+    def bits_stored(self, tensor: str, width: int) -> float | None:
+        """The codes', and a scale and a minimum of 16 bits for each group; the window, which does not grow, left out."""
+        return self.bits + 32 / self.group if tensor in TENSORS[self.on] else None
+
+    def start(self, facts: Facts) -> Policy:
+        """A twin that remembers what it rounded."""
+        if "v" in TENSORS[self.on]:
+            check_blocks(self, self.group, facts.head_dim, facts.name)
+        super().start(facts)
+        return _Remembering(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """All that have left the window, rounded anew."""
+        return self.of_window(Settled(), tensor, which, place)
+
+    def of_window(self, settled: Settled, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """What is read, given those that were rounded before.
+
+        Raises:
+            UnsupportedError: Rows are missing, so that groups of neighbouring tokens are not there.
+        """
+        if place.rows is not None:
+            raise UnsupportedError(
+                "policy kivi rounds neighbouring tokens together, and another policy of this path lets go of rows: leave one out."
+            )
+        before = place.stop - 1
+        if which == "k":
+            return settled.read(tensor, place, before - before % self.residual, self.per_channel)
+        return settled.read(tensor, place, max(before - self.residual, 0), self.per_token)
+
+    def per_channel(self, rows: Tensor, first: int) -> Tensor:
+        """Keys, of which groups of tokens begin at multiples of the group."""
+        # Of a group that slid partly out of a window, those that are left: another of the first row moves neither end.
+        gone = first % self.group
+        whole = torch.cat([rows[:, :, :1].expand(-1, -1, gone, -1), rows], 2)
+        groups = whole.transpose(2, 3).unflatten(-1, (-1, self.group))
+        return affine(groups, self.bits).flatten(-2).transpose(2, 3)[:, :, gone:]
+
+    def per_token(self, rows: Tensor, first: int) -> Tensor:
+        """Values, of which groups of elements are a token's own."""
+        return affine(cut(rows, self.group, self), self.bits).flatten(-2)
+
+
+class _Remembering(Kivi):
+    """Rounds each row once."""
+
+    def __post_init__(self) -> None:
+        self._settled: dict[tuple[int, str], Settled] = {}
+
+    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        return self.of_window(self._settled.setdefault((place.layer, which), Settled()), tensor, which, place)

@@ -1,0 +1,68 @@
+"""What noise in K and V does to the tokens, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvinterp.reading.numbers import counted, machine_of, number, share
+
+__all__ = ["said_of_susceptibility"]
+
+
+def said_of_susceptibility(summary: Mapping[str, Any]) -> list[str]:
+    """A line a finding, each with how many it is of.
+
+    Args:
+        summary: That of :class:`kvinterp.experiments.susceptibility.Susceptibility`.
+    """
+    whole, *classes = summary["thresholds"]
+    size = "standard deviation" if summary["noise"] == "normal" else "half width"
+    of = f"{summary['positions']} steps of {counted(summary['prompts'], 'prompt')}, {summary['seeds']} draws of the noise each"
+    lines = [f"Half of the tokens flip at multiplicative noise of a {size} of {_threshold(whole)} in K and V ({of})."]
+    lines += [
+        f"  margin {number(one['margin_low'])} to {number(one['margin_high'])} logits: {_threshold(one)}, "
+        f"{one['flips']} flips of {one['steps']}."
+        for one in classes
+    ]
+    lines += [_certified(summary), _calibrated(summary["brier"]), _rounding(summary["rounding"], whole)]
+    return [*lines, f"Measured on {machine_of(summary['provenance'])}."]
+
+
+def _threshold(one: Mapping[str, Any]) -> str:
+    if one["why"]:
+        return f"a size that is {one['why']} tried"
+    interval = "" if one["low"] != one["low"] else f", 95% interval {number(one['low'])} to {number(one['high'])}"
+    return f"{number(one['threshold'])}{interval}"
+
+
+def _certified(summary: Mapping[str, Any]) -> str:
+    rows = summary["certificates"]
+    steps, certified, wrong = (sum(row[name] for row in rows) for name in ("steps", "certified", "flips_certified"))
+    said = f"Certificate: at {certified} of {steps} steps the margin exceeds twice the largest change of a logit, and "
+    return said + ("none of them flips." if not wrong else f"{wrong} of them flip, which cannot be: report it.")
+
+
+def _calibrated(brier: Mapping[str, float]) -> str:
+    said = (
+        f"Predicted from the margin and the logit noise of other draws, the chance of a flip has a Brier score of "
+        f"{number(brier['brier'])}, where the overall rate has {number(brier['of_the_rate'])}"
+    )
+    if brier["skill"] != brier["skill"]:
+        return f"{said}: no step flips, or all do, so that there is nothing to predict."
+    interval = "" if brier["low"] != brier["low"] else f" (95% interval {number(brier['low'])} to {number(brier['high'])})"
+    return f"{said}: skill {number(brier['skill'])}{interval}; 1 would be perfect, 0 is no better than the rate."
+
+
+def _rounding(rounding: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    said = (
+        f"Cached against recompute, the model's own rounding: logits differ at {rounding['differ']} of {rounding['steps']} "
+        f"steps, {counted(rounding['flips'], 'token')} ({share(rounding['flips'], rounding['steps'])}) flip"
+    )
+    if rounding["rms_logit"] == 0:
+        return f"{said}; there is nothing to set beside the threshold here."
+    said += f", and the logits' error is {number(rounding['rms_logit'])} (root mean square)"
+    if whole["why"]:
+        return f"{said}."
+    factor = whole["rms_logit"] / rounding["rms_logit"]
+    return f"{said}: {number(factor)} times smaller than the {number(whole['rms_logit'])} at the threshold of all steps."

@@ -1,0 +1,59 @@
+"""The figure of noise in K and V: how often tokens flip, and whether that was to be expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvinterp.reading.numbers import short
+from kvinterp.report.axes import legend_outside, place_title
+from kvinterp.report.style import line_of, save, sheet
+
+__all__ = ["save_susceptibility_figures", "susceptibility_figure"]
+
+
+def save_susceptibility_figures(tables: Mapping[str, pd.DataFrame], folder: Path) -> list[Path]:
+    """Writes ``susceptibility.png``.
+
+    Args:
+        tables: Those of :class:`kvinterp.experiments.susceptibility.Susceptibility`.
+        folder: Where to; it is made.
+    """
+    return [save(susceptibility_figure(tables), folder / "susceptibility.png")]
+
+
+def susceptibility_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Flip rate against the size of the noise by class of margin, and the observed rate against the predicted chance."""
+    with sheet(8.4, 3.9) as figure:
+        left, right = figure.subplots(1, 2)
+        _rates(left, tables["rates"])
+        _calibration(right, tables["calibration"])
+        legend_outside(figure, left, 3)
+    return figure
+
+
+def _rates(axis: Axes, rates: pd.DataFrame) -> None:
+    for index, (number, line) in enumerate(rates.groupby("bin")):
+        bounds = f"{short(line['margin_low'].min())} to {short(line['margin_high'].max())}"
+        label = "all steps" if number == -1 else f"margin {bounds} logits"
+        spread = np.abs(line[["low", "high"]].to_numpy(float).T - line["rate"].to_numpy(float))
+        axis.errorbar(line["size"], line["rate"], spread, **line_of(index, 1.3), elinewidth=0.7, label=label)
+    axis.axhline(0.5, color="#888888", linewidth=0.8)
+    axis.set_xscale("log")
+    axis.set_ylim(-0.03, 1.03)
+    axis.set(xlabel="size of the noise in K and V", ylabel="share of steps that flip")
+    place_title(axis, "Flips by noise and margin, 95% intervals", 4.9)
+
+
+def _calibration(axis: Axes, table: pd.DataFrame) -> None:
+    axis.plot([0, 1], [0, 1], color="#888888", linewidth=0.8)
+    spread = np.abs(table[["low", "high"]].to_numpy(float).T - table["observed"].to_numpy(float))
+    axis.errorbar(table["predicted"], table["observed"], spread, **line_of(0, 1.3) | {"linestyle": "none"}, elinewidth=0.7)
+    axis.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
+    axis.set(xlabel="chance predicted from margin and logit noise", ylabel="share of steps that flip")
+    place_title(axis, f"Expected? {int(table['steps'].sum())} steps; grey: as predicted", 4.9)

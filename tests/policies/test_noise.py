@@ -1,0 +1,174 @@
+"""Noise is keyed by where it falls, and what it preserves it preserves; truncation against NumPy's bits."""
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp.policies import Place, policy_named
+from support import PROMPT, Case, assert_bitwise, assert_close
+
+CASE = Case("llama-gqa", "native", "sdpa")
+NOISES = ["uniform(-1.5,1.5)", "normal(0.1,0.8)"]
+noises = pytest.mark.parametrize("text", NOISES)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+
+
+def place(start, stop, layer=0):
+    return Place(layer, start, stop, rotated=True)
+
+
+def written(text, tensor, start=0, layer=0):
+    policy = policy_named(text)
+    return policy.write(tensor, tensor, place(start, start + tensor.shape[2], layer))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    torch.manual_seed(0)
+    return torch.randn(1, 3, 700, 32)
+
+
+def said(text, more):
+    return f"{text[:-1]},{more})"
+
+
+@noises
+def test_an_error_is_its_places_alone(rows, text):
+    """The same in pieces over the edge of what is drawn together, one head alone, another width of batch, another dtype."""
+    whole = written(text, rows)
+    for begun, stop in ((0, 1), (60, 70), (63, 64), (128, 700)):
+        for one, other in zip(written(text, rows[:, :, begun:stop], begun), whole, strict=True):
+            assert_bitwise(one, other[:, :, begun:stop], f"rows {begun} to {stop}")
+    alone = written(said(text, "heads=2"), rows)
+    assert_bitwise(alone[0][:, 2], whole[0][:, 2], "head 2")
+    assert_bitwise(alone[0][:, :2], rows[:, :2], "the other heads")
+    assert_bitwise(written(text, rows.expand(2, -1, -1, -1))[1], whole[1].expand(2, -1, -1, -1), "a batch")
+    assert_close(written(text, rows.half())[0].float(), written(text, rows.half().float())[0], "float16", relative=2e-3)
+
+
+@noises
+def test_layers_tensors_heads_positions_and_seeds_have_errors_of_their_own(text):
+    ones = torch.ones(1, 2, 3, 32)
+    drawn = [
+        *written(text, ones),
+        *written(text, ones, layer=1),
+        *written(said(text, "seed=1"), ones),
+        written(text, ones, 3)[0],
+    ]
+    vectors = torch.cat([tensor.reshape(-1, 32) for tensor in drawn])
+    assert len(vectors.unique(dim=0)) == len(vectors) == 7 * 6
+    apart = torch.corrcoef(vectors) - torch.eye(len(vectors))
+    assert apart.abs().max() < 0.75
+
+
+@noises
+def test_the_errors_follow_their_distribution(rows, text):
+    policy = policy_named(text)
+    error = written(text, torch.ones_like(rows).double())[0].flatten() - 1
+    spread = (policy.high - policy.low) / 12**0.5 if text.startswith("uniform") else policy.std
+    assert abs(error.mean() - policy.expected) < 5 * spread / len(error) ** 0.5
+    assert abs(error.std() / spread - 1) < 0.02
+    for bound in (-1.0, 0.2):
+        share, part = policy.below(bound)
+        assert abs((error < bound).double().mean() - share) < 0.01
+        assert abs((error * (error < bound)).mean() - part) < 0.01
+
+
+@noises
+def test_signs_are_preserved_by_errors_as_large(rows, text):
+    plain, kept = (written(one, rows.double())[0] for one in (text, said(text, "preserve=sign")))
+    assert (plain * rows < 0).any()
+    assert (kept.sign() == rows.sign()).all()
+    assert_close((kept - rows).abs(), (plain - rows).abs(), "the errors' size", relative=1e-12)
+
+
+@noises
+def test_a_magnitude_is_preserved_where_signs_turn_over(rows, text):
+    plain, kept = (written(one, rows)[0] for one in (text, said(text, "preserve=magnitude")))
+    assert_bitwise(kept.abs(), rows.abs(), "magnitudes")
+    assert (kept.sign() == plain.sign()).all()
+
+
+@noises
+@pytest.mark.parametrize("kept", ["mean", "sign+mean", "magnitude+mean"])
+def test_the_mean_is_preserved_whatever_else_is(rows, text, kept):
+    ones = torch.ones_like(rows)
+    made = written(said(text, f"preserve={kept}"), ones)[0]
+    without = written(said(text, f"preserve={kept.split('+')[0]}") if "+" in kept else text, ones)[0]
+    assert abs(made.mean() - 1) < 5 * made.std() / made.numel() ** 0.5
+    assert_close(made / made.mean(), without / without.mean(), "but for its scale", relative=1e-5)
+
+
+def test_additive_errors_are_the_same_whatever_they_fall_on(rows):
+    error = written("uniform(-0.5,1,error=additive)", torch.zeros_like(rows))[0]
+    assert_bitwise(written("uniform(-0.5,1,error=additive)", rows)[0], rows + error, "rows")
+    assert_close(
+        written("uniform(-0.5,1,error=additive,preserve=mean)", rows)[0], rows + error - 0.25, "rows", relative=1e-6
+    )
+    kept = written("uniform(-3,3,error=additive,preserve=sign)", rows)[0]
+    assert (kept * rows >= 0).all()
+
+
+@every_dtype
+def test_the_low_bits_are_those_that_numpy_drops(dtype):
+    torch.manual_seed(1)
+    rows = torch.randn(1, 2, 5, 8, dtype=torch.float64).mul(1e-3).to(dtype)
+    rows[0, 0, 0, :4] = torch.tensor([torch.nan, torch.inf, -0.0, torch.finfo(dtype).tiny / 4])
+    made = written("truncate(3)", rows)[0]
+    words = {2: np.uint16, 4: np.uint32, 8: np.uint64}[rows.element_size()]
+    given, found = (
+        t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]).numpy()
+        for t in (rows, made)
+    )
+    given, found = given.view(words).ravel(), found.view(words).ravel()
+    assert (found[1:] == given[1:] >> words(3) << words(3)).all()
+    assert made[0, 0, 0, 0].isnan()
+    assert_bitwise(written("truncate(0)", rows)[0], rows, "nothing dropped")
+
+
+def test_float16_cut_to_seven_bits_of_mantissa_says_what_it_can_drop():
+    rows = torch.ones(1, 1, 1, 4, dtype=torch.float16)
+    with pytest.raises(kv.UnsupportedError, match=r"truncate\(11\) drops 11 bits of float16, whose mantissa has 10"):
+        written("truncate(11)", rows)
+
+
+def test_a_wider_cache_changes_nothing_of_what_a_model_computes(load):
+    """K and V of a float16 model are float16 numbers: a float32 cache keeps them, and attention reads them, exactly."""
+    model, given = load(CASE, "float16"), {"max_new_tokens": 6, "logits": "keep", "stop": "length"}
+    for path in ("cached[cache=float32]", "cached[cache=float32,prefill=stored]"):
+        assert_bitwise(kv.run(model, list(PROMPT), path, **given).logits, kv.run(model, list(PROMPT), **given).logits, path)
+
+
+@pytest.fixture
+def unchecked():
+    """Without the types that are checked under pytest only: what a user types must be refused without them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("uniform(nan,1)", "uniform's low=.* expected a finite number"),
+        ("uniform(-1,inf)", "uniform's high=.* expected a finite number"),
+        ("normal(0,-1)", "std=-1: expected a standard deviation of at least 0"),
+        ("uniform(1,-1)", "low=1 above high=-1"),
+        ("normal(0,x)", "normal's std='x' was given: expected a finite number"),
+        ("uniform(-1,1,preserve=signs)", "preserve='signs' was given: expected 'nothing' or 'sign'"),
+        ("uniform(-1,1,error=add)", "error='add' was given"),
+        ("uniform(-1,1,error=additive,preserve=sign+mean)", "is for multiplicative errors"),
+        ("uniform(-3,1,preserve=mean)", "multiplies by 0 on average"),
+        ("uniform(-1,1,seed=x)", "seed='x' was given"),
+        ("uniform(-1,1,2)", "uniform takes low, high, on=kv, layers=all"),
+        ("unifrom(-1,1)", "did you mean 'uniform'"),
+        ("truncate(-1)", "truncate's bits=-1 was given: expected a whole number from 0 to 52"),
+        ("truncate(2.5)", "truncate's bits=2.5 was given"),
+    ],
+)
+def test_bad_input_is_one_sentence(unchecked, text, said):
+    with pytest.raises(kv.InputError, match=said) as found:
+        policy_named(text)
+    assert "\n" not in str(found.value)

@@ -1,0 +1,438 @@
+"""Quantising policies: against gguf's and quanto's own code, a plain KIVI, and what is known of formats without running one."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvinterp as kv
+from kvinterp.models import wrap
+from kvinterp.paths.store import Growing, Store
+from kvinterp.policies import Place, policy_named
+from support import SEED, Case, assert_bitwise, assert_close
+
+GGUF = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+PLACE = Place(0, 0, 1, rotated=True)
+
+
+def rounded(text, tensor, which="k"):
+    return policy_named(text).written(tensor, which, PLACE)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A random model with heads of 32 and no window."""
+    torch.manual_seed(SEED)
+    config = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, head_dim=32, max_position_embeddings=96, initializer_range=0.15)  # fmt: skip
+    return wrap(LlamaForCausalLM(config).eval(), name="wide")
+
+
+# The block formats -----------------------------------------------------------------------------------------------------
+
+
+def hard_blocks():
+    """Ten thousand blocks: ordinary ones of every magnitude, and those at which a format may go wrong."""
+    generator = np.random.default_rng(SEED)
+    ordinary = generator.normal(size=(9000, 32)) * np.exp2(generator.uniform(-24, 14, (9000, 1)))
+    outlier = generator.normal(size=(300, 32))
+    outlier[np.arange(300), generator.integers(0, 32, 300)] *= 1e4
+    most = float(np.finfo(np.float16).max)
+    ties = generator.integers(-254, 255, (200, 32)) / 2  # Halves, where d is 1: ties of q8_0.
+    ties[:, 5] = 127
+    equal = np.repeat(generator.normal(size=(100, 1)), 32, 1)
+    both = generator.normal(size=(100, 32))
+    both[:, 3], both[:, 20] = -7.0, 7.0  # The largest magnitude twice, with either sign.
+    sparse = np.zeros((100, 32))
+    sparse[np.arange(100), generator.integers(0, 32, 100)] = generator.normal(size=100)
+    halves = generator.integers(0, 2**10, (100, 32)) * 2.0**-24  # FP16's subnormals.
+    largest = generator.choice([-most, 0.0, most], (50, 32))
+    nearly = np.full((50, 32), 0.49999997)
+    nearly[:, 0] = 127
+    parts = [ordinary, outlier, ties, equal, both, sparse, halves, largest, nearly]
+    return np.concatenate([*map(np.float32, parts)]).astype(np.float32)
+
+
+BLOCKS = hard_blocks()
+
+
+def by_gguf(name, blocks):
+    gguf = pytest.importorskip("gguf", reason="the reference of the block formats: pip install gguf")
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(blocks, kind), kind))
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_a_block_format_is_ggufs_to_the_bit(name):
+    assert len(BLOCKS) == 10_000
+    assert_bitwise(rounded(name, torch.from_numpy(BLOCKS)), by_gguf(name, BLOCKS), name, ("block", "element"))
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_blocks_that_no_float16_scale_holds(name):
+    """Too small is 0, whatever the sign of the zero; too large is lost, and not read back as a number that looks well."""
+    small = np.float32(normal(20, 32)) * np.float32(1e-41)
+    assert not rounded(name, torch.from_numpy(small)).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not by_gguf(name, small).any()
+    assert not rounded(name, torch.full((1, 32), 3e38)).isfinite().any()
+    assert rounded(name, torch.full((1, 32), torch.nan)).isnan().all()
+
+
+@pytest.mark.parametrize("name", GGUF)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_in_every_dtype_it_is_the_same_in_float32_and_rounded_back(name, dtype):
+    given = normal(2, 3, 5, 64).to(dtype)
+    assert_bitwise(rounded(name, given), rounded(name, given.float()).to(dtype), name)
+
+
+@pytest.mark.parametrize("name", [*GGUF, "fp8", "fp8(e5m2)"])
+def test_what_is_rounded_already_stays(name):
+    """Of ordinary numbers: the minimum of a ``_1`` block is at home in float32 beside its range."""
+    once = rounded(name, normal(500, 64))
+    assert_bitwise(rounded(name, once), once, name)
+
+
+def test_true_bits():
+    wanted = {"q8_0": 8.5, "q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "int8": 8.5, "int4": 4.5, "int4(16)": 6, "fp8": 8,
+              "kivi(2,32,128)": 3, "hadamard+q4_0": 4.5}  # fmt: skip
+    assert {text: policy_named(text).bits_stored("k", 64) for text in wanted} == wanted
+    assert policy_named("q8_0(on=v)").bits_stored("k", 64) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "block"), [("q8_0", 32), ("q5_1(on=v)", 32), ("hadamard(64)+q8_0", 64), ("kivi", 32), ("int4(64)", 64)]
+)
+def test_heads_that_blocks_do_not_fill_are_refused_in_one_sentence(load, text, block):
+    said = rf"works on blocks of {block} along head_dim, and .* has head_dim 16: .* such as zoo:gemma2-mini\.$"
+    with pytest.raises(kv.UnsupportedError, match=said):
+        kv.run(load(Case("zoo:gqa2-mini", "native", "sdpa")), [3, 4, 5], f"cached+{text}", max_new_tokens=1)
+    with pytest.raises(kv.UnsupportedError, match="what it was given has head_dim 16"):
+        rounded("q8_0", normal(2, 16))
+
+
+# Walsh-Hadamard --------------------------------------------------------------------------------------------------------
+
+
+def test_hadamard_is_the_matrix_of_scipy_in_blocks_and_its_own_inverse():
+    from scipy.linalg import hadamard
+
+    given = normal(2, 2, 5, 96).double()
+    for text, size in (("hadamard", 32), ("hadamard(16)", 16)):
+        matrix = torch.from_numpy(np.kron(np.eye(96 // size), hadamard(size) / np.sqrt(size)))
+        turned = rounded(text, given)
+        assert_close(turned, given @ matrix, text, relative=1e-15)
+        assert_close(policy_named(text).seen(turned, "k", PLACE), given, "turned back", relative=1e-15)
+
+
+def test_hadamard_alone_changes_nothing_in_float64_but_rounding(wide):
+    model = wide.at(torch.float64)
+    given = {"max_new_tokens": 6, "stop": "length", "logits": "keep"}
+    plain, turned = (kv.run(model, [3, 17, 44, 9], path, **given).logits for path in ("cached", "cached+hadamard"))
+    # transformers' norms and softmax compute in float32.
+    assert_close(turned, plain, "logits", relative=1e-6)
+
+
+def test_hadamard_spreads_an_outlier_for_the_format_after_it():
+    given = normal(1, 2, 50, 64)
+    given[..., 7] += 60
+    alone, chain = policy_named("q4_0"), policy_named("hadamard+q4_0")
+    errors = []
+    for policy in (alone, chain):
+        keys, _ = policy.read(*policy.write(given, given, PLACE), PLACE)
+        errors.append(float((keys - given)[..., 8:32].norm() / given[..., 8:32].norm()))
+    turned = policy_named("hadamard")
+    assert_bitwise(chain.write(given, given, PLACE)[0], rounded("q4_0", rounded("hadamard", given)), "what is kept")
+    assert turned.reads
+    # Steps of 60/8 against a few of the 60/sqrt(64) that each element gets.
+    assert errors[0] > 0.9
+    assert errors[1] < 0.75 * errors[0]
+
+
+# Integers --------------------------------------------------------------------------------------------------------------
+
+
+def test_int4_is_quantos():
+    quanto = pytest.importorskip("optimum.quanto", reason="the reference of int4: pip install optimum-quanto")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        given = (normal(2, 3, 70, 128) * torch.exp2(normal(2, 3, 70, 1, seed=1))).to(dtype)
+        scale, shift = quanto.MaxOptimizer()(given, quanto.qint4, 0, 64)
+        codes = torch.ops.quanto.quantize_affine(given, 4, 0, 64, scale, shift)
+        assert_bitwise(rounded("int4(64)", given), (scale * codes - shift).reshape(given.shape), str(dtype))
+
+
+def test_int8_is_absmax_of_a_tokens_head():
+    given = normal(2, 3, 5, 64)
+    scale = np.abs(given.numpy()).max(-1, keepdims=True) / np.float32(127)
+    wanted = np.rint(given.numpy() / scale) * scale
+    assert_close(rounded("int8", given), torch.from_numpy(wanted), "int8", relative=1e-6)
+    assert_bitwise(rounded("int8", torch.zeros(1, 1, 2, 8)), torch.zeros(1, 1, 2, 8), "zeros")
+
+
+def test_keys_with_one_huge_channel_collapse_per_token_and_survive_per_channel():
+    """transformers#35185: a bias of the key projection took Qwen2.5-7B from right to 0 of 120."""
+    keys, queries = normal(1, 1, 128, 64), normal(20, 64, seed=1)
+    keys[..., 11] += 100
+    policy = policy_named("kivi(4,32,128)")
+    of = {
+        "token": rounded("int4", keys),
+        "channel": policy.seen(torch.cat([keys, keys[:, :, -1:]], 2), "k", Place(0, 0, 129, rotated=True))[:, :, :128],
+    }
+    exact = (queries @ keys[0, 0].T / 8).log_softmax(-1)
+    rest = [channel for channel in range(64) if channel != 11]
+    errors, divergences = {}, {}
+    for name, made in of.items():
+        errors[name] = float((made - keys)[..., rest].norm() / keys[..., rest].norm())
+        found = (queries @ made[0, 0].T / 8).log_softmax(-1)
+        divergences[name] = float((exact.exp() * (exact - found)).sum(-1).mean())
+    # Steps of 104/15 leave nothing of numbers about 1; steps of 5/15 an error of 5/15/sqrt(12).
+    assert errors["token"] > 0.8
+    assert errors["channel"] < 0.15
+    assert divergences["token"] > 20 * divergences["channel"]
+
+
+@pytest.mark.parametrize("text", ["int4", "int4(8)", "int8", "kivi(2,4,4)", "q4_1", "q5_1"])
+def test_a_constant_group_divides_by_nothing(text):
+    """The original KIVI gives NaN."""
+    given = torch.full((1, 2, 9, 32), 2.5)
+    place, policy = Place(0, 0, 9, rotated=True), policy_named(text)
+    keys, values = policy.read(*policy.write(given, given, place), place)
+    assert_close(keys, given, "keys", relative=1e-6)
+    assert_close(values, given, "values", relative=1e-6)
+
+
+# KIVI ------------------------------------------------------------------------------------------------------------------
+
+
+class PlainKivi:
+    """Algorithm 1 of the paper with lists, a token at a time."""
+
+    def __init__(self, bits, group, residual):
+        self.bits, self.group, self.residual = bits, group, residual
+        self.done = {"k": [], "v": []}
+        self.window = {"k": [], "v": []}
+
+    def integers(self, numbers):
+        numbers = np.asarray(numbers, np.float32)
+        step = np.float32((numbers.max() - numbers.min()) / np.float32(2**self.bits - 1))
+        return np.rint((numbers - numbers.min()) / step) * step + numbers.min()
+
+    def flush(self):
+        keys, size = self.window["k"], self.group
+        if len(keys) == self.residual:
+            for begun in range(0, len(keys), size):
+                block = np.stack(keys[begun : begun + size])
+                made = np.stack([self.integers(block[:, channel]) for channel in range(block.shape[1])], 1)
+                self.done["k"] += list(made)
+            self.window["k"] = []
+        while len(self.window["v"]) > self.residual:
+            token = self.window["v"].pop(0)
+            self.done["v"].append(np.concatenate([self.integers(part) for part in np.split(token, len(token) // size)]))
+
+    def step(self, key, value):
+        """What attention reads at this step."""
+        self.window["k"].append(key)
+        self.window["v"].append(value)
+        read = {name: np.stack(self.done[name] + self.window[name]) for name in ("k", "v")}
+        self.flush()
+        return read["k"], read["v"]
+
+
+def store(model, text, cache=None, prefill=0):
+    return Store(model.facts, policy_named(text), 2, torch.float32, model.device, (), Growing(96), cache, prefill)
+
+
+@pytest.mark.parametrize("prompt", [1, 5, 8, 9, 16, 21])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kivi_flushes_as_the_papers_algorithm(wide, prompt, bits):
+    keys, values = normal(2, 2, 45, 32), normal(2, 2, 45, 32, seed=1)
+    running = store(wide, f"kivi({bits},4,8)", prefill=prompt)
+    plain = {(b, h): PlainKivi(bits, 4, 8) for b in range(2) for h in range(2)}
+    for stop in range(prompt, 46):
+        begun = 0 if stop == prompt else stop - 1
+        found = running.update(1, keys[:, :, begun:stop], values[:, :, begun:stop])
+        for (b, h), cache in plain.items():
+            for row in range(begun, stop):
+                wanted = cache.step(keys[b, h, row].numpy(), values[b, h, row].numpy())
+            if stop == prompt:
+                wanted = keys[b, h, :stop].numpy(), values[b, h, :stop].numpy()  # The prefill reads what it computed.
+            for name, one, other in zip("kv", found, wanted, strict=True):
+                assert_close(one[b, h], torch.from_numpy(other), f"{name} at {stop}", ("row", "channel"), relative=1e-6)
+
+
+def test_kivi_rounds_a_row_once_and_never_again(wide):
+    """Ten steps after a flush touch no row of before; so a history of any length costs a step the same."""
+    running = policy_named("kivi(2,4,8)").start(wide.facts)
+    made = []
+    running.per_channel = lambda rows, first: made.append((first, rows.shape[2])) or rows
+    running.per_token = running.per_channel
+    for stop in range(20, 36):
+        running.read(*(normal(1, 2, stop, 32),) * 2, Place(0, 0, stop, rotated=True))
+    keys, values = [(0, 16), (16, 8), (24, 8)], [(0, 11), *((first, 1) for first in range(11, 26))]
+    assert sorted(made) == sorted([*keys, *values])
+    assert policy_named("kivi(2,4,8)").start(wide.facts) is not running
+
+
+def test_a_group_that_slid_out_of_a_window_is_what_is_left_of_it():
+    policy, rows = policy_named("kivi(2,4,4)"), normal(1, 1, 7, 32)
+    found = policy.seen(rows, "k", Place(0, 2, 9, rotated=True))
+    assert_bitwise(
+        found[:, :, :2], policy.per_channel(rows[:, :, :2].repeat(1, 1, 2, 1), 0)[:, :, :2], "what is left of 0 to 3"
+    )
+    assert_bitwise(found[:, :, 2:6], policy.per_channel(rows[:, :, 2:6], 4), "4 to 7")
+    assert_bitwise(found[:, :, 6:], rows[:, :, 6:], "8")
+
+
+# fp8 -------------------------------------------------------------------------------------------------------------------
+
+
+def values_of(exponent_bits, mantissa_bits, largest):
+    """Every finite number of the format that is not negative, in order of its code."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    codes = np.arange(2 ** (exponent_bits + mantissa_bits))
+    exponent, mantissa = codes >> mantissa_bits, codes & (2**mantissa_bits - 1)
+    numbers = np.where(
+        exponent > 0,
+        (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias),
+        mantissa / 2**mantissa_bits * 2.0 ** (1 - bias),
+    )
+    return numbers[numbers <= largest]
+
+
+@pytest.mark.parametrize(("name", "shape"), [("e4m3", (4, 3, 448.0)), ("e5m2", (5, 2, 57344.0))])
+def test_fp8_is_the_nearest_number_of_the_format(name, shape):
+    numbers = values_of(*shape)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    given = np.concatenate([numbers, middles, np.exp2(np.linspace(-20, np.log2(shape[2]), 3000))]).astype(np.float32)
+    below = np.searchsorted(numbers, given, side="right") - 1
+    above = np.minimum(below + 1, len(numbers) - 1)
+    up, down = numbers[above] - given, given - numbers[below]
+    wanted = np.where((up < down) | ((up == down) & (below % 2 == 1)), numbers[above], numbers[below]).astype(np.float32)
+    for sign in (1, -1):
+        found = rounded(f"fp8({name})", torch.from_numpy(sign * given)[None, None])
+        assert_close(found[0, 0], torch.from_numpy(sign * wanted), name)
+
+
+@pytest.mark.parametrize(("name", "largest", "over", "lost"), [("e4m3", 448.0, 464.5, torch.nan), ("e5m2", 57344.0, 61440.0, torch.inf)])  # fmt: skip
+def test_an_overflow_saturates_or_is_lost(name, largest, over, lost):
+    given = torch.tensor([largest, np.nextafter(np.float32(over), np.float32(0)) if name == "e5m2" else 464.0, over, -over])
+    given = given.reshape(1, 1, 1, 4)
+    assert rounded(f"fp8({name})", given).flatten().tolist() == [largest, largest, largest, -largest]
+    found = rounded(f"fp8({name},overflow=nonfinite)", given).flatten()
+    assert torch.equal(found[:2], torch.tensor([largest, largest]))
+    assert torch.equal(found[2:].isnan(), torch.tensor([lost != torch.inf] * 2))
+    assert torch.equal(found[2:].isinf(), torch.tensor([lost == torch.inf] * 2))
+
+
+def test_an_overflow_is_reported_where_it_first_appears(wide):
+    """Only layer 1 is asked for, and only what is written after the prefill has read."""
+    text = "fp8(e4m3,on=v,layers=1,scale=1e-06,overflow=nonfinite)"
+    said = (
+        rf"path cached\+{text}: NaN first appeared in cached values of layer 1 at step 1 in float32: .* where policy {text} "
+        "made it of finite numbers"
+    ).replace("(e", r"\(e").replace("te)", r"te\)")  # fmt: skip
+    with pytest.raises(kv.NonFiniteError, match=said):
+        kv.run(wide, [3, 17, 44, 9], f"cached+{text}", max_new_tokens=3, stop="length")
+    kv.run(wide, [3, 17, 44, 9], f"cached+{text.replace('nonfinite', 'saturate')}", max_new_tokens=3, stop="length")
+
+
+@pytest.mark.parametrize("per", ["tensor", "head"])
+@pytest.mark.parametrize("chunks", [(12,), (5, 5, 2)])
+def test_a_scale_of_the_prefill_is_frozen(wide, per, chunks):
+    """A later, larger key is clipped at the prefill's largest; other sequences of the batch have no say."""
+    keys, running = normal(2, 2, 14, 32), store(wide, f"fp8(e4m3,scale=prefill,per={per})", prefill=12)
+    keys[:, 1] *= 4
+    keys[:, :, 12:] *= 100
+    begun = 0
+    for size in (*chunks, 1, 1):
+        read, _ = running.update(0, keys[:, :, begun : begun + size], keys[:, :, begun : begun + size])
+        begun += size
+        if begun <= 12:
+            assert_bitwise(read, keys[:, :, :begun], "what the prefill reads")
+    for sequence in range(2):
+        most = keys[sequence, :, :12].abs().amax((1, 2) if per == "head" else (0, 1, 2), keepdim=True)
+        assert_close(
+            read[sequence, :, 12:].abs().amax((1, 2), keepdim=True), most.expand(2, 1, 1), "clipped", relative=1e-6
+        )
+        wanted = rounded("fp8", (keys[sequence] / (most / 448))[None])[0] * (most / 448)
+        assert_close(read[sequence], wanted, "rounded", relative=1e-6)
+
+
+# Of all ----------------------------------------------------------------------------------------------------------------
+
+ALL = [*GGUF, "int8", "int4", "int4(16)", "kivi(2,4,8)", "fp8", "fp8(e5m2,scale=prefill,per=head)", "hadamard", "hadamard+q4_0",
+       "hadamard(16)+kivi(4,8,8)", "q8_0(on=v)+fp8(e4m3,on=k,scale=prefill)"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_a_prefill_in_chunks_is_the_whole_one(wide, text):
+    """Bit for bit: no row meets another, but in groups that begin where they begin."""
+    keys, values = normal(2, 2, 30, 32), normal(2, 2, 30, 32, seed=1)
+    reads = []
+    for chunks in ((25,), (7, 7, 7, 4)):
+        running, begun = store(wide, text, prefill=25), 0
+        for size in (*chunks, *[1] * 5):
+            found = running.update(0, keys[:, :, begun : begun + size], values[:, :, begun : begun + size])
+            begun += size
+        reads.append(found)
+    for one, other in zip(*reads, strict=True):
+        assert_bitwise(one, other, text)
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_a_sequence_of_a_batch_is_what_it_is_alone(text):
+    both = normal(2, 2, 12, 32), normal(2, 2, 12, 32, seed=1)
+    place, policy = Place(0, 0, 12, rotated=True), policy_named(text)
+    together = policy.read(*policy.write(*both, place), place)
+    alone = policy.read(*policy.write(both[0][1:], both[1][1:], place), place)
+    for one, other in zip(together, alone, strict=True):
+        assert_bitwise(one[1:], other, text)
+
+
+@pytest.mark.parametrize("text", ["q8_0", "hadamard+q4_0", "kivi(2,4,8)", "fp8(e4m3,scale=prefill)"])
+def test_compared_with_none(load, text):
+    """On a trained model that slides a window: step 0 is the same, what follows is not."""
+    found = kv.compare(load(Case("zoo:gemma2-mini", "native", "eager")), "Tom has 3 pens and buys 4 more pens.",
+                       f"cached+{text}", "cached", max_new_tokens=4, stop="length", progress="none")  # fmt: skip
+    assert found.steps.kl[0] == 0
+    assert (found.steps.kl[1:] > 0).all()
+
+
+def test_kivi_refuses_a_history_with_holes(wide):
+    rows = torch.tensor([0, 1, 4, 5, 6]).expand(1, 2, -1)
+    with pytest.raises(kv.UnsupportedError, match="another policy of this path lets go of rows"):
+        policy_named("kivi(2,4,4)").read(*(normal(1, 2, 5, 32),) * 2, Place(0, 0, 7, rotated=True, rows=rows))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kivi(3)", "bits=3: expected 2, 4 or 8"),
+        ("kivi(4,32,48)", "the second a multiple of the first"),
+        ("hadamard(48)", "expected a power of two"),
+        ("int4(0)", "expected a whole number of at least 1"),
+        ("fp8(e3m4)", "format='e3m4': expected e4m3 or e5m2"),
+        ("fp8(e4m3,scale=nan)", "scale='nan': expected a number above 0, or prefill"),
+        ("fp8(e4m3,scale=0)", "scale=0: expected a number above 0, or prefill"),
+        ("fp8(e4m3,per=head)", "give scale=prefill too"),
+        ("fp8(e4m3,overflow=wrap)", "expected saturate or nonfinite"),
+        ("q8_0(4)", "q8_0 takes on=kv"),
+    ],
+)
+def test_what_no_format_has_is_said(text, said):
+    with pytest.raises(kv.InputError, match=said):
+        policy_named(text)
+
+
+@pytest.mark.parametrize("text", [*ALL, "fp8(e5m2,scale=0.5,overflow=nonfinite)", "kivi(8,16,64,on=k,layers=0+2,heads=1)"])
+def test_text_forms_are_read_as_they_are_written(text):
+    policy = policy_named(text)
+    assert policy_named(str(policy)) == policy
+    assert all(part.SOURCE for part in getattr(policy, "parts", (policy,)))
