@@ -22,6 +22,8 @@ import pandas as pd
 MODEL = "zoo:gqa2-mini"
 SMALL = ("--prompts", "arithmetic:2", "--device", "cpu")
 FEW = ("--flip-steps", "1", "--flip-seeds", "1", "--ladder-prompts", "1", "--ladder-steps", "1")
+TASKS = str(Path(__file__).with_name("behaviour") / "tasks")
+BRIEF = ("--hops", "1", "--seeds", "2", "--temperatures", "0.7", "--max-new-tokens", "3")
 VERBS = {
     "compare": ("compare", MODEL, *SMALL, "--max-new-tokens", "3"),
     "patch": ("patch", MODEL, *SMALL, "--max-new-tokens", "3", "--controls", "quick"),
@@ -49,6 +51,14 @@ VERBS = {
     "ladder": ("ladder", MODEL, *SMALL, "--most", "1", "--steps", "1"),
     "gqa": ("gqa", MODEL, *SMALL),
     "susceptibility": ("susceptibility", MODEL, *SMALL, "--max-new-tokens", "3", "--sizes", "0.5,2,4", "--seeds", "2"),
+    "equivalent-noise": ("equivalent-noise", MODEL, *SMALL, "--policy", "uniform(-1,1)", "--max-new-tokens", "2"),
+    "kv-error": (
+        *("kv-error", MODEL, "--design", "none", "--policy", "uniform(-1,1)", "--repeats", "1", "--max-new-tokens", "4"),
+        *("--instructions", "instructions:2", "--problems", "arithmetic:2", "--texts", "restate:1"),
+        *("--strings", "instructions:2", "--device", "cpu"),
+    ),
+    "eval": ("eval", MODEL, "--tasks", "kv_problems", "--include", TASKS, "--limit", "2", "--device", "cpu"),
+    "chain": ("chain", MODEL, "--policy", "int4", "--on", "kv", "--texts", "restate:1", *BRIEF, "--device", "cpu"),
     "demo": ("demo", "--smoke"),
 }
 """Every verb that writes, as small as it goes."""

@@ -19,7 +19,7 @@ from support import TINY
 
 SHARE = 200
 """Cases a process runs."""
-SAMPLE = ((0, 60), (API, API + 4))
+SAMPLE = ((0, 32), (API, API + 2))
 """By default the first cases of each kind; all of them with --everything."""
 
 

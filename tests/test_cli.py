@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -21,6 +22,7 @@ from command_line import kvinterp, wrong
 from kvinterp import __version__
 from kvinterp.models import zoo
 
+pytestmark = pytest.mark.xdist_group("command line")
 MODEL = "zoo:mistral-mini"
 QUICK = ("--max-new-tokens", "3", "--device", "cpu")
 
@@ -101,14 +103,8 @@ def test_it_says_what_it_found_and_where_it_is(done: tuple[Path, Result]) -> Non
 
 
 def test_without_record_the_pattern_is_derived_beside_sdpa_and_it_says_so(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [*KVINTERP, "compare", MODEL, "--prompts", "arithmetic:1", *QUICK, "--out", tmp_path / "out"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    run = kvinterp("compare", MODEL, "--prompts", "arithmetic:1", *QUICK, "--out", tmp_path / "out")
+    assert run.exit_code == 0, run.stderr
     assert "loading zoo:mistral-mini as native in float16 on cpu" in run.stderr
     assert "pattern is derived beside attention 'sdpa', which runs as it is and shows none" in run.stderr
     assert "Traceback" not in run.stderr
@@ -116,9 +112,6 @@ def test_without_record_the_pattern_is_derived_beside_sdpa_and_it_says_so(tmp_pa
     assert (tmp_path / "out" / "figures" / "attention_by_head.png").exists()
     assert "(derived)" in (tmp_path / "out" / "report.html").read_text()
     assert (tmp_path / "out" / "figures" / "kv_by_position.png").exists()
-
-
-KVINTERP = (sys.executable, "-c", "from kvinterp.cli import main; main()")
 
 
 def test_prompts_from_a_file_and_free_sampling(tmp_path: Path) -> None:
@@ -331,31 +324,34 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.long),
-    ],
+THREE = (
+    *("compare", MODEL, "--prompts", "arithmetic:3", *QUICK, "--strategy", "top_p(0.99,3.0)", "--stop", "length"),
+    *("--layers", "0"),
 )
+"""Three prompts; what cuts it off leaves one."""
+
+
+def test_interrupted_after_one_prompt_it_says_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it goes on from there is tests/experiments/test_compare.py's, and every verb's with a real signal."""
+    from kvinterp.cells import Parts
+
+    keep = Parts.keep
+
+    def interrupted(self: Parts, *part: Any) -> None:
+        keep(self, *part)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Parts, "keep", interrupted)
+    made = kvinterp(*THREE, "--out", tmp_path)
+    _says_what_is_there(tmp_path, made.exit_code, made.stderr)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_cut_off_after_one_prompt_it_goes_on_to_the_uninterrupted_tables(tmp_path: Path, number: signal.Signals) -> None:
     """A real process and a real signal: nothing is half-written, and the second run skips what is there."""
-    options = [
-        "compare",
-        MODEL,
-        "--prompts",
-        "arithmetic:3",
-        *QUICK,
-        "--strategy",
-        "top_p(0.99,3.0)",
-        "--stop",
-        "length",
-        "--layers",
-        "0",
-    ]
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    process = started(SLOW.format(arguments=[*options, "--out", str(cut)]))
+    cut = tmp_path / "cut"
+    process = started(SLOW.format(arguments=[*THREE, "--out", str(cut)]))
     try:
         until = time.monotonic() + 120
         while not list(cut.glob(".parts/*/*.part")):
@@ -370,16 +366,24 @@ def test_cut_off_after_one_prompt_it_goes_on_to_the_uninterrupted_tables(tmp_pat
         assert process.returncode == -signal.SIGKILL
         assert not (cut / "summary.json").exists()
     else:
-        assert process.returncode == 130, said
-        assert "interrupted: what was finished is on disk" in said
-        assert "Traceback" not in said
-        summary = json.loads((cut / "summary.json").read_text())
-        assert summary["interrupted"] is True
-        assert summary["counts"] == {"examples": 1, "steps": 3, "failed": 0, "planned": 3}
-        assert pd.read_parquet(cut / "steps.parquet")["example"].unique().tolist() == [0]
-    again = kvinterp(*options, "--out", cut)
+        _says_what_is_there(cut, process.returncode, said)
+    _goes_on(cut, tmp_path / "whole")
+
+
+def _says_what_is_there(cut: Path, code: int, said: str) -> None:
+    assert code == 130, said
+    assert "interrupted: what was finished is on disk" in said
+    assert "Traceback" not in said
+    summary = json.loads((cut / "summary.json").read_text())
+    assert summary["interrupted"] is True
+    assert summary["counts"] == {"examples": 1, "steps": 3, "failed": 0, "planned": 3}
+    assert pd.read_parquet(cut / "steps.parquet")["example"].unique().tolist() == [0]
+
+
+def _goes_on(cut: Path, whole: Path) -> None:
+    again = kvinterp(*THREE, "--out", cut)
     assert again.exit_code == 0, again.output
-    assert kvinterp(*options, "--out", whole).exit_code == 0
+    assert kvinterp(*THREE, "--out", whole).exit_code == 0
     for name in ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv"):
         one, other = (pd.read_parquet(folder / f"{name}.parquet") for folder in (cut, whole))
         pd.testing.assert_frame_equal(one, other, check_exact=True, obj=name)

@@ -16,6 +16,7 @@ from kvinterp.auditing import VERDICTS
 MODEL = "zoo:gqa2-mini"
 QUICK = ("--prompts", "arithmetic:2", "--max-new-tokens", "4", "--device", "cpu")
 SHORT = ("--lengths", "5,9", "--steps", "2", "--device", "cpu")
+SHORTEST = ("--lengths", "5", "--steps", "1", "--device", "cpu")
 
 
 # patch and decompose ---------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(tmp_path: Path, arguments:
 
 
 def test_audit_of_a_clean_model_leaves_with_0(tmp_path: Path) -> None:
-    made = kvinterp("audit", MODEL, "--out", tmp_path / "out", *SHORT, "--rungs", "float16,float64", "--checks", "none")
+    made = kvinterp("audit", MODEL, "--out", tmp_path / "out", *SHORTEST, "--rungs", "float16", "--checks", "none")
     assert made.exit_code == 0, made.output
     verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
     fields = {"verdict", "first_layer", "first_position", "tensor", "module", "evidence", "checks", "notes", "exit_code"}
@@ -128,7 +129,7 @@ def test_audit_of_a_wrong_cache_leaves_with_1_and_names_the_place(tmp_path: Path
 def test_audit_of_a_config_alone(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     config = tmp_path / "config.json"
     config.write_text((checkpoint("llama-gqa") / "config.json").read_text())
-    made = kvinterp("audit", config, "--random-init", "--out", tmp_path / "out", *SHORT)
+    made = kvinterp("audit", config, "--random-init", "--out", tmp_path / "out", *SHORTEST, "--rungs", "float32")
     assert made.exit_code == 0, made.output
     assert json.loads((tmp_path / "out" / "verdict.json").read_text())["verdict"] in VERDICTS
 

@@ -17,7 +17,7 @@ from kvinterp.experiments.registry import experiments
 pytestmark = pytest.mark.xdist_group("nothing lost")
 KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
 AGAIN = ("already holds a result", "already holds a report")
-BY_DEFAULT = {("compare", "page", 0), ("patch", "page", 1), ("kernels", "moment", 0)}
+BY_DEFAULT = {("compare", "page", 0), ("kernels", "page", 1), ("kernels", "moment", 0)}
 """The cuts that are tried without ``--everything``."""
 
 CUTS = [
@@ -79,14 +79,20 @@ def test_cut_off_the_same_command_finishes_with_the_same(
     same(out, expected)
 
 
-@pytest.mark.parametrize("place", [0, *(pytest.param(place, marks=pytest.mark.long) for place in range(1, 5))])
+@pytest.mark.parametrize(
+    ("before", "verb", "place"),
+    [
+        ("compare", "kernels", 0),
+        *(pytest.param("patch", "decompose", place, marks=pytest.mark.long) for place in range(5)),
+    ],
+)
 def test_cut_off_over_another_result_nothing_of_it_stays(
-    place: int, tmp_path: Path, whole: Callable[[str], tuple[Path, Run]]
+    before: str, verb: str, place: int, tmp_path: Path, whole: Callable[[str], tuple[Path, Run]]
 ) -> None:
     """`decompose --overwrite` over a `patch` result left the other's tables."""
-    (old, _), (expected, run), out = whole("patch"), whole("decompose"), tmp_path / "out"
+    (old, _), (expected, run), out = whole(before), whole(verb), tmp_path / "out"
     shutil.copytree(old, out)
-    command = (*VERBS["decompose"], "--overwrite")
+    command = (*VERBS[verb], "--overwrite")
     chosen = random.Random(place).choice(pages(run.touched))
     cut = ended(started(command, out, ((KILL, INTERRUPT)[place % 2], chosen)), out)
     assert cut.code != 0

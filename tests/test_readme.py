@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from command_line import one_after_another, program
 from kvinterp.paths import path_named
 from support import SUITES_OWN_SETTINGS, has_hooked_transformer, write_checkpoint
 
@@ -32,35 +30,9 @@ def snippet(first_words: str) -> str:
     return found
 
 
-def run(source: str, folder: Path, *arguments: str) -> str:
-    """Runs a program as a new user would; returns what it printed."""
-    environment = {name: value for name, value in os.environ.items() if name not in SUITES_OWN_SETTINGS}
-    made = subprocess.run(
-        [sys.executable, "-c", source, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr[-3000:]
-    return made.stdout
-
-
-ONE_AFTER_ANOTHER = """
-import contextlib, io, json, sys, traceback
-said = {}
-for name, source in json.loads(sys.argv[1]).items():
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        try:
-            exec(compile(source, name, "exec"), {"__name__": "__main__"})
-            error = ""
-        except BaseException:
-            error = traceback.format_exc()
-    said[name] = [out.getvalue(), error]
-print(json.dumps(said))
-"""
+def environment() -> dict[str, str]:
+    """A new user's, who has none of what this suite sets."""
+    return {name: value for name, value in os.environ.items() if name not in SUITES_OWN_SETTINGS}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +40,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """What each snippet printed; all run in one process, since importing torch is most of the time."""
     folder = tmp_path_factory.mktemp("readme")
     sources = {"own": own_model(folder), "notebook": in_a_notebook(), "tests": in_tests()}
-    said = json.loads(run(ONE_AFTER_ANOTHER, folder, json.dumps(sources)).splitlines()[-1])
+    said = one_after_another(sources, folder, environment())
 
     def get(name: str) -> str:
         out, error = said[name]
@@ -156,7 +128,8 @@ def test_a_command_is_one_that_there_is(command: list[str]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_a_command_runs(command: list[str], tmp_path: Path) -> None:
-    run(f"import sys\nfrom kvinterp.cli import main\nsys.argv[1:] = {command!r}\nmain()", tmp_path)
+    (_, error) = one_after_another({"it": program(*command)}, tmp_path, environment())["it"]
+    assert not error, error[-3000:]
 
 
 def test_every_path_that_is_written_is_one() -> None:

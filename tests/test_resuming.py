@@ -44,7 +44,7 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(zoo.folder("gqa2-mini"), tmp_path / "model"))
 
 
-@pytest.mark.parametrize("edit", [edit_rope, edit_tokenizer])
+@pytest.mark.parametrize("edit", [edit_rope, pytest.param(edit_tokenizer, marks=pytest.mark.long)])
 def test_a_checkpoint_edited_between_gives_the_table_of_the_edited_one(
     tmp_path: Path, model: Path, edit: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def test_every_kind_agrees_with_transformers_eager_in_float32(name):
             assert (given - wanted).abs().max() / wanted.abs().max() < 1e-5, kind
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("name", ["mistral-mini", "gemma2-mini"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_native_is_a_plain_transformers_loop_to_the_bit(name, dtype):
@@ -223,6 +224,7 @@ def test_a_chunked_prefill_agrees_in_float64(model):
     assert (whole.logits - chunked.logits).abs().max() < 1e-12
 
 
+@pytest.mark.long  # tests/contracts/test_batches.py asks it of every kind, on smaller models.
 def test_batches_change_no_bit_and_no_order(model):
     prompts = kv.load_prompts("arithmetic:8")
     one = kv.compare(model, prompts, max_new_tokens=3, progress="none")

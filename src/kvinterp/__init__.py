@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvinterp._version import __version__
 
 if TYPE_CHECKING:
-    from kvinterp.auditing import KernelsTable, Verdict, audit, kernels_table
+    from kvinterp.auditing import KernelsTable, Verdict, kernels_table
+    from kvinterp.auditing.audit import audit
     from kvinterp.comparison import Comparison, compare, compare_traces
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError

@@ -290,8 +290,11 @@ PLANTS = [
 
 @pytest.mark.parametrize(
     "plant",
-    # One in three by default: the bank holds many more of each kind.
-    [pytest.param(p, id=p.name, marks=[pytest.mark.long] if number % 3 else []) for number, p in enumerate(PLANTS)],
+    # One in three by default: the bank holds many more of each kind. Experts are slow, and test_excuses.py plants in them.
+    [
+        pytest.param(p, id=p.name, marks=[pytest.mark.long] if number % 3 or p.architecture == "mixtral" else [])
+        for number, p in enumerate(PLANTS)
+    ],
 )
 def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(plant.architecture)

@@ -11,12 +11,11 @@ import torch
 
 from kvinterp.auditing.accounting import Account
 from kvinterp.auditing.causes import Cause
-from kvinterp.auditing.evidence import Evidence
 from kvinterp.auditing.exercises import Check
 from kvinterp.auditing.first_difference import Finding
 from kvinterp.auditing.judging import ONE_BY_ONE, Judged
-from kvinterp.auditing.ladder import LOCAL, STEPS, Rung
-from kvinterp.auditing.verdict import judge
+from kvinterp.auditing.ladder import LOCAL, STEPS, PrecisionRun
+from kvinterp.auditing.verdict import Evidence, judge
 from kvinterp.paths.kernels import Native
 from kvinterp.reading import verdict as say
 
@@ -26,15 +25,15 @@ def rung(
     error: float = 0.0,
     logits: float = 0.0,
     null: float = 0.0,
-    fixed: Rung | None = None,
+    fixed: PrecisionRun | None = None,
     **more: Any,
-) -> Rung:
+) -> PrecisionRun:
     local = pd.DataFrame([(0, 9, 9, 10, 9, 0, "output", error, null)], columns=list(LOCAL))
     steps = pd.DataFrame([(0, 9, 9, logits, logits, logits / 10, 0.0, null)], columns=list(STEPS))
     name = str(dtype).removeprefix("torch.")
     empty = pd.DataFrame(columns=list(LOCAL))
     layers = pd.DataFrame({"layer": [0], "max_abs": [logits], "mean_abs": [logits], "relative": [logits]})
-    made = Rung(name, dtype, Native(), steps, local, empty, layers, pd.DataFrame(), {}, "", 10.0, fixed=fixed)
+    made = PrecisionRun(name, dtype, Native(), steps, local, empty, layers, pd.DataFrame(), {}, "", 10.0, fixed=fixed)
     return dataclasses.replace(made, **more)
 
 
@@ -47,7 +46,7 @@ def judged(word: str = "", kernels: str = "fixed order", **more: Any) -> Judged:
     return Judged(finding(**more), cause, kernels, ONE_BY_ONE)
 
 
-def evidence(*rungs: Rung, **more: Any) -> Evidence:
+def evidence(*rungs: PrecisionRun, **more: Any) -> Evidence:
     made = Evidence("a model", rungs[0].name, 64, {r.name: r for r in rungs}, exercised="what was run.")
     made.accounts = {r.name: Account(0.0, 0.0, "fixed order") for r in rungs}
     return dataclasses.replace(made, **more)

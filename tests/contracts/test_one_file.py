@@ -7,12 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 import kvinterp
+from command_line import one_after_another, program
+
+pytestmark = pytest.mark.xdist_group("one file")
 
 FILES = {
     "policies/halved.py": '''"""Keys and values, smaller."""
@@ -43,6 +47,26 @@ def farthest(a, b):
 
 
 METRICS = (Metric("farthest_doubled", farthest, "logits", 0.0, nonnegative=True),)
+''',
+    "metrics/sign.py": '''"""Whether two paths' logits have the same signs; and how far apart the first numbers of two head vectors are."""
+
+from kvinterp.metrics.base import Metric
+
+
+def same_signs(a, b):
+    """Share of the vocabulary whose logits have one sign."""
+    return (a.sign() == b.sign()).double().mean(-1)
+
+
+def first_apart(a, b):
+    """Distance of the first numbers."""
+    return (a[..., 0].double() - b[..., 0].double()).abs()
+
+
+METRICS = (
+    Metric("same_signs", same_signs, "logits", 1.0, nonnegative=True),
+    Metric("first_apart", first_apart, "kv", 0.0, nonnegative=True, over=("max", "mean")),
+)
 ''',
     "paths/kernels/untouched.py": '''"""``untouched``: the machine's own kernels under another name."""
 
@@ -95,6 +119,33 @@ def counted(n, more):
 }
 
 
+IN_EVERY_TABLE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import kvinterp as kv
+
+torch.manual_seed(0)
+sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 6}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=64, **sizes)).eval()
+short = {"max_new_tokens": 4, "progress": "none", "cache_errors": "whole"}
+found = kv.compare(model, [[1, 2, 3, 4]], a="cached", b="recompute@bfloat16", **short)
+assert found.steps["same_signs"].between(0.5, 1).all()
+later = found.kv[found.kv["step"] > 0]
+assert (found.kv_positions["first_apart"].max(), later["first_apart"].max()) == (later["first_apart"].max(),) * 2
+assert 0 < found.kv_steps["first_apart_mean"].max() < found.kv_steps["first_apart"].max()
+print(kv.__file__)
+"""
+PATH = "cached[kernels=untouched]+halved(0.25)"
+SHORT = ("--a", PATH, "--prompts", "arithmetic:1", "--max-new-tokens", "3", "--stop", "length", "--record", "")
+PROGRAMS = {
+    "list": program("list"),
+    "compare": program("compare", "zoo:gqa2-mini", *SHORT, "--dtype", "float32", "--out", "compared"),
+    "tables": IN_EVERY_TABLE,
+    "help": program("counting", "--help"),
+    "count": program("counting", "--most", "2", "--by-names", "1,10", "--out", "out"),
+}
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copy")
@@ -105,37 +156,39 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def python(copy: Path, *arguments: str) -> str:
-    made = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "200"},
-        cwd=copy,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert made.returncode == 0, made.stdout + made.stderr
-    return made.stdout
+def environment(copy: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "200"}
 
 
-def command(copy: Path, *arguments: str) -> str:
-    return python(copy, "-c", "import sys; from kvinterp.cli import main; sys.argv[0] = 'kvinterp'; main()", *arguments)
+@pytest.fixture(scope="module")
+def printed(copy: Path) -> Callable[[str], str]:
+    """What each program printed."""
+    said = one_after_another(PROGRAMS, copy, environment(copy))
+
+    def get(name: str) -> str:
+        out, error = said[name]
+        assert not error, error[-3000:]
+        return out
+
+    return get
 
 
-def test_each_is_listed(copy):
-    shown = command(copy, "list")
-    for words in ("halved", "farthest_doubled", "untouched", "Count to a number"):
+def test_each_is_listed(printed):
+    shown = printed("list")
+    for words in ("halved", "farthest_doubled", "untouched", "Count to a number", "same_signs", "kv.first_apart"):
         assert words in shown
 
 
-def test_policy_kernel_mode_and_metric_run_and_fill_a_table(copy):
-    path = "cached[kernels=untouched]+halved(0.25)"
-    options = ["--a", path, "--prompts", "arithmetic:1", "--max-new-tokens", "3", "--stop", "length", "--record", ""]
-    command(copy, "compare", "zoo:gqa2-mini", *options, "--dtype", "float32", "--out", "compared")
+def test_policy_kernel_mode_and_metric_run_and_fill_a_table(printed, copy):
+    printed("compare")
     steps = pd.read_parquet(copy / "compared" / "steps.parquet").set_index("step")
     assert steps.loc[0, "farthest_doubled"] == 0
     assert (steps.loc[1:, "farthest_doubled"] > 1e-3).all()
     assert (steps["farthest_doubled"] == 2 * steps["max_abs_logit"]).all()
+
+
+def test_a_metric_of_logits_and_one_of_keys_and_values_are_in_every_table(printed, copy):
+    assert printed("tables").strip() == str(copy / "kvinterp" / "__init__.py")
 
 
 @pytest.mark.long
@@ -144,14 +197,16 @@ def test_contracts_hold_of_each(copy):
     tests = Path(__file__).parent
     words = "halved or farthest_doubled or untouched"
     asked = [str(tests / "test_metrics.py"), str(tests / "test_plugins.py"), "-k", words]
-    said = python(copy, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--everything", *asked)
-    assert int(re.findall(r"(\d+) passed", said)[-1]) >= 10, said
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--everything", *asked]
+    made = subprocess.run(command, env=environment(copy), cwd=copy, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert int(re.findall(r"(\d+) passed", made.stdout)[-1]) >= 10, made.stdout
 
 
-def test_an_experiment_is_a_command(copy):
-    shown = command(copy, "counting", "--help")
+def test_an_experiment_is_a_command(printed, copy):
+    shown = printed("help")
     assert "--most" in shown
     assert "--by-names" in shown
     assert "How far to count." in shown
-    assert "counted to 2" in command(copy, "counting", "--most", "2", "--by-names", "1,10", "--out", "out")
+    assert "counted to 2" in printed("count")
     assert pd.read_parquet(copy / "out" / "numbers.parquet")["n"].tolist() == [11, 12]

@@ -17,11 +17,12 @@ from kvinterp.comparison import TABLES
 from kvinterp.errors import InputError
 from kvinterp.experiments import Compare, Demo
 from kvinterp.experiments.registry import experiment_named, experiments
+from kvinterp.models.hooks import Tap
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.native_sites import NativeSites
-from kvinterp.models.taps import Tap
 from kvinterp.results import Result, load_result
 
+pytestmark = pytest.mark.xdist_group("compare")
 SMALL = Compare(
     "zoo:mistral-mini", "arithmetic:4", max_new_tokens=4, strategy="top_p(0.99,3.0)", seed=5, stop="length", device="cpu"
 )
@@ -64,7 +65,7 @@ def cut_after(count: int, error: type[BaseException], monkeypatch: pytest.Monkey
     monkeypatch.setattr(Parts, "keep", keeping)
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_interrupted_and_gone_on_with_gives_the_uninterrupted_tables(
     tmp_path: Path, whole: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

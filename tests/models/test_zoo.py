@@ -9,17 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvinterp.data import score, split_of
+from kvinterp.data import TASKS, score, split_of
 from kvinterp.errors import InputError
 from kvinterp.models import zoo
 from zoo.build import build_model
 from zoo.card import card_text
-from zoo.measure import answer_all, heldout_prompts
-from zoo.recipe import Plan, batches
+from zoo.measure import answer_all, heldout_prompts, turn
+from zoo.recipe import Plan, batches, documents
 
 NAMES = zoo.names()
 SMALL = ("llama-mini", "gqa2-mini", "mistral-mini", "mqa-mini")
-LIMIT = 12_000_000
+LIMIT = 13_000_000
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,9 +37,32 @@ def load(name, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(zoo.folder(name), dtype=dtype, attn_implementation="eager").eval()
 
 
-def test_together_at_most_twelve_megabytes():
+def test_together_at_most_thirteen_megabytes():
     root = zoo.folder("llama-mini").parent
     assert sum(file.stat().st_size for name in NAMES for file in (root / name).iterdir()) <= LIMIT
+
+
+def test_the_one_with_heads_of_64_is_small_enough_and_restates_its_own_words():
+    assert (zoo.folder("llama64-mini") / "model.safetensors").stat().st_size <= 4_000_000
+    assert config("llama64-mini")["head_dim"] == 64
+    assert config("llama64-mini")["num_attention_heads"] == 2 * config("llama64-mini")["num_key_value_heads"]
+    prompts = [turn(example).prompt for example in TASKS["restate"].generate(8, 99)]
+    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("llama64-mini"))
+    answers = answer_all(load("llama64-mini"), tokenizer, [prompt.text for prompt in prompts])
+    assert sum(score(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)) >= 4
+
+
+def test_turned_restatements_are_training_texts_of_their_own():
+    example = TASKS["restate"].generate(1, 5)[0]
+    turned = turn(example)
+    assert turned.prompt.text == f"Text: {example.prompt.answer}\nIn other words:"
+    assert example.prompt.text == f"Text:{turned.completion}\nIn other words:"
+    assert score(turned.prompt, turned.completion)
+    plain, other = (list(islice(documents(3, share), 60)) for share in (0.0, 0.5))
+    assert plain == list(islice(documents(3), 60))
+    restated = [prompt for prompt, _ in other if prompt.startswith("Text:")]
+    assert any("belong to" in prompt or "The home of" in prompt or "You pay" in prompt for prompt in restated)
+    assert all(split_of(prompt) == "train" for prompt, _ in other)
 
 
 def test_unknown_checkpoint_lists_near_names():

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvinterp.models import Facts
+from kvinterp.models import ModelInfo
 from kvinterp.models.caches import Dynamic, Static
 from kvinterp.models.transformers_cache import TransformersCache
 from kvinterp.paths.store import Growing, Store
 from kvinterp.policies import Chain, Identity, Policy
 
-FACTS = Facts("stub", "Stub", 1, 4, 2, 6, 24, 97, 96, (None,), True, "eager")
+FACTS = ModelInfo("stub", "Stub", 1, 4, 2, 6, 24, 97, 96, (None,), True, "eager")
 CONFIG = LlamaConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=6)
 PIECES = (4, 4, 4, 1, 1, 1)
 PREFILL = 12
@@ -62,7 +62,7 @@ def feeding(pieces, memory, policy, prefill=PREFILL, listeners=(), cache_dtype=N
     store = Store(FACTS, policy, 1, torch.float32, torch.device("cpu"), listeners, kept, cache_dtype, prefill)
     for number in range(len(pieces)):
         keys, values = (tensor.clone() for tensor in pieces[number])
-        keys, values = store.update(0, keys, values) if store.own is None else store.own.dressed.update(keys, values, 0)
+        keys, values = store.update(0, keys, values) if store.own is None else store.own.model_cache.update(keys, values, 0)
         whole = [torch.cat([piece[side] for piece in pieces[: number + 1]], 2) for side in (0, 1)]
         # A static cache hands over its empty room too.
         filled = min(keys.shape[2], whole[0].shape[2])
@@ -134,5 +134,5 @@ def test_rows_that_were_let_go_of_are_read_no_more_and_the_others_named(pieces, 
     ]  # fmt: skip
     if memory == "dynamic":
         # Four rows are left, and the next token's position is the fifteenth.
-        assert store.own.dressed.get_seq_length() == 15
-        assert store.own.dressed.get_mask_sizes(1, 0) == (5, 11)
+        assert store.own.model_cache.get_seq_length() == 15
+        assert store.own.model_cache.get_mask_sizes(1, 0) == (5, 11)

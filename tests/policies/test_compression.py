@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import kvinterp as kv
-from kvinterp.models import Facts
+from kvinterp.models import ModelInfo
 from kvinterp.paths.model_cache import scores_by_row
 from kvinterp.policies import Place, policy_named
 from plain import FED, thinned_loop
@@ -156,7 +156,7 @@ def test_a_tenth_is_a_tenth_whatever_floats_make_of_it():
 
 
 def facts(query_heads, kv_heads):
-    return Facts("made up", "none", 1, query_heads, kv_heads, 8, 16, 10, 200, (None,), True, "eager")
+    return ModelInfo("made up", "none", 1, query_heads, kv_heads, 8, 16, 10, 200, (None,), True, "eager")
 
 
 NEEDLE = 37

@@ -63,7 +63,7 @@ BLOCKS = hard_blocks()
 
 
 def by_gguf(name, blocks):
-    gguf = pytest.importorskip("gguf", reason="the reference of the block formats: pip install gguf")
+    gguf = pytest.importorskip("gguf", reason="the reference of the block formats: pip install kvinterp[dev]")
     kind = gguf.GGMLQuantizationType[name.upper()]
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(blocks, kind), kind))
 
@@ -160,12 +160,21 @@ def test_hadamard_spreads_an_outlier_for_the_format_after_it():
 
 
 def test_int4_is_quantos():
-    quanto = pytest.importorskip("optimum.quanto", reason="the reference of int4: pip install optimum-quanto")
+    quanto = pytest.importorskip("optimum.quanto", reason="the reference of int4: pip install kvinterp[quanto]")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         given = (normal(2, 3, 70, 128) * torch.exp2(normal(2, 3, 70, 1, seed=1))).to(dtype)
         scale, shift = quanto.MaxOptimizer()(given, quanto.qint4, 0, 64)
         codes = torch.ops.quanto.quantize_affine(given, 4, 0, 64, scale, shift)
         assert_bitwise(rounded("int4(64)", given), (scale * codes - shift).reshape(given.shape), str(dtype))
+
+
+def test_int4_is_its_formula():
+    given = normal(2, 3, 5, 64).numpy()
+    parts = given.reshape(2, 3, 5, 4, 16)
+    least = parts.min(-1, keepdims=True)
+    step = (parts.max(-1, keepdims=True) - least) / np.float32(15)
+    wanted = (np.rint((parts - least) / step) * step + least).reshape(given.shape)
+    assert_close(rounded("int4(16)", torch.from_numpy(given)), torch.from_numpy(wanted), "int4", relative=1e-6)
 
 
 def test_int8_is_absmax_of_a_tokens_head():
@@ -363,6 +372,20 @@ def test_a_scale_of_the_prefill_is_frozen(wide, per, chunks):
         )
         wanted = rounded("fp8", (keys[sequence] / (most / 448))[None])[0] * (most / 448)
         assert_close(read[sequence], wanted, "rounded", relative=1e-6)
+
+
+def test_a_frozen_scale_is_transformers_own(wide):
+    """Its layer, fed the same rows; none of the later ones is larger than the prefill's, where casts differ."""
+    layer_class = getattr(pytest.importorskip("transformers.cache_utils"), "Fp8QuantizedLayer", None)
+    if layer_class is None:
+        pytest.skip("this transformers has no fp8 cache")
+    keys, layer, running = normal(1, 2, 15, 32), layer_class(), store(wide, "fp8(e4m3,scale=prefill)", prefill=12)
+    keys[:, :, 12:] /= 4
+    for begun, stop in ((0, 12), (12, 13), (13, 14), (14, 15)):
+        rows = keys[:, :, begun:stop]
+        wanted, _ = layer.update(rows, rows)
+        found, _ = running.update(0, rows, rows)
+        assert_bitwise(found, wanted, f"what is read at {stop}", ("batch", "head", "row", "channel"))
 
 
 # Of all ----------------------------------------------------------------------------------------------------------------

@@ -170,6 +170,10 @@ BEGINS = "speaks neither for nor against rounding"
                     "first above 0 at layer 1 and", "No token changed: in all 2 decodes", "The closest decision was won by",
                     "All this is of 2 prompts on a processor, 1 thread."],
          ["yes, bit for bit", "depending on", FALLS, "left out"]),
+        # What a policy does is done on every processor.
+        ([made(paths={"a": "cached+h2o(0.1,0.1)", "b": "cached"})], ["orders: there the numbers can be others."],
+         ["can be equal where they differ"]),
+        ([made()], ["there the paths can be equal where they differ here"], ["numbers can be others"]),
         ([made(size=0.0)], ["In this run, yes, bit for bit", "the same logits at all 10 steps"],
          ["Not bit for bit", "Inside", "largest difference"]),
         ([made(examples=ONE)], ["(one prompt, no interval)", "All this is of 1 prompt on"], ["95%"]),

@@ -43,7 +43,8 @@ _EIGHT_HEADS: dict[str, Any] = {"num_attention_heads": 8, "head_dim": 16, "rms_n
 def model_config(name: str) -> LlamaConfig | MistralConfig | Gemma2Config:
     """Gives the configuration of a zoo checkpoint; the first four differ in nothing but the KV heads.
 
-    ``mistral-mini`` is of the Mistral family, whose arithmetic without a sliding window is Llama's.
+    ``mistral-mini`` is of the Mistral family, whose arithmetic without a sliding window is Llama's. ``llama64-mini``
+    has the head dimension that block formats of 32 need, and is twice as wide.
     """
     if name == "mistral-mini":
         shared = {key: value for key, value in _COMMON.items() if key != "attention_bias"}
@@ -60,6 +61,9 @@ def model_config(name: str) -> LlamaConfig | MistralConfig | Gemma2Config:
             final_logit_softcapping=30.0,
             rms_norm_eps=1e-6,
         )
+    if name == "llama64-mini":
+        wide = _COMMON | {"hidden_size": 256, "intermediate_size": 320}
+        return LlamaConfig(**wide, num_attention_heads=4, num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-5)
     kv_heads = {"llama-mini": 8, "gqa2-mini": 4, "mqa-mini": 1}[name]
     return LlamaConfig(**_COMMON, **_EIGHT_HEADS, num_key_value_heads=kv_heads)
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from transformers import PreTrainedModel
 
-from kvinterp.data import TASKS, Prompt
+from kvinterp.data import TASKS, Example, Prompt
 
-__all__ = ["HELDOUT_SEED", "accuracy", "answer_all", "heldout_prompts"]
+__all__ = ["HELDOUT_SEED", "accuracy", "answer_all", "heldout_prompts", "turn"]
 
 HELDOUT_SEED = 1234
 LONGEST_ANSWER = 72
+
+
+def turn(example: Example) -> Example:
+    """Lets text and restatement of a restate example change places; the facts stay."""
+    head, text, tail = re.fullmatch(r"(Text: )(.*)(\nIn other words:)", example.prompt.text).groups()  # type: ignore[union-attr]
+    prompt = replace(example.prompt, text=head + example.prompt.answer + tail, answer=text)
+    return Example(prompt, f" {text}")
 
 
 def heldout_prompts(task: str, count: int) -> list[Prompt]:

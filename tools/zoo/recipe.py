@@ -31,12 +31,12 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from kvinterp.data import stream
+from kvinterp.data import split_of, stream
 from kvinterp.errors import InputError
 from kvinterp.models import zoo
 from zoo.build import build_model, build_tokenizer
 from zoo.card import write_card
-from zoo.measure import accuracy
+from zoo.measure import accuracy, turn
 
 __all__ = ["Plan", "app", "batches", "save", "tokenizer", "train"]
 
@@ -59,6 +59,9 @@ class Plan:
         prompt_weight: Weight of a prompt token in the loss, where a completion token has 1.
         seed: Seed of weights and data.
         save_every: Steps between intermediate checkpoints.
+        turned: Share of the restatements whose text and restatement change places, so that a model can restate what it
+            wrote itself, again and again.
+        compute: The dtype of the products, forward and backward; weights and their updates are float32.
     """
 
     steps: int = 1500
@@ -72,17 +75,32 @@ class Plan:
     prompt_weight: float = 0.1
     seed: int = 7
     save_every: int = 300
+    turned: float = 0.0
+    compute: str = "float32"
 
 
-GEMMA_PLAN = Plan(steps=1000, horizon=1700, save_every=200)
+PLANS = {
+    "gemma2-mini": (Plan(steps=1000, horizon=1700, save_every=200),),
+    # The second begins with the float16 weights that the first one wrote, and an optimizer that remembers nothing.
+    "llama64-mini": (
+        Plan(steps=800, horizon=800, batch=32, warmup=80, turned=0.5, compute="bfloat16"),
+        Plan(steps=1500, horizon=1500, batch=32, warmup=60, turned=0.5, compute="bfloat16", seed=8, save_every=500),
+    ),
+}
+"""The plans of each checkpoint, one after another; one plan, the same for all, unless it stands here."""
 
 
-def documents(seed: int) -> Iterator[tuple[str, str]]:
-    """Yields prompt and completion of the training mixture without end."""
-    rng = Random(seed)
+def documents(seed: int, turned: float = 0.0) -> Iterator[tuple[str, str]]:
+    """Yields prompt and completion of the training mixture without end; see :class:`Plan` for ``turned``."""
+    rng, coin = Random(seed), Random(seed)
     streams = {task: stream(task, seed + 1 + index, "train") for index, task in enumerate(MIXTURE)}
     while True:
-        example = next(streams[rng.choices(tuple(MIXTURE), tuple(MIXTURE.values()))[0]])
+        task = rng.choices(tuple(MIXTURE), tuple(MIXTURE.values()))[0]
+        example = next(streams[task])
+        if task == "restate" and coin.random() < turned:
+            example = turn(example)
+            if split_of(example.prompt.text) != "train":
+                continue
         yield example.prompt.text, example.completion
 
 
@@ -96,7 +114,7 @@ Batch = tuple[Int[torch.Tensor, "document position"], Float[torch.Tensor, "docum
 
 def batches(words: PreTrainedTokenizerFast, plan: Plan) -> Iterator[Batch]:
     """Yields token ids and loss weights, padded on the right; a weight is that of predicting the token it stands at."""
-    source, rng = documents(plan.seed), Random(plan.seed)
+    source, rng = documents(plan.seed, plan.turned), Random(plan.seed)
     while True:
         chosen = list(islice(source, 4 * plan.batch))
         prompts = words([prompt for prompt, _ in chosen])["input_ids"]
@@ -123,33 +141,37 @@ def _rate(step: int, plan: Plan) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def _loss(model: PreTrainedModel, batch: Batch) -> Float[torch.Tensor, ""]:
+def _loss(model: PreTrainedModel, batch: Batch, compute: str) -> Float[torch.Tensor, ""]:
     tokens, weights = batch
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    with torch.autocast("cpu", getattr(torch, compute), enabled=compute != "float32"):
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     wanted = weights[:, 1:].flatten()
     return (each * wanted).sum() / wanted.sum()
 
 
-def train(name: str, out: Path, plan: Plan) -> dict[str, Any]:
+def train(name: str, out: Path, plan: Plan, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
     """Trains one checkpoint and writes it, its tokenizer and its ``training.json``.
 
     Args:
         name: One of the zoo's names.
         out: The folder the checkpoint's own folder is made in.
         plan: Steps, batch, rate and seed.
+        earlier: What an earlier plan gave, whose weights lie in ``out`` and are gone on with.
 
     Returns:
         What ``training.json`` holds.
     """
     words = tokenizer()
     model = build_model(name, plan.seed).train()
+    if earlier is not None:
+        model.load_state_dict(AutoModelForCausalLM.from_pretrained(out / name, dtype=torch.float32).state_dict())
     optimizers = _optimizers(model, plan)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: _rate(step, plan)) for each in optimizers]
     began, tokens, longest, losses = time.monotonic(), 0, 0, []
     progress = tqdm(islice(batches(words, plan), plan.steps), total=plan.steps, desc=name, mininterval=10)
     for step, batch in enumerate(progress, start=1):
-        loss = _loss(model, batch)
+        loss = _loss(model, batch, plan.compute)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -161,7 +183,7 @@ def train(name: str, out: Path, plan: Plan) -> dict[str, Any]:
         losses.append(loss.item())
         if step % plan.save_every == 0 or step == plan.steps:
             seen = {"steps": step, "tokens": tokens, "longest": longest, "minutes": (time.monotonic() - began) / 60}
-            record = _record(name, model, plan, seen, losses)
+            record = _joined(earlier, _record(name, model, plan, seen, losses))
             record |= save(model, words, out / name, record, count=200 if step == plan.steps else 50)
             tqdm.write(f"{name} step {step}: loss {record['loss'][-1]}, accuracy {record['accuracy']}")
     return record
@@ -191,6 +213,8 @@ def _record(name: str, model: PreTrainedModel, plan: Plan, seen: dict[str, Any],
         "embedding_rate": plan.embedding_rate,
         "seed": plan.seed,
         "prompt_weight": plan.prompt_weight,
+        "turned": plan.turned,
+        "compute": plan.compute,
         "loss_every": width,
         "loss": [round(mean, 4) for mean in means],
         "mixture": MIXTURE,
@@ -199,6 +223,16 @@ def _record(name: str, model: PreTrainedModel, plan: Plan, seen: dict[str, Any],
         "cpu": _cpu(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _joined(earlier: dict[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
+    """What two plans gave: sums of what is counted, and the last one's choices and losses."""
+    if earlier is None:
+        return record
+    own = ("steps", "batch", "horizon", "seed", "tokens", "minutes", "loss_every", "loss")
+    summed = {key: round(earlier[key] + record[key], 1) for key in ("steps", "tokens", "minutes")}
+    before = [*earlier.get("before", []), {key: earlier[key] for key in own}]
+    return record | summed | {"longest": max(earlier["longest"], record["longest"]), "before": before}
 
 
 def _cpu() -> str:
@@ -291,8 +325,9 @@ def main(
         return
     target = out or zoo.folder("llama-mini").parent
     for name in _chosen(only):
-        plan = GEMMA_PLAN if name == "gemma2-mini" else Plan()
-        train(name, target, replace(plan, steps=steps) if steps else plan)
+        record = None
+        for plan in PLANS.get(name, (Plan(),)):
+            record = train(name, target, replace(plan, steps=steps) if steps else plan, record)
     if out is None:
         write_card()
 

@@ -2,21 +2,21 @@
 
 To be read in this order:
 
-- what is watched: ``subject`` (a model and its blocks), ``attention`` (which calls are attention), ``watch`` (inside a block),
-  ``differences`` and ``comparing`` (two runs of it), ``first_difference``, ``values``;
+- what is watched: ``blocks`` (a model and its blocks), ``attention`` (which calls are attention), ``watch`` (inside a block),
+  ``comparing`` (two runs of it), ``first_difference``, ``values``;
 - one precision: ``ladder`` (its notions), ``measure``, ``onset``, ``accounting``;
 - what takes a difference away: ``causes``, ``judging``;
-- what else a cache is used for: ``exercises``, on ``feeding`` and ``bench``: ``batches``, ``lengths``, ``generation``,
-  ``caches``, and ``placing`` of what fails;
-- all of it: ``evidence``, ``verdict``, ``entry``, and ``report`` for readers;
-- beside it: ``causality``, ``building`` (models made for an audit), ``calls`` and ``operations`` (the kernels table).
+- what else a cache is used for: ``exercises``, on ``feeding`` and ``bench``: ``batches``, ``lengths``, ``generation`` and
+  ``caches``;
+- all of it: ``audit``, ``verdict``, and ``report`` for readers;
+- beside it: ``causality``, ``building`` (models made for an audit), ``operations`` and ``shape_dependence`` (the kernels table).
 """
 
+from kvinterp.auditing.audit import CHECKS, LENGTHS, RUNGS, Audit, audit
+from kvinterp.auditing.bench import Check
 from kvinterp.auditing.building import random_model, users_model
-from kvinterp.auditing.entry import CHECKS, LENGTHS, RUNGS, Audit, audit
-from kvinterp.auditing.exercises import Check
-from kvinterp.auditing.ladder import Plan, Rung
-from kvinterp.auditing.operations import KernelsTable, kernels_table
+from kvinterp.auditing.ladder import Plan, PrecisionRun
+from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
 from kvinterp.auditing.verdict import VERDICTS, Verdict
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "Check",
     "KernelsTable",
     "Plan",
-    "Rung",
+    "PrecisionRun",
     "Verdict",
     "audit",
     "kernels_table",

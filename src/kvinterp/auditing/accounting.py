@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.differences import difference
-from kvinterp.auditing.ladder import Plan, Rung, band
-from kvinterp.auditing.subject import BlockTaps, Reference, Subject, referenced
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, referenced
+from kvinterp.auditing.comparing import difference
+from kvinterp.auditing.ladder import PrecisionRun, band
 from kvinterp.models import Adapter
 
 __all__ = ["Account", "account"]
@@ -50,54 +50,42 @@ class Account:
         return self.found <= self.explained
 
 
-def account(twin: Adapter, rung: Rung, plan: Plan, terms: int) -> Account:
+def account(twin: Adapter, run: PrecisionRun, terms: int) -> Account:
     """Judges the free-running differences of a rung by those given equal inputs.
 
     Args:
         twin: The model in the rung's dtype.
-        rung: What it showed.
-        plan: What was run.
+        run: What it showed.
         terms: The longest sum in the model.
     """
-    accounts = [
-        _judge(twin, side, plan, terms, name) for side, name in ((rung.fixed, "fixed order"), (rung, "native")) if side
-    ]
+    sides = {"fixed order": run.fixed, "native": run}
+    accounts = [_judge(twin, run, side, terms, name) for name, side in sides.items() if side]
     return next((a for a in accounts if not a.holds), accounts[0])
 
 
-def _judge(twin: Adapter, side: Rung, plan: Plan, terms: int, kernels: str) -> Account:
+def _judge(twin: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int, kernels: str) -> Account:
     worst = float(side.steps["relative"].max()) if len(side.steps) else 0.0
-    every = side.every_error
+    every, explained = side.every_error, 0.0
     # A fixed order is exact only where a row does not depend on how many there are, which the null shows.
-    exact = kernels == "fixed order" and side.largest_error == 0 and not (every["null"] > 0).any()
-    if worst == 0 or exact:
-        explained = 0.0
-    else:
+    exact = side is run.fixed and side.largest_error == 0 and not (every["null"] > 0).any()
+    if worst and not exact:
         # A row that merely is among more rows has errors too, which a fixed order alone would take away.
-        sizes = every.assign(size=every[["error", "null"]].max(axis=1)).groupby(["layer", "part"])["size"].max()
-        explained = ROOM * _response(twin, plan, sizes.to_dict()) + band(side.dtype, terms)
+        sizes = every.assign(size=every[["error", "null"]].max(axis=1)).groupby(["layer", "part"])["size"].max().to_dict()
+        with referenced(BlockModel(twin), run.plan.tokens(0, twin.device)) as hooks:
+            response = max(_perturbed(hooks, sizes, seed) for seed in range(SEEDS))
+        explained = ROOM * response + band(side.dtype, terms)
     if worst <= explained:
         return Account(worst, explained, kernels)
-    layer, position = _first(twin, side)
-    return Account(worst, explained, kernels, layer, position)
-
-
-def _first(twin: Adapter, side: Rung) -> tuple[int | None, int | None]:
     differing = side.layers[side.layers["max_abs"] > 0] if len(side.layers) else side.layers
     layer = int(differing["layer"].min()) if len(differing) else len(list(twin.blocks))
     steps = side.differing_steps
-    return layer, int(steps["position"].min()) if len(steps) else None
+    return Account(worst, explained, kernels, layer, int(steps["position"].min()) if len(steps) else None)
 
 
-def _response(twin: Adapter, plan: Plan, sizes: dict[Any, float]) -> float:
+def _perturbed(hooks: BlockHooks, sizes: dict[Any, float], seed: int) -> float:
     """The largest relative change of any row's logits when every part is off by its own error, at random signs."""
-    with referenced(Subject(twin), plan.tokens(0, twin.device)) as (taps, reference):
-        return max(_perturbed(taps, reference, sizes, seed) for seed in range(SEEDS))
-
-
-def _perturbed(taps: BlockTaps, reference: Reference, sizes: dict[Any, float], seed: int) -> float:
-    generator = torch.Generator(taps.subject.adapter.device).manual_seed(seed)
-    head = len(taps.subject.blocks)
+    generator = torch.Generator(hooks.model.device).manual_seed(seed)
+    reference = hooks.reference
 
     def change(call: Any, made: Tensor) -> Tensor:
         layer = call[0]
@@ -107,10 +95,10 @@ def _perturbed(taps: BlockTaps, reference: Reference, sizes: dict[Any, float], s
         off = size * made.double().abs().amax(-1, keepdim=True) * signs
         return (made.double() + off).to(made.dtype)
 
-    taps.change = change
+    hooks.change = change
     try:
-        again = taps.recompute(reference, reference.tokens.shape[1], "no")[0]
+        again = hooks.recompute(reference.tokens.shape[1], "no")[0]
     finally:
-        taps.change = None
+        hooks.change = None
     found = max(difference(a, b) for a, b in zip(again, reference.logits, strict=True))
-    return found + sizes.get((head, "output"), 0.0)
+    return found + sizes.get((len(hooks.model.blocks), "output"), 0.0)

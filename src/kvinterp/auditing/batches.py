@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.bench import UNCLEAR, Bench, Check, native_only, not_run, one_line
-from kvinterp.auditing.differences import Errors, apart, by_position
+from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, Reference, UnclearError, native_only, one_line
+from kvinterp.auditing.blocks import STATES, Masking
+from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.feeding import Runner, lacking
-from kvinterp.auditing.subject import STATES
 from kvinterp.models.native import text_config
 
-__all__ = ["beams", "left_padding", "no_padding", "padded", "repeated_rows", "side_by_side", "unpadded"]
+__all__ = ["Padded", "beams", "left_padding", "no_padding", "repeated_rows", "side_by_side", "unpadded"]
 
 PADS = 4
 
 
 def side_by_side(bench: Bench) -> Check:
     """Two prompts of the same length in one batch, against each alone."""
-    name, runner = "batch", bench.runner
+    runner = bench.runner
     prompt, length = bench.short()
     tokens = runner.tokens(bench.row(0, length), bench.row(1, length))
     together = bench.reference(tokens)
@@ -30,18 +29,17 @@ def side_by_side(bench: Bench) -> Check:
     null = max(together.null, apart(together.logits, alone))
     if null > bench.beyond * together.null and null > bench.reach / bench.beyond:
         said = f"without a cache a batch is off by {null:.1e} from each prompt alone, so nothing can be said of the cache"
-        return Check(name, UNCLEAR, f"{said}.", None, null)
+        raise UnclearError(f"{said}.", null)
     made, _ = runner.decode(tokens, prompt)
 
     def hint() -> str:
         mixed = _mixed(tokens, made, lambda other: runner.decode(other, prompt)[0], bench.beyond * null)
         return "a row reads another row's cache" if mixed else ""
 
-    errors = by_position(made, alone[:, prompt - 1 :], prompt - 1)
     what = (
         f"two prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
     )
-    return bench.settle(name, errors, null, what, hint)
+    return bench.settle(Errors().add(made, Reference(alone, null), prompt - 1), what, hint)
 
 
 def _mixed(tokens: Tensor, made: Tensor, decode: Callable[[Tensor], Tensor], limit: float) -> bool:
@@ -57,139 +55,120 @@ def _mixed(tokens: Tensor, made: Tensor, decode: Callable[[Tensor], Tensor], lim
 # Left padding ------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
 class Padded:
     """Two prompts of different lengths, the shorter one padded on the left as ``generate()`` pads it.
+
+    Args:
+        bench: Has the prompts.
+        length: Of all rows.
+        prompt: The prompt's length, pads counted.
 
     Attributes:
         tokens: ``[2, length]``.
         mask: 0 where there is a pad.
         positions: Counted without the pads.
-        prompt: The prompt's length, pads counted.
+        masking: Both.
         pads: How many pads the second row has.
+        masked: Whether the decode steps are given the mask.
+
+    Raises:
+        NotRunError: There is no room for a pad.
     """
 
-    tokens: Tensor
-    mask: Tensor
-    positions: Tensor
-    prompt: int
-    pads: int
+    def __init__(self, bench: Bench, length: int, prompt: int) -> None:
+        if prompt < 2:
+            raise NotRunError(f"a context of {bench.context} positions has no room for a pad.")
+        self.runner, self.prompt, self.pads, self.masked = bench.runner, prompt, min(PADS, prompt - 1), True
+        known = getattr(text_config(self.runner.adapter.source), "pad_token_id", None)
+        pad = known if isinstance(known, int) and 0 <= known < self.runner.adapter.facts.vocabulary else 0
+        self.tokens = self.runner.tokens(bench.row(0, length), [pad] * self.pads + bench.row(1, length - self.pads))
+        self.mask = torch.ones_like(self.tokens)
+        self.mask[1, : self.pads] = 0
+        self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        self.masking = Masking(self.mask, self.positions)
+
+    def decode(self, mask: Tensor | None = None, positions: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        """Logits from the prompt's last row on; what is given holds for the decode steps only."""
+        tokens, prompt = self.tokens if tokens is None else tokens, self.prompt
+        logits, cache = self.runner.feed(tokens[:, :prompt], None, 0, self.masking.of(0, prompt))
+        seen = (self.mask if mask is None else mask) if self.masked else None
+        later = Masking(seen, self.positions if positions is None else positions)
+        made, _ = self.runner.singly(tokens, prompt, cache, later)
+        return torch.cat([logits[:, -1:], made], 1)
+
+    def cause(self, made: Tensor, limit: float) -> str:
+        """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
+        if _mixed(self.tokens, made, lambda other: self.decode(tokens=other), limit):
+            return "a row reads another row's cache"
+        if self.masked and torch.equal(self.decode(mask=torch.ones_like(self.mask)), made):
+            return "the attention mask is ignored in decode"
+        if not self.masked and apart(self.runner.decode(self.tokens, self.prompt, self.masking)[0], made) > limit:
+            return "prepare_inputs_for_generation drops the attention mask in decode"
+        counted = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.positions)
+        mixed = self.positions.clone()
+        mixed[:, self.prompt :] = counted[:, self.prompt :]
+        # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
+        wrong = self.runner.recompute(self.tokens, Masking(self.mask, mixed))[:, self.prompt - 1 :]
+        deaf = "position_ids" in self.runner.takes and torch.equal(self.decode(positions=mixed), made)
+        return "positions ignore the padding" if deaf or apart(made, wrong) <= limit else ""
+
+    def wants_mask(self) -> bool:
+        """Whether the model wants the mask in decode; recurrent ones as a rule drop it once the prompt is read."""
+        prepare = getattr(self.runner.model, "prepare_inputs_for_generation", None)
+        if prepare is None:
+            return True
+        try:
+            made = prepare(
+                self.tokens,
+                next_sequence_length=1,
+                attention_mask=self.mask,
+                use_cache=True,
+                is_first_iteration=False,
+                **{self.runner.cache_name: self.runner.new_cache()},
+            )
+        # Code of a checkpoint's own may want other arguments: then the mask is given, as the forward's signature says.
+        except Exception:
+            return True
+        return made.get("attention_mask") is not None
 
 
-def padded(bench: Bench, length: int, prompt: int) -> Padded:
-    """Left-padded prompts."""
-    pads = min(PADS, prompt - 1)
-    known = getattr(text_config(bench.runner.adapter.source), "pad_token_id", None)
-    pad = known if isinstance(known, int) and 0 <= known < bench.runner.adapter.facts.vocabulary else 0
-    tokens = bench.runner.tokens(bench.row(0, length), [pad] * pads + bench.row(1, length - pads))
-    mask = torch.ones_like(tokens)
-    mask[1, :pads] = 0
-    return Padded(tokens, mask, (mask.cumsum(-1) - 1).clamp(min=0), prompt, pads)
-
-
-def unpadded(runner: Runner, tokens: Tensor, mask: Tensor, first: int) -> Tensor:
-    """Logits from position ``first`` on, each row recomputed alone and without its pads."""
+def unpadded(runner: Runner, tokens: Tensor, mask: Tensor, positions: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Logits from position ``first`` on: each row recomputed alone and without its pads, and the batch as if it had none."""
     pads = (mask == 0).sum(-1).tolist()
-    return torch.cat([runner.recompute(tokens[n : n + 1, p:])[:, first - p :] for n, p in enumerate(pads)])
+    alone = [runner.recompute(tokens[n : n + 1, p:])[:, first - p :] for n, p in enumerate(pads)]
+    # Ones, not None: without a mask transformers takes positions that begin anew for several texts packed into one row.
+    return torch.cat(alone), runner.recompute(tokens, Masking(torch.ones_like(mask), positions))[:, first:]
 
 
-def no_padding(name: str, off: float) -> Check:
-    """A check of padding that says nothing of the cache, because the model does not do padding without one."""
+def no_padding(off: float) -> UnclearError:
+    """A check of padding says nothing of the cache where the model does not do padding without one."""
     said = f"without a cache a left-padded batch is off by {off:.1e} from each prompt alone"
-    return Check(name, UNCLEAR, f"{said}: this model, called with a mask and positions, does not do padding.", None, off)
+    return UnclearError(f"{said}: this model, called with a mask and positions, does not do padding.", off)
 
 
 def left_padding(bench: Bench) -> Check:
     """A left-padded batch, against its recomputation and each prompt alone."""
-    name, runner = "left padding", bench.runner
+    runner = bench.runner
     if runner.kind != "native":
-        return native_only(name, f"a model of kind {runner.kind} is fed without a mask here")
+        raise native_only(f"a model of kind {runner.kind} is fed without a mask here")
     if "attention_mask" not in runner.takes:
-        return not_run(name, f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
+        raise NotRunError(f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
     prompt, length = bench.short()
-    if prompt < 2:
-        return not_run(name, f"a context of {bench.context} positions has no room for a pad.")
-    given = padded(bench, length, prompt)
-    reference = bench.reference(given.tokens, given.mask, given.positions)
-    theirs = unpadded(runner, given.tokens, given.mask, prompt - 1)
-    null = max(reference.null, apart(reference.logits[:, prompt - 1 :], theirs))
-    # Ones, not None: without a mask transformers takes positions that begin anew for several texts packed into one row.
-    unmasked = runner.recompute(given.tokens, torch.ones_like(given.mask), given.positions)[:, prompt - 1 :]
+    given, first = Padded(bench, length, prompt), prompt - 1
+    reference = bench.reference(given.tokens, given.masking)
+    theirs, unmasked = unpadded(runner, given.tokens, given.mask, given.positions, first)
+    null = max(reference.null, apart(reference.logits[:, first:], theirs))
     reach = apart(unmasked, theirs)
     if null > bench.beyond * reference.null and null > min(reach, bench.reach) / bench.beyond:
-        return no_padding(name, null)
-    feeder = Feeder(runner, given, _keeps_mask(bench, given))
-    made = feeder.decode()
-    errors = Errors(by_position(made, theirs, prompt - 1))
-    errors.add(made, reference.logits, prompt - 1)
+        raise no_padding(null)
+    given.masked = given.wants_mask()
+    made = given.decode()
+    errors = Errors().add(made, Reference(theirs, null), first, first).add(made, reference, first)
     what = (
         f"two prompts of {prompt} and {prompt - given.pads} tokens in a left-padded batch, {length - prompt} decode steps, "
         "against the padded batch and each prompt alone without a cache"
     )
-    return bench.settle(name, errors, null, what, lambda: feeder.cause(made, bench.beyond * null), reach=reach)
-
-
-@dataclasses.dataclass(frozen=True)
-class Feeder:
-    """Decodes a padded batch, and finds out what it does not look at.
-
-    Attributes:
-        runner: Feeds the model.
-        given: The batch.
-        masked: Whether the decode steps are given the mask.
-    """
-
-    runner: Runner
-    given: Padded
-    masked: bool
-
-    def decode(self, mask: Tensor | None = None, positions: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        """Logits from the prompt's last row on; what is given holds for the decode steps only."""
-        given, prompt = self.given, self.given.prompt
-        tokens = given.tokens if tokens is None else tokens
-        logits, cache = self.runner.feed(tokens[:, :prompt], None, given.mask[:, :prompt], given.positions[:, :prompt])
-        seen = (given.mask if mask is None else mask) if self.masked else None
-        made, _ = self.runner.singly(tokens, prompt, cache, seen, given.positions if positions is None else positions)
-        return torch.stack([logits[:, -1], *made], 1)
-
-    def cause(self, made: Tensor, limit: float) -> str:
-        """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
-        given = self.given
-        if _mixed(given.tokens, made, lambda other: self.decode(tokens=other), limit):
-            return "a row reads another row's cache"
-        if self.masked and torch.equal(self.decode(mask=torch.ones_like(given.mask)), made):
-            return "the attention mask is ignored in decode"
-        if not self.masked and apart(dataclasses.replace(self, masked=True).decode(), made) > limit:
-            return "prepare_inputs_for_generation drops the attention mask in decode"
-        counted = torch.arange(given.tokens.shape[1], device=given.tokens.device).expand_as(given.positions)
-        mixed = given.positions.clone()
-        mixed[:, given.prompt :] = counted[:, given.prompt :]
-        # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
-        wrong = self.runner.recompute(given.tokens, given.mask, mixed)[:, given.prompt - 1 :]
-        deaf = "position_ids" in self.runner.takes and torch.equal(self.decode(positions=mixed), made)
-        if deaf or apart(made, wrong) <= limit:
-            return "positions ignore the padding"
-        return ""
-
-
-def _keeps_mask(bench: Bench, given: Padded) -> bool:
-    """Whether the model wants the mask in decode; recurrent ones as a rule drop it once the prompt is read."""
-    prepare = getattr(bench.runner.model, "prepare_inputs_for_generation", None)
-    if prepare is None:
-        return True
-    try:
-        made = prepare(
-            given.tokens,
-            next_sequence_length=1,
-            attention_mask=given.mask,
-            use_cache=True,
-            is_first_iteration=False,
-            **{bench.runner.subject.cache_name: bench.runner.subject.new_cache()},
-        )
-    # Code of a checkpoint's own may want other arguments: then the mask is given, as the forward's signature says.
-    except Exception:
-        return True
-    return made.get("attention_mask") is not None
+    return bench.settle(errors, what, lambda: given.cause(made, bench.beyond * null), reach)
 
 
 # Rows of a cache moved about ---------------------------------------------------------------------------------------------
@@ -198,7 +177,7 @@ def _keeps_mask(bench: Bench, given: Padded) -> bool:
 def beams(bench: Bench) -> Check:
     """A cache whose rows change places, as in beam search."""
     what = "two prompts of {prompt} tokens, a step, the rows of the cache exchanged by reorder_cache, {steps} decode steps"
-    return _moved(bench, "beams reordered", what, lambda cache, rows: cache.reorder_cache(rows), "reorder_cache")
+    return _moved(bench, what, lambda cache, rows: cache.reorder_cache(rows), "reorder_cache")
 
 
 def repeated_rows(bench: Bench) -> Check:
@@ -212,13 +191,13 @@ def repeated_rows(bench: Bench) -> Check:
         "two prompts of {prompt} tokens, a step, the rows of the cache repeated by batch_repeat_interleave and two selected "
         "by batch_select_indices, {steps} decode steps"
     )
-    return _moved(bench, "rows repeated and selected", what, change, "batch_repeat_interleave")
+    return _moved(bench, what, change, "batch_repeat_interleave")
 
 
-def _moved(bench: Bench, name: str, what: str, change: Callable[[Any, Tensor], None], method: str) -> Check:
+def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], method: str) -> Check:
     runner = bench.runner
     if runner.kind == "hooked":
-        return native_only(name, "a HookedTransformer's cache has no rows to move")
+        raise native_only("a HookedTransformer's cache has no rows to move")
     prompt, length = bench.short(extra=1)
     start = prompt + 1
     before = runner.tokens(bench.row(0, start), bench.row(1, start))
@@ -228,35 +207,31 @@ def _moved(bench: Bench, name: str, what: str, change: Callable[[Any, Tensor], N
     reference = bench.reference(whole, rows=slice(prompt, None))
     _, cache = runner.decode(before, prompt)
     if why := lacking(cache, method):
-        return not_run(name, why)
-    layers = getattr(cache, "layers", [])
-    half = next((layer for layer in (cache, *layers) if _inherits_half(layer, method)), None)
+        raise NotRunError(why)
+    half = next((layer for layer in (cache, *getattr(cache, "layers", [])) if _inherits_half(layer, method)), None)
     if half is not None:
-        why = (
-            f"{method}() of {type(half).__name__}, of this model's cache, moves keys and values only and leaves its states"
+        raise NotRunError(
+            f"{method}() of {type(half).__name__}, of this model's cache, moves keys and values only and leaves its states "
+            "where they are: it is not to be called on this model."
         )
-        return not_run(name, f"{why} where they are: it is not to be called on this model.")
     try:
         change(cache, rows)
     # A cache that refuses says why.
     except (NotImplementedError, ValueError) as error:
-        return not_run(name, f"this model's cache refuses {method}() ({one_line(error)}).")
-    made, _ = runner.singly(whole, start, cache)
-    mine, theirs = torch.stack(made, 1), reference.logits[:, start:]
+        raise NotRunError(f"this model's cache refuses {method}() ({one_line(error)}).") from error
+    mine, _ = runner.singly(whole, start, cache)
+    theirs = reference.logits[:, start:]
 
     def hint() -> str:
+        if method != "reorder_cache":
+            return f"{method} or batch_select_indices gives other rows than those asked for"
         unmoved, _ = runner.decode(torch.cat([before, after], 1), start)
         kept = apart(mine, unmoved[:, 1:]) <= bench.beyond * reference.null
-        if method == "reorder_cache":
-            return (
-                f"{method} leaves the rows where they were" if kept else f"{method} moves some of the cache's tensors only"
-            )
-        return f"{method} or batch_select_indices gives other rows than those asked for"
+        return f"{method} leaves the rows where they were" if kept else f"{method} moves some of the cache's tensors only"
 
-    errors = by_position(mine, theirs, start)
-    steps = what.format(prompt=prompt, steps=whole.shape[1] - start)
+    said = what.format(prompt=prompt, steps=whole.shape[1] - start)
     reach = min(apart(theirs, reference.logits[[1, 0], start:]), bench.reach)
-    return bench.settle(name, errors, reference.null, f"{steps}, against recomputation", hint, reach)
+    return bench.settle(Errors().add(mine, reference, start), f"{said}, against recomputation", hint, reach)
 
 
 def _inherits_half(layer: Any, method: str) -> bool:

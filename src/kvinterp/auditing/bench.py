@@ -10,29 +10,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvinterp.auditing.blocks import UNMASKED, Masking, prompts_for
 from kvinterp.auditing.causes import WithoutCasts
-from kvinterp.auditing.differences import apart
+from kvinterp.auditing.comparing import apart, by_position
 from kvinterp.auditing.feeding import NARROW, Runner
-from kvinterp.auditing.subject import Subject, prompts_for
+from kvinterp.models import Adapter
 from kvinterp.paths.kernels import Kernels
 
 __all__ = [
     "FAILED",
-    "NOT_RUN",
     "PASSED",
     "UNCLEAR",
     "Bench",
     "Check",
+    "Errors",
+    "NotRunError",
     "Reference",
+    "UnclearError",
+    "attempted",
     "first_line",
     "native_only",
-    "not_run",
     "one_line",
 ]
 
@@ -80,14 +83,21 @@ class Check:
     module: str = ""
 
 
-def not_run(name: str, why: str) -> Check:
-    """A check that was not run, and why."""
-    return Check(name, NOT_RUN, why)
+class NotRunError(Exception):
+    """Raised by an exercise that is not run on this model: why."""
 
 
-def native_only(name: str, why: str) -> Check:
-    """A check that a transformers model itself takes, and the wrapping of it does not."""
-    return not_run(name, f"{why}; kind='native' of the same model runs it.")
+def native_only(why: str) -> NotRunError:
+    """What a transformers model itself can be asked, and the wrapping of it cannot."""
+    return NotRunError(f"{why}; kind='native' of the same model runs it.")
+
+
+class UnclearError(Exception):
+    """Raised by an exercise that says nothing of the cache: why, and the error without a cache where that is the reason."""
+
+    def __init__(self, why: str, null: float | None = None) -> None:
+        super().__init__(why)
+        self.null = null
 
 
 def one_line(error: BaseException) -> str:
@@ -102,8 +112,7 @@ def first_line(error: BaseException, most: int, nothing: str | None = None) -> s
     return next(iter(str(error).strip().splitlines()), kind)[:most]
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """A recomputation and how far another recomputation of the same is from it.
 
     Attributes:
@@ -115,6 +124,24 @@ class Reference:
     null: float
 
 
+class Errors(dict[int, float]):
+    """Relative error by absolute position, the worst of all that was compared there.
+
+    Attributes:
+        null: What the same comparisons show without a cache.
+    """
+
+    null = 0.0
+
+    def add(self, mine: Tensor, reference: Reference, first: int, begins: int = 0) -> Errors:
+        """Compares logits of the positions from ``first`` on with a recomputation whose own first row is at ``begins``."""
+        theirs = reference.logits[:, first - begins : first - begins + mine.shape[1]]
+        for at, error in by_position(mine, theirs, first).items():
+            self[at] = max(error, self.get(at, 0.0))
+        self.null = max(self.null, reference.null)
+        return self
+
+
 @dataclasses.dataclass
 class Bench:
     """A model made ready for exercises: prompts, how it is to be fed, and what plain decoding shows.
@@ -124,11 +151,10 @@ class Bench:
         pool: Tokens to make prompts of, one list a prompt.
         steps: Tokens fed one by one.
         thorough: Whether costly checks are run.
+        name: The check that runs on it.
         plain: The relative error of plain decoding on the model's own cache.
         plain_null: What is rounding's there.
         reach: How far another early token moves the logits: no check can see less than this is large.
-        left_out: What was taken away from the model, to be said in every detail.
-        own_kernels: The kernels of the subject that was given.
         asks: Whether what fails is asked for its cause.
     """
 
@@ -136,29 +162,27 @@ class Bench:
     pool: list[list[int]]
     steps: int
     thorough: bool
+    name: str = ""
     plain: float = 0.0
     plain_null: float = 0.0
     reach: float = math.inf
-    left_out: str = ""
-    own_kernels: Any = None
     asks: str = "yes"
 
     @classmethod
-    def of(cls, subject: Subject, prompts: Sequence[Sequence[int]], steps: int, thorough: bool) -> Bench:
+    def of(cls, adapter: Adapter, prompts: Sequence[Sequence[int]], steps: int, thorough: bool) -> Bench:
         """A bench on which plain decoding is right, if there is a way to feed the model in which it is.
 
         The model's own positions come before given ones, and the model as it is before one without its casts.
         """
-        pool = [list(p) for p in prompts if len(p)] or [list(p) for p in prompts_for(subject.adapter, 2, 16)]
+        pool = [list(p) for p in prompts if len(p)] or [list(p) for p in prompts_for(adapter, 2, 16)]
         if len(pool) < 2 or pool[0] == pool[1]:
             pool.append([*pool[0][1:], *reversed(pool[0])])
-        told = ["own", "given"] if subject.can_be_told_positions else ["own"]
         best: Bench | None = None
-        for kernels in (None,) if subject.dtype in NARROW else (None, WithoutCasts()):
-            for positions in told:
-                runner = _runner(subject, kernels, positions, subject.kernels)
-                bench = cls(runner, pool, max(steps, 2), thorough, own_kernels=subject.kernels)
-                bench.left_out = "" if kernels is None else CASTS
+        for kernels in (None,) if adapter.dtype in NARROW else (None, WithoutCasts()):
+            for positions in ("own", "given"):
+                bench = cls(Runner(adapter, kernels, positions), pool, max(steps, 2), thorough)
+                if positions == "given" and not bench.runner.can_be_told_positions:
+                    continue
                 try:
                     bench.measure_plain()
                 # A model that cannot be run without its casts, or with positions, is run as it is.
@@ -187,12 +211,15 @@ class Bench:
         self.reach = apart(moved, reference.logits[:, prompt - 1 :])
 
     def otherwise(self, kernels: Kernels | None, unit: float | None = None) -> Bench:
-        """The same bench on other kernels (the subject's own for None), or where rounding is coarser than the dtype's."""
-        old = self.runner.subject
-        runner = _runner(old, kernels, old.positions, self.own_kernels, unit)
-        new = dataclasses.replace(self, runner=runner, left_out="" if kernels is None else CASTS)
+        """The same bench on other kernels (the machine's own for None), or where rounding is coarser than the dtype's."""
+        new = dataclasses.replace(self, runner=self.runner.otherwise(kernels=kernels, unit=unit))
         new.measure_plain()
         return new
+
+    @property
+    def left_out(self) -> str:
+        """What was taken away from the model, to be said in every detail."""
+        return "" if self.runner.kernels is None else CASTS
 
     @property
     def excused(self) -> float:
@@ -225,44 +252,32 @@ class Bench:
         missing = length - len(given)
         return given + list(prompts_for(self.runner.adapter, which + 1, missing, seed=17)[which]) if missing else given
 
-    def reference(
-        self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, rows: slice | None = None
-    ) -> Reference:
+    def reference(self, tokens: Tensor, masking: Masking = UNMASKED, rows: slice | None = None) -> Reference:
         """A recomputation, and how far rounding moves it (in the given rows and where the mask is not 0)."""
-        logits = self.runner.recompute(tokens, mask, positions)
+        logits = self.runner.recompute(tokens, masking)
         with self.runner.rounding(tokens.shape[1]):
-            moved = self.runner.recompute(tokens, mask, positions)
-        kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+            moved = self.runner.recompute(tokens, masking)
+        kept = torch.ones_like(tokens, dtype=torch.bool) if masking.mask is None else masking.mask.bool()
         if rows is not None:
             kept[:, : rows.start or 0] = False
         # The head's own sum comes after the last block, so that moving blocks does not show its rounding.
         return Reference(logits, apart(moved[kept], logits[kept]) + self.runner.roundoff())
 
-    def settle(
-        self,
-        name: str,
-        errors: Mapping[int, float],
-        null: float,
-        what: str,
-        hint: str | Callable[[], str] = "",
-        reach: float | None = None,
-    ) -> Check:
+    def settle(self, errors: Errors, what: str, hint: str | Callable[[], str] = "", reach: float | None = None) -> Check:
         """Judges one check.
 
         Args:
-            name: Of the check.
-            errors: Relative error by absolute position.
-            null: What the same comparison shows without a cache.
+            errors: Relative error by absolute position, and without a cache.
             what: What was run, in words.
             hint: The likely cause, or what finds it; asked only where it failed.
             reach: How far the logits move where what is checked does not work; the bench's own unless given.
         """
-        worst = max(errors.values(), default=0.0)
+        worst, null = max(errors.values(), default=0.0), errors.null
         reach = self.reach if reach is None else reach
         said = f"{what}: relative logit error {worst:.1e}, {null:.1e} without a cache{self.left_out}"
 
         def settled(status: str, also: str, first: int | None = None, cause: str = "") -> Check:
-            return Check(name, status, f"{said}{also}.", worst, null, first, cause)
+            return Check(self.name, status, f"{said}{also}.", worst, null, first, cause)
 
         if reach <= self.beyond * null:
             return settled(UNCLEAR, f"; what it looks for would move the logits by {reach:.1e} only")
@@ -277,12 +292,14 @@ class Bench:
         return settled(FAILED, f", first at position {first}" + (f"; {cause}" if cause else ""), first, cause)
 
 
-def _runner(subject: Subject, kernels: Kernels | None, positions: str, own: Any, unit: float | None = None) -> Runner:
-    """Feeds the same model on other kernels, or on its own ones for None."""
-    one = Subject(subject.adapter, kernels, positions)
-    if kernels is None:
-        one.kernels = own
-    return Runner(one, unit)
+def attempted(bench: Bench, name: str, run: Callable[[Bench], Check]) -> Check:
+    """A check under its name; one that was not run, or says nothing, says why."""
+    try:
+        return run(dataclasses.replace(bench, name=name))
+    except NotRunError as why:
+        return Check(name, NOT_RUN, str(why))
+    except UnclearError as why:
+        return Check(name, UNCLEAR, str(why), None, why.null)
 
 
 def _found(hint: str | Callable[[], str]) -> str:

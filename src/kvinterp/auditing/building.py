@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvinterp.auditing.subject import check_causal
+from kvinterp.auditing.causality import check_causal
 from kvinterp.errors import InputError, shown, unknown
-from kvinterp.inputs import check_seed
+from kvinterp.inputs import check_known, check_seed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
 from kvinterp.models.door import config_of, loading, weights_of
@@ -52,10 +52,9 @@ def random_model(
     """
     from transformers import AutoModelForCausalLM
 
-    if attention is not None and attention not in ATTENTION:
-        raise unknown("attention implementation", attention, ATTENTION)
-    if remote_code not in ("refuse", "trust"):
-        raise unknown("remote_code", remote_code, ("refuse", "trust"))
+    if attention is not None:
+        check_known("attention implementation", attention, ATTENTION)
+    check_known("remote_code", remote_code, ("refuse", "trust"))
     check_seed(seed)
     place_on, text = device_named(device), str(source)
     folder = _folder_of(Path(text)) if text.endswith(".json") else local_folder(text)

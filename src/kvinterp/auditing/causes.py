@@ -21,33 +21,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvinterp.auditing.first_difference import Feed, Finding, Sight, look, recomputed, states_of
+from kvinterp.auditing.blocks import BlockHooks, BlockModel
+from kvinterp.auditing.comparing import paired
+from kvinterp.auditing.first_difference import Finding, Sight, recomputed
 from kvinterp.auditing.ladder import unit_roundoff
-from kvinterp.auditing.subject import BlockTaps, Reference, Subject, referenced
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.watch import CHOICE, Event
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, KernelMode, Kernels
+from kvinterp.paths.kernels.base import Operations
 
-__all__ = [
-    "EXCUSED",
-    "Cause",
-    "FixedWithoutCasts",
-    "WithoutCasts",
-    "Witness",
-    "beyond_truth",
-    "coarsest",
-    "other_attention",
-    "seen_again",
-    "wide_constants",
-]
+__all__ = ["EXCUSED", "Cause", "WithoutCasts", "beyond_truth", "coarsest", "other_attention", "wide_constants"]
 
 EXCUSED = 8 * unit_roundoff(torch.bfloat16)
 """The largest relative error that another order of additions can be the reason of, as coarse as kernels are."""
@@ -80,43 +70,33 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class WithoutCasts(Kernels):
-    """The machine's own kernels, and no cast to a narrower dtype than the model's own: its wider values go through."""
+    """No cast to a narrower dtype than the model's own: its wider values go through.
+
+    Attributes:
+        order: ``"native"``: on the machine's own kernels; ``"fixed"``: with a fixed order of additions.
+    """
+
+    order: str = "native"
 
     def mode(self, adapter: Adapter) -> KernelMode:
         """Intercepts casts."""
-        return _Mode([], adapter.dtype)
+        return _Widened(BatchInvariant().mode(adapter).interceptors() if self.order == "fixed" else [], adapter.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class FixedWithoutCasts(Kernels):
-    """A fixed order of additions, and no cast to a narrower dtype than the model's own."""
-
-    def mode(self, adapter: Adapter) -> KernelMode:
-        """Intercepts reductions and casts."""
-        return _Mode(BatchInvariant().mode(adapter).interceptors(), adapter.dtype)
-
-
-class _Mode(KernelMode):
+class _Widened(KernelMode):
     def __init__(self, before: list[Any], dtype: torch.dtype) -> None:
         super().__init__()
         self.before, self.dtype = before, dtype
 
     def interceptors(self) -> list[Any]:
-        return [*self.before, _Widened(self.dtype)]
+        return [*self.before, Operations(self._widened)]
 
-
-class _Widened(TorchDispatchMode):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _widened(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         to = kwargs.get("dtype")
         # Not casts alone: what is made in a narrower dtype, or summed in one, would bring them back.
         if to is not None and to.is_floating_point and narrower(to, self.dtype):
-            kwargs = {**kwargs, "dtype": self.dtype}
-        return func(*args, **kwargs)
+            return func(*args, **{**kwargs, "dtype": self.dtype})
+        return NotImplemented
 
 
 @contextlib.contextmanager
@@ -158,51 +138,45 @@ def coarsest(casts: dict[str, tuple[str, ...]]) -> str:
     return max(casts, key=lambda name: torch.finfo(getattr(torch, name)).eps) if casts else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Witness:
-    """What is kept of one block until the model is there in float64: what both sides saw, and what they were given.
-
-    Attributes:
-        reference: The rows every block was given.
-        sight: What was seen on both sides.
-    """
-
-    reference: Reference
-    sight: Sight
-
-
-def beyond_truth(twin: Adapter, witness: Witness, unit: float) -> Finding | None:
+def beyond_truth(twin: Adapter, sight: Sight, unit: float) -> Finding | None:
     """The first tensor that a cached step has further from float64's than the recomputation has it, or None.
 
     Args:
         twin: The model in float64.
-        witness: What was seen.
+        sight: What was seen of a block on both sides.
         unit: Unit roundoff of the dtype it was seen in.
+
+    Raises:
+        RuntimeError: The model does not run in float64 on the same inputs.
     """
-    sight = witness.sight
-    truth = _truth(twin, witness, WithoutCasts()) or _truth(twin, witness, None)
+    truth = _truth(twin, sight)
     if truth is None and other_attention(twin):
         # A kernel that takes 16 bits only: the same attention in torch's own operations.
-        truth = _truth(twin, witness, WithoutCasts()) or _truth(twin, witness, None)
+        truth = _truth(twin, sight)
     if truth is None:
         raise RuntimeError("the model cannot be run in float64 on the same inputs")
-    waiting: dict[tuple[str, str], list[Event]] = {}
-    for event in truth:
-        waiting.setdefault((event.name, event.module), []).append(event)
     found = {(f.tensor, f.module): f for f in reversed(sight.findings(0.0))}
-    for event, other in sight.pairs():
-        queue = waiting.get((event.name, event.module))
-        true = queue.pop(0) if queue else None
-        if event.name == CHOICE and other is not None and event.chosen != other.chosen:
-            return None if found[CHOICE, event.module].nearly_equal else found[CHOICE, event.module]
-        if true is None or other is None or event.name in ("attention mask", CHOICE):
-            continue
+    for event, other, true in paired(sight.mine, sight.theirs, truth):
         finding = found.get((event.name, event.module))
-        if finding is None:
+        if event.name == CHOICE and other is not None and event.chosen != other.chosen:
+            finding = found[CHOICE, event.module]
+            return None if finding.nearly_equal else finding
+        if finding is None or true is None or other is None or event.name in ("attention mask", CHOICE):
             continue
         held = event.name in ("K", "V")
         if finding.error == math.inf or _further(event.tensor, other.tensor, true.tensor, unit, held):
             return finding
+    return None
+
+
+def _truth(twin: Adapter, sight: Sight) -> list[Event] | None:
+    """What happens on the same inputs in float64, without the model's casts if it runs without; None where it does not run."""
+    assert sight.reference is not None
+    for kernels in (WithoutCasts(), None):
+        hooks = BlockHooks(BlockModel(twin, kernels))
+        hooks.reference = sight.reference.in_dtype(torch.float64)
+        with contextlib.suppress(RuntimeError, ValueError, TypeError), hooks.attached():
+            return recomputed(hooks, sight.feed, sight.layer)
     return None
 
 
@@ -220,13 +194,14 @@ def _further(mine: Tensor, theirs: Tensor, true: Tensor, unit: float, by_positio
     kept &= (a.abs() < 6e4) & (b.abs() < 6e4) if mine.dtype == torch.float16 else kept
     if not bool(kept.any()):
         return False
-    off, other = (a - t)[kept], (b - t)[kept]
-    size = t[kept]
-    mean = off.square().mean().sqrt() > max(
-        AS_FAR * other.square().mean().sqrt(), ONCE * unit * size.square().mean().sqrt()
-    )
-    worst = off.abs().max() > max(WORST * other.abs().max(), FEW * unit * size.abs().max())
+    off, other, size = (part[kept].abs() for part in (a - t, b - t, t))
+    mean = _rms(off) > max(AS_FAR * _rms(other), ONCE * unit * _rms(size))
+    worst = off.max() > max(WORST * other.max(), FEW * unit * size.max())
     return bool(mean) or bool(worst)
+
+
+def _rms(values: Tensor) -> Tensor:
+    return values.square().mean().sqrt()
 
 
 def other_attention(twin: Adapter) -> bool:
@@ -240,28 +215,3 @@ def other_attention(twin: Adapter) -> bool:
     except Exception:
         return False
     return True
-
-
-def _truth(twin: Adapter, witness: Witness, kernels: Kernels | None) -> list[Event] | None:
-    sight, reference = witness.sight, witness.reference.in_dtype(torch.float64)
-    taps = BlockTaps(Subject(twin, kernels))
-    inner = [sight.layer] if 0 <= sight.layer < len(taps.subject.blocks) else []
-    try:
-        with taps.attached():
-            watches, ends = recomputed(taps, reference, sight.feed, inner)
-            before, after = ends[sight.layer]
-            if not inner:
-                return [*before, *after]
-            _, cache = taps.feed(reference, 0, sight.feed.stop, None)
-            watch = watches[sight.layer]
-            return [*before, *watch.events, *states_of(taps.subject, cache, watch, sight.layer), *after]
-    except (RuntimeError, ValueError, TypeError):
-        return None
-
-
-def seen_again(
-    subject: Subject, prompt: Sequence[int], feeds: Sequence[Feed], layers: Sequence[int]
-) -> tuple[Reference, list[dict[int, Sight]]]:
-    """One case fed again with these blocks watched: the reference, and what was seen in every feed that is looked at."""
-    with referenced(subject, torch.tensor([list(prompt)], device=subject.adapter.device)) as (taps, reference):
-        return reference, list(look(taps, reference, feeds, layers))

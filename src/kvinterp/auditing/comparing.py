@@ -1,20 +1,91 @@
-"""Two runs of one block compared: each tensor's error, where it is, and what one side sees that the other does not."""
+"""Two runs compared: how far apart two tensors are; of one block each tensor's error, its place, and what one side sees alone."""
 
 from __future__ import annotations
 
+import collections
 import math
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.differences import TINY, difference
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.values import on_grid
 from kvinterp.auditing.watch import Event, Watch
 
-__all__ = ["compared", "grid", "lost_key", "seen_differently", "swapped_nearly_equal"]
+__all__ = [
+    "apart",
+    "by_position",
+    "compared",
+    "difference",
+    "grid",
+    "lost_key",
+    "paired",
+    "row_errors",
+    "seen_differently",
+    "swapped_nearly_equal",
+]
+
+TINY = torch.finfo(torch.float32).tiny
+"""The least magnitude that a difference is divided by."""
+
+
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """Difference of each number, in float64; 0 where both are the same infinity, inf where only one is a number."""
+    x, y = a.double(), b.double()
+    return (x - y).abs().masked_fill(x == y, 0.0).nan_to_num(math.inf, posinf=math.inf)
+
+
+def magnitude(values: Tensor) -> float:
+    """The largest finite magnitude, or 0."""
+    finite = values.double()[values.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def apart(mine: Tensor, theirs: Tensor, size: float | None = None) -> float:
+    """Largest difference over the largest finite magnitude of ``theirs``, or over ``size``; inf where one is no number."""
+    found = gap(mine, theirs)
+    worst = found.max().item() if found.numel() else 0.0
+    if not worst:
+        return 0.0
+    size = magnitude(theirs) if size is None else size
+    return worst / size if size else math.inf
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """As :func:`apart`, where what ``b`` holds may be all zero."""
+    return 0.0 if torch.equal(a, b) else apart(a, b, max(magnitude(b), TINY))
+
+
+def row_errors(mine: Tensor, theirs: Tensor) -> Tensor:
+    """As :func:`difference`, row by row, over the newest rows that both have."""
+    count = min(len(mine), len(theirs))
+    a, b = (t[len(t) - count :].double().flatten(1) for t in (mine, theirs))
+    return (gap(a, b).amax(-1) / b.abs().amax(-1).clamp(min=TINY)).nan_to_num(math.inf, posinf=math.inf)
+
+
+def by_position(mine: Tensor, theirs: Tensor, first: int) -> dict[int, float]:
+    """Relative error of each position of ``[batch, position, vocabulary]``, over all rows; the first is at ``first``."""
+    size = magnitude(theirs)
+    return {first + n: apart(mine[:, n], theirs[:, n], size) for n in range(mine.shape[1])}
+
+
+# Two runs of one block --------------------------------------------------------------------------------------------------
 
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def paired(events: Iterable[Event], *others: Iterable[Event]) -> Iterator[tuple[Any, ...]]:
+    """Each event with the others' of the same name, module and turn; None where they have none."""
+    waiting: list[dict[tuple[str, str], list[Event]]] = []
+    for side in others:
+        waiting.append(collections.defaultdict(list))
+        for event in side:
+            waiting[-1][event.name, event.module].append(event)
+    for event in events:
+        queues = [queue[event.name, event.module] for queue in waiting]
+        yield event, *(queue.pop(0) if queue else None for queue in queues)
 
 
 def grid(mine: Tensor, theirs: Tensor) -> str:
@@ -98,20 +169,24 @@ def _visible(mask: Tensor) -> Tensor:
 
 def seen_differently(first: Watch, second: Watch, module: str, newest: int) -> int | None:
     """The first key that only one side lets the newest query see, where one side is given no mask: its position."""
-    seen = []
+    masks, seen = [], []
     for watch in (first, second):
-        mask = next((e.tensor for e in watch.events if e.name == "attention mask" and e.module == module), None)
-        keys = next((e.tensor.shape[-2] for e in watch.events if e.name == "K" and e.module == module), None)
-        if keys is None or any(e.name == "attention scores" and e.module == module for e in watch.events):
+        mask, keys = watch.first(module, "attention mask"), watch.first(module, "K")
+        if keys is None or watch.first(module, "attention scores") is not None:
             return None
-        every = torch.ones(keys, dtype=torch.bool)
-        seen.append((mask is None, every if mask is None else _visible(mask).flatten(0, -2).any(0).cpu()[-keys:]))
-    if not (seen[0][0] or seen[1][0]):
+        count = keys.shape[-2]
+        masks.append(mask)
+        seen.append(torch.ones(count, dtype=torch.bool) if mask is None else _seen(mask).cpu()[-count:])
+    if all(mask is not None for mask in masks):
         return None
-    keys = max(len(s) for _, s in seen)
+    keys_seen = max(map(len, seen))
     # Aligned at the newest key; a key that is not there is not seen.
-    mine, theirs = (torch.nn.functional.pad(s, (keys - len(s), 0)) for _, s in seen)
-    return None if torch.equal(mine, theirs) else newest + 1 - keys + int((mine != theirs).int().argmax())
+    mine, theirs = (torch.nn.functional.pad(each, (keys_seen - len(each), 0)) for each in seen)
+    return None if torch.equal(mine, theirs) else newest + 1 - keys_seen + int((mine != theirs).int().argmax())
+
+
+def _seen(mask: Tensor) -> Tensor:
+    return _visible(mask).flatten(0, -2).any(0)
 
 
 def lost_key(mine: Event, other: Event, second: Watch, newest: int) -> int | None:
@@ -119,14 +194,12 @@ def lost_key(mine: Event, other: Event, second: Watch, newest: int) -> int | Non
     missing = other.tensor.shape[-2] - mine.tensor.shape[-2]
     if missing <= 0:
         return None
-    masks = [
-        e.tensor for e in second.events if e.module == mine.module and e.name in ("attention mask", "attention scores")
-    ]
+    mask = second.first(mine.module, "attention mask", "attention scores")
     oldest = newest + 1 - other.tensor.shape[-2]
     dropped = _dropped(mine.tensor, other.tensor, missing)
-    if not masks:
+    if mask is None:
         return oldest + dropped
-    seen = _visible(masks[0]).flatten(0, -2).any(0)[:missing]
+    seen = _seen(mask)[:missing]
     return oldest + max(dropped, int(seen.int().argmax())) if bool(seen.any()) else None
 
 

@@ -20,6 +20,7 @@ at work (see ``bench.py``). What could not be run says why.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import warnings
@@ -29,20 +30,20 @@ from typing import Any
 import torch
 
 from kvinterp.auditing import batches, caches, generation, lengths
-from kvinterp.auditing.bench import FAILED, PASSED, UNCLEAR, Bench, Check, not_run, one_line
+from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, attempted, one_line
+from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.causes import WithoutCasts
-from kvinterp.auditing.feeding import Runner
+from kvinterp.auditing.feeding import Seen
+from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import unit_roundoff
-from kvinterp.auditing.placing import placed
-from kvinterp.auditing.subject import Subject
+from kvinterp.auditing.watch import Event
+from kvinterp.models import Adapter
 
 __all__ = ["Check", "exercise"]
 
-Trial = Callable[[Bench], Check | list[Check]]
-
 NARROW = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
 
-CHECKS: dict[str, Trial] = {
+CHECKS: dict[str, Callable[[Bench], Any]] = {
     "batch": batches.side_by_side,
     "left padding": batches.left_padding,
     "generate()": generation.generate,
@@ -56,10 +57,11 @@ CHECKS: dict[str, Trial] = {
     "StaticCache": caches.static,
     "quantised cache": caches.quantised,
 }
+"""What makes each check; a few make several."""
 
 
 def exercise(
-    subject: Subject,
+    adapter: Adapter,
     prompts: Sequence[Sequence[int]],
     *,
     steps: int = 3,
@@ -71,7 +73,7 @@ def exercise(
     The model is left as it was: its hooks, configs, training mode and the random state.
 
     Args:
-        subject: The model, in the finest precision in which it runs: there rounding excuses least.
+        adapter: The model, in the finest precision in which it runs: there rounding excuses least.
         prompts: Token ids; random ones follow where they are too short or too few.
         steps: How many tokens are fed one by one, at least 2.
         thorough: Also what costs more: longer windows, quantised caches.
@@ -80,77 +82,67 @@ def exercise(
     Returns:
         A check each, in the order of the table above.
     """
-    with _as_it_was(subject), torch.no_grad():
+    with _as_it_was(adapter), torch.no_grad():
         try:
-            bench = Bench.of(subject, prompts, steps, thorough)
+            bench = Bench.of(adapter, prompts, steps, thorough)
         # Whatever a model raises is no error of the audit's.
         except Exception as error:
             why = f"plain decoding on the model's own cache raised {one_line(error)}, so nothing else can be tried."
-            return [not_run(name, why) for name in CHECKS]
+            return [Check(name, NOT_RUN, why) for name in CHECKS]
         found: list[Check] = []
-        for name, check in CHECKS.items():
+        for name in CHECKS:
             if progress is not None:
                 progress(name)
-            found += _tried(bench, name, check)
+            found += _tried(bench, name)
         return found
 
 
-def _tried(bench: Bench, name: str, run: Trial) -> list[Check]:
+def _tried(bench: Bench, name: str) -> list[Check]:
     """One check; what is not passed is tried again with what else may be the cause taken away."""
-    runners, before = [bench.runner], bench.runner.forwards
-    found = _run(bench, name, run)
+    benches, before = [bench], bench.runner.forwards
+    found = _run(bench, name)
+
+    def otherwise(kernels: WithoutCasts | None, unit: float | None = None) -> dict[str, Check]:
+        """The same check on other kernels, by name; without those that could not be judged."""
+        try:
+            new = bench.otherwise(kernels, unit)
+        # A model that does not run without its casts is judged as it is.
+        except Exception:
+            return {}
+        benches.append(new)
+        return {one.name: one for one in _run(new, name) if one.error is not None}
+
+    # The model as it is, with room for the rounding of casts to float32.
+    coarse_unit = max(bench.runner.unit, unit_roundoff(torch.float32))
     if bench.left_out:
         # The model's casts are left out all along: that this way of using the cache makes none of its own is looked at too.
         if bench.thorough:
-            found = [_cast_of_its_own(one, coarse) for one, coarse in _beside(found, _coarsely(bench, name, run, runners))]
+            coarse = otherwise(None, coarse_unit)
+            found = [_cast_of_its_own(one, coarse.get(one.name)) for one in found]
     elif not bench.runner.narrow and any(_suspicious(one) for one in found):
-        without = _otherwise(bench, WithoutCasts(), None, name, run, runners)
-        coarse = _coarsely(bench, name, run, runners)
-        found = [_explained(one, *rest) for one, *rest in _beside(found, without, coarse)]
-    if any(one.status == FAILED for one in found) and bench.runner.subject.dtype != torch.float64:
+        without, coarse = otherwise(WithoutCasts()), otherwise(None, coarse_unit)
+        found = [_explained(one, without.get(one.name), coarse.get(one.name)) for one in found]
+    if any(one.status == FAILED for one in found) and bench.runner.dtype != torch.float64:
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
-        found = [_confirmed(*pair) for pair in _beside(found, {one.name: one for one in _run(other, name, run)})]
-    found = [placed(bench, one, lambda b: _run(b, name, run)) if one.status == FAILED else one for one in found]
-    spent = sum(runner.forwards for runner in runners) - before
+        again = {one.name: one for one in _run(other, name)}
+        found = [_confirmed(one, again.get(one.name)) for one in found]
+    found = [_placed(bench, one, name) if one.status == FAILED else one for one in found]
+    spent = sum(each.runner.forwards for each in benches) - before
     return [dataclasses.replace(one, forwards=spent if n == 0 else 0) for n, one in enumerate(found)]
 
 
-def _suspicious(one: Check) -> bool:
-    return one.status in (FAILED, UNCLEAR) and one.error is not None
-
-
-def _beside(found: list[Check], *others: dict[str, Check]) -> list[tuple[Any, ...]]:
-    return [(one, *(other.get(one.name) for other in others)) for one in found]
-
-
-def _run(bench: Bench, name: str, run: Trial) -> list[Check]:
+def _run(bench: Bench, name: str) -> list[Check]:
     try:
-        made = run(bench)
+        made: Any = attempted(bench, name, CHECKS[name])
     # A model that cannot be used in this way says so with whatever error its code meets first.
     except Exception as error:
         return [Check(name, UNCLEAR, f"it raised {one_line(error)}.")]
     return made if isinstance(made, list) else [made]
 
 
-def _otherwise(
-    bench: Bench, kernels: WithoutCasts | None, unit: float | None, name: str, run: Trial, runners: list[Runner]
-) -> dict[str, Check]:
-    """The same check on other kernels, by name; without those that could not be judged."""
-    try:
-        new = bench.otherwise(kernels, unit)
-    # A model that does not run without its casts is judged as it is.
-    except Exception:
-        return {}
-    found = _run(new, name, run)
-    runners.append(new.runner)
-    return {one.name: one for one in found if one.error is not None}
-
-
-def _coarsely(bench: Bench, name: str, run: Trial, runners: list[Runner]) -> dict[str, Check]:
-    """The same check on the model as it is, with room for the rounding of casts to float32."""
-    unit = max(bench.runner.unit, unit_roundoff(torch.float32))
-    return _otherwise(bench, None, unit, name, run, runners)
+def _suspicious(one: Check) -> bool:
+    return one.status in (FAILED, UNCLEAR) and one.error is not None
 
 
 def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check:
@@ -161,55 +153,122 @@ def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check
     """
     if not _suspicious(one):
         return one
-    beyond = coarse is not None and coarse.status == FAILED
     if without is None:
-        if one.status == FAILED and not beyond:
-            detail = (
-                f"{one.detail.rstrip('.')}; casts to float32 inside the model may do as much, and it does not run without."
-            )
-            return dataclasses.replace(one, status=UNCLEAR, detail=detail, hint="")
-        return one
+        if one.status != FAILED or (coarse is not None and coarse.status == FAILED):
+            return one
+        also = "casts to float32 inside the model may do as much, and it does not run without"
+        return dataclasses.replace(one, status=UNCLEAR, detail=_and(one, also), hint="")
     if without.status != PASSED:
         return without
     detail = f"{without.detail.rstrip('.')} (with them {one.error:.1e})."
     return _cast_of_its_own(dataclasses.replace(without, detail=detail), coarse)
 
 
+def _and(one: Check, also: str) -> str:
+    return f"{one.detail.rstrip('.')}; {also}."
+
+
 def _cast_of_its_own(one: Check, coarse: Check | None) -> Check:
     if one.status != PASSED or coarse is None or coarse.status != FAILED:
         return one
-    detail = f"{coarse.detail.rstrip('.')}; with casts to fewer bits left out it passes."
-    return dataclasses.replace(coarse, detail=detail, hint=coarse.hint or NARROW)
+    also = "with casts to fewer bits left out it passes"
+    return dataclasses.replace(coarse, detail=_and(coarse, also), hint=coarse.hint or NARROW)
 
 
 def _confirmed(one: Check, again: Check | None) -> Check:
     """What fails with one set of prompts alone, where rounding can tip a choice, is not said to fail."""
     if one.status != FAILED or (again is not None and again.status == FAILED):
         return one
-    detail = f"{one.detail.rstrip('.')}; other prompts of the same lengths do not show it."
-    return dataclasses.replace(one, status=UNCLEAR, detail=detail)
+    return dataclasses.replace(one, status=UNCLEAR, detail=_and(one, "other prompts of the same lengths do not show it"))
+
+
+# Where what fails goes wrong ------------------------------------------------------------------------------------------
+
+
+def _placed(bench: Bench, check: Check, name: str) -> Check:
+    """A failed check with its first wrong layer and tensor, as far as running it again tells.
+
+    The same check is made with each block's output in the place of the logits: the first that fails holds the error, or is
+    handed it. There what attention reads in the last cached step is compared with what it reads in the recomputation.
+
+    Args:
+        bench: What the check ran on.
+        check: A failed one.
+        name: What makes it, of :data:`CHECKS`.
+    """
+    if check.name.startswith("generate()"):
+        return check  # What generate() feeds is wrong, not what the blocks make of it.
+    blocks = len(bench.runner.blocks)
+    # What is wrong in one block stays wrong in those after it.
+    layer = bisect.bisect_left(range(blocks), True, key=lambda layer: _fails(bench, check, name, layer))
+    if layer == blocks:
+        return dataclasses.replace(check, layer=blocks, tensor="logits")
+    found = _first_tensor(bench, check, name, layer)
+    seen: dict[str, Any] = {} if found is None else {"tensor": found.tensor, "module": found.module}
+    return dataclasses.replace(check, layer=layer, **seen)
+
+
+def _fails(bench: Bench, check: Check, name: str, layer: int) -> bool:
+    other = dataclasses.replace(bench, runner=bench.runner.otherwise(), asks="no")
+    other.runner.stands_in = layer
+    try:
+        other.measure_plain()
+        return any(one.name == check.name and one.status == FAILED for one in _run(other, name))
+    # A block whose output is not one row a position cannot stand for the logits.
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+
+
+def _first_tensor(bench: Bench, check: Check, name: str, layer: int) -> Finding | None:
+    runner = bench.runner.otherwise()
+    runner.watched = layer
+    _run(dataclasses.replace(bench, runner=runner, asks="no"), name)
+    for mine in [seen for seen in runner.seen if seen.cached and seen.new == 1][::-1]:
+        same = mine.batch, mine.total
+        whole = next((seen for seen in runner.seen if not seen.cached and (seen.batch, seen.total) == same), None)
+        if whole is not None:
+            return _differing(mine, whole, layer, bench.beyond * (check.null or 0.0))
+    return None
+
+
+def _differing(mine: Seen, theirs: Seen, layer: int, threshold: float) -> Finding | None:
+    feed = Feed(mine.total - 1, mine.total, mine.total - 1)
+    sight = Sight(feed, layer, [_filled(e, mine.total) for e in mine.watch.events], theirs.watch.events)
+    found = next(iter(sight.findings(threshold)), None)
+    if found is None or found.tensor != "attention output":
+        return found
+    given = [any(e.name == "attention mask" for e in side) for side in (sight.mine, sight.theirs)]
+    # One side has no mask at all.
+    return dataclasses.replace(found, tensor="attention mask") if given[0] != given[1] else found
+
+
+def _filled(event: Event, total: int) -> Event:
+    """Without the slots of a static cache that are still empty."""
+    axis = -2 if event.name in ("K", "V") else -1 if event.name in ("attention mask", "attention scores") else None
+    tensor: Any = event.tensor
+    if axis is None or tensor.shape[axis] <= total:
+        return event
+    return dataclasses.replace(event, tensor=tensor.narrow(axis, 0, total))
 
 
 @contextlib.contextmanager
-def _as_it_was(subject: Subject) -> Iterator[None]:
+def _as_it_was(adapter: Adapter) -> Iterator[None]:
     """Restores what running a model can change: its mode, its attributes, the random state, what libraries say."""
     from transformers.utils import logging
 
-    model = subject.adapter.model
-    source = subject.adapter.source
-    modes = {module: module.training for module in model.modules()}
-    kept = {holder: dict(vars(holder)) for holder in {id(m): m for m in (model, source)}.values()}
-    level, device = logging.get_verbosity(), subject.adapter.device
+    kept = {holder: dict(vars(holder)) for holder in {id(m): m for m in (adapter.model, adapter.source)}.values()}
+    level, device = logging.get_verbosity(), adapter.device
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            warnings.catch_warnings(),
+            evaluating(adapter),
+        ):
             warnings.simplefilter("ignore")
             logging.set_verbosity_error()
-            model.eval()
             yield
     finally:
         logging.set_verbosity(level)
-        for module, training in modes.items():
-            module.training = training
         for holder, attributes in kept.items():
             for name in set(vars(holder)) - set(attributes):
                 vars(holder).pop(name)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvinterp.auditing.blocks import UNMASKED, BlockModel, Masking, first_of
 from kvinterp.auditing.ladder import unit_roundoff
-from kvinterp.auditing.subject import Subject, first_of
 from kvinterp.auditing.watch import Watch, watching
+from kvinterp.models import Adapter
+from kvinterp.paths.kernels import Kernels
 
 __all__ = ["NARROW", "Runner", "Seen", "lacking"]
 
@@ -40,120 +42,97 @@ class Seen:
     watch: Watch
 
 
-class Runner:
-    """Feeds a model of any kind, with masks, positions and caches of the caller's.
+class Runner(BlockModel):
+    """A model fed with masks, positions and caches of the caller's, its forwards counted.
 
     Args:
-        subject: The model.
-        unit: The unit roundoff of what computes; that of the model's dtype unless given.
+        adapter: The model, already in its dtype.
+        kernels: The kernel mode; default: the machine's own.
+        positions: As for :class:`BlockModel`.
+        unit: The unit roundoff of what computes; default: that of the model's dtype.
 
     Attributes:
         forwards: How many forwards it ran.
-        tapped: A block whose output is given in the place of the logits, or None.
+        stands_in: A block whose output is given in the place of the logits, or None.
         watched: A block that is watched in every forward, or None; ``seen`` holds what was seen, in order.
     """
 
-    def __init__(self, subject: Subject, unit: float | None = None) -> None:
-        self.subject, self.adapter = subject, subject.adapter
-        self.unit = unit_roundoff(subject.dtype) if unit is None else unit
-        self.kind, self.device = subject.adapter.kind, subject.adapter.device
-        self.model: Any = subject.adapter.model
-        self.takes = subject.takes
+    def __init__(
+        self, adapter: Adapter, kernels: Kernels | None = None, positions: str = "own", unit: float | None = None
+    ) -> None:
+        super().__init__(adapter, kernels, positions)
+        self.kernels = kernels
+        self.unit = unit_roundoff(adapter.dtype) if unit is None else unit
         self.forwards = 0
-        self.tapped: int | None = None
+        self.stands_in: int | None = None
         self.watched: int | None = None
         self.seen: list[Seen] = []
+
+    def otherwise(self, **more: Any) -> Runner:
+        """Another one of the same model, with some arguments changed."""
+        given = {"kernels": self.kernels, "positions": self.positions, "unit": self.unit}
+        return Runner(self.adapter, **{**given, **more})
 
     def tokens(self, *rows: Sequence[int]) -> Tensor:
         """Rows of equal length, on the model's device."""
         return torch.tensor([list(row) for row in rows], device=self.device)
 
-    def recompute(self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
-        return self._run(tokens, None, 0, mask, positions, "no")[0]
-
-    def feed(
-        self,
-        tokens: Tensor,
-        cache: Any = None,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        start: int = 0,
+    def forward(
+        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = UNMASKED, cached: str = "yes"
     ) -> tuple[Tensor, Any]:
-        """Logits of new tokens and the cache after them.
-
-        Args:
-            tokens: ``[batch, new]``.
-            cache: What the call before returned, a cache object of transformers', or None for the model's own.
-            mask: ``[batch, past + new]``, or None.
-            positions: ``[batch, new]``, or None for what the model makes by itself.
-            start: How many tokens came before.
-        """
-        return self._run(tokens, cache, start, mask, positions, "yes")
-
-    def _run(
-        self, tokens: Tensor, cache: Any, start: int, mask: Tensor | None, positions: Tensor | None, cached: str
-    ) -> tuple[Tensor, Any]:
+        """As :meth:`BlockModel.forward`, counted and looked at."""
         self.forwards += 1
-        if self.kind != "native":
-            if mask is not None:
-                raise TypeError("masks are given to transformers models only")
-            return self.subject.forward(tokens, cache, cached=cached)
-        with self._looking(tokens, start, cached) as made:
-            logits, cache = self.subject.forward(tokens, cache, start, mask, positions, cached)
-        return (made[0] if made else logits), cache
-
-    @contextlib.contextmanager
-    def _looking(self, tokens: Tensor, start: int, cached: str) -> Iterator[list[Tensor]]:
-        """The tapped block's output, once the forward is done; and what is seen of the watched one."""
         made: list[Tensor] = []
-        watches = [] if self.watched is None else [Watch(self.subject, self.watched, tokens.shape[1])]
-        with contextlib.ExitStack() as hooks, watching(watches):
-            if self.tapped is not None:
-                block = self.subject.blocks[self.tapped]
-                hooks.callback(block.register_forward_hook(lambda _, __, out: made.append(first_of(out))).remove)
-            yield made
         batch, new = tokens.shape
+        watches = [] if self.watched is None else [Watch(self, self.watched, new)]
+        with contextlib.ExitStack() as hooks, watching(watches):
+            if self.stands_in is not None:
+                block = self.blocks[self.stands_in]
+                hooks.enter_context(block.register_forward_hook(lambda _, __, out: made.append(first_of(out))))
+            logits, cache = super().forward(tokens, cache, start, masking, cached)
         total = new + (start if cached == "yes" else 0)
         self.seen += [Seen(cached == "yes", batch, new, total, watch) for watch in watches]
+        return (made[0] if made else logits), cache
 
-    def decode(
-        self, tokens: Tensor, prefill: int, mask: Tensor | None = None, positions: Tensor | None = None, cache: Any = None
-    ) -> tuple[Tensor, Any]:
+    def decode(self, tokens: Tensor, prefill: int, masking: Masking = UNMASKED, cache: Any = None) -> tuple[Tensor, Any]:
         """Logits from the prompt's last row on, the rest fed one by one: ``[batch, 1 + steps, vocabulary]``, and the cache."""
-        seen, places = (None if part is None else part[:, :prefill] for part in (mask, positions))
-        logits, cache = self.feed(tokens[:, :prefill], cache, seen, places)
-        made, cache = self.singly(tokens, prefill, cache, mask, positions)
-        return torch.stack([logits[:, -1], *made], 1), cache
+        logits, cache = self.feed(tokens[:, :prefill], cache, 0, masking.of(0, prefill))
+        made, cache = self.singly(tokens, prefill, cache, masking)
+        return torch.cat([logits[:, -1:], made], 1), cache
 
     def singly(
         self,
         tokens: Tensor,
         start: int,
         cache: Any,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
+        masking: Masking = UNMASKED,
         then: Callable[[Any], Any] | None = None,
-    ) -> tuple[list[Tensor], Any]:
+    ) -> tuple[Tensor, Any]:
         """The logits of each token from ``start`` on, fed one by one on a cache, and the cache.
 
         Args:
-            tokens: All of them, those on the cache too; and so the mask and the positions.
+            tokens: All of them, those on the cache too.
             start: How many are on the cache.
             cache: What holds them.
-            mask: ``[batch, position]``, or None.
-            positions: ``[batch, position]``, or None.
+            masking: Of all of them.
             then: Called with the cache after every token.
         """
         made = []
         for at in range(start, tokens.shape[1]):
-            seen = None if mask is None else mask[:, : at + 1]
-            places = None if positions is None else positions[:, at : at + 1]
-            logits, cache = self.feed(tokens[:, at : at + 1], cache, seen, places, start=at)
+            logits, cache = self.feed(tokens[:, at : at + 1], cache, at, masking.of(at, at + 1))
             made.append(logits[:, -1])
             if then is not None:
                 then(cache)
-        return made, cache
+        return torch.stack(made, 1), cache
+
+    def in_chunks(self, tokens: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Any]:
+        """The logits of a prompt fed in chunks of these sizes, each on the cache of those before, and the cache."""
+        start, made, cache = 0, [], None
+        for size in sizes:
+            logits, cache = self.feed(tokens[:, start : start + size], cache, start)
+            made.append(logits)
+            start += size
+        return torch.cat(made, 1), cache
 
     @contextlib.contextmanager
     def rounding(self, length: int, seed: int = 0) -> Iterator[None]:
@@ -167,8 +146,8 @@ class Runner:
             return (new, *output[1:]) if isinstance(output, tuple) else new
 
         with contextlib.ExitStack() as hooks:
-            for block in self.subject.blocks:
-                hooks.callback(block.register_forward_hook(moved).remove)
+            for block in self.blocks:
+                hooks.enter_context(block.register_forward_hook(moved))
             yield
 
     def roundoff(self, length: int = 1) -> float:
@@ -179,11 +158,7 @@ class Runner:
     @property
     def narrow(self) -> bool:
         """Whether the model is in 16 bits."""
-        return self.subject.dtype in NARROW
-
-    def recurrent_layers(self, cache: Any) -> list[int]:
-        """Layers whose cache keeps a state instead of keys and values."""
-        return [n for n in range(len(self.subject.blocks)) if self.subject.states(cache, n)]
+        return self.dtype in NARROW
 
 
 def lacking(cache: Any, method: str) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvinterp.auditing.comparing import compared, grid, lost_key, seen_differently, swapped_nearly_equal
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
+from kvinterp.auditing.comparing import compared, grid, lost_key, paired, seen_differently, swapped_nearly_equal
 from kvinterp.auditing.ladder import EMBEDDING
-from kvinterp.auditing.subject import BlockTaps, Reference, Subject
 from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, Watch, watching
 
-__all__ = ["BLOCK_INPUT", "Differing", "Feed", "Finding", "Place", "Sight", "differing", "look", "recomputed", "states_of"]
+__all__ = ["BLOCK_INPUT", "Differing", "Feed", "Finding", "Place", "Sight", "differing", "largest", "look", "recomputed"]
 
 BLOCK_INPUT = "block input"
 
@@ -39,6 +39,11 @@ class Feed:
     start: int
     stop: int
     row: int | None = None
+
+    @property
+    def back(self) -> int:
+        """The row that is looked at, counted from the end: the newest where none is."""
+        return -1 if self.row is None else self.row - self.stop
 
     @staticmethod
     def one_by_one(prefill: int, stop: int) -> list[Feed]:
@@ -87,6 +92,7 @@ class Sight:
         layer: The block, -1 or the number of blocks.
         mine: What happened in the cached run, in order.
         theirs: What happened in the recomputation.
+        reference: The rows every block was given, where they were given any.
         hidden: For each attention: the position of the first key that only one side sees, where one has no mask.
         lost: For each attention: the position of the first key that the cached run no longer has.
         casts: Narrower dtypes cast to on either side.
@@ -97,19 +103,27 @@ class Sight:
     layer: int
     mine: list[Event]
     theirs: list[Event]
+    reference: Reference | None = None
     hidden: dict[str, int] = dataclasses.field(default_factory=dict)
     lost: dict[str, int] = dataclasses.field(default_factory=dict)
     casts: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     both_cast: frozenset[str] = frozenset()
 
-    def pairs(self) -> Iterator[tuple[Event, Event | None]]:
-        """Each of the cached run's events with the recomputation's of the same name, module and turn."""
-        waiting: dict[tuple[str, str], list[Event]] = {}
-        for event in self.theirs:
-            waiting.setdefault((event.name, event.module), []).append(event)
-        for event in self.mine:
-            queue = waiting.get((event.name, event.module))
-            yield event, queue.pop(0) if queue else None
+    def note(self, mine: Watch, theirs: Watch) -> None:
+        """Notes the casts of both sides, and which keys only one of them has or sees."""
+        for name in dict.fromkeys([*mine.casts, *theirs.casts]):
+            self.casts[name] = tuple(dict.fromkeys(mine.casts.get(name, ()) + theirs.casts.get(name, ())))
+        self.both_cast = frozenset(mine.casts) & frozenset(theirs.casts)
+        newest = self.feed.stop - 1
+        for event, other in paired(mine.events, theirs.events):
+            if event.name == "attention output":
+                hidden = seen_differently(mine, theirs, event.module, newest)
+                if hidden is not None:
+                    self.hidden[event.module] = hidden
+            if event.name == "K" and other is not None:
+                lost = lost_key(event, other, theirs, newest)
+                if lost is not None:
+                    self.lost[event.module] = lost
 
     def findings(self, threshold: float) -> list[Finding]:
         """The tensors that differ by more, in the order in which they were computed, up to a choice that differs."""
@@ -120,7 +134,7 @@ class Sight:
         def add(event: Event, name: str, where: int, error: float, on: str = "", near: bool = False) -> None:
             found.append(Finding(self.layer, name, event.module, where, position, error, on, self.casts, near))
 
-        for event, other in self.pairs():
+        for event, other in paired(self.mine, self.theirs):
             if event.name == "attention output" and event.module in self.hidden:
                 add(event, "attention mask", self.hidden[event.module], math.inf)
             if other is None:
@@ -155,103 +169,100 @@ def differing(sights: Iterable[dict[int, Sight]], threshold: float) -> Differing
     return dict(sorted(found.items()))
 
 
-def look(taps: BlockTaps, reference: Reference, feeds: Sequence[Feed], layers: Sequence[int]) -> Iterator[dict[int, Sight]]:
+def largest(found: Differing) -> float:
+    """The largest error of all those tensors."""
+    return max((f.error for _, tensors in found.values() for f in tensors), default=0.0)
+
+
+def look(hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]) -> Iterator[dict[int, Sight]]:
     """Feeds tokens given equal inputs and yields, for every feed that is looked at, what was seen of each block.
 
     Args:
-        taps: The model's taps, attached.
-        reference: The rows every block is given.
+        hooks: The model's hooks, attached, with the reference whose rows every block is given.
         feeds: What is fed, one after the other.
         layers: The blocks to look into; -1 for the embedding, the number of blocks for the head.
     """
-    subject = taps.subject
-    count = len(subject.blocks)
-    inner = [layer for layer in layers if 0 <= layer < count]
+    model = hooks.model
+    inner = [layer for layer in layers if 0 <= layer < len(model.blocks)]
     cache = None
     for feed in feeds:
         if feed.row is None:
-            _, cache = taps.feed(reference, feed.start, feed.stop, cache)
+            _, cache = hooks.feed(feed.start, feed.stop, cache)
             continue
-        back = feed.row - feed.stop
-        mine = {layer: Watch(subject, layer, feed.stop - feed.start, back) for layer in inner}
+        mine = {layer: Watch(model, layer, feed.stop - feed.start, feed.back) for layer in inner}
         with watching(mine.values()):
-            logits, cache = taps.feed(reference, feed.start, feed.stop, cache)
-        ends = _ends(taps, logits, back)
+            logits, cache = hooks.feed(feed.start, feed.stop, cache)
+        ends = _ends(hooks, logits, feed.back)
         # Copied now: the next feed may write into them.
-        kept = {layer: states for layer in inner if (states := states_of(subject, cache, mine[layer], layer))}
-        theirs, again = recomputed(taps, reference, feed, inner)
-        fresh = taps.feed(reference, 0, feed.stop, None)[1] if kept else None
+        kept = {layer: _states(model, cache, mine[layer], layer) for layer in inner}
+        theirs, again = _recomputed(hooks, feed, inner)
+        fresh = hooks.feed(0, feed.stop)[1] if any(kept.values()) else None
         sights = {}
-        for layer in layers:
+        for layer in [layer for layer in layers if layer in ends]:
+            sight = sights[layer] = Sight(feed, layer, [*ends[layer][0]], [*again[layer][0]], hooks.reference)
             if layer in inner:
-                watches = mine[layer], theirs[layer]
-                sights[layer] = Sight(feed, layer, [*ends[layer][0]], [*again[layer][0]], casts=_both(*watches))
-                sights[layer].both_cast = frozenset(mine[layer].casts) & frozenset(theirs[layer].casts)
-                _attention(sights[layer], *watches, feed.stop - 1)
-                held = states_of(subject, fresh, mine[layer], layer) if layer in kept else []
-                sights[layer].mine += [*_in_order(mine[layer].events, kept.get(layer, [])), *ends[layer][1]]
-                sights[layer].theirs += [*_in_order(theirs[layer].events, held), *again[layer][1]]
-            elif layer in ends:
-                sights[layer] = Sight(feed, layer, ends[layer][0], again[layer][0])
+                held = _states(model, fresh, mine[layer], layer) if kept[layer] else []
+                sight.note(mine[layer], theirs[layer])
+                sight.mine += [*_in_order(mine[layer].events, kept[layer]), *ends[layer][1]]
+                sight.theirs += [*_in_order(theirs[layer].events, held), *again[layer][1]]
         yield sights
 
 
-def recomputed(
-    taps: BlockTaps, reference: Reference, feed: Feed, layers: Sequence[int]
-) -> tuple[dict[int, Watch], dict[int, Ends]]:
-    """What is seen of the same row where the prefix is recomputed: the blocks' watches, and every part's ends."""
-    back = -1 if feed.row is None else feed.row - feed.stop
-    watches = {layer: Watch(taps.subject, layer, feed.stop, back) for layer in layers}
-    with watching(watches.values()):
-        logits = taps.recompute(reference, feed.stop)
-    return watches, _ends(taps, logits, back)
+def recomputed(hooks: BlockHooks, feed: Feed, layer: int) -> list[Event]:
+    """What happens in a block, or at an end, where the prefix of a feed is recomputed; and the states that it leaves."""
+    inner = [layer] if 0 <= layer < len(hooks.model.blocks) else []
+    watches, ends = _recomputed(hooks, feed, inner)
+    before, after = ends[layer]
+    if not inner:
+        return [*before, *after]
+    states = _states(hooks.model, hooks.feed(0, feed.stop)[1], watches[layer], layer)
+    return [*before, *watches[layer].events, *states, *after]
 
 
 Ends = tuple[list[Event], list[Event]]
 
 
-def _ends(taps: BlockTaps, logits: Tensor, back: int) -> dict[int, Ends]:
+def _recomputed(hooks: BlockHooks, feed: Feed, layers: Sequence[int]) -> tuple[dict[int, Watch], dict[int, Ends]]:
+    """What is seen of the same row where the prefix is recomputed: the blocks' watches, and every part's ends."""
+    watches = {layer: Watch(hooks.model, layer, feed.stop, feed.back) for layer in layers}
+    with watching(watches.values()):
+        logits = hooks.recompute(feed.stop)
+    return watches, _ends(hooks, logits, feed.back)
+
+
+def _ends(hooks: BlockHooks, logits: Tensor, back: int) -> dict[int, Ends]:
     """What each block was given and what it returned, and the model's own ends, at one row."""
-    subject = taps.subject
-    count = len(subject.blocks)
+    model = hooks.model
     found: dict[int, Ends] = {}
-    for (layer, nth), tensor in taps.inputs.items():
+    for (layer, nth), tensor in hooks.inputs.items():
         if nth:
             continue
-        name = subject.name_of(subject.blocks[layer])
-        given = tensor[..., back, :].clone()
+        name = model.name_of(model.blocks[layer])
+        given, made = tensor[..., back, :].clone(), hooks.outputs.get((layer, nth))
+        before = [Event(BLOCK_INPUT, name, given)]
         if not found:
-            found[EMBEDDING] = [Event("embedding", _end_module(subject, EMBEDDING), given)], []
-            before = []
-        else:
-            before = [Event(BLOCK_INPUT, name, given)]
-        made = taps.outputs.get((layer, nth))
+            found[EMBEDDING], before = ([Event("embedding", _end_module(model, "input"), given)], []), []
         found[layer] = before, [] if made is None else [Event(RESIDUAL, name, made[..., back, :].clone())]
-    found[count] = [Event("logits", _end_module(subject, count), logits[..., back, :])], []
+    found[len(model.blocks)] = [Event("logits", _end_module(model, "output"), logits[..., back, :])], []
     return found
 
 
-def _attention(sight: Sight, mine: Watch, theirs: Watch, newest: int) -> None:
-    for event, other in Sight(sight.feed, sight.layer, mine.events, theirs.events).pairs():
-        if event.name == "attention output":
-            hidden = seen_differently(mine, theirs, event.module, newest)
-            if hidden is not None:
-                sight.hidden[event.module] = hidden
-        if event.name == "K" and other is not None:
-            lost = lost_key(event, other, theirs, newest)
-            if lost is not None:
-                sight.lost[event.module] = lost
+def _end_module(model: BlockModel, end: str) -> str:
+    getter = getattr(model.adapter.source, f"get_{end}_embeddings", None)
+    module = getter() if getter is not None else None
+    return model.name_of(module) if isinstance(module, nn.Module) else ""
 
 
-def _both(first: Watch, second: Watch) -> dict[str, tuple[str, ...]]:
-    names = dict.fromkeys([*first.casts, *second.casts])
-    return {n: tuple(dict.fromkeys(first.casts.get(n, ()) + second.casts.get(n, ()))) for n in names}
+def _states(model: BlockModel, cache: Any, watch: Watch, layer: int) -> list[Event]:
+    """A block's recurrent and convolution states in a cache, as of the child of the block that keeps them.
 
-
-def states_of(subject: Subject, cache: Any, watch: Watch, layer: int) -> list[Event]:
-    """A block's recurrent and convolution states in a cache."""
-    module = _mixer(watch, subject, layer)
-    return [Event(name, module, tensor) for name, tensor in subject.states(cache, layer).items()]
+    That is the one whose modules make up most of what ran first.
+    """
+    block = model.name_of(model.blocks[layer])
+    named = [e.module.removeprefix(f"{block}.") for e in watch.events if e.module.startswith(f"{block}.")]
+    nested = [name.split(".")[0] for name in named if "." in name]
+    module = f"{block}.{nested[0]}" if nested else block
+    return [Event(name, module, tensor) for name, tensor in model.states(cache, layer).items()]
 
 
 def _in_order(inside: list[Event], states: list[Event]) -> list[Event]:
@@ -265,18 +276,3 @@ def _in_order(inside: list[Event], states: list[Event]) -> list[Event]:
             break
         before += 1
     return [*inside[:before], *states, *inside[before:]]
-
-
-def _mixer(watch: Watch, subject: Subject, layer: int) -> str:
-    """The child of the block that keeps the state: the one whose modules make up most of what ran first."""
-    block = subject.name_of(subject.blocks[layer])
-    named = [e.module for e in watch.events if e.module.startswith(block + ".")]
-    nested = [name[len(block) + 1 :].split(".")[0] for name in named if "." in name[len(block) + 1 :]]
-    return f"{block}.{nested[0]}" if nested else block
-
-
-def _end_module(subject: Subject, layer: int) -> str:
-    source: Any = subject.adapter.source
-    getter = getattr(source, "get_input_embeddings" if layer == EMBEDDING else "get_output_embeddings", None)
-    module = getter() if getter is not None else None
-    return subject.name_of(module) if isinstance(module, nn.Module) else ""

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvinterp.auditing.batches import no_padding, padded, unpadded
-from kvinterp.auditing.bench import UNCLEAR, Bench, Check, native_only, not_run, one_line
-from kvinterp.auditing.differences import apart, by_position
+from kvinterp.auditing.batches import Padded, no_padding, unpadded
+from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, Reference, UnclearError, native_only, one_line
+from kvinterp.auditing.blocks import Masking
+from kvinterp.auditing.comparing import apart
 from kvinterp.models.transformers_cache import CACHES
 
 __all__ = ["generate", "generate_padded"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Call:
     """What ``generate()`` gave one forward.
 
@@ -56,69 +57,62 @@ class Generated:
     positions: Tensor
 
     @property
-    def fed(self) -> tuple[Tensor, Tensor | None, Tensor]:
+    def fed(self) -> tuple[Tensor, Masking]:
         """What the model was to be fed: all tokens but the last, with their mask where there are pads, and positions."""
         mask = self.mask[:, :-1] if bool((self.mask == 0).any()) else None
-        return self.tokens[:, :-1], mask, self.positions[:, :-1]
+        return self.tokens[:, :-1], Masking(mask, self.positions[:, :-1])
 
 
 def generate(bench: Bench) -> Check:
     """Greedy generation of one prompt."""
     prompt = bench.short()[0]
     tokens = bench.runner.tokens(bench.row(0, prompt))
-    return _checked(bench, "generate()", tokens, torch.ones_like(tokens), f"a prompt of {prompt} tokens")
+    return _checked(bench, tokens, torch.ones_like(tokens), f"a prompt of {prompt} tokens")
 
 
 def generate_padded(bench: Bench) -> Check:
     """Greedy generation of a left-padded batch."""
-    name = "generate(), left padding"
+    _check_native(bench)
     prompt = bench.short()[0]
-    if bench.runner.kind != "native":
-        return _not_native(bench, name)
-    if prompt < 2:
-        return not_run(name, f"a context of {bench.context} positions has no room for a pad.")
-    given = padded(bench, prompt, prompt)
+    given = Padded(bench, prompt, prompt)
     what = f"prompts of {prompt} and {prompt - given.pads} tokens in a left-padded batch"
-    return _checked(bench, name, given.tokens, given.mask, what)
+    return _checked(bench, given.tokens, given.mask, what)
 
 
-def _not_native(bench: Bench, name: str) -> Check:
-    return native_only(name, f"generate() of a {type(bench.runner.model).__name__} gives no logits")
+def _check_native(bench: Bench) -> None:
+    if bench.runner.kind != "native":
+        raise native_only(f"generate() of a {type(bench.runner.model).__name__} gives no logits")
 
 
-def _checked(bench: Bench, name: str, tokens: Tensor, mask: Tensor, what: str) -> Check:
-    runner = bench.runner
-    if runner.kind != "native":
-        return _not_native(bench, name)
+def _checked(bench: Bench, tokens: Tensor, mask: Tensor, what: str) -> Check:
+    _check_native(bench)
+    runner, first = bench.runner, tokens.shape[1] - 1
     if not hasattr(runner.model, "generate") or not runner.model.can_generate():
-        return not_run(name, f"{type(runner.model).__name__} has no generate() of transformers'.")
+        raise NotRunError(f"{type(runner.model).__name__} has no generate() of transformers'.")
     if bench.context < 1 + bench.steps:
-        return not_run(name, f"a context of {bench.context} positions has no room for {bench.steps} new tokens.")
+        raise NotRunError(f"a context of {bench.context} positions has no room for {bench.steps} new tokens.")
     try:
         made = _run(bench, tokens, mask, use_cache=True)
     # What a model's own generate() does not support, it says with whatever error it meets first.
     except Exception as error:
-        return Check(name, UNCLEAR, f"generate() of {what} raised {one_line(error)}.")
-    prompt = tokens.shape[1]
+        raise UnclearError(f"generate() of {what} raised {one_line(error)}.") from error
     if all(call.tokens.shape[1] != 1 for call in made.calls[1:]):
         said = f"generate() of {what} feeds the whole prefix at every step, so there was no cached step to compare"
-        return Check(name, UNCLEAR, f"{said}.")
-    theirs = bench.reference(*made.fed, slice(prompt - 1, None))
-    uncached, beside = _uncached(bench, tokens, mask), ""
-    if uncached is not None:
-        beside = f" (and {uncached:.1e} with use_cache=False)"
-    null, reach = theirs.null, bench.reach
-    fed, masks, positions = made.fed
+        raise UnclearError(f"{said}.")
+    logits, null = bench.reference(*made.fed, slice(first, None))
+    uncached = _uncached(bench, tokens, mask)
+    beside = "" if uncached is None else f" (and {uncached:.1e} with use_cache=False)"
+    reach = bench.reach
+    fed, (masks, _) = made.fed
     if masks is not None:
-        newest = theirs.logits[:, prompt - 1 :]
-        reach = apart(runner.recompute(fed, torch.ones_like(fed), positions)[:, prompt - 1 :], newest)
-        off = apart(newest, unpadded(runner, fed, masks, prompt - 1))
+        alone, unmasked = unpadded(runner, fed, masks, made.positions[:, :-1], first)
+        reach, off = apart(unmasked, logits[:, first:]), apart(logits[:, first:], alone)
         if off > bench.beyond * null and off > reach / bench.beyond:
-            return no_padding(name, off)
+            raise no_padding(off)
         null = max(null, off)
-    errors = by_position(made.logits, theirs.logits[:, prompt - 1 :], prompt - 1)
+    errors = Errors().add(made.logits, Reference(logits, null), first)
     said = f"generate() of {what}, {bench.steps} new tokens, against recomputation of the same tokens{beside}"
-    return bench.settle(name, errors, null, said, lambda: _cause(bench, made, theirs.logits, null, uncached), reach)
+    return bench.settle(errors, said, lambda: _cause(bench, made, logits, null, uncached), reach)
 
 
 def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generated:
@@ -139,7 +133,7 @@ def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generat
         pad_token_id=0 if known is None else known,
     )
     calls: list[Call] = []
-    with runner.subject.running(), _spied(runner.model, calls):
+    with runner.running(), _spied(runner.model, calls):
         out = runner.model.generate(tokens, attention_mask=mask, generation_config=chosen)
     runner.forwards += len(calls)
     made = [call.logits for call in calls if call.logits is not None]
@@ -155,21 +149,15 @@ def _spied(model: nn.Module, calls: list[Call]) -> Iterator[None]:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(tokens, Tensor):
             places, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-            calls.append(
-                Call(
-                    tokens.clone(),
-                    places.clone() if isinstance(places, Tensor) else None,
-                    mask.clone() if isinstance(mask, Tensor) and mask.dim() == 2 else None,
-                    any(kwargs.get(name) is not None for name in CACHES),
-                )
-            )
+            places = places.clone() if isinstance(places, Tensor) else None
+            mask = mask.clone() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+            cached = any(kwargs.get(name) is not None for name in CACHES)
+            calls.append(Call(tokens.clone(), places, mask, cached))
 
     def answered(_: nn.Module, __: Any, out: Any) -> None:
-        calls[-1] = dataclasses.replace(calls[-1], logits=out.logits[:, -1].clone())
+        calls[-1].logits = out.logits[:, -1].clone()
 
-    with contextlib.ExitStack() as hooks:
-        hooks.callback(model.register_forward_pre_hook(heard, with_kwargs=True).remove)
-        hooks.callback(model.register_forward_hook(answered).remove)
+    with model.register_forward_pre_hook(heard, with_kwargs=True), model.register_forward_hook(answered):
         yield
 
 
@@ -193,8 +181,8 @@ def _cause(bench: Bench, made: Generated, theirs: Tensor, null: float, uncached:
         return "generate() gives other logits than the forward, without a cache too" if also else ""
     # The same tokens, fed with what they should have been fed with: what remains is not generate()'s.
     prompt = made.tokens.shape[1] - bench.steps
-    fed, masks, positions = made.fed
-    left = apart(bench.runner.decode(fed, prompt, masks, positions)[0], theirs[:, prompt - 1 :])
+    fed, masking = made.fed
+    left = apart(bench.runner.decode(fed, prompt, masking)[0], theirs[:, prompt - 1 :])
     return f"{told}, and the forward is right when it is told so" if left <= bench.excused * null else told
 
 

@@ -6,25 +6,15 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 
-from kvinterp.auditing.causes import (
-    EXCUSED,
-    Cause,
-    FixedWithoutCasts,
-    WithoutCasts,
-    Witness,
-    beyond_truth,
-    coarsest,
-    seen_again,
-    wide_constants,
-)
-from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing
-from kvinterp.auditing.ladder import Plan, Rung, band
-from kvinterp.auditing.subject import Reference, Subject
+from kvinterp.auditing.blocks import BlockModel, referenced
+from kvinterp.auditing.causes import EXCUSED, Cause, WithoutCasts, beyond_truth, coarsest, wide_constants
+from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing, largest, look
+from kvinterp.auditing.ladder import Plan, PrecisionRun, band
 from kvinterp.auditing.watch import CHOICE
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
@@ -36,11 +26,45 @@ __all__ = ["ONE_BY_ONE", "Judged", "RungJudge"]
 HARD = "gone with a fixed order; the recomputation is as far from float64 on the same inputs"
 FURTHER = "further from float64 on the same inputs than the recomputation"
 THERE_TOO = "there in float64 too"
+NO_FLOAT64 = "the model cannot be run in float64 here"
 LOOKED_AT = 3
 """How many single tokens before a wrong one are looked into as well: a state goes wrong before what it feeds."""
 
 
-@dataclasses.dataclass(frozen=True)
+class Case(NamedTuple):
+    """A row of a rung's tables: tokens of a prompt, fed at once from start to stop after a prefill, and what is looked at."""
+
+    prompt: int
+    prefill: int
+    start: int
+    stop: int
+    position: int
+
+    @classmethod
+    def of(cls, row: Any) -> Case:
+        """Of a row."""
+        return cls(*(int(row[name]) for name in cls._fields))
+
+    def feeds(self, plan: Plan) -> list[Feed]:
+        """What is fed to see it again: at most the last few of many single tokens are looked at."""
+        if not self.start:
+            return [Feed(0, self.stop, self.position)]
+        if (self.start, self.stop) in plan.pieces and self.prefill == plan.chunk:
+            before = [Feed(*piece) for piece in plan.pieces if piece[1] <= self.start]
+            return [Feed(0, self.prefill), *before, Feed(self.start, self.stop, self.position)]
+        feeds = Feed.one_by_one(self.prefill, self.stop)
+        return [dataclasses.replace(f, row=None) if f.start < self.start - LOOKED_AT else f for f in feeds]
+
+    @property
+    def fed(self) -> str:
+        """How the tokens were fed, in words."""
+        if self.stop - self.start == 1:
+            return ONE_BY_ONE
+        fed = f"{self.stop - self.start} tokens fed at once"
+        return f"{fed} on a cache of {self.start}" if self.start else f"a prompt's {fed} that fill the cache"
+
+
+@dataclasses.dataclass
 class Judged:
     """One block that differs, and what takes the difference away.
 
@@ -64,26 +88,27 @@ class RungJudge:
 
     Args:
         twin: The model in the rung's dtype.
-        rung: What it showed.
-        plan: What was run.
+        run: What it showed.
         terms: The longest sum in the model.
     """
 
-    def __init__(self, twin: Adapter, rung: Rung, plan: Plan, terms: int) -> None:
+    def __init__(self, twin: Adapter, run: PrecisionRun, terms: int) -> None:
         self.twin: Adapter | None = twin
-        self.rung, self.plan, self.name, self.dtype = rung, plan, rung.name, rung.dtype
-        self.limit = band(rung.dtype, terms)
-        self.terms = terms
+        self.run, self.name, self.dtype = run, run.name, run.dtype
+        self.terms, self.limit = terms, band(run.dtype, terms)
         self.found: list[Judged] = []
-        self.open: list[tuple[int, Witness, Rung, Any]] = []
+        self.open: list[tuple[Judged, Sight, PrecisionRun, Case]] = []
 
     def judge(self) -> list[Judged]:
         """What was found, in the order of the layers; what needs the model in float64 stays open (see :meth:`settle`)."""
-        if self.rung.fixed is not None:
-            self._fixed(self.rung.fixed)
-            self._kernels(self.rung.fixed)
+        if self.run.fixed is not None:
+            self._fixed(self.run.fixed)
+            self._kernels(self.run.fixed)
         else:
-            self._native()
+            # Without a fixed order every block that differs is judged beside float64 on the same inputs.
+            for case, layers in _cases(self.run.every_error, 0.0).items():
+                for sight, tensors in self._look(self.run, None, case, layers).values():
+                    self._explain(case, sight, tensors, None, self.run)
         return self._ordered()
 
     def release(self) -> None:
@@ -98,33 +123,26 @@ class RungJudge:
             clean: The layers in which the float64 rung found nothing wrong: an error within float32's rounding is gone there.
                 None where there is no such rung; then each case is run in float64 here, where rounding must be gone.
         """
-        for index, witness, side, row in self.open:
-            judged = self.found[index]
+        for judged, sight, side, case in self.open:
+            kernel = judged.cause.word == "kernel"
             try:
-                wrong = None if twin is None else beyond_truth(twin, witness, self.rung.unit)
                 if twin is None:
-                    raise RuntimeError("the model cannot be run in float64 here")
+                    raise RuntimeError(NO_FLOAT64)
+                wrong = beyond_truth(twin, sight, self.run.unit)
                 if wrong is None and clean is None and judged.cause.word == "rounding":
-                    left = self._left_in_float64(twin, side, row, judged.finding.layer)
+                    left = self._left_in_float64(twin, side, case, judged.finding.layer)
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
-                        self.found[index] = dataclasses.replace(judged, cause=Cause("", left=left, detail=THERE_TOO))
-                        continue
-            except RuntimeError as error:
-                if judged.cause.word == "kernel":
+                        judged.cause = Cause("", left=left, detail=THERE_TOO)
                     continue
-                self.found[index] = dataclasses.replace(judged, cause=Cause("unknown", detail=str(error)))
+            except RuntimeError as error:
+                judged.cause = judged.cause if kernel else Cause("unknown", detail=str(error))
                 continue
-            if judged.cause.word == "kernel":
+            gone = self.dtype == torch.float32 and judged.finding.layer in (clean or ())
+            if kernel and wrong is None:
                 # Where the recomputation is as far from float64, no kernel is coarse: the tensor is hard to compute.
-                if wrong is None:
-                    self.found[index] = dataclasses.replace(judged, cause=Cause("order", detail=HARD))
-            elif wrong is not None and self.dtype == torch.float32 and judged.finding.layer in (clean or ()):
-                if wrong.error > self.limit:
-                    cause = Cause("", left=wrong.error, detail=FURTHER)
-                    self.found[index] = dataclasses.replace(judged, finding=wrong, cause=cause)
-            elif wrong is not None:
-                cause = Cause("", left=wrong.error, detail=FURTHER)
-                self.found[index] = dataclasses.replace(judged, finding=wrong, cause=cause)
+                judged.cause = Cause("order", detail=HARD)
+            elif not kernel and wrong is not None and (wrong.error > self.limit or not gone):
+                judged.finding, judged.cause = wrong, Cause("", left=wrong.error, detail=FURTHER)
         self.open = []
         return self._ordered()
 
@@ -134,73 +152,45 @@ class RungJudge:
 
     # With a fixed order every difference has another reason ---------------------------------------------------------------
 
-    def _fixed(self, fixed: Rung) -> None:
-        every = fixed.every_error
-        for row, layers in _cases(every[every["error"] > 0]):
-            reference, sights = self._look(fixed, BatchInvariant(), row, layers)
-            found = differing(sights, 0.0)
+    def _fixed(self, fixed: PrecisionRun) -> None:
+        for case, layers in _cases(fixed.every_error, 0.0).items():
+            found = self._look(fixed, BatchInvariant(), case, layers)
             casting = [layer for layer, (sight, _) in found.items() if sight.casts]
             # What computes in two dtypes on purpose does not run in one.
-            left = self._tried(fixed, FixedWithoutCasts(), row, casting) if casting else None
+            left = self._tried(fixed, WithoutCasts("fixed"), case, casting) if casting else None
             for layer, (sight, tensors) in found.items():
                 remaining = None if left is None else left[layer][1] if layer in left else []
-                self._explain(row, layer, sight, tensors, reference, remaining, fixed)
+                self._explain(case, sight, tensors, remaining, fixed)
 
     def _explain(
-        self,
-        row: Any,
-        layer: int,
-        sight: Sight,
-        tensors: list[Finding],
-        reference: Reference,
-        left: list[Finding] | None,
-        side: Rung,
+        self, case: Case, sight: Sight, tensors: list[Finding], left: list[Finding] | None, side: PrecisionRun
     ) -> None:
         """One block that differs with a fixed order: a cast's, rounding's, or nobody's."""
-        kernels = "fixed order" if side is self.rung.fixed else "none fixed"
-        remaining = tensors if left is None else left
+        kernels = "fixed order" if side is self.run.fixed else "none fixed"
+        remaining, first = tensors if left is None else left, tensors[0]
         worst = max((f.error for f in remaining), default=0.0)
-        finest = self.dtype == torch.float64
+        finest, numbered = self.dtype == torch.float64, False
+        beyond = next((f for f in remaining if f.error > self.limit and not f.nearly_equal), None)
         if sight.casts and left is not None and (worst == 0 or (finest and worst <= self.limit)):
-            self._add(row, tensors[0], _cast(sight, tensors[0], worst, "gone with the casts left out"), kernels)
+            cause = _cast(sight, first, worst, "gone with the casts left out")
         elif not finest:
-            said = "as far from float64 on the same inputs as the recomputation"
-            numbered = worst > self.limit and self._numbered(row, tensors[0])
-            self._add(row, tensors[0], Cause("rounding", left=worst, detail=said), kernels, numbered)
-            self.open.append((len(self.found) - 1, Witness(reference, sight), side, row))
-        elif all(f.error <= self.limit or f.nearly_equal for f in remaining):
-            self._add(row, tensors[0], Cause("rounding", left=worst, detail="of the size that float64 rounds"), kernels)
+            cause = Cause("rounding", left=worst, detail="as far from float64 on the same inputs as the recomputation")
+            numbered = worst > self.limit and self._numbered(case, first)
+        elif beyond is None:
+            cause = Cause("rounding", left=worst, detail="of the size that float64 rounds")
         else:
-            first = next(f for f in remaining if f.error > self.limit and not f.nearly_equal)
-            left_over = self._constants_left(side, row, layer)
-            if left_over is not None and left_over <= self.limit:
+            assert self.twin is not None
+            found = self._tried(side, WithoutCasts("fixed"), case, [sight.layer], wide_constants(self.twin))
+            if found is not None and largest(found) <= self.limit:
                 said = "gone with the casts left out and constants computed in float64"
-                self._add(row, tensors[0], Cause("cast", "float32", tensors[0].module, left_over, said), kernels)
+                cause = Cause("cast", "float32", first.module, largest(found), said)
             else:
-                self._add(row, first, Cause("", left=first.error), kernels)
+                first, cause = beyond, Cause("", left=beyond.error)
+        judged = self._add(case, first, cause, kernels, numbered)
+        if cause.word == "rounding" and not finest:
+            self.open.append((judged, sight, side, case))
 
-    def _constants_left(self, side: Rung, row: Any, layer: int) -> float | None:
-        """The largest error with casts left out and constants in float64; None where that does not run."""
-        assert self.twin is not None
-        found = self._tried(side, FixedWithoutCasts(), row, [layer], wide_constants(self.twin))
-        return None if found is None else _largest(found)
-
-    def _tried(
-        self,
-        side: Rung,
-        kernels: Kernels,
-        row: Any,
-        layers: Sequence[int],
-        also: contextlib.AbstractContextManager[None] | None = None,
-    ) -> Differing | None:
-        """What still differs in these blocks with a cause taken away; None where that does not run."""
-        try:
-            with also or contextlib.nullcontext():
-                return differing(self._look(side, kernels, row, layers)[1], 0.0)
-        except (RuntimeError, UnsupportedError):
-            return None
-
-    def _left_in_float64(self, twin: Adapter, side: Rung, row: Any, layer: int) -> float:
+    def _left_in_float64(self, twin: Adapter, side: PrecisionRun, case: Case, layer: int) -> float:
         """What a block's two sides differ by in float64, with or without its own casts, whichever is less.
 
         Raises:
@@ -208,107 +198,111 @@ class RungJudge:
         """
         self.twin = twin
         try:
-            tried = (self._tried(side, kernels, row, [layer]) for kernels in (Native(), WithoutCasts()))
-            left = [_largest(found) for found in tried if found is not None]
+            tried = [self._tried(side, kernels, case, [layer]) for kernels in (Native(), WithoutCasts())]
         finally:
             self.release()
+        left = [largest(found) for found in tried if found is not None]
         if not left:
-            raise RuntimeError("the model cannot be run in float64 here")
+            raise RuntimeError(NO_FLOAT64)
         return min(left)
 
     # With the machine's kernels ---------------------------------------------------------------------------------------------
 
-    def _kernels(self, fixed: Rung) -> None:
+    def _kernels(self, fixed: PrecisionRun) -> None:
         """What is larger than rounding with the machine's kernels though with a fixed order it is not there."""
         lower = {j.finding.layer: j.cause.dtype for j in self.found if j.cause.word == "cast"}
-        open_layers = {j.finding.layer for j in self.found if j.cause.word != "cast"}
-        every = self.rung.every_error
+        known = {j.finding.layer for j in self.found if j.cause.word != "cast"}
+        every = self.run.every_error[~self.run.every_error["layer"].isin(known)]
         limits = every["layer"].map(lambda n: band(getattr(torch, lower[n]), self.terms) if n in lower else self.limit)
-        beyond = every[(every["error"] > limits) & ~every["layer"].isin(open_layers)]
         where = ["prompt", "prefill", "start", "stop", "layer"]
-        same = fixed.every_error if fixed.plan == self.rung.plan else fixed.every_error[:0]
+        same = fixed.every_error if fixed.plan == self.run.plan else fixed.every_error[:0]
         worst = same.groupby(where)["error"].max().to_dict()
-        for row, layers in _cases(beyond):
-            reference, sights = self._look(self.rung, None, row, layers)
-            for _, (sight, tensors) in differing(sights, self.limit).items():
-                first = tensors[0]
-                case = (*(int(row[name]) for name in where[:-1]), sight.layer)
-                if case in worst:
-                    gone = worst[case] == 0
-                else:
-                    gone = not differing(self._look(self.rung, BatchInvariant(), row, [sight.layer])[1], 0.0)
-                if first.tensor == CHOICE and first.nearly_equal and gone:
-                    cause = Cause("choice", left=0.0, detail="gone with a fixed order")
-                elif gone and sight.casts and (cast := self._cast_of(row, sight, first)) is not None:
-                    cause = cast
-                elif gone and first.error <= max(EXCUSED, 2 * self.limit):
-                    # Float64 has nothing beside it that would tell a coarse kernel from a tensor that is hard to compute.
-                    coarse = self.dtype != torch.float64 or first.error > 8 * self.limit
-                    cause = Cause("kernel" if coarse else "order", left=0.0, detail="gone with a fixed order")
-                else:
-                    what = "gone with a fixed order, but more than any order of additions can be off" if gone else ""
-                    cause = Cause("", left=first.error, detail=what)
-                self._add(row, first, cause, "native")
+        for case, layers in _cases(every, limits).items():
+            for sight, tensors in self._look(self.run, None, case, layers, self.limit).values():
+                key = (*case[:-1], sight.layer)
+                fixed_too = key in worst
+                gone = not (worst[key] if fixed_too else self._look(self.run, BatchInvariant(), case, [sight.layer]))
+                cause = self._kernel(case, sight, tensors[0], gone)
+                judged = self._add(case, tensors[0], cause, "native")
                 if cause.word == "kernel" and self.dtype != torch.float64:
-                    self.open.append((len(self.found) - 1, Witness(reference, sight), self.rung, row))
+                    self.open.append((judged, sight, self.run, case))
         if not self.found:
             self._show_first()
 
-    def _cast_of(self, row: Any, sight: Sight, first: Finding) -> Cause | None:
-        """The cast that makes an error larger than the dtype's own rounding, with the machine's kernels; None if none does."""
-        found = self._tried(self.rung, WithoutCasts(), row, [sight.layer])
-        left = math.inf if found is None else _largest(found)
-        # What only a cached step casts, and a fixed order takes away, is inside its kernel.
-        if left > self.limit or coarsest(sight.casts) not in sight.both_cast:
-            return None
-        return _cast(sight, first, left, "gone with the casts left out, and with a fixed order")
+    def _kernel(self, case: Case, sight: Sight, first: Finding, gone: bool) -> Cause:
+        """Why a block differs by more than rounding with the machine's kernels; ``gone``: with a fixed order it does not."""
+        if not gone:
+            return Cause("", left=first.error)
+        if first.tensor == CHOICE and first.nearly_equal:
+            return Cause("choice", left=0.0, detail="gone with a fixed order")
+        if sight.casts:
+            found = self._tried(self.run, WithoutCasts(), case, [sight.layer])
+            left = math.inf if found is None else largest(found)
+            # What only a cached step casts, and a fixed order takes away, is inside its kernel.
+            if left <= self.limit and coarsest(sight.casts) in sight.both_cast:
+                return _cast(sight, first, left, "gone with the casts left out, and with a fixed order")
+        if first.error > max(EXCUSED, 2 * self.limit):
+            said = "gone with a fixed order, but more than any order of additions can be off"
+            return Cause("", left=first.error, detail=said)
+        # Float64 has nothing beside it that would tell a coarse kernel from a tensor that is hard to compute.
+        coarse = self.dtype != torch.float64 or first.error > 8 * self.limit
+        return Cause("kernel" if coarse else "order", left=0.0, detail="gone with a fixed order")
 
     def _show_first(self) -> None:
         """The first tensor that differs with the machine's kernels, which a fixed order takes away."""
-        every = self.rung.every_error
+        every = self.run.every_error
         # Tokens fed one by one are what a user of a cache waits for: their first difference is the one to name.
         off = every[(every["error"] > 0) & (every["stop"] == every["start"] + 1)]
         if off.empty:
             return
         row = off.sort_values(["layer", "position", "prefill"]).iloc[0]
-        found = differing(self._look(self.rung, None, row, [int(row["layer"])])[1], 0.0)
-        for _, tensors in found.values():
-            self._add(row, tensors[0], Cause("order", detail="gone with a fixed order"), "native")
-
-    def _native(self) -> None:
-        """Without a fixed order: every block that differs is judged beside float64 on the same inputs."""
-        every = self.rung.every_error
-        for row, layers in _cases(every[every["error"] > 0]):
-            reference, sights = self._look(self.rung, None, row, layers)
-            for layer, (sight, tensors) in differing(sights, 0.0).items():
-                self._explain(row, layer, sight, tensors, reference, None, self.rung)
+        for _, tensors in self._look(self.run, None, Case.of(row), [int(row["layer"])]).values():
+            self._add(Case.of(row), tensors[0], Cause("order", detail="gone with a fixed order"), "native")
 
     # Shared -------------------------------------------------------------------------------------------------------------
 
-    def _add(self, row: Any, finding: Finding, cause: Cause, kernels: str = "fixed order", numbered: bool = False) -> None:
-        numbered = numbered or (not cause.word and self._numbered(row, finding))
-        self.found.append(Judged(finding, cause, kernels, _how(row), numbered))
+    def _add(self, case: Case, finding: Finding, cause: Cause, kernels: str, numbered: bool = False) -> Judged:
+        numbered = numbered or (not cause.word and self._numbered(case, finding))
+        self.found.append(Judged(finding, cause, kernels, case.fed, numbered))
+        return self.found[-1]
 
-    def _numbered(self, row: Any, wrong: Finding) -> bool:
+    def _numbered(self, case: Case, wrong: Finding) -> bool:
         """Whether the error is gone once the model is told its tokens' positions."""
         assert self.twin is not None
-        if not Subject(self.twin).can_be_told_positions:
+        if not BlockModel(self.twin).can_be_told_positions:
             return False
-        side, kernels = (self.rung.fixed, BatchInvariant()) if self.rung.fixed is not None else (self.rung, None)
-        _, sights = self._look(side, kernels, row, [wrong.layer], "given")
-        return _largest(differing(sights, 0.0)) <= self.limit
+        side, kernels = (self.run, None) if self.run.fixed is None else (self.run.fixed, BatchInvariant())
+        return largest(self._look(side, kernels, case, [wrong.layer], positions="given")) <= self.limit
+
+    def _tried(
+        self,
+        side: PrecisionRun,
+        kernels: Kernels,
+        case: Case,
+        layers: Sequence[int],
+        also: contextlib.AbstractContextManager[None] | None = None,
+    ) -> Differing | None:
+        """What still differs in these blocks with a cause taken away; None where that does not run."""
+        try:
+            with also or contextlib.nullcontext():
+                return self._look(side, kernels, case, layers)
+        except (RuntimeError, UnsupportedError):
+            return None
 
     def _look(
-        self, side: Rung, kernels: Kernels | None, row: Any, layers: Sequence[int], positions: str = "own"
-    ) -> tuple[Reference, list[dict[int, Sight]]]:
-        """One row of a side's tables seen again, with these blocks watched."""
+        self,
+        side: PrecisionRun,
+        kernels: Kernels | None,
+        case: Case,
+        layers: Sequence[int],
+        threshold: float = 0.0,
+        positions: str = "own",
+    ) -> Differing:
+        """What differs by more where one row of a side's tables is fed again, with these blocks watched."""
         assert self.twin is not None
-        prompt = side.plan.prompts[int(row["prompt"])][: side.plan.length]
-        return seen_again(Subject(self.twin, kernels, positions), prompt, _feeds(row, side.plan), layers)
-
-
-def _largest(found: Differing) -> float:
-    return max((f.error for _, tensors in found.values() for f in tensors), default=0.0)
+        tokens = side.plan.tokens(case.prompt, self.twin.device)
+        with referenced(BlockModel(self.twin, kernels, positions), tokens) as hooks:
+            return differing(look(hooks, case.feeds(side.plan), layers), threshold)
 
 
 def _cast(sight: Sight, first: Finding, left: float, detail: str) -> Cause:
@@ -319,43 +313,18 @@ def _cast(sight: Sight, first: Finding, left: float, detail: str) -> Cause:
     return Cause("cast", lower, module, left, detail)
 
 
-def _feeds(row: Any, plan: Plan) -> list[Feed]:
-    """What is fed to see one row of the tables again: at most the last few of many single tokens are looked at."""
-    prefill, start, stop, position = (int(row[name]) for name in ("prefill", "start", "stop", "position"))
-    if not start:
-        return [Feed(0, stop, position)]
-    if (start, stop) in plan.pieces and prefill == plan.chunk:
-        before = [Feed(*piece) for piece in plan.pieces if piece[1] <= start]
-        return [Feed(0, prefill), *before, Feed(start, stop, position)]
-    feeds = Feed.one_by_one(prefill, stop)
-    return [dataclasses.replace(f, row=None) if f.start < start - LOOKED_AT else f for f in feeds]
-
-
-def _cases(beyond: pd.DataFrame) -> list[tuple[Any, list[int]]]:
+def _cases(every: pd.DataFrame, limits: float | pd.Series) -> dict[Case, list[int]]:
     """The cases to look into, each with the layers to look at: where a layer is first off, and where most.
 
     An error that a cast explains may stand before one that nothing does.
     """
-    chosen: dict[tuple[int, ...], tuple[Any, list[int]]] = {}
-    for layer, rows in beyond.groupby("layer"):
-        alone = rows[rows["stop"] == rows["start"] + 1]
-        together = rows[rows["stop"] > rows["start"] + 1]
-        picked = []
-        for kind in (alone, together[together["start"] == 0], together[together["start"] > 0]):
+    chosen: dict[Case, list[int]] = {}
+    for layer, rows in every[every["error"] > limits].groupby("layer"):
+        alone, fresh = rows["stop"] == rows["start"] + 1, rows["start"] == 0
+        for kind in (rows[alone], rows[~alone & fresh], rows[~alone & ~fresh]):
             if len(kind):
                 first = kind.sort_values(["position", "prefill"]).iloc[0]
                 worst = kind.sort_values(["error", "position"], ascending=[False, True]).iloc[0]
-                picked += [first] + ([worst] if worst["error"] > 8 * first["error"] else [])
-        for row in picked:
-            key = tuple(int(row[name]) for name in ("prompt", "prefill", "start", "stop", "position"))
-            layers = chosen.setdefault(key, (row, []))[1]
-            if layer not in layers:
-                layers.append(int(layer))  # type: ignore[call-overload]
-    return list(chosen.values())
-
-
-def _how(row: Any) -> str:
-    if row["stop"] - row["start"] == 1:
-        return ONE_BY_ONE
-    fed = f"{int(row['stop'] - row['start'])} tokens fed at once"
-    return f"{fed} on a cache of {int(row['start'])}" if row["start"] else f"a prompt's {fed} that fill the cache"
+                for row in (first, worst) if worst["error"] > 8 * first["error"] else (first,):
+                    chosen.setdefault(Case.of(row), []).append(int(layer))  # type: ignore[call-overload]
+    return {case: list(dict.fromkeys(layers)) for case, layers in chosen.items()}

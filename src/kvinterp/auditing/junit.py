@@ -13,8 +13,8 @@ from kvinterp.auditing.verdict import CANNOT_TELL
 from kvinterp.reading.verdict import failed, reading_parts
 
 if TYPE_CHECKING:
-    from kvinterp.auditing.entry import Audit
-    from kvinterp.auditing.ladder import Rung
+    from kvinterp.auditing.audit import Audit
+    from kvinterp.auditing.ladder import PrecisionRun
 
 __all__ = ["junit_xml"]
 
@@ -72,7 +72,7 @@ def _own(audit: Audit) -> str:
     return str(audit.about["dtype"])
 
 
-def _of_rung(audit: Audit, rung: Rung) -> tuple[str, str]:
+def _of_rung(audit: Audit, rung: PrecisionRun) -> tuple[str, str]:
     """What a precision's case is, and its sentence."""
     verdict, own = audit.verdict, _own(audit)
     if rung.nonfinite:

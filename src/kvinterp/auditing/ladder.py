@@ -24,7 +24,7 @@ from torch import Tensor
 from kvinterp.paths.kernels import Kernels
 from kvinterp.reading.vocabulary import EMBEDDING
 
-__all__ = ["EMBEDDING", "LOCAL", "Plan", "Rung", "band", "dtype_name", "prefix_plan", "unit_roundoff"]
+__all__ = ["EMBEDDING", "LOCAL", "Plan", "PrecisionRun", "band", "dtype_name", "prefix_plan", "unit_roundoff"]
 
 SLACK = 32.0
 """The room left for rounding (see band)."""
@@ -103,10 +103,6 @@ class Plan:
         """One of the prompts as far as any case reaches, ``[1, position]``."""
         return torch.tensor([list(self.prompts[prompt][: self.length])], device=device)
 
-    def only(self, prompts: int, prefills: Sequence[int]) -> Plan:
-        """The same with the first prompts and some of the lengths."""
-        return dataclasses.replace(self, prompts=self.prompts[:prompts], prefills=tuple(prefills))
-
 
 def prefix_plan(prompts: Sequence[Sequence[int]], lengths: Sequence[int], steps: int, room: int) -> Plan:
     """A plan over the given lengths, as far as a context of ``room`` positions reaches."""
@@ -118,7 +114,7 @@ def prefix_plan(prompts: Sequence[Sequence[int]], lengths: Sequence[int], steps:
 
 
 @dataclasses.dataclass
-class Rung:
+class PrecisionRun:
     """What one precision showed.
 
     Attributes:
@@ -147,17 +143,17 @@ class Rung:
     name: str
     dtype: torch.dtype
     kernels: Kernels
-    steps: pd.DataFrame
-    local: pd.DataFrame
-    sweep: pd.DataFrame
-    layers: pd.DataFrame
-    top: pd.DataFrame
-    nonfinite: dict[str, Any]
-    grid: str
-    largest_logit: float
+    steps: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=list(STEPS)))
+    local: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=list(LOCAL)))
+    sweep: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=list(LOCAL)))
+    layers: pd.DataFrame = dataclasses.field(default_factory=pd.DataFrame)
+    top: pd.DataFrame = dataclasses.field(default_factory=pd.DataFrame)
+    nonfinite: dict[str, Any] = dataclasses.field(default_factory=dict)
+    grid: str = ""
+    largest_logit: float = 0.0
     chunks: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=list(LOCAL)))
     seconds: float = 0.0
-    fixed: Rung | None = None
+    fixed: PrecisionRun | None = None
     unfixed: str = ""
     plan: Plan = dataclasses.field(default_factory=lambda: Plan((), (1,), 1, None))
 
@@ -187,34 +183,31 @@ class Rung:
         """The free-running steps whose logits are not bitwise equal."""
         return self.steps[self.steps["max_abs"] > 0]
 
-    def worst_by_layer(self) -> pd.Series:
-        """The largest error of each layer given equal inputs."""
-        return self.local.groupby("layer")["error"].max() if len(self.local) else pd.Series(dtype=float)
-
     def summary(self) -> dict[str, Any]:
         """Plain numbers for the evidence and the JSON."""
-        steps, local = self.steps, self.local
-        worst = None if local.empty else local.loc[local["error"].idxmax()]
-        fixed = self.fixed
+        steps, fixed = self.steps, self.fixed
+        worst = None if self.local.empty else self.local.loc[self.local["error"].idxmax()]
+        relative = _largest(steps, "relative")
+        checked = pd.DataFrame(columns=list(LOCAL)) if fixed is None else fixed.every_error
         return {
             "rung": self.name,
             "unit_roundoff": self.unit,
             "steps": len(steps),
             "bitwise_equal_steps": int((steps["max_abs"] == 0).sum()),
             "max_abs_logit": _largest(steps, "max_abs"),
-            "relative_logit": _largest(steps, "relative"),
-            "relative_logit_in_unit_roundoffs": _scaled(_largest(steps, "relative"), self.unit),
+            "relative_logit": relative,
+            "relative_logit_in_unit_roundoffs": None if relative is None else relative / self.unit,
             "max_kl": _largest(steps, "kl"),
             "null_max_abs_logit": _largest(steps, "null_max_abs"),
             "block_error": None if worst is None else float(worst["error"]),
             "block_error_in_unit_roundoffs": None if worst is None else float(worst["error"]) / self.unit,
             "block_error_layer": None if worst is None else int(worst["layer"]),
-            "null_block_error": _largest(local, "null"),
+            "null_block_error": _largest(self.local, "null"),
             "prompt_rows_error": self.prompt_rows,
             "prompt_rows_error_in_unit_roundoffs": self.prompt_rows / self.unit,
             "checks": len(self.every_error),
-            "fixed_order_checks": 0 if fixed is None else len(fixed.every_error),
-            "fixed_order_bitwise_equal": 0 if fixed is None else int((fixed.every_error["error"] == 0).sum()),
+            "fixed_order_checks": len(checked),
+            "fixed_order_bitwise_equal": int((checked["error"] == 0).sum()),
             "fixed_order_block_error": None if fixed is None else fixed.largest_error,
             "fixed_order_max_abs_logit": None if fixed is None else _largest(fixed.steps, "max_abs"),
             "nonfinite": self.nonfinite,
@@ -226,7 +219,3 @@ class Rung:
 def _largest(frame: pd.DataFrame, column: str) -> float | None:
     found = frame[column].max() if len(frame) else float("nan")
     return None if pd.isna(found) else float(found)
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit

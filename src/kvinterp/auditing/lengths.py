@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.bench import Bench, Check, Reference, not_run
-from kvinterp.auditing.differences import Errors, by_position
+from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, Reference, attempted
+from kvinterp.auditing.comparing import by_position
 from kvinterp.models.native import text_config
 
 __all__ = ["CHUNK_NAMES", "chunks", "long_prompt", "window"]
@@ -50,43 +51,35 @@ def _too_much(bench: Bench, length: int) -> str:
 
 def chunks(bench: Bench) -> Check:
     """A prompt fed in several chunks, each on the cache of those before."""
-    name, runner = "several chunks", bench.runner
+    runner = bench.runner
     cuts = {"7": [7] * 5, "16": [16] * 4, f"{', '.join(map(str, UNEVEN[:-1]))} and {UNEVEN[-1]}": list(UNEVEN)}
     fitting = {said: sizes for said, sizes in cuts.items() if sum(sizes) <= bench.context}
     if not fitting:
-        return not_run(name, f"a context of {bench.context} positions has no room for several chunks.")
+        raise NotRunError(f"a context of {bench.context} positions has no room for several chunks.")
     tokens = runner.tokens(bench.row(0, max(sum(sizes) for sizes in fitting.values())))
     reference = bench.reference(tokens)
     errors = Errors()
     for sizes in fitting.values():
-        logits, cache = _fed(bench, tokens, sizes)
-        state = runner.kind == "native" and bool(runner.recurrent_layers(cache))
-        if state and _begins_anew(bench, reference, logits, sizes):
-            return not_run(
-                name,
-                "this model keeps a recurrent state and begins it anew when it is fed several tokens on it: its prompts are to "
-                "be fed at once, or one token at a time.",
-            )
-        errors.add(logits, reference.logits, 0)
+        logits, cache = runner.in_chunks(tokens, sizes)
+        if runner.kind == "native" and runner.recurrent_layers(cache):
+            first = _first_wrong(bench, reference, logits[:, : sizes[0] + sizes[1]])
+            if first is not None and first >= sizes[0]:
+                raise NotRunError(
+                    "this model keeps a recurrent state and begins it anew when it is fed several tokens on it: its prompts "
+                    "are to be fed at once, or one token at a time."
+                )
+        errors.add(logits, reference, 0)
 
     def hint() -> str:
         for sizes in fitting.values():
-            number = _wrong_chunk(bench, reference, _fed(bench, tokens, sizes)[0], sizes)
-            if number is not None:
+            first = _first_wrong(bench, reference, runner.in_chunks(tokens, sizes)[0])
+            if first is not None:
+                number = next(n for n, end in enumerate(itertools.accumulate(sizes), 1) if first < end)
                 return f"the mask or the positions of chunk {number} of {len(sizes)} are wrong"
         return ""
 
     what = f"prompts fed in chunks of {'; of '.join(fitting)} tokens, every row against recomputation"
-    return bench.settle(name, errors, reference.null, what, hint)
-
-
-def _fed(bench: Bench, tokens: Tensor, sizes: Sequence[int]) -> tuple[Tensor, object]:
-    start, made, cache = 0, [], None
-    for size in sizes:
-        logits, cache = bench.runner.feed(tokens[:, start : start + size], cache, start=start)
-        made.append(logits)
-        start += size
-    return torch.cat(made, 1), cache
+    return bench.settle(errors, what, hint)
 
 
 def _first_wrong(bench: Bench, reference: Reference, mine: Tensor) -> int | None:
@@ -95,54 +88,42 @@ def _first_wrong(bench: Bench, reference: Reference, mine: Tensor) -> int | None
     return next((at for at, error in errors.items() if error > bench.excused * reference.null), None)
 
 
-def _begins_anew(bench: Bench, reference: Reference, mine: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether the first chunk that follows another is wrong from its very first rows."""
-    first = _first_wrong(bench, reference, mine[:, : sizes[0] + sizes[1]])
-    return first is not None and first >= sizes[0]
-
-
-def _wrong_chunk(bench: Bench, reference: Reference, mine: Tensor, sizes: Sequence[int]) -> int | None:
-    """The number, from 1, of the first chunk with a wrong row."""
-    first = _first_wrong(bench, reference, mine)
-    ends = itertools.accumulate(sizes)
-    return None if first is None else next(n for n, end in enumerate(ends, 1) if first < end)
-
-
 # Windows -----------------------------------------------------------------------------------------------------------------
 
 
 def window(bench: Bench) -> list[Check]:
     """Decoding over the edge of each of the model's windows, and on from where it is long full."""
-    facts = bench.runner.adapter.facts
-    sizes = sorted({w for w in facts.windows if w})
+    sizes = sorted({w for w in bench.runner.adapter.facts.windows if w})
     if not sizes:
-        return [not_run("window", "no layer of this model has a sliding window or attends in chunks.")]
-    single = len(sizes) == 1
-    return [_edge(bench, "window" if single else f"window of {size}", size) for size in sizes]
+        raise NotRunError("no layer of this model has a sliding window or attends in chunks.")
+    named = {size: bench.name if len(sizes) == 1 else f"{bench.name} of {size}" for size in sizes}
+    return [attempted(bench, name, functools.partial(_edge, size=size)) for size, name in named.items()]
 
 
-def _edge(bench: Bench, name: str, size: int) -> Check:
-    runner, layers = bench.runner, [n for n, w in enumerate(bench.runner.adapter.facts.windows) if w == size]
+def _edge(bench: Bench, size: int) -> Check:
+    runner = bench.runner
+    layers = _layers([n for n, w in enumerate(runner.adapter.facts.windows) if w == size])
     whole = size + bench.steps + 2
     why = _too_much(bench, whole)
     if why:
-        return not_run(name, f"the window of {size} positions of {_layers(layers)} is not reached: {why}.")
+        raise NotRunError(f"the window of {size} positions of {layers} is not reached: {why}.")
     tokens = runner.tokens(bench.row(0, whole))
-    before = max(size - 2, 1)
+    before, full = max(size - 2, 1), size + 2
     reference = bench.reference(tokens, rows=slice(before - 1, None))
-    errors = Errors()
     made, cache = runner.decode(tokens, before)
-    errors.add(made, reference.logits, before - 1)
-    full = size + 2
-    how = "at once"
+    errors = Errors().add(made, reference, before - 1)
+    how = f"in chunks of up to {FILL}" if full > FILL else "at once"
     if runner.kind == "native" and runner.recurrent_layers(cache):
+        how = "at once"
         made, _ = runner.decode(tokens, full)
     else:
-        how = f"in chunks of up to {FILL}" if full > FILL else "at once"
-        made = _filled(bench, tokens, full)
-    errors.add(made, reference.logits, full - 1)
+        cache = None
+        for start in range(0, full, FILL):
+            logits, cache = runner.feed(tokens[:, start : min(start + FILL, full)], cache, start)
+        made = torch.cat([logits[:, -1:], runner.singly(tokens, full, cache)[0]], 1)
+    errors.add(made, reference, full - 1)
     what = (
-        f"the window of {size} positions of {_layers(layers)}: {before} tokens and then one by one over its edge to {whole}, and "
+        f"the window of {size} positions of {layers}: {before} tokens and then one by one over its edge to {whole}, and "
         f"{full} filled {how} and then one by one, against recomputation"
     )
 
@@ -150,15 +131,7 @@ def _edge(bench: Bench, name: str, size: int) -> Check:
         first = min(at for at, error in errors.items() if error > bench.excused * reference.null)
         return "the cache of a window is wrong once it is full" if first >= size - 1 else ""
 
-    return bench.settle(name, errors, reference.null, what, hint)
-
-
-def _filled(bench: Bench, tokens: Tensor, full: int) -> Tensor:
-    cache = None
-    for start in range(0, full, FILL):
-        logits, cache = bench.runner.feed(tokens[:, start : min(start + FILL, full)], cache, start=start)
-    made, _ = bench.runner.singly(tokens, full, cache)
-    return torch.stack([logits[:, -1], *made], 1)
+    return bench.settle(errors, what, hint)
 
 
 def _layers(layers: Sequence[int]) -> str:
@@ -173,25 +146,23 @@ def _layers(layers: Sequence[int]) -> str:
 
 def long_prompt(bench: Bench) -> Check:
     """Prompts about the chunk sizes in which the model's own kernels work, each with tokens decoded after it."""
-    name, runner = "long prompt", bench.runner
+    runner = bench.runner
     config = text_config(runner.adapter.source) if runner.kind != "hooked" else None
     sizes = {n: v for n in CHUNK_NAMES if isinstance(v := getattr(config, n, None), int) and v > 2}
     if not sizes:
-        return not_run(
-            name, f"this model's config names no chunk ({', '.join(CHUNK_NAMES)}) that a prompt could reach over."
-        )
+        raise NotRunError(f"this model's config names no chunk ({', '.join(CHUNK_NAMES)}) that a prompt could reach over.")
     size, said = max(sizes.values()), ", ".join(f"{n}={v}" for n, v in sizes.items())
     prompts = sorted({n for v in sizes.values() for n in (v - 1, v, v + 1, 2 * v + 1)})
     why = _too_much(bench, max(prompts) + bench.steps)
     if why:
         prompts = [n for n in prompts if not _too_much(bench, n + bench.steps)]
         if not prompts or max(prompts) < size:
-            return not_run(name, f"prompts beyond {said} are not run: {why}.")
+            raise NotRunError(f"prompts beyond {said} are not run: {why}.")
     tokens = runner.tokens(bench.row(0, max(prompts) + bench.steps))
     reference = bench.reference(tokens)
     errors = Errors()
     for prompt in prompts:
-        errors.add(runner.decode(tokens[:, : prompt + bench.steps], prompt)[0], reference.logits, prompt - 1)
+        errors.add(runner.decode(tokens[:, : prompt + bench.steps], prompt)[0], reference, prompt - 1)
     listed = ", ".join(map(str, prompts))
     what = f"prompts of {listed} tokens ({said}), {bench.steps} decode steps each, against one recomputation"
-    return bench.settle(name, errors, reference.null, what, "a prompt's last chunk leaves a wrong state")
+    return bench.settle(errors, what, "a prompt's last chunk leaves a wrong state")

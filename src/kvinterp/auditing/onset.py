@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from kvinterp.auditing.ladder import Plan, Rung
+from kvinterp.auditing.blocks import BlockModel, referenced
+from kvinterp.auditing.ladder import PrecisionRun
 from kvinterp.auditing.measure import forced
-from kvinterp.auditing.subject import Subject, referenced
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant
@@ -14,27 +14,25 @@ from kvinterp.paths.kernels import BatchInvariant
 __all__ = ["jump", "onset"]
 
 
-def onset(twin: Adapter, rung: Rung, plan: Plan) -> tuple[str, int, int] | None:
+def onset(twin: Adapter, run: PrecisionRun) -> tuple[str, int, int] | None:
     """The rung, layer and position at which a difference appears or jumps in every prompt, gone with fixed kernels."""
-    swept = rung.sweep[(rung.sweep["layer"] >= 0) & (rung.sweep["part"] == "output")]
+    swept = run.sweep[(run.sweep["layer"] >= 0) & (run.sweep["part"] == "output")]
     if swept.empty:
         return None
     table = swept.groupby(["prompt", "position"])["error"].max().unstack("prompt")
     starts = {jump(table[prompt]) for prompt in table}
     start = starts.pop() if len(starts) == 1 else None
-    if start is None:
-        return None
     found = swept[(swept["position"] == start) & (swept["error"] > 0)]
-    if found.empty or _still(twin, plan, start) > 0:
+    if start is None or found.empty or _still(twin, run, start) > 0:
         return None
-    return rung.name, int(found["layer"].min()), start
+    return run.name, int(found["layer"].min()), start
 
 
-def _still(twin: Adapter, plan: Plan, start: int) -> float:
+def _still(twin: Adapter, run: PrecisionRun, start: int) -> float:
     """The largest error around a position with fixed kernels."""
     try:
-        with referenced(Subject(twin, BatchInvariant()), plan.tokens(0, twin.device)) as (taps, reference):
-            return max(row["error"] for row in forced(taps, reference, start, min(start + 2, plan.length)))
+        with referenced(BlockModel(twin, BatchInvariant()), run.plan.tokens(0, twin.device)) as hooks:
+            return max(row["error"] for row in forced(hooks, start, min(start + 2, run.plan.length)))
     except UnsupportedError:
         return float("inf")
 

@@ -1,269 +1,313 @@
-"""The kernels table: for each operation a model really calls, whether a row's result depends on what it is computed with.
-
-The operations and their inputs are those of one forward of the model. Each is then called again on those inputs with other
-numbers of rows, other numbers of keys (the added ones masked) and another batch, and the result of the same row is compared
-bit by bit. Where it differs, each flag that may change which kernel runs is turned in turn.
-"""
+"""The operations a model really calls, with the inputs it calls them with, each ready to be called again in other shapes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import pandas as pd
 import torch
-from torch import Tensor
-from torch.nn.attention import sdpa_kernel
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvinterp.auditing.calls import BACKENDS, Operation, Variant, collect
-from kvinterp.auditing.first_difference import Feed, Finding, differing, look
-from kvinterp.auditing.ladder import prefix_plan
-from kvinterp.auditing.subject import Subject, prompts_for, referenced
-from kvinterp.errors import InputError, shown
-from kvinterp.inputs import check_whole, given_list, whole_number
-from kvinterp.metrics.kv import units_in_last_place
-from kvinterp.models import Adapter, wrap
-from kvinterp.models.threads import own_threads
-from kvinterp.paths.kernels import KernelMode, Kernels, Native, kernels_named
-from kvinterp.provenance import provenance
+from kvinterp.auditing.attention import MATMUL, Fused, Product, Recogniser, Scores, Values
+from kvinterp.auditing.blocks import BlockModel
+from kvinterp.models import Adapter
+from kvinterp.paths.kernels.base import Functions
 
-__all__ = ["SIZES", "KernelsTable", "kernels_table"]
+__all__ = ["BACKENDS", "Operation", "Variant", "collect"]
 
-SIZES = (1, 2, 17, 64, 128, 257)
-"""Numbers of rows, and of keys: one, few, and both sides of the usual tiles."""
-STEPS = 2
-"""Tokens fed one by one after the prompt, to see where the newest row first differs."""
+_F = torch.nn.functional
+_GROUPED = (getattr(torch, "_grouped_mm", None), getattr(_F, "grouped_mm", None))
+BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 
-
-LARGEST = 16_384
-"""The most rows or keys that are worth the memory: a product of that many with itself is a gigabyte in float32."""
+Variant = Callable[[int], tuple[Tensor, Tensor]]
+"""From a size to the results of the same rows: computed in that size, and as they are compared with."""
 
 
 @dataclasses.dataclass
-class KernelsTable:
-    """What was found.
+class Operation:
+    """One kind of call with the inputs it had.
 
     Attributes:
-        table: One row an operation, varied dimension and size: operation, shape, where (first module), calls, varied, size,
-            bitwise_equal, rows_differing (share), max_ulp (of each number itself, which is large where a sum cancels),
-            max_ulp_of_row (of the row's largest number), flags_that_change, flags_that_fix.
-        first: The first operation of the model whose output in the newest row differs between a cached step and recomputation
-            given equal inputs: operation, layer, tensor, module, position, error; None where none does. Rows before the newest,
-            which a recomputation makes anew among more rows, are not asked about.
-        about: Provenance.
+        name: Such as ``"linear"``, ``"scores"`` or ``"attention (SDPA)"``.
+        shape: What tells it from others of the name.
+        modules: The modules that called it, in order.
+        dtype: The dtype of its input.
+        variants: What is varied (``"rows"``, ``"keys"``, ``"batch"``), and how.
+        calls: How often the model called it; 0 for an SDPA back end that the model could use but that was asked for here.
     """
 
-    table: pd.DataFrame
-    first: dict[str, Any] | None
-    about: dict[str, Any]
+    name: str
+    shape: str
+    modules: list[str]
+    dtype: torch.dtype
+    variants: dict[str, Variant]
+    calls: int = 1
 
-    def summary(self) -> pd.DataFrame:
-        """One row an operation and varied dimension: the smallest size at which it differs, and the worst ULP."""
-        rows = []
-        for key, group in self.table.groupby(["operation", "shape", "varied"], sort=False):
-            bad = group[~group["bitwise_equal"]]
-            rows.append(
-                {
-                    **dict(zip(("operation", "shape", "varied"), key, strict=True)),
-                    "calls": group["calls"].iloc[0],
-                    "same_bits": bad.empty,
-                    "first_size_that_differs": None if bad.empty else int(bad["size"].min()),
-                    "max_ulp": float(group["max_ulp"].max()),
-                    "max_ulp_of_row": float(group["max_ulp_of_row"].max()),
-                    "flags_that_fix": ", ".join(
-                        sorted({f for text in bad["flags_that_fix"] for f in text.split(", ") if f})
-                    ),
-                }
-            )
-        return pd.DataFrame(rows)
-
-    def __str__(self) -> str:
-        variant = self.summary()
-        variant = variant[~variant["same_bits"]] if len(variant) else variant
-        count = len(self.table.groupby(["operation", "shape"]))
-        depend = len(variant.groupby(["operation", "shape"])) if len(variant) else 0
-        lines = [f"{count} operations; {depend} depend on the shape."]
-        if self.first is None:
-            lines.append(
-                f"Given equal inputs, the newest row of each of {STEPS} tokens fed after a prompt of {self.about['length']} "
-                "has the same bits in every operation, cached and recomputed. Earlier rows, and other lengths, were not "
-                "asked about: kvinterp compare runs whole prompts."
-            )
-        else:
-            first = self.first
-            what = "" if first["tensor"] == first["module"] else f"{first['tensor']} of "
-            by = f" ({first['operation']})" if first["operation"] else ""
-            lines.append(
-                f"Given equal inputs, the newest row first differs in {what}{first['module']}{by}, layer {first['layer']}, "
-                f"relative error {first['error']:.1e}."
-            )
-        return " ".join(lines)
+    @property
+    def kind(self) -> str:
+        """Which of the kernel modes' operations it is (see ``kernels.OPERATIONS``)."""
+        return self.name if self.name in ("scores", "values", "unembed") else "linear"
 
 
-def kernels_table(
-    model: Any, *, sizes: Sequence[int] = SIZES, kernels: str | Kernels = "native", seed: int = 0, length: int = 24
-) -> KernelsTable:
-    """Measures which of a model's operations depend on the shape they are called with.
+def collect(adapter: Adapter, tokens: Tensor, sizes: Sequence[int]) -> list[Operation]:
+    """The operations of one forward of a model.
 
     Args:
-        model: A model of any kind or an adapter.
-        sizes: Numbers of rows and of keys; the smallest is the reference for rows, the largest for keys.
-        kernels: A kernel mode to measure instead of the machine's own.
-        seed: Seeds the prompt whose forward gives the inputs.
-        length: Tokens of that prompt.
-
-    Raises:
-        InputError: The sizes are not at least two whole numbers from 1 on.
+        adapter: The model.
+        tokens: ``[1, position]``.
+        sizes: The sizes they will be called with, in order.
     """
-    expected = f"at least two whole numbers from 1 to {LARGEST}, as in (1, 2, 17, 64)"
-    sizes = [whole_number(size) or 0 for size in given_list("sizes", sizes, expected)]
-    if len(sizes) < 2 or not all(1 <= size <= LARGEST for size in sizes):
-        raise InputError(f"sizes={shown(tuple(sizes))} was given: expected {expected}.")
-    check_whole("length", length, 2)
-    adapter, kernels = wrap(model), kernels_named(kernels)
-    length = min(length, adapter.facts.context - STEPS)
-    prompt = prompts_for(adapter, 1, length + STEPS, seed)[0]
-    tokens = torch.tensor([list(prompt[:length])], device=adapter.device)
-    mode = kernels.mode(adapter)
-    rows: list[dict[str, Any]] = []
-    with torch.no_grad(), own_threads(adapter):
-        operations = collect(adapter, tokens, sorted(sizes))
-        for operation in operations:
-            # A kernel mode that takes attention over leaves no back end to choose.
-            if operation.calls or isinstance(kernels, Native):
-                rows += _measure(operation, sorted(sizes), mode)
-        first = _first(adapter, kernels, prompt, length)
-    about = provenance(adapter, kernels=str(kernels), sizes=list(sizes), length=length)
-    return KernelsTable(pd.DataFrame(rows), None if first is None else _described(first, operations), about)
+    collector = _Collector(BlockModel(adapter), max(sizes))
+    collector.run(tokens)
+    return list(collector.found.values())
 
 
-def _described(found: Finding, operations: Sequence[Operation]) -> dict[str, Any]:
-    """The first that differs, with the operation of the table that computed it (the last one its module calls)."""
-    inner = {"attention output": ("attention (SDPA)", "values"), "attention scores": ("scores",)}.get(found.tensor)
-    mine = [o for o in operations if o.calls and any(_within(m, found.module) for m in o.modules)]
-    names = [f"{o.name} {o.shape}" for o in mine if inner is None or o.name in inner]
-    where = {n: getattr(found, n) for n in ("layer", "tensor", "module", "position", "error")}
-    return {"operation": names[-1] if names else "", **where}
+class _Collector:
+    """Told every call of torch in a forward; ``most``: how many rows or keys each will be called with."""
+
+    def __init__(self, model: BlockModel, most: int) -> None:
+        self.model, self.most = model, most
+        self.found: dict[tuple[str, str], Operation] = {}
+        self.stack: list[str] = []
+        self.attention = Recogniser()
+
+    def run(self, tokens: Tensor) -> None:
+        """One forward without a cache."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self.stack.append(self.model.name_of(module))
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if "Norm" in type(module).__name__ and isinstance(output, Tensor):
+                self.norm(module, [*args, *kwargs.values()], output)
+            if self.stack:
+                self.stack.pop()
+
+        with contextlib.ExitStack() as hooks:
+            for module in self.model.model.modules():
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
+            with Functions(self.called):
+                self.model.recompute(tokens)
+        self.product(self.attention.product)
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Told a call; gives its result."""
+        result = func(*args, **kwargs)
+        found = self.attention.told(func, args, kwargs, result)
+        if isinstance(found, Fused):
+            self.fused(found)
+        elif isinstance(found, Product):
+            self.product(found.before)
+        elif isinstance(found, Scores):
+            self.softmax(found)
+        elif isinstance(found, Values):
+            self.values(found)
+        elif func is _F.linear:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            self.linear(args[0], weight.shape[0], partial(_F.linear, weight=weight, bias=bias))
+        elif func is torch.addmm and args[1].dim() == 2:
+            # torch takes two dimensions here and no more, so a batch reaches it as more rows.
+            self.linear(args[1], args[2].shape[1], partial(_added, args[0], args[2]))
+        elif func in _GROUPED and func is not None and args[1].dim() == 3:
+            weights = args[1].detach()
+            self.linear(args[0], weights.shape[2], partial(_grouped, func, weights), "expert, ")
+        elif func in MATMUL and len(args) == 2 and args[1].dim() == 2 and args[0].dim() >= 2:
+            self.linear(args[0], args[1].shape[1], partial(torch.matmul, other=args[1].detach()))
+        elif func in (torch.conv1d, _F.conv1d):
+            groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+            if groups == args[0].shape[1]:
+                self.convolution(args, kwargs)
+        return result
+
+    def add(self, name: str, shape: str, dtype: torch.dtype, variants: dict[str, Variant], calls: int = 1) -> None:
+        """Adds an operation, or one more call of it."""
+        if (name, shape) in self.found:
+            self.found[name, shape].calls += calls
+        else:
+            self.found[name, shape] = Operation(name, shape, [], dtype, variants, calls)
+        self.found[name, shape].modules += self.stack[-1:]
+
+    def by_rows(
+        self,
+        name: str,
+        shape: str,
+        call: Callable[..., Tensor],
+        x: Tensor,
+        *others: Tensor,
+        keys: Variant | None = None,
+        calls: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Adds what computes each row of ``x`` by itself, with the same ``others``; ``keys`` varies how many those are."""
+        one = x[None, :8] if x.dim() == 2 else x[..., :4, :]
+
+        def beside(batch: Tensor) -> Tensor:
+            return call(batch, *(other.expand(len(batch), *other.shape[1:]) for other in others))
+
+        variants: dict[str, Variant] = {"rows": lambda n: _row_pair(lambda rows: call(rows, *others), x, n)}
+        if keys is not None:
+            variants["keys"] = keys
+        variants["batch"] = lambda n: _batch_pair(beside, one, n)
+        self.add(name, shape, dtype or x.dtype, variants, calls)
+
+    def linear(self, x: Tensor, outputs: int, call: Callable[[Tensor], Tensor], what: str = "") -> None:
+        """A product with weights."""
+        name = "unembed" if outputs == self.model.adapter.facts.vocabulary else "linear"
+        rows = _longer(x.detach().reshape(-1, x.shape[-1]), 0, self.most)
+        self.by_rows(name, f"{what}{x.shape[-1]} to {outputs}", call, rows)
+
+    def norm(self, module: nn.Module, given: Sequence[Any], output: Tensor) -> None:
+        """A norm, and whatever else of the same shape it was given (a gate)."""
+        parts = [t.detach() for t in given if isinstance(t, Tensor) and t.shape == output.shape]
+        if not parts or output.dim() < 2:
+            return
+        forward: Any = type(module).forward.__get__(module)
+        width = output.shape[-1]
+
+        def call(x: Tensor) -> Tensor:
+            # Some norms take a batch of sequences and nothing less.
+            return forward(*(x[None] if x.dim() == 2 else x).split(width, -1)).reshape(*x.shape[:-1], width)
+
+        joined = torch.cat(parts, -1)
+        rows = _longer(joined.reshape(-1, joined.shape[-1]), 0, self.most)
+        self.by_rows("norm", f"{width}" + (", gated" if len(parts) > 1 else ""), call, rows, dtype=output.dtype)
+
+    # Products of activations -----------------------------------------------------------------------------------------
+
+    def product(self, found: Product | None) -> None:
+        """A product that no softmax followed: part of a recurrence, or an expert's."""
+        if found is None:
+            return
+        a, b = _heads(found.a), _heads(found.b)
+        shape = f"{a.shape[-1]} to {b.shape[-1]}, {a.shape[-3]} at once"
+        self.by_rows("product", shape, torch.matmul, _longer(a, -2, self.most), b)
+
+    def softmax(self, found: Scores) -> None:
+        """Probabilities, and the product of queries and keys that they were made of."""
+        scores, dtype = _heads(found.product.made), found.given.dtype
+        self.queries_by_keys(_heads(found.product.a), _heads(found.product.b))
+        full = _longer(_longer(scores, -1, self.most), -2, self.most)
+
+        def call(s: Tensor) -> Tensor:
+            return torch.softmax(s, -1, dtype=found.dtype).to(dtype)
+
+        def masked(n: int) -> tuple[Tensor, Tensor]:
+            hidden = full[..., :1, :].clone()
+            hidden[..., n:] = -torch.inf
+            return call(full[..., :1, :n]), call(hidden)[..., :n]
+
+        variants: dict[str, Variant] = {
+            "rows": lambda n: (call(full[..., :n, :])[..., :1, :], call(full[..., :1, :])),
+            "keys": masked,
+            "batch": lambda n: _batch_pair(call, full[..., :4, :], n),
+        }
+        self.add("softmax", f"over keys, {scores.shape[1]} heads", dtype, variants)
+
+    def queries_by_keys(self, a: Tensor, b: Tensor) -> None:
+        """Scores."""
+        query, key = _longer(a, -2, self.most), _longer(b, -1, self.most)
+
+        def fewer(n: int) -> tuple[Tensor, Tensor]:
+            one = query[..., :1, :]
+            return torch.matmul(one, key[..., :n]), torch.matmul(one, key)[..., :n]
+
+        self.by_rows("scores", f"{a.shape[-1]} by keys, {a.shape[1]} heads", torch.matmul, query, key, keys=fewer)
+
+    def values(self, found: Values) -> None:
+        """Probabilities by values."""
+        a, b, scores = (_heads(t) for t in (found.weights, found.values, found.scores.product.made))
+        square = _longer(_longer(scores, -1, self.most), -2, self.most)
+        weights, values = torch.softmax(square.float(), -1).to(a.dtype), _longer(b, -2, self.most)
+
+        def fewer(n: int) -> tuple[Tensor, Tensor]:
+            """One row of probabilities by so many values, and the same with more values whose probability is zero."""
+            one = weights[..., :1, :]
+            masked = one.clone()
+            masked[..., n:] = 0
+            return torch.matmul(one[..., :n].contiguous(), values[..., :n, :].contiguous()), torch.matmul(masked, values)
+
+        self.by_rows("values", f"keys by {b.shape[-1]}, {b.shape[1]} heads", torch.matmul, weights, values, keys=fewer)
+
+    def fused(self, found: Fused) -> None:
+        """SDPA as the model calls it, and each back end that it could call, one by one."""
+        scale, shared = found.options.get("scale"), found.options.get("enable_gqa", False)
+        query, key, value = (_longer(t.detach(), -2, self.most) for t in (found.query, found.key, found.value))
+        shape = f"head_dim {query.shape[-1]}, {query.shape[1]} over {key.shape[1]} heads"
+
+        def run(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+                return _F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
+
+        def fewer(call: Callable[..., Tensor], n: int) -> tuple[Tensor, Tensor]:
+            seen = (torch.arange(self.most, device=query.device) < n)[None, None, None]
+            one = query[..., :1, :]
+            return call(one, key[..., :n, :], value[..., :n, :]), call(one, key, value, seen)
+
+        for name, backend in {"": None, **BACKENDS}.items():
+            call, known = partial(run, backend), f"attention (SDPA{name and f' {name}'})"
+            self.by_rows(known, shape, call, query, key, value, keys=partial(fewer, call), calls=int(not name))
+
+    def convolution(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A causal convolution of each channel: the first positions must not depend on how many follow."""
+        x = _longer(args[0].detach(), -1, self.most)
+
+        def call(part: Tensor) -> Tensor:
+            return _F.conv1d(part.contiguous(), *args[1:], **kwargs)
+
+        variants: dict[str, Variant] = {
+            "rows": lambda n: (call(x[..., :n])[..., :n], call(x)[..., :n]),
+            "batch": lambda n: _batch_pair(call, x[..., :8], n),
+        }
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        self.add("convolution", f"{x.shape[1]} channels, {weight.shape[-1]} taps", x.dtype, variants)
 
 
-def _within(module: str, outer: str) -> bool:
-    return module == outer or module.startswith(outer + ".")
+# Calling again in other shapes -------------------------------------------------------------------------------------------
 
 
-def _first(adapter: Adapter, kernels: Kernels, prompt: Sequence[int], length: int) -> Finding | None:
-    subject, tokens = Subject(adapter, kernels), torch.tensor([list(prompt)], device=adapter.device)
-    plan = prefix_plan([prompt], (length,), STEPS, adapter.facts.context)
-    with referenced(subject, tokens) as (taps, reference):
-        layers = range(-1, len(subject.blocks) + 1)
-        prefill = plan.prefills[0]
-        seen = look(taps, reference, Feed.one_by_one(prefill, prefill + plan.steps), layers)
-        found = [tensors[0] for _, tensors in differing(seen, 0.0).values()]
-    return found[0] if found else None
+def _added(bias: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    return torch.addmm(bias, x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
 
-# Measuring one operation -----------------------------------------------------------------------------------------------
+def _grouped(func: Any, weights: Tensor, x: Tensor) -> Tensor:
+    """Every row through the first expert, the others getting none."""
+    rows = x.flatten(0, -2)
+    stops = torch.full((weights.shape[0],), len(rows), dtype=torch.int32, device=x.device)
+    return func(rows.contiguous(), weights, offs=stops).unflatten(0, x.shape[:-1])
 
 
-def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> list[dict[str, Any]]:
-    rows = []
-    mode.expect(operation.kind)
-    for varied, call in operation.variants.items():
-        for size in sizes if varied != "batch" else (1, 2, 4):
-            try:
-                with mode:
-                    mine, alone = call(size)
-            except RuntimeError:
-                if operation.calls:
-                    raise
-                continue  # A back end that has no kernel for these inputs.
-            rows.append(
-                {
-                    "operation": operation.name,
-                    "shape": operation.shape,
-                    "where": next(iter(operation.modules), ""),
-                    "calls": operation.calls,
-                    "varied": varied,
-                    "size": size,
-                    **_apart(mine, alone, operation.dtype),
-                    **_flags(operation, call, size, mine, alone, mode),
-                }
-            )
-    return rows
+def _heads(tensor: Tensor) -> Tensor:
+    """``[batch, head, row, column]``, whatever came before the last two dimensions."""
+    tensor = tensor.detach()
+    if tensor.dim() == 3:
+        return tensor[None]
+    return tensor if tensor.dim() == 4 else tensor.flatten(1, -3)
 
 
-def _apart(mine: Tensor, alone: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    gap = (mine.double() - alone.double()).abs()
-    unit = units_in_last_place(torch.maximum(mine.double().abs(), alone.double().abs()), dtype)
-    return {
-        "bitwise_equal": torch.equal(mine, alone),
-        "rows_differing": float((gap > 0).any(-1).double().mean()),
-        "max_ulp": float((gap / unit).max()),
-        "max_ulp_of_row": float((gap / unit.amax(-1, keepdim=True)).max()),
-    }
+def _longer(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """The tensor's own slices over again until there are ``size`` of them."""
+    index = torch.arange(size, device=tensor.device) % tensor.shape[dim]
+    return tensor.index_select(dim, index)
 
 
-def _flags(operation: Operation, call: Variant, size: int, mine: Tensor, alone: Tensor, mode: KernelMode) -> dict[str, str]:
-    """The flags under which the result has other bits, and those under which it no longer depends on the shape."""
-    changes, fixes = [], []
-    chooses = operation.name == "attention (SDPA)"
-    switches = {} if torch.equal(mine, alone) else _switches(mine.device, "sdpa" if chooses else "")
-    for name, flag in switches.items():
-        try:
-            with flag(), mode:
-                again, again_alone = call(size)
-        except RuntimeError:
-            continue  # This combination of flags has no kernel for these inputs.
-        if not torch.equal(again, mine):
-            changes.append(name)
-        if torch.equal(again, again_alone):
-            fixes.append(name)
-    return {"flags_that_change": ", ".join(changes), "flags_that_fix": ", ".join(fixes)}
+def _row_pair(call: Callable[[Tensor], Tensor], x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Some rows of what is computed of ``size`` rows, and the same rows each computed alone."""
+    looked = sorted({0, size // 2, size - 1})
+    alone = [call(x[..., i : i + 1, :].contiguous()) for i in looked]
+    return call(x[..., :size, :].contiguous())[..., looked, :], torch.cat(alone, -2)
 
 
-def _switches(device: torch.device, also: str) -> dict[str, Callable[[], Any]]:
-    """Every switch that may choose another kernel on this device, by name; each restores what it changed."""
-    backends: dict[str, Callable[[], Any]] = (
-        {f"sdpa {name}": partial(sdpa_kernel, backend) for name, backend in BACKENDS.items()} if also == "sdpa" else {}
-    )
-    if device.type != "cuda":
-        return {**backends, "oneDNN off": _without_onednn, "deterministic algorithms": _deterministic}
-    matmul = torch.backends.cuda.matmul
-    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_tf32")
-    toggles: dict[str, Callable[[], Any]] = {name: partial(_toggled, matmul, name) for name in names}
-    return {**backends, **toggles, "deterministic algorithms": _deterministic}
-
-
-@contextlib.contextmanager
-def _without_onednn() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Older names of flags that torch's own context manager sets.
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
-
-
-@contextlib.contextmanager
-def _toggled(holder: Any, name: str) -> Iterator[None]:
-    before = getattr(holder, name)
-    # torch keeps two switches under the name of the reduction: setting it by one value turns split-K on, and it refuses a
-    # reduced reduction without split-K.
-    split_k = getattr(holder, f"{name}_split_k", None)
-    setattr(holder, name, not before if split_k is None else (not before, split_k or not before))
-    try:
-        yield
-    finally:
-        setattr(holder, name, before if split_k is None else (before, split_k))
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(not before, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
+def _batch_pair(call: Callable[[Tensor], Tensor], one: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The first sequence of a batch, and the same alone."""
+    return call(one.expand(size, *one.shape[1:]).contiguous())[:1], call(one)

@@ -20,8 +20,8 @@ from kvinterp.report.page import Answer, Bullets, Column, Pairs, Picture, Table,
 from kvinterp.report.style import png, sheet
 
 if TYPE_CHECKING:
-    from kvinterp.auditing.entry import Audit
-    from kvinterp.auditing.ladder import Rung
+    from kvinterp.auditing.audit import Audit
+    from kvinterp.auditing.ladder import PrecisionRun
     from kvinterp.auditing.verdict import Verdict
 
 __all__ = ["check_own", "layer_table", "page", "put", "texts_of", "write"]
@@ -114,7 +114,7 @@ def page(audit: Audit) -> str:
         Text("The ladder", look="h2"),
         *_ladder(audit.rungs),
         Text(say.LADDER, look="note"),
-        _table(_rung_rows(audit.rungs)),
+        _table([*map(_rung_row, audit.rungs)]),
         Text("First tensor that differs, given equal inputs", look="h3"),
         *_first_tensors(verdict),
         Text("Block by block, given equal inputs", look="h2"),
@@ -150,21 +150,19 @@ def _exercised(verdict: Verdict) -> list[Any]:
         {
             "check": check.name,
             "status": check.status,
-            "error": "" if check.error is None else check.error,
-            "without a cache": "" if check.null is None else check.null,
+            "error": check.error,
+            "without a cache": check.null,
             detail: check.detail + (f" Hint: {check.hint}" if check.hint else ""),
         }
         for check in verdict.checks
     ]
-    parts += (
-        [Text(say.CHECKS, look="note"), _table(pd.DataFrame(rows), text=detail)]
-        if rows
-        else [Text(say.NO_CHECKS, look="note")]
-    )
+    parts += [Text(say.CHECKS, look="note"), _table(rows, text=detail)] if rows else [Text(say.NO_CHECKS, look="note")]
     return [*parts, *([Text("Notes", look="h3"), Bullets(verdict.notes)] if verdict.notes else [])]
 
 
 def _number(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.3g}" if value else "0"
     return str(value)
@@ -182,16 +180,16 @@ def _words(value: Any) -> str:
     return ", ".join(map(_words, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _table(frame: pd.DataFrame, here: str | None = None, text: str = "") -> Table:
+def _table(rows: Sequence[Mapping[str, Any]], here: str | None = None, text: str = "") -> Table:
     """A table; the row whose first cell is ``here`` stands out, and the column of text is broken into lines."""
-    head = [Column(name, "text" if name == text else "") for name in frame.columns]
-    return Table(head, [list(map(_number, row)) for row in frame.itertuples(index=False, name=None)], here)
+    head = [Column(name, "text" if name == text else "") for name in (rows[0] if rows else ())]
+    return Table(head, [list(map(_number, row.values())) for row in rows], here)
 
 
 # The ladder ------------------------------------------------------------------------------------------------------------
 
 
-def _ladder(rungs: Sequence[Rung]) -> list[Picture]:
+def _ladder(rungs: Sequence[PrecisionRun]) -> list[Picture]:
     """Differences by precision beside the unit roundoff of each; rounding falls with it."""
     native = sorted((r for r in rungs if r.name == str(r.dtype).removeprefix("torch.")), key=lambda r: -r.unit)
     if not native:
@@ -209,31 +207,23 @@ def _ladder(rungs: Sequence[Rung]) -> list[Picture]:
     return [Picture("The precision ladder", png(figure))]
 
 
-def _rung_rows(rungs: Sequence[Rung]) -> pd.DataFrame:
-    rows = []
-    for rung in rungs:
-        found = rung.summary()
-        ran = rung.fixed is not None
-        left = found["fixed_order_block_error"]
-        rows.append(
-            {
-                "rung": rung.name,
-                "unit roundoff": found["unit_roundoff"],
-                "bitwise equal steps": f"{found['bitwise_equal_steps']} of {found['steps']}",
-                "largest logit difference": found["max_abs_logit"],
-                "null control": found["null_max_abs_logit"],
-                "largest KL (nats)": found["max_kl"],
-                "worst block, unit roundoffs": found["block_error_in_unit_roundoffs"],
-                "its prompt's rows": found["prompt_rows_error_in_unit_roundoffs"] if len(rung.chunks) else "",
-                "fixed order: equal checks": f"{found['fixed_order_bitwise_equal']} of {found['fixed_order_checks']}"
-                if ran
-                else "not run",
-                "fixed order: worst block": left / rung.unit if left is not None else "",
-                "fixed order: largest logit difference": found["fixed_order_max_abs_logit"],
-                "NaN or Inf": found["nonfinite"].get("module", ""),
-            }
-        )
-    return pd.DataFrame(rows).map(lambda value: "" if value is None else value)
+def _rung_row(run: PrecisionRun) -> dict[str, Any]:
+    found, left = run.summary(), run.summary()["fixed_order_block_error"]
+    checked = f"{found['fixed_order_bitwise_equal']} of {found['fixed_order_checks']}"
+    return {
+        "rung": run.name,
+        "unit roundoff": found["unit_roundoff"],
+        "bitwise equal steps": f"{found['bitwise_equal_steps']} of {found['steps']}",
+        "largest logit difference": found["max_abs_logit"],
+        "null control": found["null_max_abs_logit"],
+        "largest KL (nats)": found["max_kl"],
+        "worst block, unit roundoffs": found["block_error_in_unit_roundoffs"],
+        "its prompt's rows": found["prompt_rows_error_in_unit_roundoffs"] if len(run.chunks) else None,
+        "fixed order: equal checks": "not run" if run.fixed is None else checked,
+        "fixed order: worst block": None if left is None else left / run.unit,
+        "fixed order: largest logit difference": found["fixed_order_max_abs_logit"],
+        "NaN or Inf": found["nonfinite"].get("module", ""),
+    }
 
 
 def _first_tensors(verdict: Verdict) -> list[Any]:
@@ -251,13 +241,13 @@ def _first_tensors(verdict: Verdict) -> list[Any]:
                 "tensor": found["tensor"],
                 "position": found["position"],
                 "error": apart,
-                "left": found["left"] / evidence["unit_roundoff"] if away else "",
+                "left": found["left"] / evidence["unit_roundoff"] if away else None,
                 "what takes it away": say.taken_away(found),
             }
         )
     if not rows:
         return [Text(say.NO_TENSOR)]
-    return [Text(say.FIRST_TENSORS, look="note"), _table(pd.DataFrame(rows), text="what takes it away")]
+    return [Text(say.FIRST_TENSORS, look="note"), _table(rows, text="what takes it away")]
 
 
 # Blocks and one token --------------------------------------------------------------------------------------------------
@@ -273,12 +263,12 @@ def _layers(audit: Audit, marked: int | None) -> list[Any]:
         names = {EMBEDDING: "embedding", int(table.index.max()): "head"}
         named = table.reset_index().assign(layer=[names.get(int(n), str(int(n))) for n in table.index])
         here = None if marked is None else names.get(marked, str(marked))
-        parts += [Text(title, look="h3"), _table(named, here)]
+        parts += [Text(title, look="h3"), _table(named.to_dict("records"), here)]
     why = {rung.name: rung.unfixed for rung in audit.rungs if rung.unfixed}
     return parts + [Text(f"{name}: no fixed order, since {text}.", look="note") for name, text in why.items()]
 
 
-def _last_token(rung: Rung | None, own: str) -> list[Any]:
+def _last_token(rung: PrecisionRun | None, own: str) -> list[Any]:
     """The report format of transformers issue 46190, for a step that differs where there is one."""
     if rung is None or rung.layers.empty:
         return []
@@ -309,4 +299,5 @@ _ISSUE_TOP = {
 
 def _issue(frame: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> Table:
     """A table of the issue's; of each column what it shows, and how."""
-    return _table(pd.DataFrame({name: [format(v, spec) for v in frame[shown]] for name, (shown, spec) in columns.items()}))
+    rows = frame.to_dict("records")
+    return _table([{name: format(row[shown], spec) for name, (shown, spec) in columns.items()} for row in rows])

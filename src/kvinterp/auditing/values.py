@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvinterp.auditing.blocks import BlockModel, first_of
 from kvinterp.auditing.ladder import dtype_name
-from kvinterp.auditing.subject import Subject, first_of
-from kvinterp.models import Adapter
 
 __all__ = ["first_nonfinite", "grid_module", "logit_grid", "narrower", "on_grid"]
 
@@ -38,70 +37,67 @@ def logit_grid(logits: Tensor) -> str:
 
 
 @contextlib.contextmanager
-def _hooked(subject: Subject, hook: Any) -> Iterator[None]:
-    """Every module of a model with a forward hook, for as long as the context lasts."""
+def _told_outputs(model: BlockModel, tell: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Tells every module's name and floating-point output, for as long as the context lasts."""
+
+    def hook(module: Any, _: Any, output: Any) -> None:
+        made = first_of(getattr(output, "logits", output))
+        if isinstance(made, Tensor) and made.is_floating_point():
+            tell(model.name_of(module), made)
+
     with contextlib.ExitStack() as hooks:
-        for module in subject.adapter.source.modules():
-            hooks.callback(module.register_forward_hook(hook).remove)
+        for module in model.adapter.source.modules():
+            hooks.enter_context(module.register_forward_hook(hook))
         yield
 
 
-def grid_module(subject: Subject, tokens: Tensor, dtype: torch.dtype) -> str:
+def grid_module(model: BlockModel, tokens: Tensor, dtype: torch.dtype) -> str:
     """The module from which on every output lies on a narrower dtype's grid.
 
     What went before may have been there by chance (16-bit weights).
     """
     seen: list[tuple[str, bool]] = []
 
-    def hook(module: Any, _: Any, output: Any) -> None:
-        made = first_of(getattr(output, "logits", output))
-        if isinstance(made, Tensor) and made.is_floating_point() and made.numel() > 1:
-            seen.append((subject.name_of(module) or type(module).__name__, on_grid(made, dtype)))
+    def tell(name: str, made: Tensor) -> None:
+        if made.numel() > 1:
+            seen.append((name or type(model.adapter.source).__name__, on_grid(made, dtype)))
 
-    with _hooked(subject, hook):
-        subject.recompute(tokens)
+    with _told_outputs(model, tell):
+        model.recompute(tokens)
     last_off = max((i for i, (_, on) in enumerate(seen) if not on), default=-1)
     return seen[min(last_off + 1, len(seen) - 1)][0] if seen else ""
 
 
-def weights_not_finite(adapter: Adapter) -> str:
-    """The first parameter that holds NaN or Inf, or ""."""
-    named = adapter.model.named_parameters()
-    return next((name for name, p in named if p.is_floating_point() and not bool(p.isfinite().all())), "")
-
-
-def first_nonfinite(subject: Subject, tokens: Tensor, prefill: int | None, path: str) -> dict[str, Any]:
+def first_nonfinite(model: BlockModel, tokens: Tensor, prefill: int | None, path: str) -> dict[str, Any]:
     """The first module whose output holds NaN or Inf, on a second run of the same tokens with every module hooked.
 
     Args:
-        subject: The model.
+        model: The model.
         tokens: ``[1, position]``.
         prefill: How many are fed at once before the others one by one; None recomputes them without a cache.
         path: The path's name, for the answer.
     """
+    named = model.model.named_parameters()
+    weights = next((name for name, p in named if p.is_floating_point() and not bool(p.isfinite().all())), "")
+    answer = {"path": path, "module": "", "value": "NaN or Inf", "position": None, "weights": weights}
     found: dict[str, Any] = {}
-    where: dict[str, int | None] = {"position": None}
+    fed: int | None = None
 
-    def hook(module: Any, _: Any, output: Any) -> None:
-        made = first_of(getattr(output, "logits", output))
-        if not found and isinstance(made, Tensor) and made.is_floating_point() and not bool(made.isfinite().all()):
-            what = "NaN" if bool(made.isnan().any()) else "Inf"
+    def tell(name: str, made: Tensor) -> None:
+        if not found and not bool(made.isfinite().all()):
             rows = (~made.isfinite()).flatten(2).any(-1)[0] if made.dim() >= 3 and made.shape[0] == 1 else None
-            row = int(rows.int().argmax()) if rows is not None else None
-            position = where["position"] if where["position"] is not None else row
-            found.update(path=path, module=subject.name_of(module), value=what, position=position)
+            position = fed if fed is not None or rows is None else int(rows.int().argmax())
+            found.update(module=name, value="NaN" if bool(made.isnan().any()) else "Inf", position=position)
 
-    with _hooked(subject, hook):
+    with _told_outputs(model, tell):
         if prefill is None:
-            subject.recompute(tokens)
+            model.recompute(tokens)
         else:
-            _, cache = subject.feed(tokens[:, :prefill])
-            for position in range(prefill, tokens.shape[1]):
-                where["position"] = position
+            _, cache = model.feed(tokens[:, :prefill])
+            for fed in range(prefill, tokens.shape[1]):
                 if not found:
-                    _, cache = subject.feed(tokens[:, position : position + 1], cache, position)
-    blocks = {subject.name_of(block): layer for layer, block in enumerate(subject.blocks)}
+                    _, cache = model.feed(tokens[:, fed : fed + 1], cache, fed)
     name = found.get("module", "")
+    blocks = {model.name_of(block): layer for layer, block in enumerate(model.blocks)}
     found["layer"] = next((layer for block, layer in blocks.items() if name == block or name.startswith(block + ".")), None)
-    weights = weights_not_finite(subject.adapter)
-    return {"path": path, "module": "", "value": "NaN or Inf", "position": None, "weights": weights} | found
+    return answer | found

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.evidence import Evidence
-from kvinterp.auditing.exercises import Check
+from kvinterp.auditing.accounting import Account
+from kvinterp.auditing.bench import FAILED, Check
 from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ONE_BY_ONE, Judged
+from kvinterp.auditing.ladder import PrecisionRun, band
 from kvinterp.auditing.values import narrower
 from kvinterp.files import strict_json
 from kvinterp.reading import verdict as say
 
-__all__ = ["CANNOT_TELL", "FAIL", "GOOD", "PASS", "VERDICTS", "Verdict", "judge"]
+__all__ = ["CANNOT_TELL", "GOOD", "VERDICTS", "Evidence", "Verdict", "judge"]
 
 VERDICTS = {
     "equal": "nothing differs bitwise",
@@ -30,7 +31,6 @@ VERDICTS = {
 }
 GOOD = ("equal", "rounding", "kernel")
 CANNOT_TELL = "cannot-tell"
-PASS, FAIL = "PASS", "FAIL"
 
 NOWHERE: Place = (None, None, "", "")
 """The place of what has none."""
@@ -48,7 +48,7 @@ class Verdict:
         tensor: The first tensor that differs given equal inputs: K, V, Q, recurrent state, attention mask, residual sum, a
             module, ...; or the exercise that failed.
         module: The module it belongs to.
-        evidence: A dictionary a rung (see :meth:`Rung.summary`), with ``first_tensor`` (see :class:`Finding`) where one
+        evidence: A dictionary a rung (see :meth:`PrecisionRun.summary`), with ``first_tensor`` (see :class:`Finding`) where one
             was looked for, what takes its error away, and whether the parts account for the whole.
         checks: What was exercised and what not, each with what it showed.
         notes: What a reader should know beside the verdict.
@@ -82,6 +82,52 @@ class Verdict:
         return self.reading
 
 
+@dataclasses.dataclass
+class Evidence:
+    """What an audit saw, before anyone says what it means.
+
+    Attributes:
+        model: The model's name.
+        own: Name of the rung in the model's own precision.
+        terms: The longest sum in the model.
+        rungs: What each rung showed, by name.
+        judged: The blocks that differed, each with what takes the difference away, by rung.
+        accounts: Whether the parts account for the whole, by rung.
+        checks: What else was exercised.
+        grid_module: The module from which on everything lies on a 16-bit grid, if the logits do.
+        onset: The rung, layer and position at which a kernel changes its order, or None.
+        refused: The rungs that torch cannot run this model in, and why.
+        exercised: The lengths and positions that were run, in a sentence.
+        random: The largest relative difference of the same forward run twice.
+    """
+
+    model: str
+    own: str
+    terms: int
+    rungs: dict[str, PrecisionRun] = dataclasses.field(default_factory=dict)
+    judged: dict[str, list[Judged]] = dataclasses.field(default_factory=dict)
+    accounts: dict[str, Account] = dataclasses.field(default_factory=dict)
+    checks: list[Check] = dataclasses.field(default_factory=list)
+    grid_module: str = ""
+    onset: tuple[str, int, int] | None = None
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    exercised: str = ""
+    random: float = 0.0
+
+    def caused(self, word: str) -> list[tuple[str, Judged]]:
+        """The blocks whose difference this takes away (nothing, where the word is empty), each with its rung."""
+        return [(name, j) for name, judged in self.judged.items() for j in judged if j.cause.word == word]
+
+    def first(self, name: str) -> Judged | None:
+        """What a rung is shown by: the first that nothing takes away, else the first."""
+        judged = self.judged.get(name, [])
+        return next((j for j in judged if not j.cause.word), judged[0] if judged else None)
+
+
+Told = tuple[str, Place, list[str]]
+"""The word, the place and the lines that say why."""
+
+
 def judge(seen: Evidence, allow: tuple[str, ...] = ()) -> Verdict:
     """Says what the evidence means.
 
@@ -100,23 +146,17 @@ class _Judge:
 
     def verdict(self) -> Verdict:
         """The word, the place and the reading."""
-        self.notes += say.refused(self.seen.refused)
-        for ask in (
-            self._overflow,
-            self._wrong_dtype,
-            self._bug,
-            self._failed,
-            self._hidden_cast,
-            self._unexplained,
-            self._unknown,
-            self._random,
-        ):
-            told = ask()
-            if told is not None:
-                return told
-        return self._benign()
+        seen = self.seen
+        self.notes += say.refused(seen.refused)
+        asked = (self._overflow, self._wrong_dtype, self._bug, self._failed, self._hidden_cast, self._unexplained)
+        told = (ask() for ask in (*asked, self._unknown, self._random, self._benign))
+        word, place, lines = next(found for found in told if found is not None)
+        allowed = "yes" if word in self.allow else "no"
+        first = say.first_line(seen.model, seen.own, word, word in GOOD or allowed == "yes", allowed)
+        text = "\n".join([first, *lines, *say.checks(seen), *(f"note: {note}" for note in self.notes)])
+        return Verdict(word, *place, self._evidence(), tuple(seen.checks), tuple(self.notes), text, allowed)
 
-    def _overflow(self) -> Verdict | None:
+    def _overflow(self) -> Told | None:
         own = self.seen.rungs[self.seen.own]
         others = [r.name for r in self.seen.rungs.values() if r.nonfinite and r is not own]
         if not own.nonfinite:
@@ -124,24 +164,23 @@ class _Judge:
             return None
         where = own.nonfinite
         place = (where.get("layer"), where["position"], where["value"], where["module"])
-        return self._verdict("overflow", place, say.overflow(own, others))
+        return "overflow", place, say.overflow(own, others)
 
-    def _wrong_dtype(self) -> Verdict | None:
+    def _wrong_dtype(self) -> Told | None:
         rungs = (self.seen.rungs.get(name) for name in (self.seen.own, "float32"))
         wide = next((r for r in rungs if r is not None and r.grid and r.unit < 1e-5), None)
         if wide is None:
             return None
         module = self.seen.grid_module
-        return self._verdict("wrong-dtype", (None, None, "logits", module), [say.grid(wide, module)])
+        return "wrong-dtype", (None, None, "logits", module), [say.grid(wide, module)]
 
-    def _bug(self) -> Verdict | None:
+    def _bug(self) -> Told | None:
         """What nothing takes away: in the first layer that any rung saw, as the finest rung sees it.
 
         The finest sees the smallest errors; and of its tensor the first position, which only the rung with the long decode
         may know.
         """
-        wrong = {name: [j for j in judged if not j.cause.word] for name, judged in self.seen.judged.items()}
-        every = [(name, j) for name, judged in wrong.items() for j in judged]
+        every = self.seen.caused("")
         if not every:
             return None
         first = min(j.finding.layer for _, j in every)
@@ -149,83 +188,67 @@ class _Judge:
         _, judged = min(here, key=lambda case: (case[1].fed != ONE_BY_ONE, self.seen.rungs[case[0]].unit))
         same = [j for _, j in here if j.finding.tensor == judged.finding.tensor]
         judged = min(same, key=lambda j: (j.fed != ONE_BY_ONE, j.finding.position))
-        sizes = {n: max(j.finding.error for j in found) for n, found in wrong.items() if found}
-        seen = {n for n, judgeds in self.seen.judged.items() if n in sizes or judgeds is not None}
-        lines = [say.bug(judged, sizes, self.seen, sorted(seen)), *say.hint(judged, self.seen)]
-        return self._verdict("bug", judged.finding.place, [*lines, *map(say.failed, self._failures)])
+        sizes: dict[str, float] = {}
+        for name, j in every:
+            sizes[name] = max(sizes.get(name, 0.0), j.finding.error)
+        lines = [say.bug(judged, sizes, self.seen, sorted(self.seen.judged)), *say.hint(judged, self.seen)]
+        return "bug", judged.finding.place, [*lines, *map(say.failed, self._failures)]
 
     @property
     def _failures(self) -> list[Check]:
-        return [check for check in self.seen.checks if check.status == "failed"]
+        return [check for check in self.seen.checks if check.status == FAILED]
 
-    def _failed(self) -> Verdict | None:
+    def _failed(self) -> Told | None:
         if not self._failures:
             return None
         first = self._failures[0]
         place = (first.layer, first.step, first.tensor or first.name, first.module)
-        return self._verdict("bug", place, [*map(say.failed, self._failures)])
+        return "bug", place, [*map(say.failed, self._failures)]
 
-    def _hidden_cast(self) -> Verdict | None:
-        casts = self._casts()
-        if not casts:
-            return None
-        name, judged = casts[0]
-        place = (*judged.finding.place[:3], judged.cause.module)
-        return self._verdict("hidden-cast", place, [say.cast(name, judged, self.seen.rungs[name])])
-
-    def _unexplained(self) -> Verdict | None:
-        for name, short in self.seen.accounts.items():
-            if not short.holds:
-                line = say.unexplained(name, short, len(self.seen.rungs[name].worst_by_layer()) - 2)
-                return self._verdict("unexplained", (short.layer, short.position, "logits", ""), [line])
-        return None
-
-    def _unknown(self) -> Verdict | None:
-        name = self.seen.own
-        for judged in self.seen.judged.get(name, ()):
-            if judged.cause.word == "unknown":
-                return self._verdict(CANNOT_TELL, judged.finding.place, [say.unknown(name, judged)])
-        return None
-
-    def _random(self) -> Verdict | None:
-        size = self.seen.random
-        return self._verdict(CANNOT_TELL, NOWHERE, [say.random(size)]) if size else None
-
-    def _casts(self) -> list[tuple[str, Judged]]:
-        """Casts that matter in the precision that serves; those that only matter above it become notes."""
+    def _hidden_cast(self) -> Told | None:
+        """A cast that matters in the precision that serves; those that only matter above it become notes."""
         fail: list[tuple[str, Judged]] = []
         note: dict[tuple[str, str], list[Judged]] = {}
-        for name, judged in self.seen.judged.items():
-            for one in judged:
-                if one.cause.word != "cast":
-                    continue
-                if narrower(getattr(torch, one.cause.dtype), self.own):
-                    fail.append((name, one))
-                elif narrower(getattr(torch, one.cause.dtype), self.seen.rungs[name].dtype):
-                    note.setdefault((one.cause.dtype, name), []).append(one)
+        for name, judged in self.seen.caused("cast"):
+            dtype = getattr(torch, judged.cause.dtype)
+            if narrower(dtype, self.own):
+                fail.append((name, judged))
+            elif narrower(dtype, self.seen.rungs[name].dtype):
+                note.setdefault((judged.cause.dtype, name), []).append(judged)
         if not fail or "hidden-cast" in self.allow:
             self.notes += [say.inside(dtype, name, found) for (dtype, name), found in note.items()]
-        return fail
+        if not fail:
+            return None
+        name, judged = fail[0]
+        place = (*judged.finding.place[:3], judged.cause.module)
+        return "hidden-cast", place, [say.cast(name, judged, self.seen.rungs[name])]
 
-    def _verdict(self, word: str, place: Place, lines: list[str]) -> Verdict:
-        allowed = "yes" if word in self.allow else "no"
-        passes = word in GOOD or allowed == "yes"
-        first = say.first_line(self.seen.model, self.seen.own, word, passes, allowed)
-        tail = [*say.checks(self.seen), *(f"note: {note}" for note in self.notes)]
-        text = "\n".join([first, *lines, *tail])
-        checks, notes = tuple(self.seen.checks), tuple(self.notes)
-        return Verdict(word, *place, self._evidence(), checks, notes, text, allowed)
+    def _unexplained(self) -> Told | None:
+        for name, short in self.seen.accounts.items():
+            if not short.holds:
+                line = say.unexplained(name, short, self.seen.rungs[name].local["layer"].nunique() - 2)
+                return "unexplained", (short.layer, short.position, "logits", ""), [line]
+        return None
+
+    def _unknown(self) -> Told | None:
+        name = self.seen.own
+        judged = next((j for n, j in self.seen.caused("unknown") if n == name), None)
+        return None if judged is None else (CANNOT_TELL, judged.finding.place, [say.unknown(name, judged)])
+
+    def _random(self) -> Told | None:
+        size = self.seen.random
+        return (CANNOT_TELL, NOWHERE, [say.random(size)]) if size else None
 
     def _evidence(self) -> dict[str, dict[str, Any]]:
-        evidence = {name: rung.summary() for name, rung in self.seen.rungs.items()}
-        for name, rung in self.seen.rungs.items():
+        evidence = {name: run.summary() for name, run in self.seen.rungs.items()}
+        for name, run in self.seen.rungs.items():
             first = self.seen.first(name)
             if first is not None:
-                finding, cause = first
+                finding, cause = first.finding, first.cause
                 evidence[name]["first_tensor"] = {
                     **dataclasses.asdict(finding),
-                    "error_in_unit_roundoffs": finding.error / rung.unit,
-                    "band": self.seen.band(name),
+                    "error_in_unit_roundoffs": finding.error / run.unit,
+                    "band": band(run.dtype, self.seen.terms),
                     "taken_away_by": cause.word,
                     "cast_to": cause.dtype,
                     "left": cause.left,
@@ -235,30 +258,23 @@ class _Judge:
                 evidence[name]["parts_account_for_the_whole"] = dataclasses.asdict(self.seen.accounts[name])
         return evidence
 
-    def _benign(self) -> Verdict:
+    def _benign(self) -> Told:
         finite = [r for r in self.seen.rungs.values() if not r.nonfinite]
         differing = [r for r in finite if len(r.differing_steps) or r.largest_error > 0]
         self.notes += say.unfixed(finite)
         if not differing:
-            return self._verdict("equal", NOWHERE, [say.equal(finite)])
-        shown = self.seen.first(self.seen.own) or self.seen.first(differing[0].name)
+            return "equal", NOWHERE, [say.equal(finite)]
         lines = [say.benign(r, self.seen) for r in finite] + say.choices(self.seen)
-        kernels = self._kernel_lines()
-        if kernels:
-            place, line = kernels
-            return self._verdict("kernel", place, [line, *lines])
-        return self._verdict("rounding", NOWHERE if shown is None else shown[0].place, lines)
-
-    def _kernel_lines(self) -> tuple[Place, str] | None:
-        found = [(n, j) for n, judged in self.seen.judged.items() for j in judged if j.cause.word == "kernel"]
+        found = self.seen.caused("kernel")
         if found:
             # The rung with the long decode knows the first position; the others only the lengths they were given.
             name, judged = min(found, key=lambda case: (case[1].finding.position, self.seen.rungs[case[0]].unit))
-            return judged.finding.place, say.kernel(name, judged)
-        if self.seen.onset is None:
-            return None
-        name, layer, position = self.seen.onset
-        first = self.seen.first(name)
-        here = first[0] if first is not None and first[0].layer == layer else None
-        tensor_name, module = ("block output", "") if here is None else (here.tensor, here.module)
-        return (layer, position, tensor_name, module), say.onset(name, layer, position, tensor_name)
+            return "kernel", judged.finding.place, [say.kernel(name, judged), *lines]
+        if self.seen.onset is not None:
+            name, layer, position = self.seen.onset
+            first = self.seen.first(name)
+            here = first.finding if first is not None and first.finding.layer == layer else None
+            tensor, module = ("block output", "") if here is None else (here.tensor, here.module)
+            return "kernel", (layer, position, tensor, module), [say.onset(name, layer, position, tensor), *lines]
+        shown = self.seen.first(self.seen.own) or self.seen.first(differing[0].name)
+        return "rounding", NOWHERE if shown is None else shown.finding.place, lines

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvinterp.auditing.attention import Fused, Recogniser, Scores, Values
+from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.ladder import dtype_name
-from kvinterp.auditing.subject import Subject
 from kvinterp.auditing.values import narrower
+from kvinterp.paths.kernels.base import Functions, Operations
 
 __all__ = ["CHOICE", "RESIDUAL", "Event", "Watch", "watching"]
 
 _TOPK = torch.topk, Tensor.topk
+_CASTS = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
 CHOICE, RESIDUAL = "expert choice", "residual sum"
 
 
@@ -48,74 +48,74 @@ class Event:
 
 
 class Watch:
-    """Watches one block during one forward."""
+    """Watches one block during one forward.
 
-    def __init__(self, subject: Subject, layer: int, rows: int = 1, back: int = -1) -> None:
-        self.subject, self.block = subject, subject.blocks[layer]
-        self.back = back
+    Args:
+        model: The model.
+        layer: The block.
+        rows: Positions fed.
+        back: The row that is looked at, counted from the end.
+    """
+
+    def __init__(self, model: BlockModel, layer: int, rows: int = 1, back: int = -1) -> None:
+        self.model, self.block = model, model.blocks[layer]
+        self.rows, self.back = rows, back
         self.events: list[Event] = []
         self.casts: dict[str, tuple[str, ...]] = {}
-        self.rows = rows
         self._stack: list[nn.Module] = []
-        self._modes: list[Any] = []
+        self._listening = contextlib.ExitStack()
         self._attention = Recogniser()
         # Inside fused experts rows are sorted by expert, so that the last one is not the newest token's.
         fused = [m for m in self.block.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
         self._children = set(self.block.children())
         self._sorted = {inner for outer in fused for inner in outer.modules() if inner is not outer}
 
-    def attach(self) -> list[Any]:
-        """Hooks the block and every module in it."""
-        handles = [
-            self.block.register_forward_pre_hook(self._enter),
-            self.block.register_forward_hook(self._leave, always_call=True),
-        ]
-        for module in self.block.modules():
-            if module is not self.block:
-                handles.append(module.register_forward_pre_hook(self._in, with_kwargs=True))
-                handles.append(module.register_forward_hook(self._out, always_call=True))
-        return handles
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks the block and every module in it for as long as the context lasts, whatever ends it."""
+        with contextlib.ExitStack() as hooks:
+            # torch calls no hook where a KeyboardInterrupt passes through, so it may still be listening.
+            hooks.callback(self._listening.close)
+            for module in self.block.modules():
+                before, after = (self._enter, self._leave) if module is self.block else (self._in, self._out)
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after, always_call=True))
+            yield
 
     def _enter(self, *_: Any) -> None:
         self._stack = [self.block]
-        for mode in (_Calls(self), _Casts(self)):
-            mode.__enter__()
-            self._modes.append(mode)
+        self._listening.enter_context(Functions(self._called))
+        self._listening.enter_context(Operations(self._dispatched))
 
     def _leave(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stops listening to torch; nothing where it does not."""
-        while self._modes:
-            self._modes.pop().__exit__(None, None, None)
+        self._listening.close()
 
     def _in(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stack.append(module)
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if given is None or not given.is_floating_point() or module in self._sorted:
-            return
-        row = _one_row(given, self.rows, self.back)
-        if row is not None:
-            name = self.subject.name_of(module)
-            # What a block hands to one of its own modules was added up or scaled between two of them.
-            label = RESIDUAL if module in self._children else f"input of {name}"
-            self.events.append(Event(label, name, row.detach().clone()))
+        # What a block hands to one of its own modules was added up or scaled between two of them.
+        self._row(module, given, RESIDUAL if module in self._children else f"input of {self.model.name_of(module)}")
 
     def _out(self, module: nn.Module, _: Any, output: Any) -> None:
         if self._stack and self._stack[-1] is module:
             self._stack.pop()
-        made = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(made, Tensor) and made.is_floating_point() and module not in self._sorted:
-            row = _one_row(made, self.rows, self.back)
-            if row is not None:
-                name = self.subject.name_of(module)
-                self.events.append(Event(name, name, row.detach().clone()))
+        self._row(module, output[0] if isinstance(output, tuple) and output else output, self.model.name_of(module))
+
+    def _row(self, module: nn.Module, tensor: Any, label: str) -> None:
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or module in self._sorted:
+            return
+        row = _one_row(tensor, self.rows, self.back)
+        if row is not None:
+            self.events.append(Event(label, self.model.name_of(module), row.detach().clone()))
 
     @property
     def inner(self) -> str:
         """The path of the module that runs."""
-        return self.subject.name_of(self._stack[-1]) if self._stack else ""
+        return self.model.name_of(self._stack[-1]) if self._stack else ""
+
+    def first(self, module: str, *names: str) -> Tensor | None:
+        """The first tensor of one of these names that was seen in a module."""
+        return next((event.tensor for event in self.events if event.module == module and event.name in names), None)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Keeps a tensor under a name."""
@@ -130,8 +130,9 @@ class Watch:
             best = held.dim() != 1 or bool(held[list(chosen)].min() >= held.topk(len(chosen)).values[-1])
             self.events.append(Event(CHOICE, self.inner, held.detach().clone(), chosen, best))
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Told every call of torch, with its result."""
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Told every call of torch."""
+        result = func(*args, **kwargs)
         found = self._attention.told(func, args, kwargs, result)
         if isinstance(found, Fused):
             query, key, mask = found.query, found.key, found.mask
@@ -153,41 +154,18 @@ class Watch:
             self.add("attention output", found.made[..., self.back, :])
         elif func in _TOPK:
             self.choice(args[0], result[1])
-
-
-class _Calls(TorchFunctionMode):
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.watch.call(func, args, kwargs or {}, result)
         return result
 
-
-class _Casts(TorchDispatchMode):
-    """Notes every cast of a floating-point tensor to a narrower dtype than the model's own."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default or func is torch.ops.aten.copy_.default:
-            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
-            self._note(source, result)
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Told every operation of torch: notes casts of floating-point tensors to a narrower dtype than the model's own."""
+        result = func(*args, **kwargs)
+        if func in _CASTS:
+            source = args[func is torch.ops.aten.copy_.default]
+            floats = source.is_floating_point() and result.is_floating_point() and result.numel() > 1
+            if floats and narrower(result.dtype, source.dtype) and narrower(result.dtype, self.model.dtype):
+                name = dtype_name(result.dtype)
+                self.casts[name] = tuple(dict.fromkeys((*self.casts.get(name, ()), self.inner)))
         return result
-
-    def _note(self, source: Tensor, made: Tensor) -> None:
-        if not (source.is_floating_point() and made.is_floating_point()) or made.numel() <= 1:
-            return
-        if narrower(made.dtype, source.dtype) and narrower(made.dtype, self.watch.subject.dtype):
-            name = dtype_name(made.dtype)
-            known = self.watch.casts.get(name, ())
-            if self.watch.inner not in known:
-                self.watch.casts[name] = (*known, self.watch.inner)
 
 
 def _one_row(tensor: Tensor, rows: int, back: int) -> Tensor | None:
@@ -198,11 +176,8 @@ def _one_row(tensor: Tensor, rows: int, back: int) -> Tensor | None:
 
 @contextlib.contextmanager
 def watching(watches: Iterable[Watch]) -> Iterator[None]:
-    """Listens for as long as the context lasts, whatever ends it."""
-    with contextlib.ExitStack() as hooks:
+    """Listens for as long as the context lasts."""
+    with contextlib.ExitStack() as stack:
         for watch in watches:
-            # torch calls no hook where a KeyboardInterrupt passes through, so a watch may still be listening.
-            hooks.callback(watch.close)
-            for handle in watch.attach():
-                hooks.callback(handle.remove)
+            stack.enter_context(watch.attached())
         yield

@@ -6,9 +6,10 @@ is read of it are means by step or by position, which grow with the steps alone.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,7 +39,8 @@ LET_GO = ("let_go_a", "let_go_b")
 """How many of a step's positions each path's policy let go of, in the table by step."""
 
 
-class Span(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Span:
     """Where the positions of a step are, and how its rows count.
 
     Attributes:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kvinterp.comparison.tables import Differences
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.models.sites import CACHE_SITES, RESIDUAL_SITES
 
 __all__ = ["Forecast", "forecast", "say"]
@@ -51,7 +51,7 @@ class Forecast:
 
 
 def forecast(
-    facts: Facts, sites: Sequence[str], layers: int, prompts: Sequence[int], steps: int, cache_errors: str
+    facts: ModelInfo, sites: Sequence[str], layers: int, prompts: Sequence[int], steps: int, cache_errors: str
 ) -> Forecast:
     """What a comparison will take at most.
 

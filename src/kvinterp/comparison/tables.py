@@ -54,7 +54,7 @@ class _Piece:
     """
 
     step: int
-    at: dict[str, Sequence[Any]]
+    at: dict[str, Any]
     pair: Pair
     span: Span | None = None
 

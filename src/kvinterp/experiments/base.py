@@ -10,6 +10,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -283,13 +285,13 @@ class Experiment(abc.ABC):
 
     def _drawn(self, outcome: Outcome, folder: Path) -> list[Path]:
         """The figures, and the page with them."""
-        from kvinterp.experiments.registry import question_of
         from kvinterp.report.experiment import write_experiment
 
         files = self.figures(outcome, folder)
         if not self.PAGE:
             return files
-        said = (question_of(self.verb()), self.sentences(outcome), outcome.tables, files)
+        question = inspect.cleandoc(sys.modules[type(self).__module__].__doc__ or "")
+        said = (question, self.sentences(outcome), outcome.tables, files)
         page = write_experiment(folder.parent, *said, self.chosen(), outcome.summary.get("provenance") or {})
         return [*files, page]
 

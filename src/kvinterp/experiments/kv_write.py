@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.subject import BlockTaps, Subject
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, referenced
 from kvinterp.cells import loaded
 from kvinterp.errors import InputError
 from kvinterp.experiments.of_models import OfModels, encoded
@@ -60,11 +60,9 @@ def kv_write_error(
     for mode, (number, prompt) in itertools.product(kernels, enumerate(prompts)):
         if len(prompt) <= steps:
             raise InputError(f"prompt {number} has {len(prompt)} tokens: expected more than steps={steps}.")
-        taps = BlockTaps(Subject(adapter, kernels_named(mode)))
         tokens = torch.tensor([list(prompt)], device=adapter.device)
-        with taps.attached():
-            reference = taps.reference(tokens)
-            for position, alone, jointly in _written(adapter, taps, reference, len(prompt) - steps):
+        with referenced(BlockModel(adapter, kernels_named(mode)), tokens) as hooks:
+            for position, alone, jointly in _written(adapter, hooks, len(prompt) - steps):
                 for (tensor, layer), mine in alone.items():
                     theirs = jointly[tensor, layer]
                     ulp = ulp_error(mine, theirs)
@@ -87,7 +85,7 @@ def kv_write_error(
 Written = dict[tuple[str, int], Tensor]
 
 
-def _written(adapter: Adapter, taps: BlockTaps, reference: Any, prefill: int) -> Iterator[tuple[int, Written, Written]]:
+def _written(adapter: Adapter, hooks: BlockHooks, prefill: int) -> Iterator[tuple[int, Written, Written]]:
     seen: Written = {}
     places = [(site, layer) for site in ("k", "v") for layer in range(adapter.facts.layers)]
 
@@ -95,9 +93,9 @@ def _written(adapter: Adapter, taps: BlockTaps, reference: Any, prefill: int) ->
         return lambda tensor: seen.__setitem__(place, tensor[0, -1].clone())
 
     with adapter.attached(places), adapter.listening({place: [listener(place)] for place in places}):
-        _, cache = taps.feed(reference, 0, prefill, None)
-        for position in range(prefill, reference.tokens.shape[1]):
-            _, cache = taps.feed(reference, position, position + 1, cache)
+        _, cache = hooks.feed(0, prefill)
+        for position in range(prefill, hooks.reference.tokens.shape[1]):
+            _, cache = hooks.feed(position, position + 1, cache)
             alone = dict(seen)
-            taps.recompute(reference, position + 1)
+            hooks.recompute(position + 1)
             yield position, alone, dict(seen)

@@ -2,7 +2,7 @@
 
 An adapter forwards tokens with or without a cache, names the sites it has, hooks a site at a layer, and tells its facts.
 The loops in ``paths/`` hand it a :class:`KVStore`, over the model's own cache or over memory of kvinterp's; the adapter
-dresses the latter as whatever cache its model expects.
+gives the latter the shape of whatever cache its model expects.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models.apart import check_apart
 from kvinterp.models.attaching import Attaching, Listener, Site
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
+from kvinterp.models.hooks import Tap, remove_own_hooks
 from kvinterp.models.mark import Mark, mark_of, settings_of, weights_hash
 from kvinterp.models.sites import layout_of
-from kvinterp.models.taps import Tap, remove_own_hooks
 
 __all__ = [
     "Adapter",
     "CacheRead",
-    "Facts",
     "KVStore",
     "Listener",
+    "ModelInfo",
     "ModuleState",
     "Site",
     "Tap",
@@ -63,7 +63,7 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class ModelInfo:
     """What is true of a model whatever runs it.
 
     Attributes:
@@ -111,7 +111,7 @@ class Adapter(Attaching):
 
     kind: str
 
-    def __init__(self, model: nn.Module, facts: Facts, tokenizer: Any = None) -> None:
+    def __init__(self, model: nn.Module, facts: ModelInfo, tokenizer: Any = None) -> None:
         super().__init__()
         self.model = model
         self.facts = facts

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.holding import Hold, hold_of
-from kvinterp.models.taps import Closing, Tap, tap_hooks
+from kvinterp.models.hooks import Closing, Tap, tap_hooks
 
 if TYPE_CHECKING:
-    from kvinterp.models.adapter import Facts
+    from kvinterp.models.adapter import ModelInfo
 
 __all__ = ["Attaching", "Listener", "Site"]
 
@@ -28,7 +28,7 @@ class Attaching(abc.ABC):
     """The hooks on one model: attached once, heard by whoever listens, gone without a trace."""
 
     model: nn.Module
-    facts: Facts
+    facts: ModelInfo
 
     def __init__(self) -> None:
         self._heard: list[list[Mapping[Site, Sequence[Listener]]]] = []

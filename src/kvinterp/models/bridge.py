@@ -18,12 +18,11 @@ from kvinterp.models.hooked import HOOKS
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
-    dressed,
     keeps_only_keys_and_values,
     text_config,
     transformers_facts,
 )
-from kvinterp.models.transformers_cache import OnTransformersCache, TransformersCache
+from kvinterp.models.transformers_cache import OnTransformersCache, TransformersCache, model_cache
 
 __all__ = ["BridgeAdapter", "build_bridge"]
 
@@ -84,7 +83,7 @@ class BridgeAdapter(OnTransformersCache):
         """Logits of every new token, through the bridge."""
         if store is None:
             return self.model(tokens, return_type="logits", use_cache=False)
-        cache = dressed(store, self.source, f"the bridge for {self.facts.architecture}")
+        cache = model_cache(store, lambda: text_config(self.source), f"the bridge for {self.facts.architecture}")
         return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True)
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:

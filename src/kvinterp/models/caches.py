@@ -28,6 +28,7 @@ from kvinterp import spec
 from kvinterp.errors import InputError, UnsupportedError, unknown
 
 __all__ = [
+    "BACKENDS",
     "CACHE_KINDS",
     "CacheKind",
     "Dynamic",
@@ -40,7 +41,7 @@ __all__ = [
     "Static",
     "cache_named",
     "check_plain",
-    "lead",
+    "installed",
     "shared",
     "taken",
 ]
@@ -52,7 +53,7 @@ KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tenso
 class KVStore(Protocol):
     """Where keys and values live between forwards; ``paths.store`` holds the implementations."""
 
-    dressed: Any
+    model_cache: Any
     """What the model was given for this store, kept for the store's whole life, or None before its first forward."""
 
     own: OwnCache | None
@@ -81,7 +82,7 @@ class OwnCache(Protocol):
     name: str
     """The name of its class."""
 
-    dressed: Any
+    model_cache: Any
     """What the model is given, or None where it is given the store's own memory in the shape of a cache."""
 
     def connect(self, update: Callable[..., KeysValues]) -> None:
@@ -250,9 +251,9 @@ class Quantized(CacheKind):
         """
         from transformers import QuantizedCache
 
-        backend = self.backend or next((name for name in ("quanto", "hqq") if _installed(BACKENDS[name][0])), "quanto")
+        backend = self.backend or next((name for name in ("quanto", "hqq") if installed(BACKENDS[name][0])), "quanto")
         module, package = BACKENDS[backend]
-        if not _installed(module):
+        if not installed(module):
             other = "" if self.backend else ", or hqq"
             raise UnsupportedError(f"cache={self} needs the package {package}{other}: pip install {package}.")
         try:
@@ -352,49 +353,6 @@ def check_plain(kind: CacheKind, who: str) -> None:
         raise UnsupportedError(f"cache={kind} cannot be used by {who}: load the model with kind='native'.")
 
 
-class _Led:
-    """A method of a user's cache, and who may replace what it hands to attention, in order."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.method = method
-        self.readers: list[Callable[..., Any]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        read = self.method(*args, **kwargs)
-        for reader in self.readers:
-            new = reader(read, *args, **kwargs)
-            read = read if new is None else new
-        return read
-
-
-def lead(cache: Any, name: str, reader: Callable[..., Any]) -> Callable[[], None]:
-    """Leads what a method of a cache returns through a reader, before those that it is led through already.
-
-    Args:
-        cache: The cache, of anyone's.
-        name: The method.
-        reader: Called with what the method returned and with what it was given; what it returns takes that place.
-
-    Returns:
-        How to undo it, in whatever order with the others.
-    """
-    before, led = cache.__dict__.get(name), cache.__dict__.get(name)
-    if not isinstance(led, _Led):
-        led = cache.__dict__[name] = _Led(getattr(cache, name))
-    led.readers.insert(0, reader)
-
-    def undo() -> None:
-        led.readers.remove(reader)
-        if led.readers or cache.__dict__.get(name) is not led:
-            return
-        if before is None:
-            del cache.__dict__[name]
-        else:
-            cache.__dict__[name] = before
-
-    return undo
-
-
 def _imported(text: str) -> Callable[..., Any]:
     module, _, name = text.partition(":")
     try:
@@ -410,7 +368,8 @@ def _imported(text: str) -> Callable[..., Any]:
     return found
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
+    """Whether a module can be imported, as far as can be told without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Adapter, CacheRead, Facts, KVStore, Tap
-from kvinterp.models.caches import CacheKind, check_plain, lead, shared
+from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo, Tap
+from kvinterp.models.caches import CacheKind, check_plain, shared
+from kvinterp.models.leading import lead
 
 __all__ = ["HookedAdapter"]
 
@@ -40,7 +41,7 @@ def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class _Entry:
-    """One layer of the store, dressed as TransformerLens' cache entry (``[batch, position, kv_head, head_dim]``)."""
+    """One layer of the store, in the shape of TransformerLens' cache entry (``[batch, position, kv_head, head_dim]``)."""
 
     frozen = False
 
@@ -60,7 +61,7 @@ class _Entry:
 
 
 class _Cache:
-    """The store, dressed as a TransformerLensKeyValueCache."""
+    """The store, in the shape of a TransformerLensKeyValueCache."""
 
     frozen = False
 
@@ -82,23 +83,23 @@ class _OwnCache:
     def __init__(self, config: Any, device: torch.device, batch: int, dtype: torch.dtype) -> None:
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-        self.dressed = TransformerLensKeyValueCache.init_cache(config, device, batch)
-        for entry in self.dressed.entries:
+        self.model_cache = TransformerLensKeyValueCache.init_cache(config, device, batch)
+        for entry in self.model_cache.entries:
             # They begin with a tensor of no positions, whose dtype decides with the new keys' what is kept.
             entry.past_keys, entry.past_values = entry.past_keys.to(dtype), entry.past_values.to(dtype)
 
     def connect(self, update: Any) -> None:
-        """The store is heard through the entries that it is dressed with in every forward."""
+        """The store is heard through the entries that stand for it in every forward."""
 
     def append(
         self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
         """TransformerLens' own append."""
-        return _turned(self.dressed[layer].append(*_turned((keys, values))))
+        return _turned(self.model_cache[layer].append(*_turned((keys, values))))
 
     def held(self, layer: int) -> tuple[Tensor, Tensor]:
         """The entry's own tensors."""
-        return _turned((self.dressed[layer].past_keys, self.dressed[layer].past_values))
+        return _turned((self.model_cache[layer].past_keys, self.model_cache[layer].past_values))
 
     def memory_of(self, layer: int, handed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
         """What it handed over: the entry's own tensors."""
@@ -123,7 +124,7 @@ class HookedAdapter(Adapter):
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         config: Any = model.cfg
         local = config.attn_types if config.use_local_attn else None
-        facts = Facts(
+        facts = ModelInfo(
             name=name or config.model_name,
             architecture=config.original_architecture or "HookedTransformer",
             layers=config.n_layers,

@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Adapter, Facts, KVStore, ModuleState, Tap
+from kvinterp.models.adapter import Adapter, KVStore, ModelInfo, ModuleState, Tap
 from kvinterp.models.caches import CacheKind, Dynamic
 from kvinterp.models.derived import DERIVED
+from kvinterp.models.hooks import hooks_suspended
 from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
-from kvinterp.models.taps import hooks_suspended
 from kvinterp.models.transformers_cache import (
     CACHES,
     OnTransformersCache,
     TransformersCache,
-    check_used,
-    dress,
     is_attention_only,
+    model_cache,
     unwrapped_cache,
 )
 
@@ -39,7 +38,6 @@ __all__ = [
     "NativeAdapter",
     "cast_transformers",
     "decoder_layers",
-    "dressed",
     "keeps_only_keys_and_values",
     "plain_experts",
     "text_config",
@@ -75,11 +73,11 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return found[0]
 
 
-def transformers_facts(model: nn.Module, name: str | None, attention: str | None = None) -> Facts:
+def transformers_facts(model: nn.Module, name: str | None, attention: str | None = None) -> ModelInfo:
     """The facts of a transformers model, read from its config."""
     config = text_config(model)
     heads = _widest(config, "num_attention_heads") or 0
-    return Facts(
+    return ModelInfo(
         name=name or getattr(config, "name_or_path", "") or type(model).__name__,
         architecture=type(model).__name__,
         layers=config.num_hidden_layers,
@@ -161,22 +159,6 @@ def keeps_only_keys_and_values(model: nn.Module) -> bool:
     return is_attention_only(cache) and len(cache.layers) in (0, config.num_hidden_layers)
 
 
-def dressed(store: KVStore, model: nn.Module, architecture: str) -> Cache:
-    """The cache that a store is given to the model as: one for its whole life, since some layers keep a state in it.
-
-    The model's config is read when it is made and not in every forward: to read one takes transformers hundreds of calls.
-
-    Raises:
-        UnsupportedError: A forward before this one left it unused.
-    """
-    if store.dressed is None:
-        store.dressed = dress(text_config(model), store)
-    else:
-        check_used(store.dressed, architecture)
-    made: Cache = store.dressed
-    return made
-
-
 def _cache_argument(model: nn.Module) -> str | None:
     parameters = inspect.signature(model.forward).parameters
     named = next((name for name in CACHES if name in parameters), None)
@@ -189,7 +171,7 @@ class NativeAdapter(OnTransformersCache):
     """A transformers model as the user or production runs it; nothing of it is replaced."""
 
     kind = "native"
-    _facts: Facts
+    _facts: ModelInfo
 
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         super().__init__(model, transformers_facts(model, name), tokenizer)
@@ -210,7 +192,7 @@ class NativeAdapter(OnTransformersCache):
         ]
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> ModelInfo:
         """The model's facts; the attention is what its config says now, which ``set_attn_implementation`` changes."""
         now = getattr(text_config(self.model), "_attn_implementation", None) or "eager"
         if now != self._facts.attention:
@@ -219,7 +201,7 @@ class NativeAdapter(OnTransformersCache):
         return self._facts
 
     @facts.setter
-    def facts(self, facts: Facts) -> None:
+    def facts(self, facts: ModelInfo) -> None:
         self._facts = facts
 
     def _forget(self) -> None:
@@ -241,11 +223,11 @@ class NativeAdapter(OnTransformersCache):
         """Logits of every new token, through the model's own forward."""
         if store is None:
             return self.model(input_ids=tokens, use_cache=False).logits
-        if store.dressed is not None and tokens.shape[1] > 1 and not self._attention_only:
+        if store.model_cache is not None and tokens.shape[1] > 1 and not self._attention_only:
             self._check_continues()
         if self._cache_argument != "past_key_values":
             return self._with_own_cache(tokens, store)
-        cache = dressed(store, self.model, self._facts.architecture)
+        cache = model_cache(store, lambda: text_config(self.model), self._facts.architecture)
         return self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache | None:
@@ -308,9 +290,9 @@ class NativeAdapter(OnTransformersCache):
 
     def _with_own_cache(self, tokens: Tensor, store: KVStore) -> Tensor:
         """Runs a model that keeps no keys and values (Mamba, RWKV) on the cache that it makes by itself."""
-        output = self.model(input_ids=tokens, use_cache=True, **(store.dressed or {}))
-        store.dressed = self._cache_of(output)
-        if not store.dressed:
+        output = self.model(input_ids=tokens, use_cache=True, **(store.model_cache or {}))
+        store.model_cache = self._cache_of(output)
+        if not store.model_cache:
             raise UnsupportedError(
                 f"{self.facts.architecture} takes and returns no cache by any name that is known ({', '.join(CACHES)}), so "
                 "it has no cached path: run it along recompute paths only, without a chunk."

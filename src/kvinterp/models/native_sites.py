@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.adapter import Adapter, Facts, Site
-from kvinterp.models.taps import Tap, hooks_suspended, tap_hooks
+from kvinterp.models.adapter import Adapter, ModelInfo, Site
+from kvinterp.models.hooks import Tap, hooks_suspended, tap_hooks
 
 __all__ = ["Checked", "NativeSites", "check_sites"]
 
@@ -48,7 +48,7 @@ class NativeSites:
         parallel: Whether the config says that attention and MLP read the same residual stream.
     """
 
-    def __init__(self, blocks: nn.ModuleList, facts: Facts, parallel: bool) -> None:
+    def __init__(self, blocks: nn.ModuleList, facts: ModelInfo, parallel: bool) -> None:
         self.blocks, self.facts, self.parallel = blocks, facts, parallel
 
     def find(self, site: str, layer: int) -> Tap:
@@ -161,7 +161,7 @@ class _Seen:
     """Keys and values as attention reads them, by layer, seen through a store that holds nothing."""
 
     def __init__(self) -> None:
-        self.dressed: Any = None
+        self.model_cache: Any = None
         self.own: Any = None
         self.read: dict[int, tuple[Tensor, Tensor]] = {}
 

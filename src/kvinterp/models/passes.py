@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import Adapter
-from kvinterp.models.taps import own_hook
+from kvinterp.models.hooks import own_hook
 
 __all__ = ["Passes", "WatchesPasses"]
 
@@ -84,8 +84,8 @@ class Passes:
         try:
             for layer, block in enumerate(blocks):
                 enter, leave = (functools.partial(each, layer) for each in (self._enter, self._leave))
-                handles.append(own_hook(block, _unbound(enter), "input", first=True))
-                handles.append(own_hook(block, _unbound(leave), "output", always_call=True))
+                handles.append(own_hook(block, enter, "input", first=True))
+                handles.append(own_hook(block, leave, "output", always_call=True))
             handles.append(own_hook(self.adapter.model, self._called, "input", first=True))
             handles.append(own_hook(self.adapter.model, self._returned, "output", always_call=True))
             yield
@@ -123,7 +123,7 @@ class Passes:
             f"those of the thread that opened it are heard: open {self.context} in the thread that runs the model."
         )
 
-    def _enter(self, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _enter(self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._mine():
             if layer == 0:
                 thread = threading.current_thread().name
@@ -157,7 +157,7 @@ class Passes:
                 f"{self.context} hears one forward at a time: run it once the first is over, or outside of {self.context}."
             )
 
-    def _leave(self, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
+    def _leave(self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], __: Any) -> None:
         if not self._mine() or self._inside != layer:
             return
         self._left()
@@ -219,12 +219,3 @@ class Passes:
         except BaseException:
             self._cut()
             raise
-
-
-def _unbound(hook: Any) -> Any:
-    """A hook without torch's first argument, the module."""
-
-    def called(_: nn.Module, *given: Any) -> Any:
-        return hook(*given)
-
-    return called

@@ -13,7 +13,7 @@ from torch import nn
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
 from kvinterp.models.checkpoint import reason, stored_tensors
 from kvinterp.models.door import too_large
-from kvinterp.models.taps import hooks_suspended
+from kvinterp.models.hooks import hooks_suspended
 
 __all__ = ["check_finite", "check_loaded", "check_plain_weights", "check_runs"]
 

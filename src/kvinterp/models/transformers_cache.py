@@ -1,9 +1,9 @@
-"""transformers' caches, for the bridge and native kinds: their own ones listened to, and kvinterp's store dressed as one.
+"""transformers' caches, for the bridge and native kinds: their own ones listened to, and kvinterp's store in the shape of one.
 
 A cached path runs on a cache of transformers' own, whose ``update`` alone is led through the store's: the layers, their
 memory and what they hand to attention are transformers', and so are the bits.
 
-A pass without a cache, and the preallocated store, are dressed as a transformers cache, which is a list of layers. Layers
+A pass without a cache, and the preallocated store, are given the shape of a transformers cache, which is a list of layers. Layers
 that keep keys and values of every position (or of a sliding window) are replaced by ones that keep them in the store; layers
 that keep something else (Mamba and Gated DeltaNet states, indexers) stay transformers' own.
 """
@@ -27,7 +27,8 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
-from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, lead, shared, taken
+from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, shared, taken
+from kvinterp.models.leading import lead
 
 __all__ = [
     "CACHES",
@@ -35,8 +36,8 @@ __all__ = [
     "StoreLayer",
     "TransformersCache",
     "check_used",
-    "dress",
     "is_attention_only",
+    "model_cache",
     "unwrapped_cache",
 ]
 
@@ -117,17 +118,26 @@ def unwrapped_cache(config: Any) -> DynamicCache:
     return DynamicCache(config=config)
 
 
-def dress(config: Any, store: KVStore) -> Cache:
-    """The cache a store is given to the model as: its own, or one whose attention layers keep their tensors in the store."""
-    if store.own is not None:
-        return store.own.dressed
-    cache = unwrapped_cache(config)
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[index] = StoreLayer(store, index, None)
-        elif type(layer) is DynamicSlidingWindowLayer:
-            cache.layers[index] = StoreLayer(store, index, layer.sliding_window)
-    return cache
+def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) -> Cache:
+    """The cache that a store is given to the model as: one for its whole life, since some layers keep a state in it.
+
+    It is the store's own one, or one whose attention layers keep their tensors in the store. The model's config is read when
+    it is made and not in every forward: to read one takes transformers hundreds of calls.
+
+    Raises:
+        UnsupportedError: A forward before this one left it unused.
+    """
+    if store.model_cache is not None:
+        check_used(store.model_cache, architecture)
+    elif store.own is not None:
+        store.model_cache = store.own.model_cache
+    else:
+        store.model_cache = unwrapped_cache(config())
+        for index, layer in enumerate(store.model_cache.layers):
+            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+                store.model_cache.layers[index] = StoreLayer(store, index, getattr(layer, "sliding_window", None))
+    made: Cache = store.model_cache
+    return made
 
 
 class TransformersCache:
@@ -138,7 +148,7 @@ class TransformersCache:
     """
 
     def __init__(self, cache: Cache) -> None:
-        self.dressed, self.name = cache, type(cache).__name__
+        self.model_cache, self.name = cache, type(cache).__name__
         self._update = cache.update
 
     @classmethod
@@ -160,7 +170,7 @@ class TransformersCache:
         def heard(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> KeysValues:
             return update(layer_idx, key_states, value_states, None, *args, **kwargs)
 
-        self.dressed.update = heard  # type: ignore[method-assign]
+        self.model_cache.update = heard  # type: ignore[method-assign]
 
     def append(
         self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
@@ -174,7 +184,7 @@ class TransformersCache:
             return self._update(keys, values, layer, *more, **named)
         except ValueError as error:
             # A backend has group sizes of its own. Whatever else a user's cache raises is the user's to see.
-            if not any(isinstance(held, BaseQuantizedLayer) for held in self.dressed.layers):
+            if not any(isinstance(held, BaseQuantizedLayer) for held in self.model_cache.layers):
                 raise
             (heads, rows, width), why = keys.shape[1:], str(error).rstrip(".")
             raise UnsupportedError(
@@ -184,7 +194,7 @@ class TransformersCache:
 
     def held(self, layer: int) -> KeysValues | None:
         """The layer's own tensors; a quantised layer has none that hold everything."""
-        found = self.dressed.layers[layer] if layer < len(self.dressed.layers) else None
+        found = self.model_cache.layers[layer] if layer < len(self.model_cache.layers) else None
         keys, values = getattr(found, "keys", None), getattr(found, "values", None)
         if isinstance(found, BaseQuantizedLayer) or not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             return None
@@ -200,18 +210,22 @@ class TransformersCache:
         Raises:
             UnsupportedError: It is another cache.
         """
-        if type(self.dressed) is not DynamicCache or not is_attention_only(self.dressed) or self.dressed.offloading:
-            name = "an offloaded cache" if self.dressed.offloading else f"a {self.name}"
+        if (
+            type(self.model_cache) is not DynamicCache
+            or not is_attention_only(self.model_cache)
+            or self.model_cache.offloading
+        ):
+            name = "an offloaded cache" if self.model_cache.offloading else f"a {self.name}"
             raise UnsupportedError(
                 f"{kind} lets go of rows, and {name} cannot: leave the cache out of the path, or use a model whose "
                 "layers all keep plain keys and values."
             )
-        self.dressed.layers = [ThinnedLayer() for _ in self.dressed.layers]
-        self.dressed.layer_class_to_replicate = ThinnedLayer
+        self.model_cache.layers = [ThinnedLayer() for _ in self.model_cache.layers]
+        self.model_cache.layer_class_to_replicate = ThinnedLayer
 
     def take(self, layer: int, rows: Tensor) -> None:
         """Keeps these rows in memory of their own."""
-        held: Any = self.dressed.layers[layer]
+        held: Any = self.model_cache.layers[layer]
         held.keys, held.values = taken(held.keys, rows), taken(held.values, rows)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.caches import OwnCache, Preallocated
-from kvinterp.models.taps import hooks_suspended
+from kvinterp.models.hooks import hooks_suspended
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.paths.store import Growing, PassThrough, ReadListener, Store, policy_listeners

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models import Facts
+from kvinterp.models import ModelInfo
 from kvinterp.models.adapter import Listener, Site
 from kvinterp.models.caches import OwnCache, taken
 from kvinterp.policies import Place, Policy
@@ -34,7 +34,7 @@ ReadListener = Callable[[Place, Tensor, Tensor], "KeysValues | None"]
 class Nothing:
     """A memory that keeps nothing: attention reads what it is given."""
 
-    dressed: Any = None
+    model_cache: Any = None
     name = ""
 
     def connect(self, update: Callable[..., KeysValues]) -> None:
@@ -133,7 +133,7 @@ class Store:
 
     def __init__(
         self,
-        facts: Facts,
+        facts: ModelInfo,
         policy: Policy,
         batch: int,
         dtype: torch.dtype,
@@ -148,9 +148,9 @@ class Store:
         self.facts, self.policy, self.listeners = facts, policy.start(facts), listeners
         self._said = f"policy {policy}"
         self.memory: OwnCache = memory or Nothing()
-        self.own = None if self.memory.dressed is None else self.memory
+        self.own = None if self.memory.model_cache is None else self.memory
         self.name = self.memory.name
-        self.dressed: Any = None
+        self.model_cache: Any = None
         self.cache_dtype, self.prefill, self.prompt = cache_dtype, prefill, prompt
         self._empty = torch.empty(batch, facts.kv_heads, 0, facts.head_dim, dtype=dtype, device=device)
         self._lengths: dict[int, int] = {}

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.models.caches import taken
 from kvinterp.spec import name_of, text_of
 
@@ -117,7 +117,7 @@ class Policy:
     def check(self, layers: int) -> None:
         """Raises InputError where the policy names a layer that a model of so many has not; the base names none."""
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """What runs in one pass from position 0: itself, or a fresh twin that may keep state.
 
         Args:
@@ -160,6 +160,16 @@ class Policy:
             tensor: In the layout all kinds of model share, such as ``[batch, query_head, query, key]`` for ``pattern``.
             place: Where attention last read in this layer: for ``pattern`` and ``attn_scores`` the rows that their columns are.
         """
+
+    @property
+    def depends_on(self) -> tuple[str, ...]:
+        """What besides tokens and positions decides what it leaves of them; of other policies the laws say that nothing does.
+
+        ``"prompt"``: where the prompt ends, so that a decode taken up again with its answer as part of the prompt goes on
+        otherwise. ``"chunks"``: which positions of the prompt come in one forward. Where rows are let go of forward by
+        forward, or by what attention has shown, it is the first unless a policy says otherwise.
+        """
+        return ("prompt",) if self.evicts or self.sites else ()
 
     @property
     def evicts(self) -> bool:
@@ -252,7 +262,7 @@ class Selective(Policy):
         if self.layers and max(self.layers) >= layers:
             raise InputError(f"policy {self} names layer {max(self.layers)}: expected layers from 0 to {layers - 1}.")
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """Refuses a head that the model has not, and keys on the other side of RoPE."""
         if self.heads and max(self.heads) >= facts.kv_heads:
             raise InputError(
@@ -303,7 +313,7 @@ class Chain(Policy):
         for part in self.parts:
             part.check(layers)
 
-    def start(self, facts: Facts) -> Chain:
+    def start(self, facts: ModelInfo) -> Chain:
         """A chain of what each starts."""
         return Chain(tuple(part.start(facts) for part in self.parts))
 
@@ -351,6 +361,11 @@ class Chain(Policy):
         for part in self.parts:
             if site in part.sites:
                 part.see(site, tensor, place)
+
+    @property
+    def depends_on(self) -> tuple[str, ...]:
+        """What any of them depends on."""
+        return tuple(dict.fromkeys(what for part in self.parts for what in part.depends_on))
 
     @property
     def evicts(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective
 from kvinterp.policies.blocks import Settled
 
@@ -66,11 +66,16 @@ class Fp8(Selective):
         return 8.0 if tensor in TENSORS[self.on] else None
 
     @property
+    def depends_on(self) -> tuple[str, ...]:
+        """Where the prompt ends, if its largest magnitude is the scale."""
+        return ("prompt",) if self.reads else ()
+
+    @property
     def reads(self) -> bool:
         """Whether rows wait, exact, for a scale that only the end of the prefill gives."""
         return self.scale == "prefill"
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """A twin that finds the scale, where it is to be found."""
         super().start(facts)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective
 from kvinterp.policies.blocks import check_blocks, cut
 
@@ -39,7 +39,7 @@ class _Blocks(Selective):
         """The bytes of a block, over its elements."""
         return 8 * self.BYTES / BLOCK if tensor in TENSORS[self.on] else None
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """Refuses heads that blocks of 32 do not fill."""
         check_blocks(self, BLOCK, facts.head_dim, facts.name)
         return super().start(facts)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective
 from kvinterp.policies.blocks import check_blocks, cut
 
@@ -38,7 +38,7 @@ class Hadamard(Selective):
             raise InputError(f"policy hadamard has block={self.block!r}: expected a power of two, as in hadamard(64).")
         super().__post_init__()
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """Refuses heads that the blocks do not fill."""
         check_blocks(self, self.block or 2, facts.head_dim, facts.name)
         return super().start(facts)

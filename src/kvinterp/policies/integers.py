@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective
 from kvinterp.policies.blocks import affine, check_blocks, cut
 
@@ -60,7 +60,7 @@ class Int4(Selective):
         """Four, and a scale and a minimum of 16 bits for each group."""
         return 4 + 32 / (self.group or width) if tensor in TENSORS[self.on] else None
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """Refuses heads that the groups do not fill."""
         check_blocks(self, self.group or 1, facts.head_dim, facts.name)
         return super().start(facts)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective
 from kvinterp.policies.blocks import Settled, affine, check_blocks, cut
 
@@ -52,7 +52,7 @@ class Kivi(Selective):
         """The codes', and a scale and a minimum of 16 bits for each group; the window, which does not grow, left out."""
         return self.bits + 32 / self.group if tensor in TENSORS[self.on] else None
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """A twin that remembers what it rounded."""
         if "v" in TENSORS[self.on]:
             check_blocks(self, self.group, facts.head_dim, facts.name)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.inputs import check_whole
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective
 
 __all__ = ["LowRank"]
@@ -39,7 +39,7 @@ class LowRank(Selective):
         check_whole("rank of policy 'low_rank'", self.rank)
         check_whole("group of policy 'low_rank'", self.group)
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """A twin that holds the prompt until it is whole, and then what is read of it."""
         super().start(facts)
         layers = self.layers or tuple(range(facts.layers))

@@ -29,7 +29,7 @@ from torch import Tensor
 from kvinterp.draws import draws
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_choice, check_number, check_seed
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective
 from kvinterp.spec import name_of
 
@@ -90,7 +90,7 @@ class _Noise(Selective):
     def expected(self) -> float:
         """The mean error."""
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """A twin that keeps the errors it draws ahead."""
         super().start(facts)
         twin = copy.copy(self)

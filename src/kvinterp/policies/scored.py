@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_number
-from kvinterp.models.adapter import Facts
+from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy
 from kvinterp.spec import name_of
 
@@ -57,7 +57,7 @@ class Scored(Policy, abc.ABC):
         """Whether it lets go of rows at every step; else once, when the prompt is whole, and every later row stays."""
         return True
 
-    def start(self, facts: Facts) -> Policy:
+    def start(self, facts: ModelInfo) -> Policy:
         """A twin that remembers what attention showed."""
         return _Running(self, facts.kv_heads)
 
@@ -114,7 +114,9 @@ class _Running(Policy):
         return self.rule.sites
 
     def see(self, site: str, tensor: Tensor, place: Place) -> None:
-        weights = tensor.unflatten(1, (self.heads, -1)).mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
+        # Blocks may differ in how many KV heads they have (Gemma 4).
+        heads = self.heads if place.rows is None else place.rows.shape[1]
+        weights = tensor.unflatten(1, (heads, -1)).mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
         at = _at(place, weights[:, :, 0])
         before = self._remembered(weights[:, :, 0], place)
         self.remembered[place.layer].scatter_(2, at, self.rule.heard(before, weights, place))

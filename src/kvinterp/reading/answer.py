@@ -115,8 +115,15 @@ def _measured_sentence(main: Sequence[Result], rungs: Mapping[str, Sequence[Comp
     ids = {row for r in main for row in r.comparison.examples["id"]}
     left = sum(len(r.comparison.failures) for r in main)
     out = f" {prompts_said(left)} {'was' if left == 1 else 'were'} left out, see below." if left else ""
+    # What a policy does is no matter of the processor, and so not equal on another.
+    acts = any("+" in path for about in abouts for path in about["paths"].values())
+    there = (
+        "the numbers can be others"
+        if acts
+        else "the paths can be equal where they differ here, and differ where they are equal"
+    )
     return [
         f"All this is of {prompts_said(len(ids))} on {machines_of(abouts)}.{out} Other processors' kernels add in other "
-        "orders: there the paths can be equal where they differ here, and differ where they are equal.",
+        f"orders: there {there}.",
         *([TO_SEE_A_DIFFERENCE] if all((r.comparison.steps["max_abs_logit"] == 0).all() for r in main) else []),
     ]

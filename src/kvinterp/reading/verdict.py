@@ -9,11 +9,10 @@ from kvinterp.reading.vocabulary import EMBEDDING, ONE_BY_ONE
 
 if TYPE_CHECKING:
     from kvinterp.auditing.accounting import Account
-    from kvinterp.auditing.evidence import Evidence
-    from kvinterp.auditing.exercises import Check
+    from kvinterp.auditing.bench import Check
     from kvinterp.auditing.judging import Judged
-    from kvinterp.auditing.ladder import Rung
-    from kvinterp.auditing.verdict import Verdict
+    from kvinterp.auditing.ladder import PrecisionRun
+    from kvinterp.auditing.verdict import Evidence, Verdict
 
 HINTS = {
     "Q": "Q alone is wrong: the new token's position, or RoPE",
@@ -99,7 +98,7 @@ def failed(check: Check) -> str:
     return f"{check.name} failed: {check.detail}{where}"
 
 
-def overflow(own: Rung, others: Sequence[str]) -> list[str]:
+def overflow(own: PrecisionRun, others: Sequence[str]) -> list[str]:
     """Where NaN or Inf first appears, and what to do."""
     where = own.nonfinite
     said = f"{where['value']} first appears on the {where['path']} path in {where['module'] or 'the logits'} in {own.name}"
@@ -128,7 +127,7 @@ def refused(why: Mapping[str, str]) -> list[str]:
     return [f"in {name} the model as it is cannot be run ({text})" for name, text in why.items()]
 
 
-def grid(rung: Rung, module: str) -> str:
+def grid(rung: PrecisionRun, module: str) -> str:
     """Logits on a narrower grid."""
     return (
         f"Every logit is exactly a {rung.grid} number though the model is in {rung.name}: from module {module or 'unknown'} "
@@ -136,7 +135,7 @@ def grid(rung: Rung, module: str) -> str:
     )
 
 
-def cast(name: str, judged: Judged, rung: Rung) -> str:
+def cast(name: str, judged: Judged, rung: PrecisionRun) -> str:
     """A cast to a narrower dtype than the one that serves."""
     found, cause = judged.finding, judged.cause
     return (
@@ -184,13 +183,13 @@ def random(size: float) -> str:
     )
 
 
-def equal(rungs: Sequence[Rung]) -> str:
+def equal(rungs: Sequence[PrecisionRun]) -> str:
     """Nothing differs."""
     steps = sum(len(r.steps) for r in rungs)
     return f"Every logit of all {steps} steps is bitwise the same in {', '.join(r.name for r in rungs)}."
 
 
-def benign(rung: Rung, seen: Evidence) -> str:
+def benign(rung: PrecisionRun, seen: Evidence) -> str:
     """What one precision showed: the machine's kernels, the null control, and a fixed order."""
     found = rung.summary()
     steps, equal_steps = found["steps"], found["bitwise_equal_steps"]
@@ -246,7 +245,7 @@ def onset(name: str, layer: int, position: int, tensor: str) -> str:
     )
 
 
-def unfixed(rungs: Iterable[Rung]) -> list[str]:
+def unfixed(rungs: Iterable[PrecisionRun]) -> list[str]:
     """Precisions in which a fixed order could not be run."""
     why: dict[str, list[str]] = {}
     for rung in rungs:
@@ -320,7 +319,7 @@ def taken_away(found: Mapping[str, Any]) -> str:
     return plain.get(word) or ("nothing" + (f": it is {detail}" if detail else ""))
 
 
-def same_everywhere(rung: Rung, where: str) -> str:
+def same_everywhere(rung: PrecisionRun, where: str) -> str:
     """Of a token at which nothing differs."""
     every = not bool((rung.steps["max_abs"] != 0).any())
     also = f" So is every logit of all {len(rung.steps)} steps." if every else ""

@@ -161,7 +161,7 @@ def test_flags_are_put_back() -> None:
 @pytest.mark.parametrize("before", [(True, True), (False, True), (False, False)])
 def test_both_switches_of_a_reduction_are_put_back(before: tuple[bool, bool]) -> None:
     """(False, False), which forbids split-K too, came back as (False, True)."""
-    from kvinterp.auditing.operations import _toggled
+    from kvinterp.auditing.shape_dependence import _toggled
     from kvinterp.provenance import kernel_flags
 
     matmul, name = torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"

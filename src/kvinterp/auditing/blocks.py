@@ -10,12 +10,11 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kvinterp.auditing.causality import check_causal
 from kvinterp.errors import UnsupportedError
 from kvinterp.inputs import check_seed
 from kvinterp.models import Adapter
@@ -24,7 +23,7 @@ from kvinterp.models.transformers_cache import CACHES
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 from kvinterp.paths.vocabulary import padding_of
 
-__all__ = ["BlockTaps", "Reference", "Subject", "check_causal", "first_of", "prompts_for", "referenced"]
+__all__ = ["BlockHooks", "BlockModel", "Masking", "Reference", "evaluating", "first_of", "prompts_for", "referenced"]
 
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
 
@@ -32,12 +31,32 @@ Call = tuple[int, int]
 """A block of the model, and how often it had run before in the same forward (a few models run a block twice)."""
 
 
-class Subject:
-    """One model in one dtype, with its own cache.
+class Masking(NamedTuple):
+    """What a forward is told of its tokens, or their part of it; None for what the model makes by itself.
+
+    Attributes:
+        mask: 0 where there is a pad, ``[batch, past + new]``; for transformers models only.
+        positions: ``[batch, new]``.
+    """
+
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+
+    def of(self, start: int, stop: int) -> Masking:
+        """What belongs to the tokens from ``start`` to ``stop``, of what is said of all."""
+        mask, positions = self
+        return Masking(None if mask is None else mask[:, :stop], None if positions is None else positions[:, start:stop])
+
+
+UNMASKED = Masking()
+
+
+class BlockModel:
+    """One model in one dtype and its blocks, with its own cache.
 
     Args:
         adapter: The model, already in the dtype.
-        kernels: The kernel mode every forward runs under.
+        kernels: The kernel mode every forward runs under; default: the machine's own.
         positions: ``"own"``: the model numbers its tokens by itself, as when it is called; ``"given"``: it is told their
             positions, as ``generate()`` tells it.
 
@@ -48,7 +67,9 @@ class Subject:
 
     def __init__(self, adapter: Adapter, kernels: Kernels | None = None, positions: str = "own") -> None:
         self.adapter, self.positions = adapter, positions
-        self.kernels: KernelMode = (kernels or Native()).mode(adapter)
+        self.model: Any = adapter.model
+        self.kind, self.device = adapter.kind, adapter.device
+        self.mode: KernelMode = (kernels or Native()).mode(adapter)
         self.padding: Tensor | None = None
         self.takes = frozenset(inspect.signature(adapter.model.forward).parameters)
         self.cache_name = next((name for name in CACHES if name in self.takes), CACHES[0])
@@ -65,40 +86,29 @@ class Subject:
     @property
     def can_be_told_positions(self) -> bool:
         """Whether the model's forward takes the positions of its tokens."""
-        return self.adapter.kind == "native" and "position_ids" in self.takes
+        return self.kind == "native" and "position_ids" in self.takes
 
-    def recompute(self, tokens: Tensor) -> Tensor:
-        """Logits of every token, without a cache."""
-        return self.unpadded(self.forward(tokens, cached="no")[0])
+    def recompute(self, tokens: Tensor, masking: Masking = UNMASKED) -> Tensor:
+        """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
+        return self.unpadded(self.forward(tokens, None, 0, masking, "no")[0])
 
-    def feed(self, tokens: Tensor, cache: Any = None, start: int = 0) -> tuple[Tensor, Any]:
-        """Logits of new tokens and the cache after them; without a cache the model makes its own.
-
-        Args:
-            tokens: ``[1, new]``.
-            cache: What the call before returned, or None.
-            start: Position of the first of them.
+    def feed(self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = UNMASKED) -> tuple[Tensor, Any]:
+        """Logits of new tokens and the cache after them; arguments as in :meth:`forward`.
 
         Raises:
             UnsupportedError: The model returns no cache that is known here.
         """
-        logits, cache = self.forward(tokens, cache, start)
+        logits, cache = self.forward(tokens, cache, start, masking)
         if cache is None:
             raise UnsupportedError(
-                f"{type(self.adapter.model).__name__} returned no cache (none of {', '.join(CACHES)}) though use_cache was "
+                f"{type(self.model).__name__} returned no cache (none of {', '.join(CACHES)}) though use_cache was "
                 "true: there is no cached path to audit."
             )
         return self.unpadded(logits), cache
 
     @torch.no_grad()
     def forward(
-        self,
-        tokens: Tensor,
-        cache: Any = None,
-        start: int = 0,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cached: str = "yes",
+        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = UNMASKED, cached: str = "yes"
     ) -> tuple[Tensor, Any]:
         """One forward as the model's own users run it: its logits, and its cache or None where it gives none.
 
@@ -106,11 +116,13 @@ class Subject:
             tokens: ``[batch, new]``.
             cache: What the call before returned, a cache object of transformers', or None for the model's own.
             start: How many tokens came before.
-            mask: ``[batch, past + new]``, or None; for transformers models only.
-            positions: ``[batch, new]``, or None for what the model makes by itself.
+            masking: Mask and positions of these tokens.
             cached: ``"no"`` runs without a cache.
         """
-        if self.adapter.kind != "native":
+        mask, positions = masking
+        if self.kind != "native":
+            if mask is not None:
+                raise TypeError("masks are given to transformers models only")
             return self._forward_lens(tokens, cache, cached)
         given: dict[str, Any] = {"input_ids": tokens, "use_cache": cached == "yes", "attention_mask": mask}
         given[self.cache_name] = cache
@@ -118,9 +130,8 @@ class Subject:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
         if "position_ids" in self.takes:
             given["position_ids"] = positions
-        model: Any = self.adapter.model
         with self.running():
-            out = model(**{name: value for name, value in given.items() if value is not None})
+            out = self.model(**{name: value for name, value in given.items() if value is not None})
         name = next((n for n in CACHES if getattr(out, n, None) is not None), None)
         if name is None:
             return out.logits, None
@@ -128,20 +139,18 @@ class Subject:
         return out.logits, getattr(out, name)
 
     def _forward_lens(self, tokens: Tensor, cache: Any, cached: str) -> tuple[Tensor, Any]:
-        model: Any = self.adapter.model
         with self.running():
             if cached == "no":
                 return self.adapter.forward(tokens), None
-            if self.adapter.kind == "bridge":
+            if self.kind == "bridge":
                 cache = self.new_cache() if cache is None else cache
-                return model(tokens, return_type="logits", past_key_values=cache, use_cache=True), cache
+                return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True), cache
             from transformer_lens import TransformerLensKeyValueCache
 
             if cache is None:
-                cache = TransformerLensKeyValueCache.init_cache(model.cfg, self.adapter.device, tokens.shape[0])
-            mask = torch.ones_like(tokens)
-            given = {"attention_mask": mask, "past_kv_cache": cache, "prepend_bos": False}
-            return model(tokens, return_type="logits", **given), cache
+                cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, self.device, tokens.shape[0])
+            given = {"attention_mask": torch.ones_like(tokens), "past_kv_cache": cache, "prepend_bos": False}
+            return self.model(tokens, return_type="logits", **given), cache
 
     def unpadded(self, logits: Tensor) -> Tensor:
         """The logits with 0 where those that stand for no token are minus infinity."""
@@ -152,11 +161,11 @@ class Subject:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The kernels that every forward runs under."""
-        heard = self.kernels.listeners
+        heard = self.mode.listeners
         with (
             self.adapter.attached(list(heard)),
-            self.adapter.listening({p: [one] for p, one in heard.items()}),
-            self.kernels,
+            self.adapter.listening({place: [one] for place, one in heard.items()}),
+            self.mode,
         ):
             yield
 
@@ -172,6 +181,10 @@ class Subject:
                 states[name if index == 0 else f"{name} {index}"] = tensor.clone()
         return states
 
+    def recurrent_layers(self, cache: Any) -> list[int]:
+        """Layers whose cache keeps a state instead of keys and values."""
+        return [layer for layer in range(len(self.blocks)) if self.states(cache, layer)]
+
     def new_cache(self) -> Any:
         """The cache that transformers makes for this model."""
         from transformers import DynamicCache
@@ -184,11 +197,27 @@ class Subject:
 
 
 @contextlib.contextmanager
-def referenced(subject: Subject, tokens: Tensor) -> Iterator[tuple[BlockTaps, Reference]]:
-    """A model's blocks seen for as long as the context lasts, and what one forward without a cache computed in them."""
-    taps = BlockTaps(subject)
-    with taps.attached():
-        yield taps, taps.reference(tokens)
+def referenced(model: BlockModel, tokens: Tensor) -> Iterator[BlockHooks]:
+    """A model's blocks seen for as long as the context lasts, beside what one forward without a cache computed in them."""
+    hooks = BlockHooks(model)
+    with hooks.attached():
+        hooks.refer_to(tokens)
+        yield hooks
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """A model fresh from its config drops out at random until it is told not to; it is left as it was."""
+    model = model.model if isinstance(model, Adapter) else model
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    training = [module for module in modules if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def first_of(output: Any) -> Any:
@@ -206,7 +235,7 @@ class Reference:
         inputs: What each block was given, ``[1, position, width]``, by block and by how often it had run before.
         outputs: What each block returned.
         again: Newest rows of the recomputations of this reference's prefixes that were already made, by how they were
-            run and by length: see :func:`kvinterp.auditing.ladder.rows`.
+            run and by length: see :mod:`kvinterp.auditing.measure`.
     """
 
     tokens: Tensor
@@ -221,7 +250,7 @@ class Reference:
         return Reference(self.tokens, self.logits.to(dtype), inputs, outputs)
 
 
-class BlockTaps:
+class BlockHooks:
     """Sees what every block is given and returns, and can put a reference's rows in the place of both.
 
     With forced rows each block computes from exactly what the reference computed from, at this position and at all earlier
@@ -229,113 +258,105 @@ class BlockTaps:
     first returned in the reference, so what differs in the second's input was born between them.
 
     Attributes:
+        reference: The tokens that are fed, and the rows that blocks are forced to.
         inputs: What each block was given in the last forward, before anything was put in its place, by call, ``[...,
             position, width]``: positions last but one, wherever the model has them.
         outputs: What each returned, likewise.
         change: Called with each call and output in the place of what is forced; may return another output.
     """
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
+    reference: Reference
+
+    def __init__(self, model: BlockModel) -> None:
+        self.model = model
         self.inputs: dict[Call, Tensor] = {}
         self.outputs: dict[Call, Tensor] = {}
-        self.force: tuple[Reference, int] | None = None
-        self.axes: dict[Call, int] = {}
-        self._count: int | None = None
         self.change: Callable[[Call, Tensor], Tensor] | None = None
+        self._axes: dict[Call, int] = {}
+        self._count: int | None = None
+        self._forced_from: int | None = None
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[BlockTaps]:
+    def attached(self) -> Iterator[BlockHooks]:
         """Hooks the blocks for as long as the context lasts."""
         with contextlib.ExitStack() as hooks:
-            for layer, block in enumerate(self.subject.blocks):
-                hooks.callback(block.register_forward_pre_hook(self._before(layer), with_kwargs=True).remove)
-                hooks.callback(block.register_forward_hook(self._after(layer)).remove)
+            for layer, block in enumerate(self.model.blocks):
+                hooks.enter_context(block.register_forward_pre_hook(self._before(layer), with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(self._after(layer)))
             yield self
 
     def _before(self, layer: int) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             name = None if args else _stream(kwargs)
-            given = args[0] if name is None else kwargs[name]
-            call = (layer, sum(n == layer for n, _ in self.inputs))
-            self.inputs[call] = self._seen(call, given)
-            if self.force is None or call not in self.force[0].inputs:
+            forced = self._met("inputs", layer, args[0] if name is None else kwargs[name])
+            if forced is None:
                 return None
-            forced = self._forced(call, self.force[0].inputs[call])
             return ((forced, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: forced})
 
         return hook
 
     def _after(self, layer: int) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> Any:
-            made = first_of(output)
-            call = (layer, sum(n == layer for n, _ in self.outputs))
-            self.outputs[call] = self._seen(call, made)
-            if self.change is not None:
-                forced = self.change(call, made)
-            elif self.force is None or call not in self.force[0].outputs:
-                return None
-            else:
-                forced = self._forced(call, self.force[0].outputs[call])
-            return (forced, *output[1:]) if isinstance(output, tuple | list) else forced
+            forced = self._met("outputs", layer, first_of(output))
+            return (forced, *output[1:]) if forced is not None and isinstance(output, tuple | list) else forced
 
         return hook
 
-    def _seen(self, call: Call, tensor: Tensor) -> Tensor:
+    def _met(self, side: str, layer: int, tensor: Tensor) -> Tensor | None:
+        """Keeps what a block is given or returns; what goes in its place, or None."""
+        seen: dict[Call, Tensor] = getattr(self, side)
+        call = (layer, sum(n == layer for n, _ in seen))
         if self._count is not None:
             # Positions are last but one, but where a model carries several streams at once and keeps them there.
             axes = [axis for axis in (tensor.dim() - 2, 1) if tensor.shape[axis] == self._count]
-            self.axes[call] = axes[0] if axes else tensor.dim() - 2
-        return tensor.movedim(self.axes.get(call, tensor.dim() - 2), -2)
+            self._axes[call] = axes[0] if axes else tensor.dim() - 2
+        seen[call] = tensor.movedim(self._axes.get(call, tensor.dim() - 2), -2)
+        if side == "outputs" and self.change is not None:
+            return self.change(call, tensor)
+        start = self._forced_from
+        rows = None if start is None else getattr(self.reference, side).get(call)
+        if rows is None or start is None:
+            return None
+        count = self.inputs[call].shape[-2]
+        return rows[..., start : start + count, :].movedim(-2, self._axes.get(call, rows.dim() - 2))
 
-    def _forced(self, call: Call, rows: Tensor) -> Tensor:
-        assert self.force is not None
-        start, count = self.force[1], self.inputs[call].shape[-2]
-        return rows[..., start : start + count, :].movedim(-2, self.axes.get(call, rows.dim() - 2))
-
-    def begin(self) -> None:
-        """Forgets the forward before: called ahead of every one."""
-        self.inputs, self.outputs = {}, {}
-
-    def reference(self, tokens: Tensor) -> Reference:
-        """Runs these tokens without a cache and keeps every row."""
-        self.force, self.subject.padding = None, None
-        self.begin()
+    def refer_to(self, tokens: Tensor) -> Reference:
+        """Runs these tokens without a cache and keeps every row, as the reference from now on."""
+        self.model.padding = None
         self._count = tokens.shape[1]
         try:
-            logits = self.subject.recompute(tokens)[0]
+            logits = self._run(None, self.model.recompute, tokens)[0]
         finally:
             self._count = None
-        self.subject.padding = padding_of([logits])
-        logits = self.subject.unpadded(logits)
+        self.model.padding = padding_of([logits])
+        logits = self.model.unpadded(logits)
         inputs, outputs = ({c: t.clone() for c, t in side.items()} for side in (self.inputs, self.outputs))
-        return Reference(tokens, logits, inputs, outputs)
+        self.reference = Reference(tokens, logits, inputs, outputs)
+        return self.reference
 
-    def feed(self, reference: Reference, start: int, stop: int, cache: Any, forced: str = "yes") -> tuple[Tensor, Any]:
-        """Feeds tokens ``start`` to ``stop`` of a reference against a cache, every block given the reference's rows.
+    def feed(self, start: int, stop: int, cache: Any = None, forced: str = "yes") -> tuple[Tensor, Any]:
+        """Feeds tokens ``start`` to ``stop`` of the reference against a cache, every block given the reference's rows.
 
         Args:
-            reference: The rows, and the tokens.
             start: The first token.
             stop: Where they end.
             cache: What the call before returned, or None.
             forced: ``"no"`` lets the model run freely, as its users do.
         """
-        self.begin()
-        self.force = (reference, start) if forced == "yes" else None
-        try:
-            return self.subject.feed(reference.tokens[:, start:stop], cache, start)
-        finally:
-            self.force = None
+        tokens = self.reference.tokens[:, start:stop]
+        return self._run(start if forced == "yes" else None, self.model.feed, tokens, cache, start)
 
-    def recompute(self, reference: Reference, stop: int, forced: str = "yes") -> Tensor:
+    def recompute(self, stop: int, forced: str = "yes") -> Tensor:
         """Logits of the first ``stop`` tokens without a cache, every block given the reference's rows."""
-        self.begin()
-        self.force = (reference, 0) if forced == "yes" else None
+        return self._run(0 if forced == "yes" else None, self.model.recompute, self.reference.tokens[:, :stop])
+
+    def _run(self, forced_from: int | None, forward: Callable[..., Any], *given: Any) -> Any:
+        self.inputs, self.outputs = {}, {}
+        self._forced_from = forced_from
         try:
-            return self.subject.recompute(reference.tokens[:, :stop])
+            return forward(*given)
         finally:
-            self.force = None
+            self._forced_from = None
 
 
 def _stream(given: dict[str, Any]) -> str:

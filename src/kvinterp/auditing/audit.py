@@ -1,0 +1,400 @@
+"""An audit: what is given is checked, every precision is run and judged, and what was found is kept together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvinterp.auditing.accounting import account
+from kvinterp.auditing.bench import first_line
+from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
+from kvinterp.auditing.causality import check_causal
+from kvinterp.auditing.causes import other_attention
+from kvinterp.auditing.comparing import difference
+from kvinterp.auditing.exercises import exercise
+from kvinterp.auditing.judging import RungJudge
+from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
+from kvinterp.auditing.lengths import CHUNK_NAMES
+from kvinterp.auditing.measure import climb
+from kvinterp.auditing.onset import onset
+from kvinterp.auditing.values import grid_module
+from kvinterp.auditing.verdict import VERDICTS, Evidence, Verdict, judge
+from kvinterp.data import Prompt
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
+from kvinterp.inputs import check_callable, check_choice, check_instance, check_known, check_seed, given_list, whole_number
+from kvinterp.locks import Lock
+from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.threads import own_threads
+from kvinterp.paths.kernels import BatchInvariant
+from kvinterp.provenance import provenance
+
+__all__ = ["CHECKS", "LENGTHS", "RUNGS", "Audit", "audit"]
+
+RUNGS = ("bfloat16", "float16", "float32", "float64")
+LENGTHS = (5, 63, 64, 65, 96, 97, 128)
+"""Prompt lengths on and beside the usual tile, window and chunk sizes."""
+
+CHECKS = ("default", "thorough", "none")
+
+LONGEST, MOST_STEPS = 32_768, 4_096
+"""The longest prompt of an audit, and the most tokens that are fed singly in all."""
+
+LONGEST_EDGE = 512
+"""The longest window or chunk that default lengths reach over."""
+
+AFFORDED, A_KEY = 1.2e10, 4e4
+"""Products of two numbers that one rung may make one by one for a fixed order, about a quarter of a minute on one core; and as
+how many of them one key of one layer's attention counts, which is added up by itself."""
+
+
+@dataclasses.dataclass
+class Audit:
+    """Everything an audit measured; ``verdict`` is its conclusion.
+
+    Attributes:
+        verdict: The conclusion.
+        rungs: What each precision showed.
+        plan: What was run.
+        about: Provenance.
+    """
+
+    verdict: Verdict
+    rungs: list[PrecisionRun]
+    plan: Plan
+    about: dict[str, Any]
+
+    def rung(self, name: str) -> PrecisionRun | None:
+        """One rung by name, or None."""
+        return next((r for r in self.rungs if r.name == name), None)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Writes verdict.json, audit.html and the tables as CSV; returns the folder."""
+        from kvinterp.auditing.report import write
+
+        return write(self, Path(folder))
+
+
+def audit(
+    model: Any,
+    prompts: Sequence[Any] | None = None,
+    *,
+    rungs: Sequence[str] = RUNGS,
+    lengths: Sequence[int] | None = None,
+    steps: int = 3,
+    seed: int = 0,
+    sweep: str = "yes",
+    checks: str = "default",
+    allow: Sequence[str] = (),
+    out: str | os.PathLike[str] | None = None,
+    detail: str = "verdict",
+    progress: Callable[[str], None] | None = None,
+) -> Any:
+    """Says whether a model's cached decoding is right, and if not what is wrong and where.
+
+    Args:
+        model: A model of any kind or an adapter. A transformers model runs with its own cache.
+        prompts: Texts or token ids, each at least as long as the longest length and its steps; default: two random ones.
+        rungs: The precisions to climb.
+        lengths: Prompt lengths after which tokens are fed one by one; those the context has room for are used. Default:
+            :data:`LENGTHS` and those on both sides of the model's own window and chunk, as far as these are at most 512.
+        steps: How many tokens are fed one by one after each.
+        seed: Seeds the random prompts.
+        sweep: ``"yes"`` also decodes one long sequence from a short prompt, to find a position at which something changes.
+        checks: What is exercised beside tokens fed one by one: ``"default"`` (left padding, ``generate()``, other caches,
+            chunks, the model's window, as far as they are cheap), ``"thorough"`` (all of it) or ``"none"``.
+        allow: Words of :data:`VERDICTS` that shall not fail, such as ``"hidden-cast"``.
+        out: A folder for verdict.json and the page, or None.
+        detail: ``"verdict"`` returns the :class:`Verdict`, ``"everything"`` the :class:`Audit`.
+        progress: Told what runs next.
+
+    Raises:
+        InputError: Something given does not fit.
+    """
+    with evaluating(model):
+        adapter = wrap(model)
+    check_choice("detail", detail, ("verdict", "everything"))
+    check_choice("sweep", sweep, ("yes", "no"))
+    check_known("checks", checks, CHECKS)
+    check_seed(seed)
+    check_callable("progress", progress)
+    allow = _allowed(allow)
+    lengths, steps = _checked_lengths(_own_lengths(adapter) if lengths is None else lengths, steps)
+    dtypes = _precisions(rungs, adapter)
+    with contextlib.ExitStack() as held:
+        if out is not None:
+            check_instance("out", out, (str, os.PathLike), "the name of a folder, or None")
+            from kvinterp.auditing.report import check_own
+
+            # Held until it is written: another audit of the folder is told now, not overwritten then.
+            check_own(Path(out))
+            held.enter_context(Lock(Path(out)))
+        with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), evaluating(adapter):
+            check_causal(adapter)
+            room = min(adapter.facts.context, max(lengths) + steps)
+            plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
+            seen = _Auditor(adapter, plan, dtypes, sweep, checks, progress or (lambda _: None)).run()
+            about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
+        result = Audit(judge(seen, allow), list(seen.rungs.values()), plan, about)
+        if out is not None:
+            result.save(out)
+    return result if detail == "everything" else result.verdict
+
+
+class _Auditor:
+    """Climbs the ladder and looks inside where a rung shows something.
+
+    Args:
+        adapter: The model.
+        plan: What is run on each rung.
+        dtypes: The rungs, by name.
+        sweep: ``"yes"`` or ``"no"``: one long decode too.
+        checks: ``"default"``, ``"thorough"`` or ``"none"``: what is exercised beside tokens fed one by one.
+        progress: Told what runs next.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        plan: Plan,
+        dtypes: dict[str, torch.dtype],
+        sweep: str,
+        checks: str,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.adapter, self.plan, self.dtypes = adapter, plan, dtypes
+        self.sweep, self.checks, self.progress = sweep, checks, progress
+        self.finest = min(dtypes, key=lambda name: unit_roundoff(dtypes[name]))
+        matrices = [p.shape[-1] for p in adapter.model.parameters() if p.dim() == 2]
+        terms = max([plan.length, adapter.facts.width, *matrices])
+        self.seen = Evidence(adapter.facts.name, dtype_name(adapter.dtype), terms)
+
+    def run(self) -> Evidence:
+        """Runs every rung."""
+        seen, judges, exercised = self.seen, [], False
+        seen.random = self._random()
+        for name, dtype in self.dtypes.items():
+            self.progress(name)
+            twin = self._in(dtype)
+            run = self._climb(twin, name)
+            if run is not None:
+                seen.rungs[name] = run
+                if run.grid and not seen.grid_module:
+                    tokens = torch.tensor([list(self.plan.prompts[0])], device=twin.device)
+                    seen.grid_module = grid_module(BlockModel(twin), tokens, getattr(torch, run.grid))
+                if not run.nonfinite:
+                    judges += self._judge(twin, run)
+                    if name == self.finest:
+                        self._exercise(twin)
+                        exercised = True
+            del twin  # Two copies at once would be one too many.
+        if judges:
+            self._settle(judges)
+        if not exercised:
+            self._exercise(self.adapter)
+        seen.exercised = self._exercised()
+        return seen
+
+    def _judge(self, twin: Adapter, run: PrecisionRun) -> list[RungJudge]:
+        """Judges a rung; its judge, where that has to see the model in float64."""
+        seen, one = self.seen, RungJudge(twin, run, self.seen.terms)
+        seen.judged[run.name] = one.judge()
+        seen.accounts[run.name] = account(twin, run, seen.terms)
+        if run.name in (seen.own, "float32") and seen.onset is None:
+            seen.onset = onset(twin, run)
+        one.release()
+        return [one] if one.open else []
+
+    def _settle(self, judges: list[RungJudge]) -> None:
+        """What can only be told beside the same blocks in float64."""
+        self.progress("float64 beside")
+        twin: Adapter | None = None
+        with contextlib.suppress(RuntimeError, UnsupportedError):
+            twin = self._in(torch.float64)
+        clean: set[int] | None = None
+        if "float64" in self.seen.judged:
+            wrong = {j.finding.layer for name, j in self.seen.caused("") if name == "float64"}
+            clean = set(range(-1, len(self.adapter.blocks) + 1)) - wrong
+        elif self.seen.random:
+            clean = set()  # What differs from one run to the next does so in every precision.
+        for one in judges:
+            self.seen.judged[one.name] = one.settle(twin, clean)
+
+    def _exercise(self, twin: Adapter) -> None:
+        if self.checks == "none":
+            return
+        self.progress("exercises")
+        plan, thorough = self.plan, self.checks == "thorough"
+        prompts = [list(p[: plan.length]) for p in plan.prompts]
+        self.seen.checks = exercise(twin, prompts, steps=plan.steps, thorough=thorough, progress=self.progress)
+
+    def _climb(self, twin: Adapter, name: str) -> PrecisionRun | None:
+        """One rung, or None where torch cannot run the model in its dtype."""
+        long = "yes" if name in (self.seen.own, "float32") else "first" if name == self.finest else "no"
+        sweep = long if self.sweep == "yes" else "no"
+        try:
+            run = climb(twin, self.plan, sweep=sweep)
+        except RuntimeError as error:
+            if name == self.seen.own or isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.seen.refused[name] = first_line(error, 120, "RuntimeError")
+            if twin is self.adapter or not other_attention(twin):
+                return None
+            try:
+                run = climb(twin, self.plan, sweep=sweep)
+            except RuntimeError:
+                return None
+            self.seen.refused[name] += "; it was run with eager attention"
+        if not run.nonfinite:
+            self._fix(twin, run, "first" if sweep != "no" else "no")
+        return run
+
+    def _fix(self, twin: Adapter, run: PrecisionRun, sweep: str) -> None:
+        """The rung again with a fixed order, over as much of the plan as can be afforded."""
+        self.progress(f"{run.name}, {BatchInvariant()}")
+        plan, sweep = self._affordable(sweep)
+        if plan is None:
+            run.unfixed = "the model is too large to be run with a fixed order of additions here"
+            return
+        try:
+            run.fixed = climb(twin, plan, BatchInvariant(), sweep, against="whole")
+            if (run.fixed.local["null"] > 0).any():
+                # A row depends on how many there are by the model's own design: only the same prefix compares.
+                run.fixed = climb(twin, plan, BatchInvariant(), sweep, against="prefix")
+        except UnsupportedError as error:
+            run.unfixed = str(error)
+        except RuntimeError as error:
+            run.unfixed = first_line(error, 160)
+
+    def _affordable(self, sweep: str) -> tuple[Plan | None, str]:
+        if self.adapter.device.type != "cpu":
+            return self.plan, sweep
+        weights, layers = sum(p.numel() for p in self.adapter.model.parameters()), len(self.adapter.blocks)
+        prompts, prefills = len(self.plan.prompts), list(self.plan.prefills)
+
+        def cost(prompts: int, prefills: list[int], sweep: str) -> float:
+            longest, steps = max(prefills) + self.plan.steps, self.plan.steps
+            rows = prompts * (2 * longest + sum(2 * p + 3 * steps for p in prefills)) + longest * (sweep != "no")
+            keys = prompts * sum((4 + 2 * steps) * p for p in prefills) + longest**2 / 2 * (sweep != "no")
+            return weights * rows + A_KEY * layers * keys
+
+        while cost(prompts, prefills, sweep) > AFFORDED:
+            if sweep != "no":
+                sweep = "no"
+            elif prompts > 1:
+                prompts = 1
+            elif len(prefills) > 1:
+                prefills.pop()
+            else:
+                return None, "no"
+        plan = dataclasses.replace(self.plan, prompts=self.plan.prompts[:prompts], prefills=tuple(prefills))
+        return (plan if plan.length > (plan.chunk or 0) + 1 else dataclasses.replace(plan, chunk=None)), sweep
+
+    def _in(self, dtype: torch.dtype) -> Adapter:
+        """The model in a dtype; a copy that is dropped with its rung, never kept on the adapter."""
+        return self.adapter if dtype == self.adapter.dtype and dtype != torch.float64 else self.adapter.cast(dtype)
+
+    def _exercised(self) -> str:
+        plan, runs = self.plan, self.seen.rungs.values()
+        said = [f"Prompts of {', '.join(map(str, plan.prefills))} tokens, each with the next {plan.steps} one by one"]
+        if any(len(run.sweep) for run in runs):
+            said.append(f"positions {plan.sweep} to {plan.length - 1} one by one")
+        chunked = any((run.chunks["start"] > 0).any() for run in runs)
+        at_once = f"positions {plan.chunk} to {plan.length - 1} at once on a cache of {plan.chunk}"
+        said.append(at_once if chunked else "never several tokens at once on a cache that is not empty")
+        return f"{'; '.join(said)}."
+
+    def _random(self) -> float:
+        """The relative difference of one forward run twice, where it is beyond what rounding in another order makes."""
+        model, tokens = BlockModel(self.adapter), self.plan.tokens(0, self.adapter.device)
+        first, again = model.recompute(tokens), model.recompute(tokens)
+        kept = first.isfinite() & again.isfinite()
+        size = difference(first[kept], again[kept]) if bool(kept.any()) else 0.0
+        return size if size > band(model.dtype, self.adapter.facts.width) else 0.0
+
+
+# What is given ---------------------------------------------------------------------------------------------------------
+
+
+def _allowed(allow: Any) -> tuple[str, ...]:
+    """The words that shall not fail."""
+    words = f"a list of words of {', '.join(VERDICTS)}"
+    found = (allow,) if isinstance(allow, str) else tuple(given_list("allow", allow, words))
+    for word in found:
+        check_known("verdict to allow", word, VERDICTS)
+    return found
+
+
+def _precisions(rungs: Any, adapter: Adapter) -> dict[str, torch.dtype]:
+    """The precisions to climb by name, the model's own among them."""
+    expected = f"a list of at least one precision of {', '.join(RUNGS)}"
+    rungs = given_list("rungs", rungs, expected)
+    if not rungs:
+        raise InputError(f"rungs={shown(rungs)} was given: expected {expected}.")
+    dtypes = {dtype_name(dtype): dtype for dtype in map(dtype_named, rungs) if dtype is not None}
+    dtypes.setdefault(dtype_name(adapter.dtype), adapter.dtype)
+    return dtypes
+
+
+@contextlib.contextmanager
+def _torchs_own_words() -> Iterator[None]:
+    """What torch says of a forward that it cannot run, in one sentence."""
+    try:
+        yield
+    # Models raise whatever their code meets first; kvinterp's own errors are sentences already.
+    except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, KvinterpError):
+            raise
+        said = first_line(error, 200)
+        raise UnsupportedError(
+            "this model cannot be run as the audit runs it, tokens one by one on its own cache and each block given the "
+            f"recomputation's rows: {said}"
+        ) from error
+
+
+def _checked_lengths(lengths: Any, steps: Any) -> tuple[tuple[int, ...], int]:
+    """The lengths and steps as whole numbers, where an audit of them ends."""
+    expected = "whole numbers of at least 1, as in lengths=(5, 63, 64), steps=3"
+    counts = [whole_number(value) or 0 for value in (*given_list("lengths", lengths, expected), steps)]
+    if len(counts) < 2 or min(counts) < 1:
+        raise InputError(f"lengths={shown(lengths)}, steps={shown(steps)} was given: expected {expected}.")
+    *lengths, steps = counts
+    if max(lengths) > LONGEST or len(set(lengths)) * steps > MOST_STEPS:
+        raise InputError(
+            f"{len(set(lengths)):,} lengths up to {max(lengths):,} with {steps:,} steps each were asked for, and each step "
+            f"recomputes its whole prefix at every precision: expected lengths up to {LONGEST:,} and at most {MOST_STEPS:,} "
+            "steps in all; give fewer."
+        )
+    return tuple(lengths), steps
+
+
+def _own_lengths(adapter: Adapter) -> tuple[int, ...]:
+    config: Any = getattr(adapter.source, "config", None)
+    chunks = [getattr(config, name, None) for name in CHUNK_NAMES]
+    edges = {edge for edge in (*adapter.facts.windows, *chunks) if isinstance(edge, int) and 2 < edge <= LONGEST_EDGE}
+    return tuple(sorted({*LENGTHS, *(edge + side for edge in edges for side in (-1, 1))}))
+
+
+def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: int) -> list[Sequence[int]]:
+    if prompts is None:
+        return prompts_for(adapter, 2, length, seed)
+    found: list[Sequence[int]] = []
+    for prompt in given_list("prompts", prompts, "a list of prompts, each text or token ids"):
+        text = prompt.text if isinstance(prompt, Prompt) else prompt
+        if not isinstance(text, str | Iterable):
+            raise InputError(f"prompt {text!r} cannot be audited: expected text or a list of token ids.")
+        ids = adapter.encode(text) if isinstance(text, str) else list(text)
+        vocabulary = adapter.facts.vocabulary
+        wrong = next((t for t in ids if not isinstance(t, int) or not 0 <= t < vocabulary), None)
+        if wrong is not None or len(ids) < 3:
+            what = "it has fewer than 3 tokens" if wrong is None else f"it holds token {wrong!r}"
+            raise InputError(f"prompt {str(prompt)[:40]!r} cannot be audited: {what}; vocabulary {vocabulary}.")
+        found.append(ids)
+    if not found:
+        raise InputError("the list of prompts is empty: give at least one, or leave it out for random ones.")
+    return found

@@ -1,0 +1,196 @@
+"""What a policy costs in behaviour: scores as percent of control, with intervals and tests paired by prompt.
+
+Repeats of one prompt are not independent, so each prompt is one observation: the mean over its repeats. Intervals resample
+prompts, tests turn the sign of a prompt's difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+__all__ = ["AGAIN", "CONTROL", "METRICS", "Measure", "contrasted", "observed", "scored"]
+
+CONTROL, AGAIN = "control", "control again"
+"""No policy, and no policy with other draws of the sampling: what differs between them is the floor of every difference."""
+_RESAMPLES = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A score of behaviour.
+
+    Attributes:
+        meaning: What it is.
+        tasks: The rows of the examples that it is of.
+        column: What it is the mean of.
+        unit: ``"share"``, or ``"nats"`` per token, told as their exponential.
+    """
+
+    meaning: str
+    tasks: tuple[str, ...]
+    column: str
+    unit: str = "share"
+
+    def told(self, mean: Any) -> Any:
+        """The score of a mean."""
+        return np.exp(mean) if self.unit == "nats" else mean
+
+
+METRICS: dict[str, Measure] = {
+    "instructions": Measure("instructions followed", ("instructions",), "correct"),
+    "next_token": Measure("tenth words guessed", ("strings",), "correct"),
+    "perplexity": Measure("perplexity of reference answers", ("texts",), "nats", unit="nats"),
+    "problems": Measure("problems solved", ("problems",), "correct"),
+    "loops": Measure("texts that end in a repetition", ("instructions", "problems"), "loop"),
+    "outside": Measure("words outside the task's", ("instructions", "problems"), "outside"),
+}
+
+
+def observed(examples: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """One observation a prompt: its mean over repeats, a column for every policy and reading.
+
+    Args:
+        examples: policy, reading, repeat, task, prompt, and the columns of the metrics.
+        metric: One of :data:`METRICS`.
+
+    Returns:
+        Rows by task and prompt.
+    """
+    measure = METRICS[metric]
+    chosen = examples[examples["task"].isin(measure.tasks)].dropna(subset=[measure.column])
+    keys = [chosen["task"], chosen["prompt"], chosen["policy"], chosen["reading"]]
+    table = chosen[measure.column].astype(float).groupby(keys).mean().unstack(["policy", "reading"])
+    order = dict.fromkeys(zip(chosen["policy"], chosen["reading"], strict=True))
+    return table[list(order)]
+
+
+def scored(examples: pd.DataFrame) -> pd.DataFrame:
+    """Every policy's scores beside the control's.
+
+    Args:
+        examples: As for :func:`observed`; the control's reading is that of its one run, and counts for each.
+
+    Returns:
+        One row a policy, reading and metric: value, control, percent (of control; NaN where that is 0) with percent_low and
+        percent_high, difference with its ends (of perplexity in its own unit), prompts, repeats, p (of the difference, by
+        turning signs) and q (Benjamini and Hochberg over the policies of a reading and metric).
+    """
+    rows = []
+    repeats = examples.groupby(["policy", "reading"])["repeat"].nunique()
+    for metric, measure in METRICS.items():
+        table = observed(examples, metric)
+        (control,) = [column for column in table.columns if column[0] == CONTROL]
+        for column in table.columns:
+            if column == control:
+                continue
+            both = table[[column, control]].dropna().to_numpy().T
+            if both.shape[1]:
+                policy, reading = column
+                head = {"policy": policy, "reading": reading, "metric": metric, "repeats": int(repeats[column])}
+                rows.append(head | _compared(both[0], both[1], measure))
+    table = pd.DataFrame(rows)
+    real = table["policy"] != AGAIN
+    tested = table[real & table["p"].notna()]
+    table["q"] = tested.groupby(["reading", "metric"])["p"].transform(stats.false_discovery_control)
+    return table
+
+
+def contrasted(examples: pd.DataFrame, contrasts: Mapping[str, Mapping[tuple[str, str], float]]) -> pd.DataFrame:
+    """Weighted sums of policies' scores, prompt by prompt.
+
+    Args:
+        examples: As for :func:`observed`.
+        contrasts: By name the weights of policies and readings.
+
+    Returns:
+        One row a contrast and metric: difference (of perplexity that of its logarithm) with low, high, p and prompts.
+    """
+    rows = []
+    for metric in METRICS:
+        table = observed(examples, metric)
+        for name, weights in contrasts.items():
+            if not set(weights) <= set(table.columns):
+                continue
+            each = sum(weight * table[column] for column, weight in weights.items())
+            known = pd.Series(each).dropna().to_numpy()
+            if len(known):
+                low, high = _interval((known,), _mean)
+                numbers = {"difference": known.mean(), "low": low, "high": high, "p": _sign_test(known)}
+                rows.append({"contrast": name, "metric": metric, **numbers, "prompts": len(known)})
+    return pd.DataFrame(rows, columns=["contrast", "metric", "difference", "low", "high", "p", "prompts"])
+
+
+def _compared(mine: np.ndarray, control: np.ndarray, measure: Measure) -> dict[str, Any]:
+    def ratio(a: np.ndarray, b: np.ndarray, axis: int = -1) -> Any:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return 100 * measure.told(a.mean(axis)) / measure.told(b.mean(axis))
+
+    def difference(a: np.ndarray, b: np.ndarray, axis: int = -1) -> Any:
+        return measure.told(a.mean(axis)) - measure.told(b.mean(axis))
+
+    zero = float(measure.told(control.mean())) == 0
+    percent = (np.nan,) * 2 if zero else _interval((mine, control), ratio)
+    ends = _interval((mine, control), difference)
+    return {
+        "value": float(measure.told(mine.mean())),
+        "control": float(measure.told(control.mean())),
+        "percent": np.nan if zero else float(ratio(mine, control)),
+        "percent_low": percent[0],
+        "percent_high": percent[1],
+        "difference": float(difference(mine, control)),
+        "low": ends[0],
+        "high": ends[1],
+        "prompts": len(mine),
+        "p": _sign_test(mine - control),
+    }
+
+
+def _mean(values: np.ndarray, axis: int = -1) -> Any:
+    return values.mean(axis)
+
+
+def _interval(columns: tuple[np.ndarray, ...], statistic: Callable[..., Any]) -> tuple[float, float]:
+    """The 95% percentile bootstrap over prompts; both ends are the value where it cannot vary, NaN of one prompt."""
+    if len(columns[0]) < 2:
+        return float("nan"), float("nan")
+    with warnings.catch_warnings():
+        # It warns where nothing varies, and where a resample has no value, which is what is left out below.
+        warnings.simplefilter("ignore")
+        found: Any = stats.bootstrap(
+            columns,
+            statistic,
+            paired=len(columns) > 1,
+            vectorized=True,
+            n_resamples=_RESAMPLES,
+            method="percentile",
+            random_state=np.random.default_rng(0),  # Called rng from scipy 1.15 on, which takes both.
+        )
+    known = found.bootstrap_distribution[np.isfinite(found.bootstrap_distribution)]
+    if not len(known):
+        return float("nan"), float("nan")
+    low, high = np.quantile(known, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _sign_test(differences: np.ndarray) -> float:
+    """The permutation test of a mean of 0 that turns signs, prompt by prompt; 1 where nothing differs, NaN of one prompt."""
+    if len(differences) < 2:
+        return float("nan")
+    if not np.any(differences):
+        return 1.0
+    found = stats.permutation_test(
+        (differences, np.zeros_like(differences)),
+        lambda a, b, axis=-1: (a - b).mean(axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=4999,
+        random_state=np.random.default_rng(0),
+    )
+    return float(found.pvalue)

@@ -1,0 +1,235 @@
+"""Play the telephone game: a text restated again and again, with and without a policy on the cache.
+
+Each output is the next input. The null is the same precision with other seeds: what a policy changes is held against what
+another draw changes. Chains of one text and seed draw the same random numbers under every policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.experiments.base import Experiment, Outcome, argument, option, shared
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvinterp.cells import Cell, Made
+    from kvinterp.data import Prompt
+    from kvinterp.models import Adapter
+    from kvinterp.policies import Policy
+
+__all__ = ["Chain"]
+
+CONTROL, NULL = "cached", "cached, other seeds"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(Experiment):
+    """Does the precision of the cache change where a text goes that is restated again and again?"""
+
+    TABLES: ClassVar = ("chains", "curves", "deltas", "cycles", "attractors")
+    FIGURES: ClassVar = "kvinterp.report.chains:save_chain_figures"
+    READING: ClassVar = "kvinterp.reading.chains:said_of_chains"
+    UNIT: ClassVar = "sets of chains"
+
+    models: tuple[str, ...] = argument(("zoo:gqa2-mini",), "zoo:NAME, checkpoint folders or hub ids.")
+    policies: tuple[str, ...] = option(
+        ("int8", "int4"), "What is done to K and V; may be given several times.", flag="--policy"
+    )
+    on: str = option("kv,k,v", "Each policy on both tensors, on K and on V alone: kv,k,v or some of them.")
+    prefill: str = option("exact", "exact; or stored: the prompt reads what a policy keeps, as in llama.cpp and Ollama.")
+    texts: str = option("restate:2", "restate:N, or a .jsonl file with texts.")
+    text: str | None = option(None, "One text, in place of those.")
+    template: str = option("Text: {text}\nIn other words:", "The request, with {text} where the text goes.")
+    system: str | None = option(None, "What comes before it: the system message.")
+    chat: str = option("none", "'template': the tokenizer's chat template; or 'none'.")
+    hops: int = option(30, "How often it is restated.", min=1)
+    temperatures: str = option("0.7,0", "Temperatures, with commas; at 0 there is one chain a text.")
+    seeds: int = option(10, "How many chains of each text.", min=2)
+    max_new_tokens: int = option(64, "Most tokens of a restatement.", min=1)
+    embedder: str = option(
+        "counts",
+        "counts (cosine of word counts), model (its own last residual stream, averaged), or a sentence-transformers model by "
+        "name or folder.",
+    )
+    batch_size: int = option(1, "Most chains a batch; used where it keeps the bits.", decides="nothing", min=1)
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def adapters(self) -> list[Adapter]:
+        """The models, loaded."""
+        from kvinterp.cells import loaded
+
+        return [loaded(self.named(model)) for model in self.models]
+
+    def arms(self) -> dict[str, str]:
+        """The paths by the names of their arms: no policy, the same with other seeds, and each policy on each tensor."""
+        from kvinterp.errors import InputError
+        from kvinterp.paths import Cached
+        from kvinterp.policies import policy_named
+
+        parts = [part.strip() for part in self.on.split(",") if part.strip()]
+        if not parts or not set(parts) <= {"kv", "k", "v"}:
+            raise InputError(f"--on {self.on!r} was given: expected kv, k and v, or some of them, with commas.")
+        several = [_on(policy_named(text), part) for text in self.policies for part in parts]
+        return {CONTROL: "cached", NULL: "cached", **{str(one): str(Cached(one, prefill=self.prefill)) for one in several}}
+
+    def cells(self) -> list[Cell]:
+        """A cell a model, arm, temperature and text."""
+        from kvinterp.cells import Cell
+
+        texts, arms, temperatures = self._checked()
+        names = ("template", "system", "chat", "hops", "max_new_tokens", "embedder", "batch_size")
+        more = {name: getattr(self, name) for name in names}
+        found = []
+        for place, model in enumerate(self.models):
+            for turn, (arm, path) in enumerate(arms.items()):
+                for degree, temperature in enumerate(temperatures):
+                    if arm == NULL and not temperature:
+                        continue  # Nothing is drawn.
+                    count = self.seeds if temperature else 1
+                    seeds = [seed + (count if arm == NULL else 0) for seed in range(count)]
+                    for number, text in enumerate(texts):
+                        settings = {
+                            "model": self.named(model), "arm": arm, "path": path, "temperature": temperature, "number": number,
+                            "text": text.text, "facts": list(_facts(text)), "seeds": seeds, **more,
+                        }  # fmt: skip
+                        told = f"chains of {model} on {arm}, temperature {temperature:g}" * (number == 0)
+                        key = f"chain-{place}-{turn}-{degree}-{number}"
+                        found.append(Cell(key, f"{__name__}:measured", settings, told))
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """With the texts themselves: a file may change."""
+        return {**super().settings(), "restated": [text.text for text in self._checked()[0]]}
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """What the chains come to."""
+        from kvinterp.behaviour.chains import attractors_of, curves_of, cycles_of, deltas_of
+        from kvinterp.cells import joined
+        from kvinterp.provenance import provenance
+
+        chains = joined(made)["chains"]
+        tables = {
+            "chains": chains,
+            "curves": curves_of(chains),
+            "deltas": deltas_of(chains, CONTROL),
+            "cycles": cycles_of(chains),
+            "attractors": attractors_of(chains),
+        }
+        about = {adapter.facts.name: provenance(adapter) for adapter in self.adapters()}
+        rows = {name: _plain(tables[name]) for name in ("deltas", "cycles", "attractors")}
+        chosen = {name: getattr(self, name) for name in ("hops", "seeds", "embedder")}
+        summary = {**rows, **chosen, "control": CONTROL, "null": NULL, "provenance": about, "settings": settings}
+        return Outcome({**tables, "about": about, "embedder": self.embedder}, tables, summary)
+
+    def _checked(self) -> tuple[list[Prompt], dict[str, str], list[float]]:
+        """Texts, arms and temperatures, once everything that can be was looked at."""
+        from kvinterp.behaviour.chains import TEXT
+        from kvinterp.data import load_prompts
+        from kvinterp.errors import InputError
+        from kvinterp.inputs import check_choice, check_whole
+        from kvinterp.paths import TopP
+
+        if not self.models:
+            raise InputError("the list of models is empty: give at least one.")
+        check_choice("chat", self.chat, ("none", "template"))
+        if TEXT not in self.template:
+            raise InputError(f"--template {self.template!r} takes no text: write {TEXT} where it goes.")
+        for name, least in (("hops", 1), ("seeds", 2), ("max_new_tokens", 1), ("batch_size", 1)):
+            check_whole(name, getattr(self, name), least=least)
+        try:
+            temperatures = [float(part) for part in self.temperatures.split(",")]
+        except ValueError as error:
+            raise InputError(f"--temperatures {self.temperatures!r}: expected numbers with commas, as in 0.7,0.") from error
+        for temperature in filter(None, temperatures):
+            TopP(1.0, temperature)
+        texts = load_prompts(self.texts) if self.text is None else load_prompts([self.text])
+        return [_bare(text) for text in texts], self.arms(), list(dict.fromkeys(temperatures))
+
+
+def measured(
+    model: Mapping[str, Any],
+    arm: str,
+    path: str,
+    temperature: float,
+    number: int,
+    text: str,
+    facts: Sequence[str],
+    seeds: Sequence[int],
+    template: str,
+    system: str | None,
+    chat: str,
+    hops: int,
+    max_new_tokens: int,
+    embedder: str,
+    batch_size: int,
+    progress: str = "none",
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """The chains of one text."""
+    import pandas as pd
+    from tqdm.auto import tqdm
+
+    from kvinterp.behaviour.chains import cosines, embedder_named, played, share_kept, tokens_of
+    from kvinterp.cells import loaded
+
+    adapter = loaded(model)
+    embed = embedder_named(embedder, adapter)
+    ask = tokens_of(adapter, template, chat, system)
+    how: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    with tqdm(total=hops * len(seeds), desc=arm, unit="hop", disable=None if progress == "bar" else True) as bar:
+        chains = played(adapter, path, text, number, seeds, hops, ask, **how, done=bar.update)
+    rows = []
+    for seed, chain in zip(seeds, chains, strict=True):
+        similar = cosines(embed(chain))
+        for hop, (said, similarity) in enumerate(zip(chain, similar, strict=True)):
+            rows.append(
+                {
+                    "model": adapter.facts.name, "arm": arm, "temperature": temperature, "text": number, "seed": seed, "hop": hop,
+                    "said": said, "words": len(said.split()), "similarity": float(similarity),
+                    "facts": share_kept(facts, said),
+                }
+            )  # fmt: skip
+    return {"chains": pd.DataFrame(rows)}, {}
+
+
+def _on(policy: Policy, part: str) -> Policy:
+    """A policy on K or V alone, or on both; the parts of a chain of policies likewise.
+
+    Raises:
+        InputError: It cannot be: it has no say over one tensor alone.
+    """
+    from kvinterp.errors import InputError
+    from kvinterp.policies.base import Chain as Several
+    from kvinterp.policies.base import Selective
+
+    if part == "kv":
+        return policy
+    if isinstance(policy, Several):
+        return dataclasses.replace(policy, parts=tuple(_on(one, part) for one in policy.parts))
+    if not isinstance(policy, Selective):
+        raise InputError(f"policy {policy} cannot be on {part.upper()} alone: give --on kv.")
+    return dataclasses.replace(policy, on=part)  # type: ignore[arg-type]
+
+
+def _bare(prompt: Prompt) -> Prompt:
+    """A generated problem without its request: the text that is to be restated."""
+    inner = (
+        prompt.text.removeprefix("Text: ").removesuffix("\nIn other words:") if prompt.task == "restate" else prompt.text
+    )
+    return dataclasses.replace(prompt, text=inner.strip())
+
+
+def _facts(prompt: Prompt) -> tuple[str, ...]:
+    from kvinterp.behaviour.chains import facts_of
+
+    return facts_of(prompt)
+
+
+def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [dict(row) for row in table.astype(object).where(table.notna(), None).to_dict("records")]

@@ -1,0 +1,252 @@
+"""Measure the error that every policy makes on a model's real keys and values, as the noise it amounts to, beside its bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.experiments.base import Experiment, Outcome, argument, option, shared
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import Tensor
+
+    from kvinterp.cells import Cell, Made
+    from kvinterp.models import Adapter
+    from kvinterp.policies import Policy
+
+__all__ = ["POLICIES", "EquivalentNoise", "bits_of", "error_of_policy", "pooled", "usable"]
+
+POLICIES = (
+    *("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "hadamard+q8_0", "hadamard+q4_0", "int8", "int4"),
+    *("kivi(bits=4,residual=32)", "kivi(bits=2,residual=32)", "fp8(format=e4m3)", "fp8(format=e5m2)", "truncate(4)"),
+    *("uniform(-1,1)", "uniform(-1.5,1.5)", "uniform(0,2)", "uniform(-2,2)", "normal(0,0.25)", "normal(0,0.5)"),
+)
+"""What is asked about unless policies are given: formats, and the noise of the study of errors in the KV cache."""
+PLACE = ("layer", "tensor", "kv_head")
+
+
+@dataclasses.dataclass(frozen=True)
+class EquivalentNoise(Experiment):
+    """How large, how skewed and how heavy-tailed is the error of a policy on real K and V, and at how many bits?"""
+
+    TABLES: ClassVar = ("equivalent_noise",)
+    FIGURES: ClassVar = "kvinterp.report.kv_error:save_equivalent_noise"
+    READING: ClassVar = "kvinterp.reading.kv_error:said_of_equivalent_noise"
+    UNIT: ClassVar = "policies"
+
+    model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
+    policies: tuple[str, ...] = option(POLICIES, "A policy, such as q8_0 or normal(0,0.25); once or more.", flag="--policy")
+    prompts: str = shared("prompts")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    max_new_tokens: int = option(32, "Tokens decoded behind each prompt, whose K and V are written one by one.", min=1)
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def cells(self) -> list[Cell]:
+        """A cell a policy; what it does not fit is said before any is measured."""
+        from kvinterp.cells import Cell
+        from kvinterp.data import load_prompts
+        from kvinterp.inputs import check_whole
+
+        load_prompts(self.prompts)
+        check_whole("max_new_tokens", self.max_new_tokens)
+        (adapter,) = self.adapters()
+        settings = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        return [
+            Cell(f"policy-{number}", f"{__name__}:measured", {**settings, "policy": policy}, f"noise of {policy}")
+            for number, policy in enumerate(map(str, usable(self.policies, adapter)))
+        ]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """By policy, layer, tensor and head over all prompts; the summary has each policy's K and V as a whole."""
+        import pandas as pd
+
+        from kvinterp.cells import joined
+        from kvinterp.provenance import provenance
+
+        (adapter,) = self.adapters()
+        by_prompt = joined(made)["table"]
+        table = pooled(by_prompt, ["policy", *PLACE])
+        wholes = pooled(by_prompt, ["policy", "tensor"])
+        each = by_prompt.groupby(["policy", "tensor"], sort=False)
+        intervals = [_interval(each.get_group(tuple(key))) for key in wholes[["policy", "tensor"]].to_numpy()]
+        wholes[["low", "high"]] = pd.DataFrame(intervals, columns=["low", "high"])
+        about = {
+            "prompts": int(by_prompt["prompt"].nunique()),
+            "max_new_tokens": self.max_new_tokens,
+            "provenance": provenance(adapter),
+        }
+        return Outcome(
+            (table, wholes, about),
+            {"equivalent_noise": table},
+            {"settings": settings, **about, "policies": wholes.to_dict("records"), "places": _ranges(table)},
+        )
+
+
+# One policy ------------------------------------------------------------------------------------------------------------
+
+
+def usable(policies: Sequence[str], adapter: Adapter) -> list[Policy]:
+    """The policies of some texts, each once, all of which a model can run.
+
+    Raises:
+        InputError: There are none, or one is none.
+        UnsupportedError: One does not fit the model.
+    """
+    from kvinterp.policies import policy_named
+
+    if not policies:
+        raise InputError("the list of policies is empty: give at least one.")
+    found = {str(policy): policy for policy in map(policy_named, policies)}
+    for policy in found.values():
+        policy.check(adapter.facts.layers)
+        policy.start(adapter.facts)
+    return list(found.values())
+
+
+def bits_of(policy: Policy, adapter: Adapter, tensor: str) -> float:
+    """Bits of an element as a real implementation stores it; those of the model's dtype where the policy has no format."""
+    bits = policy.bits_stored(tensor, adapter.facts.head_dim)
+    return float(8 * adapter.dtype.itemsize if bits is None else bits)
+
+
+def measured(model: Mapping[str, Any], prompts: str, policy: str, max_new_tokens: int) -> pd.DataFrame:
+    """The sums of one policy, prompt by prompt."""
+    from kvinterp.cells import loaded
+    from kvinterp.data import load_prompts
+    from kvinterp.policies import policy_named
+
+    return error_of_policy(loaded(model), load_prompts(prompts), policy_named(policy), max_new_tokens)
+
+
+def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, max_new_tokens: int) -> pd.DataFrame:
+    """What a policy makes of the keys and values that a model computes without it.
+
+    The prompt's rows are written at once and those of the decoded tokens one by one, as in decoding; what is then read is set
+    beside what was written, so that the error is the policy's own and none that an error in an earlier layer brought along.
+    Noise draws anew for every prompt.
+
+    Args:
+        adapter: The model.
+        prompts: Prompts.
+        policy: The policy.
+        max_new_tokens: Greedy tokens behind each prompt.
+
+    Returns:
+        One row a prompt, layer, tensor and KV head: policy, bits, rows and rows_kept, which only differ where rows are let go
+        of (the error is that of the others), and the sums of :data:`kvinterp.metrics.equivalent_noise.SUMS`.
+
+    Raises:
+        UnsupportedError: The policy chooses rows by what a model's attention shows.
+    """
+    import pandas as pd
+
+    from kvinterp.behaviour.designs import reseeded
+    from kvinterp.metrics.equivalent_noise import SUMS, error_sums
+
+    if policy.sites:
+        raise UnsupportedError(
+            f"policy {policy} chooses rows by what it sees ({', '.join(policy.sites)}) and has no error of its own apart from "
+            "a run: measure it with kvinterp kv-error."
+        )
+    rows = []
+    for number, prompt in enumerate(prompts):
+        for layer, exact, seen in _read_back(adapter, prompt, reseeded(policy, number), max_new_tokens):
+            positions, read = seen
+            for tensor, x, y in zip(("K", "V"), exact, read, strict=True):
+                kept = x if positions is None else x.gather(2, positions[..., None].expand(*positions.shape, x.shape[3]))
+                sums = {name: values[0].tolist() for name, values in error_sums(kept, y).items()}
+                place = {"policy": str(policy), "bits": bits_of(policy, adapter, tensor.lower()), "prompt": number}
+                rows += [
+                    {
+                        **place,
+                        "layer": layer,
+                        "tensor": tensor,
+                        "kv_head": head,
+                        "rows": x.shape[2],
+                        "rows_kept": y.shape[2],
+                    }
+                    | {name: sums[name][head] for name in SUMS}
+                    for head in range(x.shape[1])
+                ]
+    return pd.DataFrame(rows)
+
+
+def _read_back(
+    adapter: Adapter, prompt: Any, policy: Policy, steps: int
+) -> Iterator[tuple[int, tuple[Tensor, Tensor], tuple[Tensor | None, tuple[Tensor, Tensor]]]]:
+    """Each layer with its exact K and V, and the rows that are read in the end: which, and what."""
+    import torch
+
+    from kvinterp.inputs import encode
+    from kvinterp.models.threads import own_threads
+    from kvinterp.paths import run
+    from kvinterp.paths.store import Growing, Store
+
+    tokens = encode(adapter, prompt, steps)
+    decoded = run(adapter, tokens, "cached", max_new_tokens=steps, stop="length").tokens
+    keys = "cache_k" if adapter.facts.cached_keys_rotated else "cache_k_pre"
+    record: dict[str, Any] = {"record": (keys, "cache_v"), "positions": "all", "max_new_tokens": 1}
+    whole = run(adapter, [*tokens, *decoded[:-1]], "cached", **record).records
+    exact = {
+        layer: (whole[keys, layer][0][None], whole["cache_v", layer][0][None]) for layer in range(adapter.facts.layers)
+    }
+    length, last = len(tokens) + steps - 1, {}
+
+    def listen(place: Any, k: Tensor, v: Tensor) -> None:
+        last[place.layer] = (None if place.rows is None else place.rows.to(k.device)), (k, v)
+
+    with torch.no_grad(), own_threads(adapter):
+        store = Store(adapter.facts, policy, 1, adapter.dtype, adapter.device, [listen], Growing(length))
+        for start, stop in [(0, len(tokens)), *((at, at + 1) for at in range(len(tokens), length))]:
+            for layer, (k, v) in exact.items():
+                store.update(layer, k[:, :, start:stop], v[:, :, start:stop])
+            # What is read last is looked at before rows are let go of: the memory moves those that stay.
+            if stop < length:
+                store.settle()
+    for layer, tensors in exact.items():
+        yield layer, tensors, last[layer]
+
+
+# Put together ----------------------------------------------------------------------------------------------------------
+
+
+def pooled(by_prompt: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """The noise of the places that share some columns, from the sums of all their elements.
+
+    Args:
+        by_prompt: As :func:`error_of_policy` gives it.
+        keys: Columns; the rest is put together.
+    """
+    import pandas as pd
+
+    from kvinterp.metrics.equivalent_noise import SUMS, noise_of_sums
+
+    each = by_prompt.groupby(list(keys), sort=False)
+    sums = each[[*SUMS, "rows", "rows_kept"]].sum()
+    kept = (sums["rows_kept"] / sums["rows"]).rename("share_kept")
+    return pd.concat([each["bits"].first(), kept, noise_of_sums(sums)], axis=1).reset_index()
+
+
+def _interval(by_prompt: pd.DataFrame) -> tuple[float, float]:
+    """Of relative_rms, over prompts."""
+    from kvinterp import metrics
+
+    sums = by_prompt.groupby("prompt")[["e2", "x2"]].sum()
+
+    def rms(e2: Any, x2: Any) -> float:
+        return float((e2.sum() / x2.sum()) ** 0.5)
+
+    low, high = metrics.clustered_interval(rms, sums.index.to_numpy(), sums["e2"].to_numpy(), sums["x2"].to_numpy())
+    return low, high
+
+
+def _ranges(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The smallest and the largest relative_rms of a layer and head, of each policy and tensor."""
+    each = table.groupby(["policy", "tensor"], sort=False)["relative_rms"]
+    return each.agg(["min", "max"]).reset_index().to_dict("records")

@@ -1,0 +1,200 @@
+"""Score a model on lm-evaluation-harness tasks along any path and policy, beside a path without, document by document."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvinterp.cells import Cell, Made
+
+__all__ = ["Eval"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval(Experiment):
+    """What does a policy on K and V cost in the scores that models are judged by?"""
+
+    TABLES: ClassVar = ("results", "samples", "changed")
+    FIGURES: ClassVar = "kvinterp.report.evaluators:save_scores_figure"
+    READING: ClassVar = "kvinterp.reading.evaluators:said_of_eval"
+    UNIT: ClassVar = "tasks"
+
+    model: str = model()
+    tasks: str = option(
+        "gsm8k", "Tasks, groups or tags of lm-evaluation-harness, with commas; `lm-eval ls tasks` lists them."
+    )
+    policy: str | None = option(None, "What is done to K and V: q8_0 stands for --path cached+q8_0.")
+    path: str | None = option(None, "The path, as in cached+q8_0; cached unless given.")
+    against: str = option("cached", "The path it is compared with, on the same documents; none for nothing.")
+    through: int = option(
+        1,
+        "How many of a context's last tokens are fed through the cache where likelihoods or one token are asked for, which an "
+        "exact prefill alone would answer.",
+        min=0,
+    )
+    include: str | None = option(None, "A folder with task files of your own (YAML).")
+    limit: int | None = option(None, "Most documents of each task; all unless given.", min=1)
+    fewshot: int | None = option(None, "Worked examples in front; the task's own number unless given.", min=0)
+    chat: str = option("none", "'template': prompts are messages, in the tokenizer's chat template; or 'none'.")
+    system: str | None = option(None, "The system message.")
+    seed: int = option(0, "Seeds what tasks sample.")
+    unsafe_code: bool = option(False, "Run tasks that execute what the model writes.")
+    batch_size: int = option(1, "Most requests a batch; used where it keeps the bits.", decides="nothing", min=1)
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def paths(self) -> list[str]:
+        """The paths it is run on, the one that is compared with first."""
+        from kvinterp.errors import InputError
+        from kvinterp.paths import path_named
+
+        if self.policy is not None and self.path is not None:
+            raise InputError(
+                f"--policy {self.policy} and --path {self.path} were both given: write the policy into the path."
+            )
+        asked = self.path or ("cached" if self.policy is None else f"cached+{self.policy}")
+        wanted = [asked] if self.against == "none" else [self.against, asked]
+        return list(dict.fromkeys(str(path_named(text)) for text in wanted))
+
+    def cells(self) -> list[Cell]:
+        """A cell a task and path."""
+        from kvinterp.cells import Cell
+
+        names, paths = self._checked(), self.paths()
+        more = {name: getattr(self, name) for name in _PASSED}
+        return [
+            Cell(
+                f"task-{number}-{turn}",
+                f"{__name__}:measured",
+                {"model": self.named(), "task": name, "path": path, **more},
+                f"{name} on {path}",
+            )
+            for number, name in enumerate(names)
+            for turn, path in enumerate(paths)
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        """With the harness's version, and what is in the folder of one's own tasks."""
+        import importlib.metadata
+
+        found = super().settings()
+        found["made_with"] = {**found["made_with"], "lm_eval": importlib.metadata.version("lm_eval")}
+        return {**found, "included": None if self.include is None else _digest(Path(self.include))}
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """The scores, each with its interval and beside the other path's."""
+        import importlib.metadata
+
+        from kvinterp.behaviour.evaluating import changed, compared
+        from kvinterp.cells import joined
+        from kvinterp.reading.evaluators import said_of_eval
+
+        tables, paths = joined(made), self.paths()
+        results = compared(tables["results"], tables["samples"], paths[0] if len(paths) > 1 else "")
+        abouts = [about for _, about in made.values()]
+        summary = {
+            "results": results.astype(object).where(results.notna(), None).to_dict("records"),
+            "paths": paths,
+            "through": self.through,
+            "counts": {path: _summed(about["counts"] for about in abouts if about["path"] == path) for path in paths},
+            "versions": {name: version for about in abouts for name, version in about["versions"].items()},
+            "lm_eval": importlib.metadata.version("lm_eval"),
+            "provenance": abouts[0]["provenance"],
+            "settings": settings,
+        }
+        summary["reading"] = said_of_eval(summary)
+        samples = tables["samples"]
+        return Outcome(summary, {"results": results, "samples": samples, "changed": changed(samples, paths)}, summary)
+
+    def _checked(self) -> list[str]:
+        """The names of the tasks, once everything that can be was looked at."""
+        from kvinterp.errors import InputError
+        from kvinterp.inputs import check_choice, check_seed, check_whole
+
+        names = list(dict.fromkeys(name.strip() for name in self.tasks.split(",") if name.strip()))
+        if not names:
+            raise InputError("no task was given: name at least one, as in --tasks gsm8k,wikitext.")
+        self.paths()
+        check_choice("chat", self.chat, ("none", "template"))
+        check_seed(self.seed), check_whole("through", self.through, least=0), check_whole("batch_size", self.batch_size)
+        for name, least in (("limit", 1), ("fewshot", 0)):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), least=least)
+        if self.include is not None and not Path(self.include).is_dir():
+            raise InputError(f"--include {self.include} is no folder: give one that holds task files (YAML).")
+        _harness().check_tasks(names, self.include)
+        return names
+
+
+_PASSED = (
+    "through", "include", "limit", "fewshot", "chat", "system", "seed", "unsafe_code", "batch_size",
+)  # fmt: skip
+
+
+def _harness() -> Any:
+    """What runs tasks.
+
+    Raises:
+        InputError: The extra is not installed.
+    """
+    from kvinterp.errors import InputError
+
+    try:
+        from kvinterp.behaviour import evaluating
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise InputError("lm-evaluation-harness is not installed: pip install 'kvinterp[eval]'.") from error
+    return evaluating
+
+
+def measured(
+    model: Mapping[str, Any],
+    task: str,
+    path: str,
+    through: int,
+    seed: int,
+    batch_size: int,
+    progress: str = "none",
+    **settings: Any,
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """One task on one path."""
+    from kvinterp.behaviour.harness import PathLM
+    from kvinterp.cells import loaded
+    from kvinterp.provenance import provenance
+
+    adapter = loaded(model)
+    lm = PathLM(adapter, path, through, batch_size, seed, progress)
+    tables, about = _harness().evaluated(lm, task, **settings)
+    return {name: table.assign(path=path) for name, table in tables.items()}, {
+        **about,
+        "path": path,
+        "provenance": provenance(adapter, path=path, through=through),
+    }
+
+
+def _summed(counts: Any) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for each in counts:
+        for name, count in each.items():
+            total[name] = total.get(name, 0) + int(count)
+    return total
+
+
+def _digest(folder: Path) -> str:
+    """Of what is in a folder of tasks: another question is not gone on with."""
+    import hashlib
+
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(place for place in folder.rglob("*") if place.is_file() and "__pycache__" not in place.parts):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,334 @@
+"""Measure what errors in the KV cache do to behaviour: answers, likelihoods and degeneracy as percent of control."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.errors import InputError
+from kvinterp.experiments.base import Experiment, Outcome, argument, option, shared
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvinterp.behaviour.designs import Design
+    from kvinterp.cells import Cell, Made
+    from kvinterp.models import Adapter
+
+__all__ = ["READINGS", "STRING", "KvError", "behaviour_of", "strings_of"]
+
+READINGS = ("stored", "exact")
+"""What attention reads in the prefill: what the cache keeps, as in llama.cpp, or what was computed."""
+STRING = 10
+"""Words of a string whose last one is guessed."""
+_NOISE_PROMPTS, _NOISE_TOKENS = 4, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class KvError(Experiment):
+    """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
+
+    TABLES: ClassVar = ("scores", "contrasts", "examples", "noise")
+    FIGURES: ClassVar = "kvinterp.report.kv_error:save_kv_error"
+    READING: ClassVar = "kvinterp.reading.kv_error:said_of_kv_error"
+
+    model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
+    design: str = option("grid", "grid, factorial, tensors, layers, heads, several with commas, all, or none.")
+    policies: tuple[str, ...] = option((), "A policy of your own besides, such as q5_1; once or more.", flag="--policy")
+    base: str = option("normal(0,0.5)", "What is put on K or V, or on some layers or heads, alone.")
+    rms: float = option(0.57735, "Root mean square of the factorial's relative error; that of uniform(-1,1) is 0.577.")
+    readings: str = option("stored,exact", "What the prefill reads: stored, exact, or both.")
+    repeats: int = option(5, "Runs of each, with other draws of noise and sampling.", min=1)
+    instructions: str = option("instructions:12", "Prompts of the instructions, a generator or a .jsonl file.")
+    problems: str = option("arithmetic:12", "Prompts of the problems.")
+    texts: str = option("restate:8", "Prompts with answers, whose perplexity is measured.")
+    strings: str = option("instructions:24", "Prompts of whose texts the strings of ten words are made.")
+    strategy: str = option("top_p(0.95,0.8)", "How tokens are chosen; that of llama.cpp, without its top-k of 40.")
+    max_new_tokens: int = option(100, "Most tokens of a text.", min=1)
+    kind: str = shared("kind")
+    dtype: str = option("float32", "The dtype of control and all else.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    # What is run ---------------------------------------------------------------------------------------------------------
+
+    def designs(self, adapter: Adapter) -> dict[str, Design]:
+        """The designs that were asked for, and ``given``, the user's own policies.
+
+        Raises:
+            InputError: A name is unknown, or there is nothing to run.
+            UnsupportedError: The model cannot run one of the policies.
+        """
+        from kvinterp.behaviour.designs import DESIGNS, Design, designed
+        from kvinterp.experiments.equivalent_noise import usable
+        from kvinterp.inputs import check_known
+
+        names = [name.strip() for name in self.design.split(",") if name.strip()]
+        for name in names:
+            check_known("design", name, (*DESIGNS, "all", "none"))
+        if "none" in names and not self.policies:
+            raise InputError("no design and no policy was given: give --policy, or a design such as grid.")
+        wanted = DESIGNS if "all" in names else [name for name in names if name != "none"]
+        found = {name: designed(name, self.base, self.rms, adapter.facts) for name in dict.fromkeys(wanted)}
+        if self.policies:
+            found["given"] = Design(self.policies)
+        return {
+            name: dataclasses.replace(one, policies=tuple(map(str, usable(one.policies, adapter))))
+            for name, one in found.items()
+        }
+
+    def chosen_readings(self) -> list[str]:
+        """The readings, checked."""
+        from kvinterp.inputs import check_known
+
+        names = list(dict.fromkeys(name.strip() for name in self.readings.split(",")))
+        for name in names:
+            check_known("reading", name, READINGS)
+        return names
+
+    def check(self) -> None:
+        """Looks at what needs no model."""
+        from kvinterp.data import load_prompts
+        from kvinterp.inputs import check_number, check_whole
+        from kvinterp.paths import strategy_named
+
+        self.chosen_readings()
+        strategy_named(self.strategy)
+        check_whole("repeats", self.repeats), check_whole("max_new_tokens", self.max_new_tokens)
+        check_number("rms", self.rms)
+        for name in ("instructions", "problems"):
+            if not all(prompt.task for prompt in load_prompts(getattr(self, name))):
+                raise InputError(f"--{name} {getattr(self, name)!r} has a prompt without a task, which nothing can score.")
+        if not all(prompt.answer.strip() for prompt in load_prompts(self.texts)):
+            raise InputError(f"--texts {self.texts!r} has a prompt without an answer: give one, as in restate:16.")
+        strings_of(self.strings)
+
+    def cells(self) -> list[Cell]:
+        """A cell a policy, reading and repeat; those of control, and behind them the noise that each policy amounts to."""
+        from kvinterp.behaviour.designs import is_seeded
+        from kvinterp.behaviour.scores import AGAIN, CONTROL
+        from kvinterp.cells import Cell
+        from kvinterp.policies import policy_named
+
+        self.check()
+        (adapter,) = self.adapters()
+        policies = dict.fromkeys(text for design in self.designs(adapter).values() for text in design.policies)
+        policies.pop("identity", None)
+        shared = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}}
+        sampled, cells = self.strategy != "greedy", []
+        arms = [(CONTROL, "identity", ["exact"]), (AGAIN, "identity", ["exact"])]
+        arms += [(text, text, self.chosen_readings()) for text in policies]
+        for number, (label, text, readings) in enumerate(arms):
+            once = not sampled and not is_seeded(policy_named(text))
+            for reading in readings:
+                for repeat in range(1 if once else self.repeats):
+                    # Other draws of the sampling, and nothing else: what that alone changes is the floor.
+                    draw = repeat + self.repeats * (label == AGAIN)
+                    what = {"label": label, "policy": text, "reading": reading, "repeat": repeat, "draw": draw}
+                    told = f"{label}, prefill={reading}" * (repeat == 0)
+                    key = f"run-{number}-{reading}-{repeat}"
+                    cells.append(Cell(key, f"{__name__}:measured", {**shared, **what}, told))
+        for number, text in enumerate(policies):
+            if not policy_named(text).sites:
+                more = {"model": self.named(), "prompts": self.problems, "policy": text}
+                cells.append(Cell(f"noise-{number}", f"{__name__}:noise", more, f"equivalent noise of {text}"))
+        return cells
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """Scores beside control, the designs' contrasts, every text, and the noise that each policy amounts to."""
+        from kvinterp.behaviour.scores import contrasted, scored
+        from kvinterp.cells import joined
+        from kvinterp.experiments.equivalent_noise import pooled
+        from kvinterp.provenance import provenance
+
+        (adapter,) = self.adapters()
+        runs = joined({key: each for key, each in made.items() if key.startswith("run-")})["table"]
+        noises = joined({key: each for key, each in made.items() if key.startswith("noise-")})
+        noise = pooled(noises["table"], ["policy"]) if noises else _no_noise()
+        designs = self.designs(adapter)
+        group = {text: name for name in reversed(designs) for text in designs[name].policies}
+        scores = scored(runs).merge(noise[["policy", "bits", "relative_rms", "sign_flips"]], on="policy", how="left")
+        scores.insert(0, "design", scores["policy"].map(group))
+        contrasts = contrasted(runs, dict(self._contrasts(designs)))
+        summary = {
+            "settings": settings,
+            "strategy": self.strategy,
+            "repeats": self.repeats,
+            "max_new_tokens": self.max_new_tokens,
+            "failed": int(runs["failed"].sum()),
+            "scores": _plain(scores),
+            "contrasts": _plain(contrasts),
+            "provenance": provenance(adapter, strategy=self.strategy),
+        }
+        tables = {"scores": scores, "contrasts": contrasts, "examples": runs, "noise": noise}
+        return Outcome((tables, summary), tables, summary)
+
+    def _contrasts(self, designs: Mapping[str, Design]) -> Iterator[tuple[str, dict[tuple[str, str], float]]]:
+        readings = self.chosen_readings()
+        for design in designs.values():
+            for name, weights in design.contrasts.items():
+                for reading in readings:
+                    yield f"{name}, prefill={reading}", {(text, reading): weight for text, weight in weights.items()}
+        if len(readings) > 1:
+            for text in dict.fromkeys(text for design in designs.values() for text in design.policies):
+                yield f"{text}: stored against exact", {(text, "stored"): 1.0, (text, "exact"): -1.0}
+
+
+_PASSED = ("instructions", "problems", "texts", "strings", "strategy", "max_new_tokens")
+
+
+def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return table.astype(object).where(table.notna(), None).to_dict("records")
+
+
+def _no_noise() -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(columns=["policy", "bits", "relative_rms", "sign_flips"])
+
+
+# One run ---------------------------------------------------------------------------------------------------------------
+
+
+def noise(model: Mapping[str, Any], prompts: str, policy: str) -> pd.DataFrame:
+    """The sums of a policy's error on a few prompts."""
+    from kvinterp.cells import loaded
+    from kvinterp.data import load_prompts
+    from kvinterp.experiments.equivalent_noise import error_of_policy
+    from kvinterp.policies import policy_named
+
+    return error_of_policy(loaded(model), load_prompts(prompts)[:_NOISE_PROMPTS], policy_named(policy), _NOISE_TOKENS)
+
+
+def measured(
+    model: Mapping[str, Any], label: str, policy: str, reading: str, repeat: int, draw: int, **settings: Any
+) -> pd.DataFrame:
+    """The examples of one policy, reading and repeat."""
+    from kvinterp.cells import loaded
+
+    table = behaviour_of(loaded(model), policy, reading, repeat, draw, **settings)
+    return table.assign(policy=label, reading=reading, repeat=repeat)
+
+
+def behaviour_of(
+    adapter: Adapter,
+    policy: str,
+    reading: str,
+    repeat: int,
+    draw: int,
+    instructions: str,
+    problems: str,
+    texts: str,
+    strings: str,
+    strategy: str = "greedy",
+    max_new_tokens: int = 100,
+) -> pd.DataFrame:
+    """What a model writes and thinks likely under a policy, prompt by prompt.
+
+    Every prompt has noise of its own, so that prompts are independent of each other. Of strings and texts the last token of
+    the context goes through the cache under either reading: no answer is the prefill's alone.
+
+    Args:
+        adapter: The model.
+        policy: The policy.
+        reading: What the prefill reads, one of :data:`READINGS`.
+        repeat: Which draws of the noise.
+        draw: Which draws of the sampling.
+        instructions: Prompts that are scored.
+        problems: The same.
+        texts: Prompts with an answer, whose likelihood is measured.
+        strings: Prompts of whose texts strings are made.
+        strategy: How tokens are chosen.
+        max_new_tokens: Most tokens of a text.
+
+    Returns:
+        One row a task and prompt: task, prompt, id, correct, loop, outside, tokens, nats (a token), text, failed (NaN or Inf
+        logits; then nothing is right, and nats is not known).
+    """
+    import pandas as pd
+
+    from kvinterp.behaviour.decoding import likelihoods, write
+    from kvinterp.behaviour.designs import reseeded
+    from kvinterp.data import load_prompts, loop_at_end, outside_share, score, task_words
+    from kvinterp.errors import NonFiniteError
+    from kvinterp.inputs import encode
+    from kvinterp.models.threads import own_threads
+    from kvinterp.paths import Cached
+    from kvinterp.policies import policy_named
+
+    named = policy_named(policy)
+    rows: list[dict[str, Any]] = []
+
+    def add(task: str, number: int, name: str, answer: Any) -> None:
+        path = Cached(reseeded(named, 100_000 * repeat + number), prefill=reading)
+        try:
+            found = answer(path) | {"failed": False}
+        except NonFiniteError:
+            found = {"correct": False, "failed": True}
+        rows.append({"task": task, "prompt": number, "id": name, **found})
+
+    def written(task: str, number: int, prompt: Any, known: frozenset[str]) -> None:
+        tokens = encode(adapter, prompt, max_new_tokens)
+
+        def answer(path: Any) -> dict[str, Any]:
+            how: dict[str, Any] = {"strategy": strategy, "seed": draw, "examples": [number]}
+            (made,) = write(adapter, path, [tokens], max_new_tokens, **how)
+            loop = loop_at_end(made.tokens).period > 0
+            told = {"correct": score(prompt, made.text), "loop": loop, "outside": outside_share(made.text, known)}
+            return {**told, "tokens": len(made.tokens), "text": made.text}
+
+        add(task, number, prompt.id, answer)
+
+    def likely(task: str, number: int, name: str, context: str, answer: str) -> None:
+        before, whole = encode(adapter, context, 1), encode(adapter, context + answer, 1)
+        if whole[: len(before)] != before:
+            before = whole[: len(before) - 1]
+        after = whole[len(before) :]
+
+        def asked(path: Any) -> dict[str, Any]:
+            (found,) = likelihoods(adapter, path, [(before, after)])
+            return {"correct": found.greedy, "nats": -found.log_probability / len(after), "tokens": len(after)}
+
+        add(task, number, name, asked)
+
+    # Looked at once: whether the weights are those that were loaded takes longer than a step.
+    with own_threads(adapter):
+        for task, source in (("instructions", instructions), ("problems", problems)):
+            prompts = load_prompts(source)
+            known = task_words(prompts)
+            for number, prompt in enumerate(prompts):
+                written(task, number, prompt, known)
+        for number, prompt in enumerate(load_prompts(texts)):
+            likely("texts", number, prompt.id, prompt.text, f" {prompt.answer}")
+        for number, (name, context, word) in enumerate(strings_of(strings)):
+            likely("strings", number, name, context, word)
+    return pd.DataFrame(rows)
+
+
+def strings_of(source: str) -> list[tuple[str, str, str]]:
+    """Strings of ten words from the beginning of prompts and answers: name, the first nine, and the tenth.
+
+    Args:
+        source: Prompts, as :func:`kvinterp.data.load_prompts` takes them.
+
+    Returns:
+        The tenth word with the space before it, as tokenizers have it.
+
+    Raises:
+        InputError: No text has ten words.
+    """
+    import re
+
+    from kvinterp.data import load_prompts
+
+    found: list[tuple[str, str, str]] = []
+    for prompt in load_prompts(source):
+        text = f"{prompt.text} {prompt.answer}"
+        ends = [word.end() for word in re.finditer(r"\S+", text)][:STRING]
+        if len(ends) == STRING:
+            found.append((prompt.id, text[: ends[-2]], text[ends[-2] : ends[-1]]))
+    if not found:
+        raise InputError(f"--strings {source!r} has no text of {STRING} words: give longer ones.")
+    return found

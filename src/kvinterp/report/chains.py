@@ -1,0 +1,122 @@
+"""Figures of the telephone game: similarity by hop, final differences, and a map of models and policies."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvinterp.reading.chains import similarity_named
+from kvinterp.reading.numbers import counted
+from kvinterp.report.axes import legend_outside, whole_numbers
+from kvinterp.report.style import SERIES, line_of, save, sheet, signed
+
+__all__ = ["save_chain_figures"]
+
+
+def save_chain_figures(found: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Writes ``chain_curves.png``, ``chain_deltas.png`` and ``chain_map.png``.
+
+    Args:
+        found: The tables of :class:`kvinterp.experiments.chain.Chain` by name, ``about`` and ``embedder``.
+        folder: Where to.
+    """
+    made = {"curves": _curves, "deltas": _deltas, "map": _map}
+    return [save(draw(found), folder / f"chain_{name}.png") for name, draw in made.items()]
+
+
+def _signed(figure: Figure, found: Mapping[str, Any]) -> None:
+    about = found["about"].values()
+    models = "; ".join(f"{each['model']} {each['kind']} {each['dtype']} weights {each['weights']}" for each in about)
+    machine = next(iter(about))["device"]
+    said = f"similarity: {similarity_named(found['embedder'])} · {models} · {machine}"
+    signed(figure, "\n".join(textwrap.wrap(said, 120)), list(about))
+
+
+def _curves(found: Mapping[str, Any]) -> Figure:
+    """A panel a model and temperature, a line an arm, with its interval."""
+    curves: pd.DataFrame = found["curves"]
+    places = list(curves.groupby(["model", "temperature"], sort=False))
+    arms = list(dict.fromkeys(curves["arm"]))
+    with sheet(7.4, 0.9 + 2.5 * len(places) + 0.2 * len(arms)) as figure:
+        # The legend within a part of the sheet, so that the small print has a place of its own.
+        part: Any = figure.subfigures(1, 1)
+        panels = part.subplots(len(places), 1, squeeze=False, sharex=True)[:, 0]
+        for axes, ((model, temperature), table) in zip(panels, places, strict=True):
+            for index, arm in enumerate(arms):
+                line = table[table["arm"] == arm]
+                color = SERIES[index % len(SERIES)].color
+                axes.fill_between(
+                    line["hop"], line["similarity_low"], line["similarity_high"], color=color, alpha=0.12, linewidth=0
+                )
+                axes.plot(
+                    line["hop"], line["similarity"], **line_of(index, 1.2), label=arm, markevery=max(1, len(line) // 10)
+                )
+            chains = int(table["chains"].max())
+            axes.set_title(f"{model}, temperature {temperature:g}, {counted(chains, 'chain')} an arm")
+            axes.set_ylabel("similarity to the first text\n(mean, 95% interval)")
+            axes.set_ylim(-0.02, 1.04)
+        panels[-1].set_xlabel("hop (0 is the text itself)")
+        whole_numbers(panels[-1].xaxis, 10)
+        legend_outside(part, panels[0], 2, fontsize=7.5)
+        _signed(figure, found)
+    return figure
+
+
+def _deltas(found: Mapping[str, Any]) -> Figure:
+    """The final difference of every arm beside no policy, sorted, those of other seeds hollow."""
+    deltas: pd.DataFrame = found["deltas"]
+    rows = deltas[deltas["arm"] != "cached"].to_dict("records")
+    with sheet(7.4, 1.2 + 0.27 * len(rows)) as figure:
+        axes = figure.subplots()
+        for height, row in enumerate(rows):
+            null = row["arm"] == "cached, other seeds"
+            color = SERIES[3 if null else 0].color
+            axes.hlines(height, row["delta_low"], row["delta_high"], color=color, linewidth=1.4)
+            axes.plot(row["delta"], height, "o", color=color, markersize=5, markerfacecolor="#ffffff" if null else color)
+        axes.axvline(0, color="#888888", linewidth=0.8)
+        axes.set_yticks(range(len(rows)), [f"{r['model']}, {r['arm']}, T {r['temperature']:g}" for r in rows], fontsize=7)
+        axes.grid(visible=True, axis="x")
+        axes.set_xlabel(
+            "final similarity minus that without a policy\n(mean and 95% interval over chains; hollow: other seeds, the null)"
+        )
+        axes.set_title("Final differences, sorted")
+        _signed(figure, found)
+    return figure
+
+
+def _map(found: Mapping[str, Any]) -> Figure:
+    """Model and temperature by arm: the final difference."""
+    deltas: pd.DataFrame = found["deltas"]
+    of = deltas[deltas["arm"] != "cached"]
+    names = of["model"] + ", T " + of["temperature"].map("{:g}".format)
+    table = of.assign(row=names).pivot(index="row", columns="arm", values="delta")
+    table = table[[arm for arm in dict.fromkeys(found["curves"]["arm"]) if arm in table.columns]]
+    limit = float(np.nanmax(np.abs(table.to_numpy()))) or 1.0
+    with sheet(2.6 + 1.0 * table.shape[1], 1.8 + 0.5 * table.shape[0]) as figure:
+        axes = figure.subplots()
+        image = axes.imshow(table.to_numpy(), cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
+        axes.grid(visible=False)
+        for (down, along), value in np.ndenumerate(table.to_numpy()):
+            if np.isfinite(value):
+                dark = abs(value) > 0.6 * limit
+                axes.text(
+                    along,
+                    down,
+                    f"{value:+.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="#ffffff" if dark else "#000000",
+                )
+        axes.set_yticks(range(len(table)), table.index, fontsize=7)
+        axes.set_xticks(range(table.shape[1]), table.columns, rotation=30, ha="right", fontsize=7)
+        axes.set_title("Final similarity minus that without a policy")
+        figure.colorbar(image, ax=axes, label="difference")
+        _signed(figure, found)
+    return figure

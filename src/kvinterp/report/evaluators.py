@@ -1,0 +1,53 @@
+"""The figure of an evaluation: each score on each path, with its interval."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from kvinterp.reading.evaluators import score_named
+from kvinterp.report.style import SERIES, save, sheet, signed
+
+__all__ = ["save_scores_figure", "scores_figure"]
+
+_PANELS = 24
+
+
+def save_scores_figure(summary: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Writes ``eval_scores.png``.
+
+    Args:
+        summary: That of :class:`kvinterp.experiments.eval.Eval`.
+        folder: Where to.
+    """
+    return [save(scores_figure(summary), folder / "eval_scores.png")]
+
+
+def scores_figure(summary: Mapping[str, Any]) -> Figure:
+    """A panel a score, since each has its own unit; a line a path, with its interval."""
+    rows, paths = summary["results"], summary["paths"]
+    scores = list(dict.fromkeys((row["task"], row["metric"], row["filter"]) for row in rows))[:_PANELS]
+    with sheet(6.8, 0.7 + (0.5 + 0.24 * len(paths)) * len(scores)) as figure:
+        panels = figure.subplots(len(scores), 1, squeeze=False)[:, 0]
+        for axes, score in zip(panels, scores, strict=True):
+            of = [row for row in rows if (row["task"], row["metric"], row["filter"]) == score]
+            for row in of:
+                height = paths.index(row["path"])
+                series = SERIES[height % len(SERIES)]
+                if row["low"] is not None:
+                    axes.hlines(height, row["low"], row["high"], color=series.color, linewidth=1.6)
+                axes.plot(row["value"], height, series.marker, color=series.color, markersize=5)
+            axes.set_yticks(range(len(paths)), ["\n".join(textwrap.wrap(path, 34)) for path in paths])
+            axes.set_ylim(len(paths) - 0.5, -0.5)
+            axes.grid(visible=True, axis="x")
+            axes.grid(visible=False, axis="y")
+            better = {True: ", higher is better", False: ", lower is better"}.get(of[0]["higher_is_better"], "")
+            axes.set_title(f"{score_named(of[0])}{better}, {of[0]['documents']} documents", fontsize=8.5)
+        about = summary["provenance"]
+        said = f"{about['model']} · {about['kind']} · {about['dtype']} · weights {about['weights']} · {about['device']}"
+        signed(figure, "\n".join(textwrap.wrap(said, 120)), [about])
+    return figure

@@ -1,0 +1,214 @@
+"""Figures of what policies do to keys and values, and of what that does to behaviour."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from kvinterp.behaviour.scores import AGAIN, METRICS
+from kvinterp.reading.numbers import short
+from kvinterp.report.axes import legend_outside, place_title
+from kvinterp.report.style import SERIES, save, sheet, signed
+
+__all__ = [
+    "bits_figure",
+    "contrasts_figure",
+    "equivalent_noise_figure",
+    "save_equivalent_noise",
+    "save_kv_error",
+    "scores_figure",
+]
+
+
+def save_equivalent_noise(result: tuple[pd.DataFrame, pd.DataFrame, Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Writes ``equivalent_noise.png``.
+
+    Args:
+        result: That of :class:`kvinterp.experiments.equivalent_noise.EquivalentNoise`.
+        folder: Where to.
+    """
+    table, wholes, about = result
+    return [save(_signed(equivalent_noise_figure(table, wholes), about["provenance"]), folder / "equivalent_noise.png")]
+
+
+def save_kv_error(result: tuple[Mapping[str, pd.DataFrame], Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Writes ``kv_error.png``, ``kv_error_noise.png`` and, where there are contrasts, ``kv_error_contrasts.png``.
+
+    Args:
+        result: That of :class:`kvinterp.experiments.kv_error.KvError`.
+        folder: Where to.
+    """
+    tables, summary = result
+    drawn = {"kv_error": scores_figure(tables["scores"]), "kv_error_noise": bits_figure(tables["scores"])}
+    if len(tables["contrasts"]):
+        drawn["kv_error_contrasts"] = contrasts_figure(tables["contrasts"])
+    return [save(_signed(figure, summary["provenance"]), folder / f"{name}.png") for name, figure in drawn.items()]
+
+
+def _signed(figure: Figure, about: Mapping[str, Any]) -> Figure:
+    said = f"{about['model']} · {about['kind']} · {about['dtype']} · weights {about['weights']} · {about['device']}"
+    signed(figure, "\n".join(textwrap.wrap(said, 130)), [about])
+    return figure
+
+
+# Figures ---------------------------------------------------------------------------------------------------------------
+
+
+def equivalent_noise_figure(table: pd.DataFrame, wholes: pd.DataFrame) -> Figure:
+    """Size, bias and flipped signs of the error of every policy, K and V, smallest error first.
+
+    Args:
+        table: By policy, layer, tensor and KV head.
+        wholes: By policy and tensor.
+    """
+    order = wholes.groupby("policy")["relative_rms"].max().sort_values().index.tolist()
+    bits = wholes.groupby("policy")["bits"].mean()
+    columns = {"relative_rms": "RMS error, relative", "bias": "bias, relative", "sign_flips": "share of signs flipped"}
+    with sheet(8.4, 1.3 + 0.3 * len(order)) as figure:
+        panels = figure.subplots(1, len(columns), sharey=True)
+        for axes, (column, label) in zip(panels, columns.items(), strict=True):
+            for index, tensor in enumerate(("K", "V")):
+                series, shift = SERIES[index], (index - 0.5) * 0.26
+                here, places = (each[each["tensor"] == tensor] for each in (wholes, table))
+                ends = places.groupby("policy")[column].agg(["min", "max"]).reindex(order)
+                heights = np.arange(len(order)) + shift
+                axes.hlines(heights, ends["min"], ends["max"], color=series.color, linewidth=1.2, alpha=0.6)
+                values = here.set_index("policy")[column].reindex(order)
+                axes.plot(values, heights, series.marker, color=series.color, markersize=4.5, label=tensor)
+            axes.set_xlabel(label)
+            _across(axes)
+        _log(panels[0], table["relative_rms"])
+        for height, name in enumerate(order):
+            if not (wholes.loc[wholes["policy"] == name, "relative_rms"] > 0).any():
+                panels[0].annotate("exactly 0", (0.02, height), xycoords=("axes fraction", "data"), va="center", fontsize=7)
+        labels = [f"{_wrapped(name)} ({short(bits[name])} bits)" for name in order]
+        panels[0].set_yticks(range(len(order)), labels, fontsize=7)
+        panels[0].set_ylim(-0.6, len(order) - 0.4)
+        legend_outside(figure, panels[0])
+    return figure
+
+
+def scores_figure(scores: pd.DataFrame) -> Figure:
+    """Every policy's scores: percent of control, and of what the control has none of, the share itself."""
+    order = list(dict.fromkeys(scores["policy"]))[::-1]
+    readings = list(dict.fromkeys(scores.loc[scores["policy"] != AGAIN, "reading"]))
+    with sheet(9.4, 1.6 + 2 * (0.5 + max(0.25, 0.17 * len(readings)) * len(order))) as figure:
+        panels = figure.subplots(2, 3, sharey=True)
+        for axes, metric in zip(panels.flat, METRICS, strict=True):
+            of = scores[scores["metric"] == metric]
+            share = metric in ("loops", "outside")
+            value, scale = ("value", 100.0) if share else ("percent", 1.0)
+            for index, reading in enumerate(readings):
+                here = of[(of["reading"] == reading) | (of["policy"] == AGAIN)].set_index("policy").reindex(order)
+                heights = np.arange(len(order)) + (index - (len(readings) - 1) / 2) * 0.3
+                color, marker = SERIES[index].color, SERIES[index].marker
+                # The ends of a share are those of its difference from control, which is paired.
+                low, high = (here[f"percent_{e}"] if not share else here["control"] + here[e] for e in ("low", "high"))
+                axes.hlines(heights, scale * low, scale * high, color=color, linewidth=1.2)
+                axes.plot(scale * here[value], heights, marker, color=color, markersize=4, label=f"prefill={reading}")
+            told = f"{METRICS[metric].meaning}, %" + ("" if share else " of control")
+            place_title(axes, told, 6.8)
+            if share:
+                axes.set_xlim(-2, max(5, 105 * (of["control"] + of["high"]).max()))
+            if share and len(of):
+                axes.axvline(scale * of["control"].iloc[0], color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
+            elif not share:
+                axes.axvline(100, color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
+            if metric == "perplexity":
+                _log(axes, of[["percent_low", "percent_high"]], least=300)
+            _across(axes)
+        for axes in panels[:, 0]:
+            axes.set_yticks(range(len(order)), [_wrapped(name) for name in order], fontsize=7)
+            axes.set_ylim(-0.6, len(order) - 0.4)
+        legend_outside(figure, panels[0][0])
+    return figure
+
+
+def bits_figure(scores: pd.DataFrame) -> Figure:
+    """Percent of control against the error in K and V: noise and formats on one axis."""
+    metrics = ("instructions", "next_token", "problems")
+    known = scores[(scores["relative_rms"] > 0) & scores["percent"].notna()]
+    readings = list(dict.fromkeys(known["reading"])) or ["stored"]
+    most = known["bits"].max()
+    with sheet(9.4, 0.8 + 2.6 * len(readings)) as figure:
+        panels = figure.subplots(len(readings), len(metrics), sharex=True, sharey=True, squeeze=False)
+        for row, reading in zip(panels, readings, strict=True):
+            for axes, metric in zip(row, metrics, strict=True):
+                of = known[(known["metric"] == metric) & (known["reading"] == reading)].sort_values("relative_rms")
+                for index, (label, some) in enumerate({"noise": of["bits"] == most, "format": of["bits"] < most}.items()):
+                    here, color = of[some], SERIES[index].color
+                    axes.plot(here["relative_rms"], here["percent"], SERIES[index].marker, color=color, label=label)
+                    axes.vlines(here["relative_rms"], here["percent_low"], here["percent_high"], color=color, linewidth=1)
+                for turn, one in enumerate(of[of["design"].isin(["grid", "given"])].to_dict("records")):
+                    at = (one["relative_rms"], one["percent"])
+                    # On the left, where fewer points are, in three heights.
+                    place = {"xytext": (-5, (3, -8, 10)[turn % 3]), "textcoords": "offset points", "fontsize": 5.5}
+                    axes.annotate(one["policy"], at, ha="right", **place)
+                axes.axhline(100, color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
+                place_title(axes, f"{METRICS[metric].meaning}, prefill={reading}", 6.9)
+            row[0].set_ylabel("% of control")
+        for axes in panels.flat:
+            _log(axes, known["relative_rms"])
+            if len(known):
+                # Room for what is written beside the points.
+                axes.set_xlim(left=known["relative_rms"].min() / 3)
+                axes.set_ylim(bottom=-14)
+        for axes in panels[-1]:
+            axes.set_xlabel("RMS error of K and V, relative")
+        legend_outside(figure, panels[0][0])
+    return figure
+
+
+def contrasts_figure(contrasts: pd.DataFrame) -> Figure:
+    """Contrasts of the designs, and stored against exact, in three scores."""
+    metrics = {"instructions": "share followed", "problems": "share solved", "perplexity": "log of perplexity"}
+    order = list(dict.fromkeys(contrasts["contrast"]))[::-1]
+    with sheet(9.4, 1.2 + 0.26 * len(order)) as figure:
+        panels = figure.subplots(1, len(metrics), sharey=True)
+        for axes, (metric, label) in zip(panels, metrics.items(), strict=True):
+            here = contrasts[contrasts["metric"] == metric].set_index("contrast").reindex(order)
+            axes.hlines(range(len(order)), here["low"], here["high"], color=SERIES[0].color, linewidth=1.2)
+            axes.plot(here["difference"], range(len(order)), "o", color=SERIES[0].color, markersize=4)
+            axes.axvline(0, color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
+            axes.set_xlabel(f"difference, {label}")
+            _across(axes)
+        panels[0].set_yticks(range(len(order)), [_wrapped(name) for name in order], fontsize=6.5)
+        panels[0].set_ylim(-0.6, len(order) - 0.4)
+    return figure
+
+
+def _across(axes: Axes) -> None:
+    axes.grid(visible=True, axis="x")
+    axes.grid(visible=False, axis="y")
+
+
+def _wrapped(name: str) -> str:
+    """A policy or a contrast in short lines, broken behind commas and between words."""
+    lines = textwrap.wrap(name.replace(",", ",\0 "), 32, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0 ", "").replace("\0", "")
+
+
+def _log(axes: Axes, values: Any, least: float = 0.0) -> None:
+    """A logarithmic x axis with a few ticks in plain digits, where some value is above ``least``."""
+    known = np.asarray(values, dtype=float).reshape(-1)
+    known = known[np.isfinite(known) & (known > 0)]
+    if not known.size or known.max() <= least:
+        return
+    axes.set_xscale("log")
+    low, high = np.floor(np.log10(known.min())), np.ceil(np.log10(known.max()))
+    wide = known.max() > 30 * known.min()
+    steps = np.arange(low, high + 1, max(1, (high - low) // 3) if wide else 1)
+    ticks = [first * 10.0**power for power in steps for first in ((1,) if wide else (1, 2, 5))]
+    ends = known.min() / 1.3, known.max() * 1.3
+    axes.set_xlim(*ends)
+    axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if ends[0] <= tick <= ends[1]]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())

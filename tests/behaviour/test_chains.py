@@ -1,0 +1,231 @@
+"""The telephone game: chains against plain calls of run(), cycles and attractors that are known, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import kvinterp as kv
+from command_line import wrong
+from kvinterp.behaviour.chains import (
+    CHAIN,
+    attractors_of,
+    cosines,
+    curves_of,
+    cycles_of,
+    deltas_of,
+    embedder_named,
+    facts_of,
+    played,
+    share_kept,
+    spoken,
+    tokens_of,
+)  # fmt: skip
+from kvinterp.data import Prompt
+from kvinterp.experiments.chain import Chain
+from kvinterp.models import Adapter
+from kvinterp.reading.chains import said_of_chains
+from support import Case
+
+TEXT = "Max met Omar in Rome. Paul owns 12 pens."
+TEMPLATE = "Text: {text}\nIn other words:"
+Load = Callable[..., Adapter]
+
+
+@pytest.fixture
+def small(load: Load) -> Adapter:
+    return load(Case("zoo:gqa2-mini", "native"), "float16")
+
+
+def table(
+    texts: dict[tuple[str, int], list[str]], similarity: dict[tuple[str, int], list[float]] | None = None
+) -> pd.DataFrame:
+    """Chains by arm and seed, of one model, temperature and text."""
+    rows = []
+    for (arm, seed), said in texts.items():
+        for hop, text in enumerate(said):
+            near = 1.0 if similarity is None else similarity[arm, seed][hop]
+            named = dict(zip(CHAIN, ("m", arm, 0.7, 0, seed), strict=True))
+            rows.append({**named, "hop": hop, "said": text, "words": len(text.split()), "similarity": near, "facts": 1.0})
+    return pd.DataFrame(rows)
+
+
+# Playing -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["cached", "cached+int4"])
+def test_a_greedy_chain_is_that_of_plain_calls(small: Adapter, path: str) -> None:
+    """What comes again is copied: the copy is what computing it gives."""
+    ask = tokens_of(small, TEMPLATE, "none", None)
+    ((first, *said),) = played(small, path, TEXT, 0, [0], 6, ask, temperature=0, max_new_tokens=24)
+    assert first == TEXT
+    text = TEXT
+    for each in said:
+        trace = kv.run(small, TEMPLATE.replace("{text}", text), path, max_new_tokens=24)
+        text = small.tokenizer.decode(trace.tokens, skip_special_tokens=True).strip()
+        assert each == text
+
+
+def test_a_fixed_point_is_not_computed_again(small: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvinterp.behaviour import chains
+
+    calls = []
+
+    def writes(adapter: Any, path: Any, prompts: list[Any], most: int, **how: Any) -> Any:
+        calls.append(prompts)
+        return [type("W", (), {"text": {"a": "b", "b": "c", "c": "b"}[prompt]})() for prompt in prompts]
+
+    monkeypatch.setattr(chains, "write", writes)
+    (cold,) = played(small, "cached", "a", 0, [0], 6, lambda text: text, temperature=0)
+    assert cold == ["a", "b", "c", "b", "c", "b", "c"]
+    assert [asked for asked in calls if asked] == [["a"], ["b"], ["c"]]
+    calls.clear()
+    # Where numbers are drawn, a text that comes again may go on otherwise.
+    played(small, "cached", "a", 0, [0], 6, lambda text: text, temperature=0.7)
+    assert len(calls) == 6
+
+
+def test_every_seed_has_its_own_chain_whatever_runs_beside_it(small: Adapter) -> None:
+    ask = tokens_of(small, TEMPLATE, "none", None)
+    how: dict[str, Any] = {"temperature": 3.0, "max_new_tokens": 6}
+    several = played(small, "cached", TEXT, 1, [4, 5], 2, ask, **how)
+    assert several[0] != several[1]
+    assert played(small, "cached", TEXT, 1, [5], 2, ask, **how)[0] == several[1]
+    assert played(small, "cached", TEXT, 2, [5], 2, ask, **how)[0] != several[1]
+
+
+def test_thoughts_are_not_said() -> None:
+    assert spoken("<think>hm\n1</think>\n Yes. ") == "Yes."
+    assert spoken("hm, as the template began the thought</think>Yes.") == "Yes."
+    assert spoken("Yes.<think>and so on") == "Yes."
+    assert spoken("a <b> c") == "a <b> c"
+
+
+def test_a_request_is_a_message_where_the_model_has_a_template(small: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tokens_of(small, "Say {text}.", "none", "Be brief.")("x") == small.encode("Be brief.\nSay x.")
+    with pytest.raises(kv.InputError, match="has no chat template"):
+        tokens_of(small, "{text}", "template", None)
+    pattern = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant]"
+    monkeypatch.setattr(small.tokenizer, "chat_template", pattern, raising=False)
+    made = tokens_of(small, "Say {text}.", "template", "Be brief.")("x")
+    assert small.tokenizer.decode(made) == "[system] Be brief. [user] Say x. [assistant]"
+
+
+# What texts are worth ------------------------------------------------------------------------------------------------------
+
+
+def test_facts_are_numbers_and_names() -> None:
+    assert facts_of(Prompt("", "At noon Omar paid 2.50 for 3 pens in Rome.")) == ("2.50", "3", "Omar", "Rome")
+    assert facts_of(Prompt("", "Omar paid 3.", facts=("Omar",))) == ("Omar",)
+    assert share_kept(("Omar", "3"), "Omar paid 33.") == 0.5
+    assert np.isnan(share_kept((), "Omar"))
+
+
+def test_similarity_is_a_cosine(small: Adapter) -> None:
+    near = cosines(embedder_named("counts", small)(["a b b", "B a b!", "a", "c", ""]))
+    assert near == pytest.approx([1, 1, 1 / 5**0.5, 0, 0])
+    own = cosines(embedder_named("model", small)([TEXT, TEXT, "12 pens", ""]))
+    assert own[:2] == pytest.approx([1, 1])
+    assert own[2] < 0.999
+
+
+# What chains come to -------------------------------------------------------------------------------------------------------
+
+
+def test_cycles_are_found_to_the_letter() -> None:
+    found = cycles_of(table({("cached", 0): list("abcbc"), ("cached", 1): list("abbb"), ("cached", 2): list("abcd")}))
+    assert found[["enters", "period"]].to_numpy() == pytest.approx(
+        np.array([[1, 2], [1, 1], [np.nan, np.nan]]), nan_ok=True
+    )
+
+
+def test_an_attractor_is_found_where_it_was_put() -> None:
+    """Each hop goes 0.4 of the way to 20 words: 0.4 is the strength, and 20 the position."""
+    lengths, words = 4.0, []
+    for _ in range(12):
+        words.append(lengths)
+        lengths += 0.4 * (20 - lengths)
+    chains = table({("cached", 0): ["x"] * 12}).assign(words=words)
+    row = attractors_of(chains).query("of == 'words'").iloc[0]
+    assert (row["position"], row["strength"]) == pytest.approx((20, 0.4))
+    assert np.isnan(attractors_of(chains).query("of == 'similarity'").iloc[0]["strength"])
+
+
+def test_arms_are_compared_chain_by_chain() -> None:
+    texts = {(arm, seed): ["a", f"{arm}{seed}"] for arm in ("cached", "bad") for seed in (0, 1, 2)}
+    texts["bad", 2] = texts["cached", 2]
+    texts |= {("cached, other seeds", seed): ["a", "z"] for seed in (3, 4, 5)}
+    near = {place: [1.0, 0.8] for place in texts} | {("bad", 0): [1.0, 0.3], ("bad", 1): [1.0, 0.9]}
+    chains = table(texts, near)
+    deltas = deltas_of(chains, "cached")
+    by = deltas.set_index("arm")
+    assert by.loc["bad", "delta"] == pytest.approx((0.3 + 0.9 + 0.8) / 3 - 0.8)
+    assert by.loc["bad", ["better", "worse", "same_text", "halved", "half_life"]].tolist() == [1, 1, 1, 1, 1]
+    assert by.loc["cached, other seeds", ["delta", "chains", "same_text"]].tolist() == [0, 3, 0]
+    assert by.loc["cached", "same_text"] == 3
+    curve = curves_of(chains).query("arm == 'bad' and hop == 1").iloc[0]
+    assert curve["similarity_low"] <= curve["similarity"] <= curve["similarity_high"]
+    summary = {
+        "provenance": {"m": {"device": "d", "threads": 1}}, "hops": 1, "embedder": "counts", "control": "cached",
+        "null": "cached, other seeds", "cycles": [], "attractors": [],
+        "deltas": [{k: None if pd.isna(v) else v for k, v in row.items()} for row in deltas.to_dict("records")],
+    }  # fmt: skip
+    said = " ".join(said_of_chains(summary))
+    assert "1 better, 1 worse, 1 with the very same last text. Other seeds alone change it by 0" in said
+    assert "a stand-in that knows no synonyms" in said
+    assert "sign test" not in said, "of one variant"
+    for row in summary["deltas"]:
+        row["same_text"] = row["chains"]
+    assert "every last text is, to the letter, the one without a policy (3 chains)" in " ".join(said_of_chains(summary))
+
+
+# The experiment -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_plays_every_arm_and_draws(tmp_path: Path) -> None:
+    asked = Chain(
+        ("zoo:gqa2-mini",),
+        ("int4",),
+        texts="restate:1",
+        hops=2,
+        seeds=2,
+        max_new_tokens=12,
+        temperatures="0.7,0",
+        device="cpu",
+    )
+    assert Chain(policies=("int4",), on="v", prefill="stored").arms()["int4(on=v)"] == "cached[prefill=stored]+int4(on=v)"
+    outcome = asked.run(tmp_path / "out", progress="none")
+    chains = outcome.tables["chains"]
+    assert list(asked.arms()) == ["cached", "cached, other seeds", "int4", "int4(on=k)", "int4(on=v)"]
+    counts = chains[chains["hop"] == 2].groupby(["arm", "temperature"]).size()
+    assert counts[:, 0.7].tolist() == [2] * 5
+    assert counts[:, 0.0].tolist() == [1] * 4
+    assert chains.loc[chains["arm"] == "cached, other seeds", "seed"].unique().tolist() == [2, 3]
+    first = chains[chains["hop"] == 0]
+    assert first["similarity"].tolist() == pytest.approx([1] * len(first))
+    assert (first["facts"] == 1).all()
+    for name in ("curves", "deltas", "map"):
+        assert (tmp_path / "out" / "figures" / f"chain_{name}.png").is_file()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "cosine of word counts" in page
+    assert chains["said"].iloc[0] in page
+
+
+def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ("chain", "zoo:gqa2-mini", "--out", tmp_path / "out", "--device", "cpu")
+    wrong("takes no text: write {text} where it goes", *made, "--template", "Again:")
+    wrong("expected numbers with commas, as in 0.7,0", *made, "--temperatures", "warm")
+    wrong("temperature=-1.0: expected a number", *made, "--temperatures", "-1")
+    wrong("expected kv, k and v", *made, "--on", "q")
+    wrong("prefill='whole' was given", *made, "--prefill", "whole")
+    wrong("unknown policy 'int5'", *made, "--policy", "int5")
+    wrong("policy identity cannot be on K alone: give --on kv", *made, "--policy", "identity")
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    wrong("needs pip install 'kvinterp[chains]'", *made, "--embedder", "all-MiniLM-L6-v2", "--texts", "restate:1")
+    assert not (tmp_path / "out").exists()

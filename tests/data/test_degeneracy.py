@@ -1,0 +1,38 @@
+"""Loops are found exactly, and words outside a task are counted."""
+
+from kvinterp.data import TASKS, load_prompts, loop_at_end, outside_share, task_words
+
+
+def test_a_loop_is_the_smallest_period_that_the_text_ends_in() -> None:
+    assert loop_at_end("the end. " + "abc" * 4) == (3, 12)
+    assert loop_at_end([5] * 9) == (1, 9)
+    # Cut off in the middle of a repetition, it is one still.
+    assert loop_at_end("x" + "abcd" * 3 + "ab") == (4, 14)
+    # Six times ab is three times abab too.
+    assert loop_at_end("ab" * 6).period == 2
+
+
+def test_what_ends_otherwise_or_repeats_too_little_is_no_loop() -> None:
+    for text in ("", "a", "abc" * 4 + "x", "abcdefgh", "abcdefgh" * 2, "= 111", "#### 7777777"):
+        assert loop_at_end(text) == (0, 0), text
+    assert loop_at_end("ab" * 6, longest=1) == (0, 0)
+    assert loop_at_end("abcd" * 2, times=2) == (4, 8)
+
+
+def test_no_reference_completion_is_degenerate() -> None:
+    for task in TASKS.values():
+        examples = task.generate(40, 3)
+        known = task_words([example.prompt for example in examples])
+        for example in examples:
+            assert outside_share(example.completion, known) == 0, example.completion
+            assert loop_at_end(example.completion.split()) == (0, 0)
+
+
+def test_words_outside_the_task_are_a_share_of_all() -> None:
+    known = task_words(load_prompts("arithmetic:5"))
+    assert outside_share("", known) == 0
+    assert outside_share("1 + 2 = 3.", known) == 0
+    assert outside_share("1 zzqx 2 zzqx", known) == 0.5
+    assert outside_share("\ufffd\ufffd", known) == 1
+    assert "mia" in known
+    assert "mia" not in task_words([])

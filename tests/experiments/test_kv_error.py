@@ -1,0 +1,213 @@
+"""kv-error and equivalent-noise end to end on a small model, and what their pieces must be whatever the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp.behaviour.scores import AGAIN, CONTROL, METRICS
+from kvinterp.data import load_prompts
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.experiments.equivalent_noise import EquivalentNoise, error_of_policy, pooled
+from kvinterp.experiments.kv_error import KvError, behaviour_of, strings_of
+from kvinterp.policies import Chain, Place, Policy, policy_named
+from support import Case
+
+MODEL = "zoo:gqa2-mini"
+FEW: dict[str, Any] = {
+    "instructions": "instructions:2",
+    "problems": "arithmetic:1",
+    "texts": "restate:2",
+    "strings": "instructions:2",
+}
+
+
+def small(**more: Any) -> KvError:
+    settings: dict[str, Any] = {"design": "none", "repeats": 1, "max_new_tokens": 8, **FEW, **more}
+    return KvError(MODEL, **settings)
+
+
+# Equivalent noise ------------------------------------------------------------------------------------------------------
+
+
+def noise_of(load: Any, policy: str, kind: str = "native") -> pd.DataFrame:
+    adapter = load(Case(MODEL, kind), "float32")
+    return error_of_policy(adapter, load_prompts("arithmetic:2"), policy_named(policy), 6)
+
+
+def test_the_error_is_the_policys_own_in_every_layer_and_head(load: Any) -> None:
+    table = noise_of(load, "uniform(0.5,0.5,on=v)")
+    assert len(table) == 2 * 4 * 2 * 4
+    each = pooled(table, ["layer", "tensor", "kv_head"])
+    keys, values = (each[each["tensor"] == tensor] for tensor in "KV")
+    assert (keys["relative_rms"] == 0).all()
+    # Were an earlier layer's error in it, a later one's would not be exactly half.
+    assert values["bias"].to_numpy() == pytest.approx(0.5, abs=1e-6)
+    assert values["relative_std"].to_numpy() == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.hooked
+def test_keys_before_and_after_rope_are_both_measured(load: Any) -> None:
+    found = {kind: pooled(noise_of(load, "normal(0,0.5,on=k)", kind), ["tensor"]) for kind in ("hooked", "native")}
+    for table in found.values():
+        assert table.set_index("tensor").loc["K", "relative_std"] == pytest.approx(0.5, rel=0.05)
+
+
+def test_one_layer_and_head_alone(load: Any) -> None:
+    each = pooled(noise_of(load, "normal(0,0.5,layers=1,heads=2)"), ["layer", "kv_head"])
+    moved = each[each["relative_rms"] > 0]
+    assert moved[["layer", "kv_head"]].to_numpy().tolist() == [[1, 2]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Newest(Policy):
+    """Keeps the newest rows as they are."""
+
+    def keep(self, keys: torch.Tensor, values: torch.Tensor, place: Place) -> torch.Tensor:
+        return torch.arange(keys.shape[2])[-10:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Watching(Policy):
+    """Wants to see attention."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return ("pattern",)
+
+
+def test_rows_that_are_let_go_of_are_no_error_of_those_that_stay(load: Any) -> None:
+    adapter, prompts = load(Case(MODEL, "native"), "float32"), load_prompts("arithmetic:1")
+    table = error_of_policy(adapter, prompts, Newest(), 3)
+    length = len(adapter.encode(prompts[0].text)) + 2
+    assert set(table["rows"]) == {length}
+    # Ten after each forward, and the newest row before the last one is let go of.
+    assert set(table["rows_kept"]) == {11}
+    assert (table[["e2", "flipped", "zeroed"]] == 0).all(axis=None)
+    noisy = error_of_policy(adapter, prompts, Chain((Newest(), policy_named("uniform(0.5,0.5)"))), 3)
+    assert pooled(noisy, ["tensor"])["bias"].to_numpy() == pytest.approx(0.5, abs=1e-6)
+    with pytest.raises(UnsupportedError, match="chooses rows by what it sees"):
+        error_of_policy(adapter, prompts, Watching(), 3)
+
+
+def test_equivalent_noise_writes_a_table_a_figure_and_a_page(tmp_path: Path) -> None:
+    policies = ("identity", "uniform(-1,1)", "sinks(2,8)")
+    asked = EquivalentNoise(MODEL, policies=policies, prompts="arithmetic:2", max_new_tokens=2)
+    outcome = asked.run(tmp_path)
+    assert {"equivalent_noise.parquet", "equivalent_noise.png", "report.html", "summary.json"} <= {
+        path.name for path in outcome.files
+    }
+    assert len(pd.read_parquet(tmp_path / "equivalent_noise.parquet")) == 3 * 4 * 2 * 4
+    said = asked.sentences(outcome)
+    assert said[1] == "identity, 16 bits: exactly no error."
+    assert "exactly no error in the" in said[2]
+    assert said[2].endswith("of rows that are kept.")
+    assert said[3].startswith("uniform(-1,1), 16 bits: K 0.5")
+
+
+# kv-error --------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_policy_nothing_differs_and_readings_are_told_apart_with_one(load: Any) -> None:
+    adapter = load(Case(MODEL, "native", "sdpa"), "float32")
+    exact, stored = (behaviour_of(adapter, "identity", r, 0, 0, **FEW, max_new_tokens=3) for r in ("exact", "stored"))
+    pd.testing.assert_frame_equal(exact, stored)
+    noisy = {r: behaviour_of(adapter, "uniform(-2,2)", r, 0, 0, **FEW, max_new_tokens=3) for r in ("exact", "stored")}
+    likely = {r: table["nats"].dropna().to_numpy() for r, table in noisy.items()}
+    # Every likelihood meets the cache, under an exact prefill too.
+    assert (likely["exact"] != exact["nats"].dropna().to_numpy()).all()
+    assert (likely["exact"] != likely["stored"]).all()
+    other = behaviour_of(adapter, "uniform(-2,2)", "exact", 1, 0, **FEW, max_new_tokens=3)
+    assert (other["nats"].dropna().to_numpy() != likely["exact"]).all()
+
+
+def test_likelihoods_are_those_of_one_plain_forward(load: Any) -> None:
+    adapter = load(Case(MODEL, "native", "sdpa"), "float32")
+    (prompt,) = load_prompts("restate:1")
+    table = behaviour_of(adapter, "identity", "exact", 0, 0, **{**FEW, "texts": "restate:1"}, max_new_tokens=2)
+    row = table[table["task"] == "texts"].iloc[0]
+    context, whole = adapter.encode(prompt.text), adapter.encode(f"{prompt.text} {prompt.answer}")
+    with torch.no_grad():
+        logits = torch.log_softmax(adapter.model(torch.tensor([whole])).logits[0].double(), -1)
+    answer = torch.tensor(whole[len(context) :])
+    expected = -logits[len(context) - 1 : -1].gather(1, answer[:, None]).mean()
+    assert row["tokens"] == len(answer)
+    assert row["nats"] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_kv_error_end_to_end(tmp_path: Path) -> None:
+    asked = small(design="tensors", base="normal(0,1.5)", policies=("uniform(-2,2)",))
+    outcome = asked.run(tmp_path)
+    names = {path.name for path in outcome.files}
+    assert {"scores.parquet", "contrasts.parquet", "examples.parquet", "noise.parquet", "report.html"} <= names
+    assert {"kv_error.png", "kv_error_noise.png", "kv_error_contrasts.png"} <= names
+    scores = outcome.tables["scores"]
+    assert set(scores["metric"]) == set(METRICS)
+    # Two readings of three policies, and the floor.
+    assert len(scores) == (2 * 3 + 1) * len(METRICS)
+    assert set(scores.loc[scores["policy"] == "normal(0,1.5,on=k)", "design"]) == {"tensors"}
+    floor = scores[(scores["policy"] == AGAIN) & (scores["metric"] == "perplexity")].iloc[0]
+    # What is fed is given, so the draws of the sampling change nothing.
+    assert (floor["percent"], floor["difference"]) == (100, 0)
+    noise = outcome.tables["noise"].set_index("policy")["relative_rms"]
+    assert noise["uniform(-2,2)"] == pytest.approx(2 / 3**0.5, rel=0.03)
+    contrasts = set(outcome.tables["contrasts"]["contrast"])
+    assert {"K against V, prefill=stored", "K against V, prefill=exact", "uniform(-2,2): stored against exact"} <= contrasts
+    assert CONTROL in set(outcome.tables["examples"]["policy"])
+    said = " ".join(asked.sentences(outcome))
+    assert "control against control" in said
+    assert "K against V" in said
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").count("data:image/png") == 3
+
+
+def test_what_cannot_vary_is_run_once() -> None:
+    greedy = small(strategy="greedy", repeats=3, policies=("identity", "normal(0,0.5)", "truncate(4)"))
+    keys = [cell.key for cell in greedy.cells() if cell.key.startswith("run")]
+    # Control and control again once, noise three times and truncation once under each reading.
+    assert len(keys) == 2 + 2 * 3 + 2
+    sampled = small(repeats=3, policies=("truncate(4)",))
+    assert len([cell for cell in sampled.cells() if cell.key.startswith("run")]) == 3 * (2 + 2)
+
+
+def test_strings_are_the_first_nine_words_and_the_tenth() -> None:
+    for _, context, word in strings_of("instructions:5"):
+        assert len(context.split()) == 9
+        assert word[0].isspace()
+        assert len(word.split()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"design": "grids"}, "did you mean 'grid'"),
+        ({"design": "none"}, "no design and no policy was given"),
+        ({"readings": "exakt"}, "did you mean 'exact'"),
+        ({"repeats": 0}, "whole number of at least 1"),
+        ({"design": "factorial", "rms": 3.0}, "expected 0.05 to 1.4"),
+        ({"design": "heads", "base": "identity"}, "cannot be put on heads alone"),
+        ({"policies": ("q9_9",)}, "unknown policy 'q9_9'"),
+        ({"policies": ("q8_0",)}, "16"),
+        ({"problems": "nosuch:3"}, "unknown prompt generator"),
+        ({"texts": "mine.jsonl"}, "without an answer"),
+        ({"instructions": "mine.jsonl"}, "without a task"),
+        ({"strings": "mine.jsonl"}, "no text of 10 words"),
+    ],
+)
+def test_bad_input_is_one_sentence(given: dict[str, Any], said: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jsonl").write_text('{"prompt": "Two words"}\n', encoding="utf-8")
+    with pytest.raises(kv.KvinterpError, match=said.replace(".", r"\.")) as raised:
+        small(**given).run(tmp_path / "out")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_for_which_no_policy_was_given() -> None:
+    with pytest.raises(InputError, match="list of policies is empty"):
+        EquivalentNoise(MODEL, policies=()).run(None)
