@@ -34,7 +34,6 @@ def shown(kind: str, step: int, other: torch.dtype) -> Iterator[dict[tuple[str, 
             if kind == "sites":
                 seen["attn_out", layer] = torch.randn(BATCH, 48, generator=made).to(dtype)
         yield seen
-        made.manual_seed(step)
 
 
 def tables(kind: str, block: int | None, other: torch.dtype, vocabulary: int = 97) -> dict[str, pd.DataFrame]:

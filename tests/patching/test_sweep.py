@@ -352,6 +352,31 @@ def test_controls_stand_beside_every_sweep(load, case, direction, protocol):
     assert hooks_of(model.model) == before
 
 
+def test_what_is_planted_is_looked_for_once_a_model(load, monkeypatch):
+    """A default sweep took three times what it takes without controls, for a search that does not depend on what is swept."""
+    from kvinterp.patching import sweeping
+
+    model = load(NATIVE)
+    monkeypatch.setattr(model, "checked_plants", {})
+    first = swept(model, layers=[0], controls="all")
+
+    def again(*_, **__):
+        raise AssertionError("the model was searched before")
+
+    monkeypatch.setattr(sweeping, "localise", again)
+    same, other = (swept(model, layers=[1], controls="all", prompts=each) for each in (PROMPT, PROMPT[::-1]))
+
+    def planted(found, columns):
+        controls = found.controls[found.controls["control"].str.startswith("planted")]
+        return controls[columns].to_dict("records")
+
+    everything = ["control", "site", "layer", "recovery", "example"]
+    assert len(planted(first, everything)) == 3
+    assert planted(same, everything) == planted(first, everything)
+    assert planted(other, everything[:-1]) == planted(first, everything[:-1])
+    assert {row["example"] for row in planted(other, ["example"])} == {-1}, "found on a prompt that is not of this sweep"
+
+
 def test_the_other_prompt_is_another_prompt():
     from kvinterp.patching.side_by_side import not_the_same
 

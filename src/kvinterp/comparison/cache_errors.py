@@ -45,14 +45,14 @@ class Span:
 
     Attributes:
         start: Absolute position of the first key.
-        count: How many there are.
+        length: How many there are.
         marks: For each row of the batch 1 after its flip, 0 before it, -1 where its text has ended.
         held: For each path which of the positions it still holds, in the shape of an error; None where all. Only those that
             both hold are compared.
     """
 
     start: int
-    count: int
+    length: int
     marks: Tensor
     held: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -98,7 +98,7 @@ class CacheErrors:
         if there is not None:
             # What is not compared is 0, and adds nothing to sum or maximum.
             errors = {name: error.where(there, 0.0) for name, error in errors.items()}
-        counts = [span.count for span in spans]
+        counts = [span.length for span in spans]
         differing = errors["relative_error"] != 0
         by_step = {name: error.split(counts, -1) for name, error in {**errors, "differing": differing}.items()}
         over = {name: torch.stack([_over(way, each, there) for each in by_step[of]]) for name, (of, way) in SUMMED.items()}
@@ -111,7 +111,7 @@ class CacheErrors:
         for number, (step, span) in enumerate(zip(steps, spans, strict=True)):
             mine = {name: each[number] for name, each in by_step.items()}
             if self.keep == "whole":
-                places = {"position": np.arange(span.start, span.start + span.count)}
+                places = {"position": np.arange(span.start, span.start + span.length)}
                 self.every.add({"step": [step], **at, **places}, mine, there)
             if step > 0:
                 # Step 0 is the prefill's on both paths.

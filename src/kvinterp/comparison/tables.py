@@ -144,6 +144,7 @@ class Differences:
             if (site, layer) in seen[1]:
                 layers_of.setdefault(site, []).append(layer)
         streams = []
+        labels: dict[str, Sequence[Any]]
         for site in filter(layers_of.get, RESIDUAL_SITES):
             layers = layers_of[site]
             labels = {"site": [site], "layer": layers, "example": examples}
@@ -185,7 +186,8 @@ class Differences:
         alike = len(first) == 1 and all(group == first for group in groups.values()) and max(map(len, dtypes)) == 1
         for together in [list(groups)] if alike else [[site] for site in groups]:
             for (length, heads, _), layers in groups[together[0]].items():
-                labels = {"tensor": [_CACHED[site] for site in together], "layer": layers, "example": examples}
+                names = [_CACHED[site] for site in together]
+                labels: dict[str, Sequence[Any]] = {"tensor": names, "layer": layers, "example": examples}
                 sides = [[lined_up[site, x][side] for site in together for x in layers] for side in (0, 1)]
                 size = len(together), len(layers)
                 a, b = (_newest([tensor for tensor, _ in side], length, size) for side in sides)

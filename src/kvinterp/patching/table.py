@@ -37,7 +37,8 @@ class Sweep:
         controls: One row an example and control: self (0), other-prompt, floor (the last residual, which leaves the
             unembedding's own), together (the site swept in all layers at once, which leaves what no patch of this kind
             reaches), all-positions; and one row a planted cause (on the first prompt, in float64: the share of the
-            difference found, at the place found).
+            difference found, at the place found; looked for once a model, and of example -1 where that was on another
+            sweep's prompt).
         about: Paths, protocol, distance (the first), distances, provenance, and the work
             done: forwards and blocks of the recompute path.
         logits: For each example ``[step, path, vocab]``, where asked for: the donor, the unpatched path, then the patches

@@ -147,7 +147,7 @@ def uncached(
         return stores(adapter, path, tokens.shape[0], tokens.shape[1], 0, hooks)
     if not adapter.attention_only:
         return None
-    if isinstance(before, PassThrough) and before.used and not path.policy.acts:
+    if isinstance(before, PassThrough) and before.used and not before.policy.acts:
         return before
     reads = _told(path, hooks)
     batch, length = tokens.shape
