@@ -122,7 +122,7 @@ FEW: dict[str, Any] = {"prompts": "arithmetic:1", "device": "cpu"}
 def test_all_of_them_at_once_with_figures(tmp_path: Any) -> None:
     told: list[str] = []
     asked = RootCause(
-        ("zoo:mistral-mini", "zoo:mqa-mini"), **FEW, flip_steps=2, flip_seeds=2, ladder_prompts=1, ladder_steps=2
+        ("zoo:mistral-mini", "zoo:mqa-mini"), **FEW, flip_steps=1, flip_seeds=2, ladder_prompts=1, ladder_steps=1
     )
     outcome = asked.run(tmp_path, tell=told.append)
     tables = outcome.tables

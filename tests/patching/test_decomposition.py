@@ -8,7 +8,7 @@ from kvinterp import metrics
 from kvinterp.patching import Plant
 from support import PROMPT, Case, cases, hooks_of, plain_forward
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.bits, pytest.mark.xdist_group("decomposition")]
 
 STEPS = 4
 KINDS = [
@@ -25,6 +25,17 @@ DOUBLE = {"cached": "cached@float64", "recompute": "recompute@float64"}
 
 def split(model, **more):
     return kv.decompose(model, PROMPT, **{"max_new_tokens": STEPS, "progress": "none"} | more)
+
+
+_made = {}
+
+
+def once(model, **more):
+    """A decomposition that several tests look at; the models of the fixture ``load`` live as long as the session."""
+    asked = id(model), repr(sorted(more.items()))
+    if asked not in _made:
+        _made[asked] = split(model, **more)
+    return _made[asked]
 
 
 def from_step(table, first):
@@ -60,7 +71,7 @@ def test_at_step_0_there_is_nothing_and_a_suffix_changes_nothing_but_rounding(lo
 @cases(KINDS)
 def test_total_is_the_distance_a_comparison_measures(load, case):
     model = load(case)
-    found = split(model)
+    found = once(model)
     compared = kv.compare(model, [list(PROMPT)], record="resid_post", max_new_tokens=STEPS, progress="none")
     assert found.steps["total"].tolist() == pytest.approx(compared.steps["kl"].tolist(), rel=1e-9)
     layers = compared.layers.sort_values(["step", "layer"])["relative_l2"].tolist()
@@ -71,8 +82,8 @@ def test_total_is_the_distance_a_comparison_measures(load, case):
 def test_the_parts_are_sides_of_one_triangle(load, case):
     """total = fresh + state as vectors, so no side is longer than the two others together; at any size of difference."""
     for table, suffix in (
-        (split(load(case), cached="cached[kernels=split_k(2,float32)]").steps, "_l2"),
-        (split(load(case), **DOUBLE, plant=Plant("row", 0)).layers, ""),
+        (once(load(case), cached="cached[kernels=split_k(2,float32)]").steps, "_l2"),
+        (once(load(case), **DOUBLE, plant=Plant("row", 0)).layers, ""),
     ):
         sides = table[[f"total{suffix}", f"fresh{suffix}", f"state{suffix}"]].to_numpy()
         assert (2 * sides.max(1) <= sides.sum(1) * (1 + 1e-9)).all()
@@ -81,7 +92,7 @@ def test_the_parts_are_sides_of_one_triangle(load, case):
 
 @cases(KINDS)
 def test_keys_and_values_planted_are_state(load, case):
-    steps = from_step(split(load(case), **DOUBLE, plant=Plant("kv", 0)).steps, 1)
+    steps = from_step(once(load(case), **DOUBLE, plant=Plant("kv", 0)).steps, 1)
     assert (steps["state_l2"] / steps["total_l2"]).min() > 0.99
     assert (steps["fresh_l2"] / steps["total_l2"]).max() < 0.01
     assert (steps["state"] / steps["total"]).min() > 0.99
@@ -90,8 +101,8 @@ def test_keys_and_values_planted_are_state(load, case):
 @cases(KINDS)
 def test_a_narrower_cache_is_state_as_the_same_rounding_by_a_policy_is(load, case):
     model = load(case)
-    exact = from_step(split(model).steps, 1)
-    rounded = from_step(split(model, cached="cached[cache=bfloat16]").steps, 1)
+    exact = from_step(once(model).steps, 1)
+    rounded = from_step(once(model, cached="cached[cache=bfloat16]").steps, 1)
     assert (rounded["total_l2"] > 100 * exact["total_l2"].max()).all()
     assert (rounded["fresh_l2"] < 0.01 * rounded["total_l2"]).all()
     assert (rounded["state_l2"] / rounded["total_l2"]).min() > 0.99
@@ -99,7 +110,7 @@ def test_a_narrower_cache_is_state_as_the_same_rounding_by_a_policy_is(load, cas
 
 @cases(KINDS)
 def test_a_planted_row_is_fresh_at_the_first_step_and_state_too_from_then_on(load, case):
-    found = split(load(case), **DOUBLE, plant=Plant("row", 0))
+    found = once(load(case), **DOUBLE, plant=Plant("row", 0))
     steps = from_step(found.steps, 1)
     first = steps.iloc[0]
     assert first["fresh_l2"] / first["total_l2"] > 0.99
@@ -137,7 +148,7 @@ def test_a_planted_unembedding_is_fresh_at_every_step_and_in_no_layer(load, case
 def test_fresh_is_one_step_on_the_recompute_paths_own_keys_and_values(load, case):
     """Made here with kvinterp's patches: the cached path, its cache overwritten by the recompute path's at the step."""
     model = load(case)
-    found = split(model)
+    found = once(model)
     sweep = kv.sweep(
         model, PROMPT, "kv", "cumulative", direction="into-cached", positions="earlier", steps=(3,), max_new_tokens=STEPS,
         controls="none", logits="keep", progress="none",
