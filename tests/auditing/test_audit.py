@@ -406,12 +406,11 @@ def test_the_layer_table_is_a_plain_loops() -> None:
 def test_the_pytest_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     from test_planted import key_wrong_by_a_thousandth, on_update
 
-    quickly: Any = {"lengths": (9,), "steps": 2, "checks": "none", "rungs": ("float32", "float64")}
+    quickly: Any = {"lengths": (5,), "steps": 2, "checks": "none", "rungs": ("float32", "float64")}
     assert assert_cache_consistent(build("llama"), **quickly).exit_code == 0
     on_update(key_wrong_by_a_thousandth, 1)(monkeypatch)
     with pytest.raises(CacheInconsistency, match="K of layer 1"):
         assert_cache_consistent(build("llama"), **quickly)
-    assert assert_cache_consistent(build("llama"), **quickly, allow=("bug",)).allowed == "yes"
 
 
 @pytest.mark.parametrize(
