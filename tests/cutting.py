@@ -51,6 +51,7 @@ VERBS = {
     "ladder": ("ladder", MODEL, *SMALL, "--most", "1", "--steps", "1"),
     "gqa": ("gqa", MODEL, *SMALL),
     "susceptibility": ("susceptibility", MODEL, *SMALL, "--max-new-tokens", "3", "--sizes", "0.5,2,4", "--seeds", "2"),
+    "mitigate": ("mitigate", MODEL, *SMALL, "--path", "cached[refresh=2]", "--policy", "int4", "--max-new-tokens", "3"),
     "equivalent-noise": ("equivalent-noise", MODEL, *SMALL, "--policy", "uniform(-1,1)", "--max-new-tokens", "2"),
     "kv-error": (
         *("kv-error", MODEL, "--design", "none", "--policy", "uniform(-1,1)", "--repeats", "1", "--max-new-tokens", "4"),

@@ -114,13 +114,17 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
         kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
         values[key] = _fitted(_value(rest if equals else part), kind)
     missing = [name for name in inorder if fields[name].default is dataclasses.MISSING and name not in values]
+    takes = ", ".join(
+        f"{field.name}={_written(field.default)}" if field.kw_only else field.name
+        for field in sorted(fields.values(), key=lambda field: bool(field.kw_only))
+    )
+    unreadable = InputError(f"{what} {text!r} cannot be read: {name} takes {takes or f'no values, so give {name!r}'}.")
     if too_many or missing:
-        takes = ", ".join(
-            f"{field.name}={_written(field.default)}" if field.kw_only else field.name
-            for field in sorted(fields.values(), key=lambda field: bool(field.kw_only))
-        )
-        raise InputError(f"{what} {text!r} cannot be read: {name} takes {takes or f'no values, so give {name!r}'}.")
-    return kinds[name](**values)
+        raise unreadable
+    try:
+        return kinds[name](**values)
+    except TypeError as error:
+        raise unreadable from error
 
 
 def split(text: str, separator: str) -> list[str]:

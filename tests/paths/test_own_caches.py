@@ -261,7 +261,7 @@ def test_a_cache_that_is_handed_out_twice_is_refused():
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr("kvinterp.models.caches._installed", lambda module: False)
+    monkeypatch.setattr("kvinterp.models.caches.installed", lambda module: False)
     for path, package in (("quantized(4)", "optimum-quanto, or hqq"), ("quantized(4,hqq)", "hqq")):
         with pytest.raises(kv.UnsupportedError, match=f"needs the package {package}: pip install"):
             logits(llama(), f"cached[cache={path}]")

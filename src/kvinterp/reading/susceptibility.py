@@ -45,8 +45,8 @@ def _certified(summary: Mapping[str, Any]) -> str:
 
 def _calibrated(brier: Mapping[str, float]) -> str:
     said = (
-        f"Predicted from the margin and the logit noise of other draws, the chance of a flip has a Brier score of "
-        f"{number(brier['brier'])}, where the overall rate has {number(brier['of_the_rate'])}"
+        "Predicted from the margin and the logit noise of other draws, as if the runner-up alone could overtake, the chance of a "
+        f"flip has a Brier score of {number(brier['brier'])}, where the overall rate has {number(brier['of_the_rate'])}"
     )
     if brier["skill"] != brier["skill"]:
         return f"{said}: no step flips, or all do, so that there is nothing to predict."

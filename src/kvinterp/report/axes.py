@@ -12,7 +12,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from kvinterp.reading.numbers import power
 from kvinterp.report.style import CMAP, SERIES, line_of
@@ -23,6 +23,7 @@ __all__ = [
     "legend_below",
     "legend_outside",
     "log_norm",
+    "log_ticks",
     "mapped",
     "medians",
     "place_title",
@@ -58,6 +59,12 @@ def whole_numbers(axis: Any, ticks: int = 8) -> None:
     axis.set_major_locator(MaxNLocator(nbins=ticks, integer=True, min_n_ticks=1))
 
 
+def log_ticks(axis: Any) -> None:
+    """A logarithmic axis whose ticks are plain numbers: text is not parsed for mathematics."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def shift_of(index: int, count: int) -> float:
     """How far a point is moved sideways, so that those of one place are all seen."""
     return 0.0 if count == 1 else (index - (count - 1) / 2) * min(0.16, 0.5 / count)
@@ -70,10 +77,11 @@ def legend_below(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> N
         axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.45, -0.17), ncols=columns)
 
 
-def legend_outside(target: Figure | Any, axes: Axes, columns: int = 5, **how: Any) -> None:
-    """A legend of the axes under all axes of a figure."""
+def legend_outside(target: Figure | Any, axes: Axes, columns: int = 5, side: str = "lower", **how: Any) -> None:
+    """A legend of the axes under all axes of a figure, or above them where its small print stands below."""
     handles, labels = axes.get_legend_handles_labels()
-    target.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns), **how)
+    place: Any = f"outside {side} center"
+    target.legend(handles, labels, loc=place, ncols=min(len(labels), columns), **how)
 
 
 # Scales ----------------------------------------------------------------------------------------------------------------

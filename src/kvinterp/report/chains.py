@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 from kvinterp.reading.chains import similarity_named
 from kvinterp.reading.numbers import counted
 from kvinterp.report.axes import legend_outside, whole_numbers
-from kvinterp.report.style import SERIES, line_of, save, sheet, signed
+from kvinterp.report.style import SERIES, line_of, of_models, save, sheet
 
 __all__ = ["save_chain_figures"]
 
@@ -28,14 +27,6 @@ def save_chain_figures(found: Mapping[str, Any], folder: Path) -> list[Path]:
     """
     made = {"curves": _curves, "deltas": _deltas, "map": _map}
     return [save(draw(found), folder / f"chain_{name}.png") for name, draw in made.items()]
-
-
-def _signed(figure: Figure, found: Mapping[str, Any]) -> None:
-    about = found["about"].values()
-    models = "; ".join(f"{each['model']} {each['kind']} {each['dtype']} weights {each['weights']}" for each in about)
-    machine = next(iter(about))["device"]
-    said = f"similarity: {similarity_named(found['embedder'])} · {models} · {machine}"
-    signed(figure, "\n".join(textwrap.wrap(said, 120)), list(about))
 
 
 def _curves(found: Mapping[str, Any]) -> Figure:
@@ -64,7 +55,7 @@ def _curves(found: Mapping[str, Any]) -> Figure:
         panels[-1].set_xlabel("hop (0 is the text itself)")
         whole_numbers(panels[-1].xaxis, 10)
         legend_outside(part, panels[0], 2, fontsize=7.5)
-        _signed(figure, found)
+        of_models(figure, list(found["about"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure
 
 
@@ -86,7 +77,7 @@ def _deltas(found: Mapping[str, Any]) -> Figure:
             "final similarity minus that without a policy\n(mean and 95% interval over chains; hollow: other seeds, the null)"
         )
         axes.set_title("Final differences, sorted")
-        _signed(figure, found)
+        of_models(figure, list(found["about"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure
 
 
@@ -118,5 +109,5 @@ def _map(found: Mapping[str, Any]) -> Figure:
         axes.set_xticks(range(table.shape[1]), table.columns, rotation=30, ha="right", fontsize=7)
         axes.set_title("Final similarity minus that without a policy")
         figure.colorbar(image, ax=axes, label="difference")
-        _signed(figure, found)
+        of_models(figure, list(found["about"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from kvinterp.reading.evaluators import score_named
-from kvinterp.report.style import SERIES, save, sheet, signed
+from kvinterp.report.style import SERIES, of_models, save, sheet
 
 __all__ = ["save_scores_figure", "scores_figure"]
 
@@ -47,7 +47,5 @@ def scores_figure(summary: Mapping[str, Any]) -> Figure:
             axes.grid(visible=False, axis="y")
             better = {True: ", higher is better", False: ", lower is better"}.get(of[0]["higher_is_better"], "")
             axes.set_title(f"{score_named(of[0])}{better}, {of[0]['documents']} documents", fontsize=8.5)
-        about = summary["provenance"]
-        said = f"{about['model']} · {about['kind']} · {about['dtype']} · weights {about['weights']} · {about['device']}"
-        signed(figure, "\n".join(textwrap.wrap(said, 120)), [about])
+        of_models(figure, [summary["provenance"]])
     return figure

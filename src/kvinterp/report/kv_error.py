@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from kvinterp.behaviour.scores import AGAIN, METRICS
 from kvinterp.reading.numbers import short
 from kvinterp.report.axes import legend_outside, place_title
-from kvinterp.report.style import SERIES, save, sheet, signed
+from kvinterp.report.style import SERIES, of_models, save, sheet
 
 __all__ = [
     "bits_figure",
@@ -36,7 +36,7 @@ def save_equivalent_noise(result: tuple[pd.DataFrame, pd.DataFrame, Mapping[str,
         folder: Where to.
     """
     table, wholes, about = result
-    return [save(_signed(equivalent_noise_figure(table, wholes), about["provenance"]), folder / "equivalent_noise.png")]
+    return [save(of_models(equivalent_noise_figure(table, wholes), [about["provenance"]]), folder / "equivalent_noise.png")]
 
 
 def save_kv_error(result: tuple[Mapping[str, pd.DataFrame], Mapping[str, Any]], folder: Path) -> list[Path]:
@@ -50,13 +50,7 @@ def save_kv_error(result: tuple[Mapping[str, pd.DataFrame], Mapping[str, Any]], 
     drawn = {"kv_error": scores_figure(tables["scores"]), "kv_error_noise": bits_figure(tables["scores"])}
     if len(tables["contrasts"]):
         drawn["kv_error_contrasts"] = contrasts_figure(tables["contrasts"])
-    return [save(_signed(figure, summary["provenance"]), folder / f"{name}.png") for name, figure in drawn.items()]
-
-
-def _signed(figure: Figure, about: Mapping[str, Any]) -> Figure:
-    said = f"{about['model']} · {about['kind']} · {about['dtype']} · weights {about['weights']} · {about['device']}"
-    signed(figure, "\n".join(textwrap.wrap(said, 130)), [about])
-    return figure
+    return [save(of_models(figure, [summary["provenance"]]), folder / f"{name}.png") for name, figure in drawn.items()]
 
 
 # Figures ---------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,20 @@ from matplotlib.figure import Figure
 from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted
 
-__all__ = ["CMAP", "SERIES", "Series", "line_of", "looks", "made_with", "png", "save", "sheet", "signed", "small_print"]
+__all__ = [
+    "CMAP",
+    "SERIES",
+    "Series",
+    "line_of",
+    "looks",
+    "made_with",
+    "of_models",
+    "png",
+    "save",
+    "sheet",
+    "signed",
+    "small_print",
+]
 
 RC: Any = {
     "font.family": "DejaVu Sans",
@@ -184,6 +197,21 @@ def made_with(figure: Figure, about: Mapping[str, Any], more: Sequence[str]) -> 
         f"{made['device']}, threads: {made['threads']}",
     ]
     signed(figure, "\n".join(textwrap.wrap(" · ".join(parts), 134)), [dict(about)])
+
+
+def of_models(figure: Figure, abouts: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> Figure:
+    """Signs a figure of some models with what each was, and the machine.
+
+    Args:
+        figure: The figure.
+        abouts: The provenance of each.
+        more: What else is said of it, in front.
+    """
+    models = "; ".join(" ".join((*_model(about), f"weights {about['weights']}")) for about in abouts)
+    versions = [f"{title} {abouts[0][name]}" for title, name in _VERSIONS.items() if title != "weights"]
+    machine = f"{abouts[0]['device']}, threads: {abouts[0]['threads']}"
+    signed(figure, "\n".join(textwrap.wrap(" · ".join((*more, models, *versions, machine)), 130)), abouts)
+    return figure
 
 
 def _model(about: Mapping[str, Any]) -> tuple[str, str, str]:

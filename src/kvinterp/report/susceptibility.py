@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,20 +12,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvinterp.reading.numbers import short
-from kvinterp.report.axes import legend_outside, place_title
-from kvinterp.report.style import line_of, save, sheet
+from kvinterp.report.axes import legend_outside, log_ticks, place_title
+from kvinterp.report.style import line_of, of_models, save, sheet
 
 __all__ = ["save_susceptibility_figures", "susceptibility_figure"]
 
 
-def save_susceptibility_figures(tables: Mapping[str, pd.DataFrame], folder: Path) -> list[Path]:
+def save_susceptibility_figures(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any], folder: Path) -> list[Path]:
     """Writes ``susceptibility.png``.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.susceptibility.Susceptibility`.
+        about: The provenance.
         folder: Where to; it is made.
     """
-    return [save(susceptibility_figure(tables), folder / "susceptibility.png")]
+    return [save(of_models(susceptibility_figure(tables), [about]), folder / "susceptibility.png")]
 
 
 def susceptibility_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
@@ -33,7 +35,7 @@ def susceptibility_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
         left, right = figure.subplots(1, 2)
         _rates(left, tables["rates"])
         _calibration(right, tables["calibration"])
-        legend_outside(figure, left, 3)
+        legend_outside(figure, left, 3, "upper")
     return figure
 
 
@@ -45,9 +47,10 @@ def _rates(axis: Axes, rates: pd.DataFrame) -> None:
         axis.errorbar(line["size"], line["rate"], spread, **line_of(index, 1.3), elinewidth=0.7, label=label)
     axis.axhline(0.5, color="#888888", linewidth=0.8)
     axis.set_xscale("log")
+    log_ticks(axis.xaxis)
     axis.set_ylim(-0.03, 1.03)
     axis.set(xlabel="size of the noise in K and V", ylabel="share of steps that flip")
-    place_title(axis, "Flips by noise and margin, 95% intervals", 4.9)
+    place_title(axis, "Flips by noise and margin, 95% intervals", 4.2)
 
 
 def _calibration(axis: Axes, table: pd.DataFrame) -> None:
@@ -56,4 +59,4 @@ def _calibration(axis: Axes, table: pd.DataFrame) -> None:
     axis.errorbar(table["predicted"], table["observed"], spread, **line_of(0, 1.3) | {"linestyle": "none"}, elinewidth=0.7)
     axis.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
     axis.set(xlabel="chance predicted from margin and logit noise", ylabel="share of steps that flip")
-    place_title(axis, f"Expected? {int(table['steps'].sum())} steps; grey: as predicted", 4.9)
+    place_title(axis, f"Expected? {int(table['steps'].sum())} steps; grey: as predicted", 4.2)

@@ -1,0 +1,241 @@
+"""Measure what mitigations of the cached path's divergence leave of it, and what they cost in computation and memory.
+
+Every path is fed the tokens of a recompute path with the same kernels, and its divergence from that is what a mitigation leaves;
+beside it stands how far it is from float64. Computation is counted as rows that a block is given for each new token, memory as
+bytes a token of what a real cache would store. Then a policy on K and V (a compression) is crossed with the path: does its error
+add to that of decoding from a cache, or does one make the other larger?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from kvinterp import metrics
+from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.data import load_prompts
+from kvinterp.errors import InputError
+from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+from kvinterp.inputs import check_whole
+from kvinterp.models import dtype_named
+from kvinterp.provenance import provenance
+
+__all__ = ["Mitigate", "costs_of", "interactions_of", "pareto"]
+
+TRUTH = "recompute@float64"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mitigate(Experiment):
+    """What does a mitigation leave of the divergence, and at what cost?"""
+
+    TABLES: ClassVar = ("examples", "mitigations", "interactions")
+    READING: ClassVar = "kvinterp.reading.mitigate:said_of_mitigate"
+
+    model: str = model()
+    prompts: str = option("arithmetic:8", "A .jsonl file, or arithmetic:N, restate:N, instructions:N.")
+    path: tuple[str, ...] = option(
+        (
+            "cached",
+            "cached[cache=float32]",
+            "cached[refresh=16]",
+            "cached[refresh=4]",
+            "cached[refresh=1]",
+            "cached[smooth=0.5]",
+            "cached[kernels=layer_cast]",
+            "cached[kernels=batch_invariant]",
+        ),
+        "A mitigation, as the text form of a path; may be given several times.",
+    )
+    policy: tuple[str, ...] = option(("int8", "int4"), "A policy to cross with the path; may be given several times.")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    max_new_tokens: int = option(24, "Most steps a prompt.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def cells(self) -> list[Cell]:
+        """A cell a path, beside its reference and beside float64; three a policy."""
+        from kvinterp.paths import Cached, Recompute, path_named
+        from kvinterp.policies import policy_named
+
+        load_prompts(self.prompts)
+        check_whole("max_new_tokens", self.max_new_tokens, 2)
+        if not self.path:
+            raise InputError("the list of paths is empty: give at least one, such as cached[refresh=4].")
+        pairs: list[tuple[str, str, str]] = []
+        for text in dict.fromkeys(self.path):
+            path = path_named(text)
+            if path.form != "cached":
+                raise InputError(
+                    f"path {text!r} is no mitigation of the cached path: expected cached[...], as in cached[refresh=4]."
+                )
+            pairs.append((f"path {path}", str(Recompute(dtype=path.dtype, kernels=path.kernels)), str(path)))
+            pairs.append((f"truth {path}", TRUTH, str(path)))
+        for text in dict.fromkeys(self.policy):
+            policy = policy_named(text)
+            pairs.append((f"alone {policy}", "recompute", str(Recompute(policy))))
+            pairs.append((f"both {policy}", "recompute", str(Cached(policy, prefill="stored"))))
+        if self.policy:
+            pairs.append(("neither", "recompute", "cached"))
+        given = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        return [
+            Cell(f"pair-{number}", f"{__name__}:measured", {**given, "what": what, "a": a, "b": b}, f"{b} beside {a}")
+            for number, (what, a, b) in enumerate(pairs)
+        ]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """What each leaves and costs, and how each policy's error goes with the path's."""
+        (adapter,) = self.adapters()
+        examples = joined(made)["table"]
+        tables = {
+            "examples": examples,
+            "mitigations": pareto(costs_of(examples)),
+            "interactions": interactions_of(examples),
+        }
+        summary = {
+            "prompts": int(examples["example"].nunique()),
+            "mitigations": tables["mitigations"].to_dict("records"),
+            "interactions": tables["interactions"].to_dict("records"),
+            "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens),
+        }
+        return Outcome(tables, tables, summary)
+
+    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """Its figures, signed with what they were made with."""
+        from kvinterp.report.mitigate import save_mitigate_figures
+
+        return save_mitigate_figures(outcome.tables, outcome.summary["provenance"], folder)
+
+
+def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: str, a: str, b: str) -> pd.DataFrame:
+    """One path beside its reference: a row a prompt, over the steps from 1 on."""
+    from kvinterp.comparison import compare
+
+    adapter, given = loaded(model), load_prompts(prompts)
+    found = compare(adapter, given, a, b, max_new_tokens=max_new_tokens, record="", progress="none")
+    steps = found.steps[found.steps["step"] > 0]
+    steps = steps.assign(
+        squared=steps["rms_logit"] ** 2, differs=steps["max_abs_logit"] > 0, flip=~steps["top1_agree"].astype(bool)
+    )
+    by = steps.groupby("example")
+    table = pd.concat(
+        [by["kl"].mean(), by["squared"].mean(), by[["differs", "flip"]].sum(), by.size().rename("steps")], axis=1
+    ).reset_index()
+    rows, bytes_ = _cost(adapter, given[0], b, max_new_tokens)
+    # What is said of the path is the same on each of its lines.
+    told = {"what": what.partition(" ")[0], "of": what.partition(" ")[2], "reference": a, "path": b}
+    return table.assign(**told, rows_a_token=rows, bytes_a_token=bytes_)
+
+
+def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[float, float]:
+    """Rows that the first block is given for each token decoded after the prefill, and bytes that a cache stores of a token."""
+    from kvinterp.paths import path_named, run
+
+    path, given = path_named(text), list[int]()
+    handle = None
+    wanted, kept_in = dtype_named(path.dtype), dtype_named(path.cache_dtype)
+    running = adapter if wanted is None else adapter.at(wanted)
+
+    def seen(_: Any, args: Any, kwargs: Any) -> None:
+        stream = next(each for each in (*args, *kwargs.values()) if hasattr(each, "shape"))
+        given.append(int(stream.shape[0] * stream.shape[1]))
+
+    try:
+        handle = next(iter(running.blocks)).register_forward_pre_hook(seen, with_kwargs=True)
+        trace = run(adapter, prompt, path, max_new_tokens=max_new_tokens)
+    finally:
+        if handle is not None:
+            handle.remove()
+    decoded = max(len(trace.tokens) - 1, 1)
+    facts, dtype = running.facts, path.kernels.compute_dtype(running.dtype)
+    kept = 8 * (kept_in or dtype).itemsize
+    bits = [kept if (own := path.policy.bits_stored(one, facts.head_dim)) is None else own for one in ("k", "v")]
+    stored = sum(bits) * facts.head_dim * facts.kv_heads * facts.layers / 8 if path.form == "cached" else 0.0
+    return sum(given[1:]) / decoded, stored
+
+
+# What the pairs say ------------------------------------------------------------------------------------------------------
+
+
+def costs_of(examples: pd.DataFrame) -> pd.DataFrame:
+    """What each mitigation leaves of the divergence, and what it costs.
+
+    Args:
+        examples: A row a pair and prompt: what, path, kl, squared, differs, flip, steps, rows_a_token, bytes_a_token.
+
+    Returns:
+        One row a path: reference, prompts, steps, mean_kl (nats, of prompts' means) with its 95% interval over prompts (low,
+        high), rms_logit, differ (steps whose logits differ), flips, truth_kl and truth_rms_logit (from float64), rows_a_token,
+        bytes_a_token.
+    """
+    rows = []
+    for path, group in examples[examples["what"] == "path"].groupby("path", sort=False):
+        truth = examples[(examples["what"] == "truth") & (examples["path"] == path)]
+        low, high = metrics.bootstrap_interval(group["kl"].to_numpy(float))
+        first = group.iloc[0]
+        rows.append(
+            {
+                "path": path,
+                "reference": first["reference"],
+                "prompts": len(group),
+                "steps": int(group["steps"].sum()),
+                "mean_kl": group["kl"].mean(),
+                "low": low,
+                "high": high,
+                "rms_logit": float(np.sqrt(group["squared"].mean())),
+                "differ": int(group["differs"].sum()),
+                "flips": int(group["flip"].sum()),
+                "truth_kl": truth["kl"].mean(),
+                "truth_rms_logit": float(np.sqrt(truth["squared"].mean())),
+                "rows_a_token": first["rows_a_token"],
+                "bytes_a_token": first["bytes_a_token"],
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def pareto(costs: pd.DataFrame) -> pd.DataFrame:
+    """The table with ``pareto``: whether no other path leaves, computes and stores as little, and less of one of them."""
+    three = costs[["mean_kl", "rows_a_token", "bytes_a_token"]].to_numpy(float)
+    beaten = [bool(((three <= one).all(1) & (three < one).any(1)).any()) for one in three]
+    return costs.assign(pareto=~np.asarray(beaten, dtype=bool))
+
+
+def interactions_of(examples: pd.DataFrame) -> pd.DataFrame:
+    """Whether a policy's error and the path's add up, in mean squares of the logits' difference from the plain recompute path.
+
+    Independent errors add in their squares. The contrast is both together, less the policy alone (on the recompute path), less
+    the path alone (cached, no policy); the cell without either is 0.
+
+    Returns:
+        One row a policy: prompts, policy_alone, path_alone, both (logits squared, means of prompts), contrast with its 95%
+        interval over prompts (low, high), and ratio, both over the sum of the two.
+    """
+    path = examples[examples["what"] == "neither"].set_index("example")["squared"]
+    rows = []
+    for policy, group in examples[examples["what"].isin(["alone", "both"])].groupby("of", sort=False):
+        alone, both = (group[group["what"] == what].set_index("example")["squared"] for what in ("alone", "both"))
+        contrast = (both - alone - path.reindex(both.index)).to_numpy(float)
+        low, high = metrics.bootstrap_interval(contrast)
+        added = alone.mean() + path.mean()
+        rows.append(
+            {
+                "policy": policy,
+                "prompts": len(both),
+                "policy_alone": alone.mean(),
+                "path_alone": path.mean(),
+                "both": both.mean(),
+                "contrast": contrast.mean(),
+                "low": low,
+                "high": high,
+                "ratio": both.mean() / added if added > 0 else np.nan,
+            }
+        )
+    names = ["policy", "prompts", "policy_alone", "path_alone", "both", "contrast", "low", "high", "ratio"]
+    return pd.DataFrame(rows, columns=names)
