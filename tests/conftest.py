@@ -1,4 +1,4 @@
-"""Fixtures of every test: models loaded once a session, checked signatures, one thread unless said, no network."""
+"""Fixtures of every test: models loaded once a session, checked signatures, one thread by default, no network."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ What = enum.Enum("What", {name: name for name in _LISTED}, type=str)  # type: ig
 @app.command("list")
 @_told(NOTHING)
 def _list(
-    what: Annotated[What | None, typer.Argument(help="Everything, unless said.", show_default=False)] = None,
+    what: Annotated[What | None, typer.Argument(help="One of them; everything unless given.", show_default=False)] = None,
 ) -> None:
     """Show the models, kinds, sites, strategies, policies, metrics, kernels, protocols and experiments there are."""
     from rich.console import Console

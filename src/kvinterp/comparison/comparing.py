@@ -87,11 +87,11 @@ def compare(
         record: Sites to compare, out of the residual sites, pattern and the cache sites (``kv``); ``""`` for none; for None
             resid_post, pattern and kv, without those that this model cannot give (the log says which and why). Under SDPA,
             which shows no pattern, it is derived beside the kernel from queries and keys; the tables say so.
-        layers: Layers to compare; all unless said.
+        layers: Layers to compare (default: all).
         stop: ``"end of sequence"`` or ``"length"``.
         batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
         examples: The number of each prompt in the tables and for the random numbers, where these prompts are some of a
-            longer list (a resumed or sharded run); 0, 1, 2, ... unless said.
+            longer list (a resumed or sharded run; default: 0, 1, 2, ...).
         cache_errors: ``"aggregated"`` gives the errors of K and V by step and by position separately; ``"whole"`` every
             position at every step besides, which is quadratic in the steps.
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.

@@ -43,10 +43,10 @@ def load_model(
     Args:
         name: ``"zoo:mistral-mini"``, a local transformers checkpoint folder, or a hub id.
         kind: ``"hooked"``, ``"bridge"`` or ``"native"``.
-        dtype: float16 unless said otherwise; float16, bfloat16, float32 or float64.
-        device: CUDA where there is one, else the CPU, unless said otherwise.
+        dtype: float16, bfloat16, float32 or float64 (default: float16).
+        device: Where it runs (default: CUDA where there is one, else the CPU).
         attention: For native only: ``"sdpa"``, ``"eager"`` (needed to patch patterns), or another implementation
-            transformers knows; its own choice (SDPA where the architecture has it) unless said.
+            transformers knows (default: its own choice, SDPA where the architecture has it).
         remote_code: ``"refuse"`` (default) or ``"trust"``: whether code that comes with a checkpoint may run.
 
     Returns:

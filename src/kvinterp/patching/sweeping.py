@@ -117,7 +117,7 @@ def sweep(
         protocol: ``"matched"`` (all lanes are fed the cached path's tokens; D over the patched steps) or ``"free"``
             (each lane is fed its own tokens; D over all steps).
         positions: ``"newest"`` (default; ``"all"`` for the cache), ``"all"``, ``"earlier"`` or ``(start, stop)``.
-        layers: Layers to sweep; all unless said.
+        layers: Layers to sweep (default: all).
         max_new_tokens: Most steps.
         distance: ``"kl"`` (nats, donor against patched), ``"l2"`` of the logits, or ``"margin"``; several with commas
             between. The first leads: figures and summaries are by it. KL alone misleads where a difference is of rounding

@@ -129,9 +129,9 @@ def Cached(  # noqa: N802  # reads as the noun it makes
     """Decoding from a KV cache: prefill once, then one token a step.
 
     Args:
-        policy: What is done to keys and values; nothing unless said.
-        dtype: Compute dtype; the model's own unless said.
-        cache_dtype: What the cache keeps; the compute dtype unless said.
+        policy: What is done to keys and values (default: nothing).
+        dtype: Compute dtype (default: the model's own).
+        cache_dtype: What the cache keeps (default: the compute dtype).
         chunk: Most tokens in one prefill forward.
         kernels: A kernel mode, such as ``"batch_invariant"`` or ``SplitK(4, "float16")``.
         cache: ``"dynamic"`` (the model's own), ``"static"``, ``"static(256)"``, ``"quantized(4)"``, ``"offloaded"``,
@@ -156,7 +156,7 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
 
     Args:
         policy: What is done to the keys and values of every position before attention reads them.
-        dtype: Compute dtype; the model's own unless said.
+        dtype: Compute dtype (default: the model's own).
         chunk: Most tokens in one forward; the prefix is then computed chunk after chunk, anew at every step.
         kernels: A kernel mode, as for :func:`Cached`.
     """

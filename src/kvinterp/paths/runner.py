@@ -65,7 +65,7 @@ def run(
         strategy: ``"greedy"``, ``"top_k(50,0.8)"``, ``"top_p(0.95,0.8)"`` or a :class:`Strategy`.
         seed: Seeds the random number of each example and step.
         continuation: Token ids to feed instead of the path's own choices (one prompt only).
-        record: Sites to keep, none unless said; see :class:`Recorder`, also for layers, heads, kv_heads, steps and positions.
+        record: Sites to keep (default: none); see :class:`Recorder`, also for layers, heads, kv_heads, steps and positions.
         layers: Layers to keep.
         heads: Query heads to keep.
         kv_heads: KV heads to keep.

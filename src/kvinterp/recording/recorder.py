@@ -30,10 +30,10 @@ class Recorder(SiteHook):
     Args:
         adapter: The model.
         sites: Site names or groups, as a list or comma-separated.
-        layers: Layers to keep; all unless said.
-        heads: Query heads to keep of q, z, attn_scores and pattern; all unless said.
-        kv_heads: KV heads to keep of k, v and the cache sites; all unless said.
-        steps: Decode steps to keep; all unless said. Step 0 is the prefill.
+        layers: Layers to keep (default: all).
+        heads: Query heads to keep of q, z, attn_scores and pattern (default: all).
+        kv_heads: KV heads to keep of k, v and the cache sites (default: all).
+        steps: Decode steps to keep (default: all). Step 0 is the prefill.
         positions: ``"newest"`` (the last query position; for cache sites the last key) or ``"all"``.
 
     Attributes:

@@ -99,14 +99,14 @@ def attention_comparison(
         source: A model or adapter, a comparison in the matched protocol, or the first trace.
         other: The prompt, or the second trace.
         step: The decode step; 0 is the prefill.
-        layers: Layers to compare; all unless said.
-        heads: Query heads to compare in every layer; all unless said.
+        layers: Layers to compare (default: all).
+        heads: Query heads to compare in every layer (default: all).
         a: The first path; the tokens are those it chooses greedily. A comparison brings its own paths and tokens.
         b: The second path.
         model: The model, for a comparison; for traces it gives the tokens' text.
         example: Which example of the comparison the prompt is.
-        tokens: Text of each position, for traces without a model; token ids unless said.
-        most: Most heads to show, those with the largest KL first; unless said as many as a browser draws without a wait.
+        tokens: Text of each position, for traces without a model (default: token ids).
+        most: Most heads to show, those with the largest KL first (default: as many as a browser draws without a wait).
         positions: Positions ``(start, stop)`` to show.
         cells: Most rows and columns to show, where positions are not given.
         fit: How a longer context is brought to ``cells``: ``"crop"`` shows the newest positions; ``"pool"`` shows all, in

@@ -177,7 +177,7 @@ def attention(
         value: ``[..., key, head_dim]``.
         mask: Boolean (true where a query may look) or additive, broadcast to ``[..., query, key]``.
         causal: Whether query i sees keys 0 to i only.
-        scale: Factor on the scores; one over the root of head_dim unless said.
+        scale: Factor on the scores (default: one over the root of head_dim).
     """
     scores = product(query, key.transpose(-1, -2), "one by one")
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
