@@ -17,8 +17,8 @@ from kvinterp.models import Adapter
 from kvinterp.models.adapter import Listener, Site
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.patching.donors import check_donor, rows_of
-from kvinterp.patching.midstream import carry_on
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
+from kvinterp.patching.resid_mid import carry_on
 from kvinterp.policies import Place
 from kvinterp.recording import PathHook
 
