@@ -65,7 +65,7 @@ class Chain(Experiment):
         """The models, loaded."""
         from kvinterp.cells import loaded
 
-        return [loaded(self.named(model)) for model in self.models]
+        return [loaded(self.named(model)) for model in dict.fromkeys(self.models)]
 
     def arms(self) -> dict[str, str]:
         """The paths by the names of their arms: no policy, the same with other seeds, and each policy on each tensor."""
@@ -82,12 +82,15 @@ class Chain(Experiment):
     def cells(self) -> list[Cell]:
         """A cell a model, arm, temperature and text."""
         from kvinterp.cells import Cell
+        from kvinterp.experiments.circumstances import tried
 
         texts, arms, temperatures = self._checked()
         names = ("template", "system", "chat", "hops", "max_new_tokens", "embedder", "batch_size")
         more = {name: getattr(self, name) for name in names}
+        for adapter in self.adapters():
+            tried(adapter, arms.values())
         found = []
-        for place, model in enumerate(self.models):
+        for place, model in enumerate(dict.fromkeys(self.models)):
             for turn, (arm, path) in enumerate(arms.items()):
                 for degree, temperature in enumerate(temperatures):
                     if arm == NULL and not temperature:
@@ -208,7 +211,8 @@ def _on(policy: Policy, part: str) -> Policy:
     from kvinterp.policies.base import Chain as Several
     from kvinterp.policies.base import Selective
 
-    if part == "kv":
+    if part == "kv" or getattr(policy, "on", "kv") != "kv":
+        # One that was given for K or V alone stays on it.
         return policy
     if isinstance(policy, Several):
         return dataclasses.replace(policy, parts=tuple(_on(one, part) for one in policy.parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from kvinterp.models import Adapter
 from kvinterp.provenance import provenance
 
-__all__ = ["circumstances"]
+__all__ = ["circumstances", "tried"]
 
 
 def circumstances(adapter: Adapter) -> dict[str, Any]:
@@ -28,6 +29,25 @@ def circumstances(adapter: Adapter) -> dict[str, Any]:
         "buffers": _buffers(adapter.model),
         "tokenizer": _tokenizer(adapter.tokenizer),
     }
+
+
+def tried(adapter: Adapter, paths: Iterable[str]) -> None:
+    """Runs a few tokens on each path before anything is begun, so that what a model cannot run is said at once.
+
+    Args:
+        adapter: The model that will run.
+        paths: Text forms, each tried once.
+
+    Raises:
+        InputError: A policy does not fit the model.
+        UnsupportedError: This kind of model cannot run a path.
+        NonFiniteError: A path turns what it computes into NaN or infinity.
+    """
+    from kvinterp.paths import run
+
+    few = [token % adapter.facts.vocabulary for token in (1, 5, 7, 3, 9, 2)]
+    for path in dict.fromkeys(paths):
+        run(adapter, few, path, max_new_tokens=3, stop="length")
 
 
 def _plain(config: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
 from kvinterp.experiments.base import Experiment, Outcome, argument, option, shared
 
 if TYPE_CHECKING:
@@ -109,10 +109,14 @@ def usable(policies: Sequence[str], adapter: Adapter) -> list[Policy]:
     return list(found.values())
 
 
-def bits_of(policy: Policy, adapter: Adapter, tensor: str) -> float:
-    """Bits of an element as a real implementation stores it; those of the model's dtype where the policy has no format."""
-    bits = policy.bits_stored(tensor, adapter.facts.head_dim)
-    return float(8 * adapter.dtype.itemsize if bits is None else bits)
+def bits_of(policy: Policy, adapter: Adapter, tensor: str, layer: int) -> float:
+    """Bits of an element as a real implementation stores it; those of the model's dtype where no policy with a format acts."""
+    from kvinterp.policies.base import Chain, Selective
+
+    parts = policy.parts if isinstance(policy, Chain) else (policy,)
+    acting = [one for one in parts if not isinstance(one, Selective) or one.chosen(tensor, layer)]
+    found = [bits for one in acting if (bits := one.bits_stored(tensor, adapter.facts.head_dim)) is not None]
+    return float(found[-1] if found else 8 * adapter.dtype.itemsize)
 
 
 def measured(model: Mapping[str, Any], prompts: str, policy: str, max_new_tokens: int) -> pd.DataFrame:
@@ -145,6 +149,7 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
         UnsupportedError: The policy chooses rows by what a model's attention shows.
     """
     import pandas as pd
+    import torch
 
     from kvinterp.behaviour.designs import reseeded
     from kvinterp.metrics.equivalent_noise import SUMS, error_sums
@@ -161,7 +166,12 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
             for tensor, x, y in zip(("K", "V"), exact, read, strict=True):
                 kept = x if positions is None else x.gather(2, positions[..., None].expand(*positions.shape, x.shape[3]))
                 sums = {name: values[0].tolist() for name, values in error_sums(kept, y).items()}
-                place = {"policy": str(policy), "bits": bits_of(policy, adapter, tensor.lower()), "prompt": number}
+                place = {"policy": str(policy), "bits": bits_of(policy, adapter, tensor.lower(), layer), "prompt": number}
+                if not bool(torch.isfinite(y).all()):
+                    raise NonFiniteError(
+                        f"policy {policy} makes NaN or infinity of {tensor} in layer {layer}, in {y.dtype}, so "
+                        "that its error has no size: give it a smaller amplitude or a larger scale, or --dtype float32."
+                    )
                 rows += [
                     {
                         **place,
@@ -229,8 +239,10 @@ def pooled(by_prompt: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
 
     each = by_prompt.groupby(list(keys), sort=False)
     sums = each[[*SUMS, "rows", "rows_kept"]].sum()
+    # Of places that store in several formats the mean over their elements.
+    bits = (by_prompt["bits"] * by_prompt["elements"]).groupby([by_prompt[key] for key in keys], sort=False).sum()
     kept = (sums["rows_kept"] / sums["rows"]).rename("share_kept")
-    return pd.concat([each["bits"].first(), kept, noise_of_sums(sums)], axis=1).reset_index()
+    return pd.concat([(bits / sums["elements"]).rename("bits"), kept, noise_of_sums(sums)], axis=1).reset_index()
 
 
 def _interval(by_prompt: pd.DataFrame) -> tuple[float, float]:

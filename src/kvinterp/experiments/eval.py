@@ -68,9 +68,12 @@ class Eval(Experiment):
     def cells(self) -> list[Cell]:
         """A cell a task and path."""
         from kvinterp.cells import Cell
+        from kvinterp.experiments.circumstances import tried
 
         names, paths = self._checked(), self.paths()
         more = {name: getattr(self, name) for name in _PASSED}
+        for adapter in self.adapters():
+            tried(adapter, paths)
         return [
             Cell(
                 f"task-{number}-{turn}",

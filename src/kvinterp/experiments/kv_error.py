@@ -110,12 +110,15 @@ class KvError(Experiment):
         from kvinterp.behaviour.designs import is_seeded
         from kvinterp.behaviour.scores import AGAIN, CONTROL
         from kvinterp.cells import Cell
+        from kvinterp.experiments.circumstances import tried
         from kvinterp.policies import policy_named
 
         self.check()
         (adapter,) = self.adapters()
         policies = dict.fromkeys(text for design in self.designs(adapter).values() for text in design.policies)
         policies.pop("identity", None)
+        stored = {"exact": "", "stored": "[prefill=stored]"}
+        tried(adapter, (f"cached{stored[reading]}+{text}" for text in policies for reading in self.chosen_readings()))
         shared = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}}
         sampled, cells = self.strategy != "greedy", []
         arms = [(CONTROL, "identity", ["exact"]), (AGAIN, "identity", ["exact"])]

@@ -21,6 +21,7 @@ from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+from kvinterp.experiments.circumstances import tried
 from kvinterp.inputs import check_whole
 from kvinterp.models import dtype_named
 from kvinterp.provenance import provenance
@@ -79,10 +80,17 @@ class Mitigate(Experiment):
             pairs.append((f"truth {path}", TRUTH, str(path)))
         for text in dict.fromkeys(self.policy):
             policy = policy_named(text)
+            if policy.evicts or policy.sites:
+                raise InputError(
+                    f"policy {policy} lets go of rows or chooses them by attention, and the recompute path holds none: it "
+                    f"cannot be crossed with the path; give it as --path cached+{policy}."
+                )
             pairs.append((f"alone {policy}", "recompute", str(Recompute(policy))))
             pairs.append((f"both {policy}", "recompute", str(Cached(policy, prefill="stored"))))
         if self.policy:
             pairs.append(("neither", "recompute", "cached"))
+        (adapter,) = self.adapters()
+        tried(adapter, (text for _, *both in pairs for text in both))
         given = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         return [
             Cell(f"pair-{number}", f"{__name__}:measured", {**given, "what": what, "a": a, "b": b}, f"{b} beside {a}")

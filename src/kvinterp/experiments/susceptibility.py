@@ -113,14 +113,16 @@ def _sizes(text: str) -> list[float]:
     """The sizes of the noise, the smallest first.
 
     Raises:
-        InputError: One is no number above 0, or there are fewer than three.
+        InputError: One is no number of that range, or there are fewer than three different ones.
     """
     try:
         sizes = sorted({float(part) for part in str(text).split(",")})
     except ValueError:
         sizes = []
-    if len(sizes) < 3 or not all(0 < size < 1e6 for size in sizes):
-        raise InputError(f"sizes {text!r} cannot be read: expected three or more numbers above 0, as in 0.01,0.1,1.")
+    if len(sizes) < 3 or not all(0 < size <= 1000 for size in sizes):
+        raise InputError(
+            f"sizes {text!r} were given: expected three or more different numbers above 0, none above 1000, as in 0.01,0.1,1."
+        )
     return sizes
 
 

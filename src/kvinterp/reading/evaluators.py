@@ -68,7 +68,11 @@ def _how_asked(summary: Mapping[str, Any]) -> list[str]:
     asked, lines = summary["paths"][-1], []
     counts, through = summary["counts"][asked], summary["through"]
     if asked.startswith("cached") and "prefill=stored" not in asked:
-        last = "last token of the context is" if through == 1 else f"last {through} tokens of the context are"
+        last = (
+            "last token of the context is"
+            if through == 1
+            else f"last {through} tokens of the context, or all but its first where it has fewer, are"
+        )
         how = "the first token of an answer is decided by it alone."
         if through:
             how = f"the {last} fed through the cache, so that what decides the answer has read what the cache keeps."

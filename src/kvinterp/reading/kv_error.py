@@ -67,7 +67,7 @@ def _shape(row: Mapping[str, Any]) -> str:
 
 
 def _share(value: float) -> str:
-    return f"{100 * value:.2g}%"
+    return f"{100 * value:.2g}%" if value < 0.995 else f"{100 * value:.3g}%"
 
 
 # Behaviour -------------------------------------------------------------------------------------------------------------

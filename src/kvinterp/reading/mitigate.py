@@ -19,7 +19,8 @@ def said_of_mitigate(summary: Mapping[str, Any]) -> list[str]:
     rows = summary["mitigations"]
     least = min(rows, key=lambda row: (row["mean_kl"], row["rows_a_token"], row["bytes_a_token"]))
     left = f"leaves least of the divergence from its own recompute path, KL {number(least['mean_kl'])} nats"
-    lines = [f"Of {counted(len(rows), 'path')}, {least['path']} {left} ({counted(summary['prompts'], 'prompt')})."]
+    of = f"({counted(summary['prompts'], 'prompt')})"
+    lines = [f"Of {len(rows)} paths, {least['path']} {left} {of}." if len(rows) > 1 else f"One path, on {of[1:-1]}:"]
     lines += [f"  {_mitigation(row)}" for row in rows]
     lines.append("Rows count what is computed, not how long a kernel takes for it; bytes are those of K and V.")
     lines += [_interaction(row) for row in summary["interactions"]]

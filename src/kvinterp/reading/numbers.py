@@ -43,6 +43,8 @@ def number(value: float) -> str:
         return "–"
     if value == 0:
         return "0"
+    if np.isinf(value):
+        return "∞" if value > 0 else "−∞"
     if 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     mantissa, exponent = f"{value:.1e}".split("e")

@@ -19,7 +19,10 @@ def said_of_susceptibility(summary: Mapping[str, Any]) -> list[str]:
     whole, *classes = summary["thresholds"]
     size = "standard deviation" if summary["noise"] == "normal" else "half width"
     of = f"{summary['positions']} steps of {counted(summary['prompts'], 'prompt')}, {summary['seeds']} draws of the noise each"
-    lines = [f"Half of the tokens flip at multiplicative noise of a {size} of {_threshold(whole)} in K and V ({of})."]
+    at = f"Half of the tokens flip at multiplicative noise of a {size} of {_threshold(whole)} in K and V"
+    if whole["why"]:
+        at = f"Where half of the tokens flip is {whole['why']} tried, of multiplicative noise"
+    lines = [f"{at} ({of})."]
     lines += [
         f"  margin {number(one['margin_low'])} to {number(one['margin_high'])} logits: {_threshold(one)}, "
         f"{one['flips']} flips of {one['steps']}."
@@ -31,7 +34,7 @@ def said_of_susceptibility(summary: Mapping[str, Any]) -> list[str]:
 
 def _threshold(one: Mapping[str, Any]) -> str:
     if one["why"]:
-        return f"a size that is {one['why']} tried"
+        return f"{one['why']} tried"
     interval = "" if one["low"] != one["low"] else f", 95% interval {number(one['low'])} to {number(one['high'])}"
     return f"{number(one['threshold'])}{interval}"
 
