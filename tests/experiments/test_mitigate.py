@@ -87,3 +87,16 @@ def test_the_whole_command(tmp_path) -> None:
 def test_what_is_no_mitigation_is_a_sentence(more: dict[str, tuple[str, ...]], said: str) -> None:
     with pytest.raises(kv.InputError, match=said):
         m.Mitigate(**more).run(None)
+
+
+@pytest.mark.parametrize("policy", ["q8_0(layers=9)", "int4(keys=before)"])
+def test_a_policy_that_does_not_fit_is_said_before_anything_is_begun(tmp_path, policy: str) -> None:
+    """All mitigations had run, for minutes, and a folder of parts stayed that refused the corrected command."""
+    with pytest.raises((kv.InputError, kv.UnsupportedError), match=r"names layer 9|keys before RoPE"):
+        m.Mitigate("zoo:llama64-mini", "arithmetic:1", policy=(policy,)).run(tmp_path / "out", progress="none")
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").rglob("*.part"))
+
+
+def test_a_policy_that_lets_go_of_rows_is_a_sentence() -> None:
+    with pytest.raises(kv.InputError, match=r"cannot be crossed with the path; give it as --path cached\+h2o"):
+        m.Mitigate("zoo:gqa2-mini", policy=("h2o(0.2,0.2)",)).run(None)
