@@ -135,7 +135,8 @@ def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: 
     table = pd.concat(
         [by["kl"].mean(), by["squared"].mean(), by[["differs", "flip"]].sum(), by.size().rename("steps")], axis=1
     ).reset_index()
-    rows, bytes_ = _cost(adapter, given[0], b, max_new_tokens)
+    # Only a mitigation has a cost that is asked for.
+    rows, bytes_ = _cost(adapter, given[0], b, max_new_tokens) if what.startswith("path") else (np.nan, np.nan)
     # What is said of the path is the same on each of its lines.
     told = {"what": what.partition(" ")[0], "of": what.partition(" ")[2], "reference": a, "path": b}
     return table.assign(**told, rows_a_token=rows, bytes_a_token=bytes_)
