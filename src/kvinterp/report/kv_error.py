@@ -79,14 +79,14 @@ def equivalent_noise_figure(table: pd.DataFrame, wholes: pd.DataFrame) -> Figure
                 axes.plot(values, heights, series.marker, color=series.color, markersize=4.5, label=tensor)
             axes.set_xlabel(label)
             _across(axes)
-        _log(panels[0], table["relative_rms"])
+        _log(panels[0], [*table["relative_rms"], *wholes["relative_rms"]])
         for height, name in enumerate(order):
             if not (wholes.loc[wholes["policy"] == name, "relative_rms"] > 0).any():
                 panels[0].annotate("exactly 0", (0.02, height), xycoords=("axes fraction", "data"), va="center", fontsize=7)
         labels = [f"{_wrapped(name)} ({short(bits[name])} bits)" for name in order]
         panels[0].set_yticks(range(len(order)), labels, fontsize=7)
         panels[0].set_ylim(-0.6, len(order) - 0.4)
-        legend_outside(figure, panels[0])
+        legend_outside(figure, panels[0], side="upper")
     return figure
 
 
@@ -122,7 +122,7 @@ def scores_figure(scores: pd.DataFrame) -> Figure:
         for axes in panels[:, 0]:
             axes.set_yticks(range(len(order)), [_wrapped(name) for name in order], fontsize=7)
             axes.set_ylim(-0.6, len(order) - 0.4)
-        legend_outside(figure, panels[0][0])
+        legend_outside(figure, panels[0][0], side="upper")
     return figure
 
 
@@ -157,7 +157,7 @@ def bits_figure(scores: pd.DataFrame) -> Figure:
                 axes.set_ylim(bottom=-14)
         for axes in panels[-1]:
             axes.set_xlabel("RMS error of K and V, relative")
-        legend_outside(figure, panels[0][0])
+        legend_outside(figure, panels[0][0], side="upper")
     return figure
 
 
