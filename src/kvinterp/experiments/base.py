@@ -246,7 +246,14 @@ class Experiment(abc.ABC):
             UnsupportedError: This kind of model cannot give what was asked for.
             KeyboardInterrupt: It was interrupted; what was finished is in the folder.
         """
-        return self.settled().answered(How(out, existing, progress, figures, tell))
+        from kvinterp.cells import has_parts
+
+        try:
+            return self.settled().answered(How(out, existing, progress, figures, tell))
+        except KeyboardInterrupt as error:
+            if out is None or not has_parts(Path(out)):
+                error.args = (NOTHING,)
+            raise
 
     def answered(self, how: How) -> Outcome:
         """Does what :meth:`run` promises; an experiment that keeps its work otherwise has its own."""
