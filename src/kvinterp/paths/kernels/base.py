@@ -120,7 +120,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs) if result is NotImplemented else result
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Within it operations do not come here, which costs each of them more than itself; where it is not the innermost they do.
+        """Within it operations do not come here, which costs each more than itself; where it is not the innermost they do.
 
         A replacement of a whole function is made of many operations, and none of them is to be replaced again.
         """
