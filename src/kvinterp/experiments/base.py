@@ -53,7 +53,10 @@ def argument(default: Any, help: str, **shown: Any) -> Any:
 
 
 SHARED: dict[str, tuple[Any, str]] = {
-    "prompts": ("arithmetic:6", "A .jsonl file, or arithmetic:N, restate:N, instructions:N."),
+    "prompts": (
+        "arithmetic:6",
+        "A .jsonl file, arithmetic:N, restate:N, instructions:N, or gsm8k(FILE,shots=5,count=700).",
+    ),
     "kind": ("native", "native, hooked or bridge."),
     "dtype": ("float16", "float16, bfloat16, float32 or float64."),
     "device": (None, "cpu, cuda or cuda:N; CUDA where there is one."),
