@@ -20,6 +20,7 @@ from typer.testing import Result
 import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp import __version__
+from kvinterp.experiments.base import NOTHING
 from kvinterp.models import zoo
 
 pytestmark = pytest.mark.xdist_group("command line")
@@ -344,6 +345,18 @@ def test_interrupted_after_one_prompt_it_says_what_is_there(tmp_path: Path, monk
     monkeypatch.setattr(Parts, "keep", interrupted)
     made = kvinterp(*THREE, "--out", tmp_path)
     _says_what_is_there(tmp_path, made.exit_code, made.stderr)
+
+
+def test_interrupted_before_anything_is_finished_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It spoke of finished parts that were not there."""
+
+    def interrupted(*given: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvinterp.cells.run_alike", interrupted)
+    made = kvinterp(*THREE, "--out", tmp_path / "out")
+    assert (made.exit_code, made.stderr.strip().splitlines()[-1]) == (130, f"interrupted: {NOTHING}.")
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
 @pytest.mark.long

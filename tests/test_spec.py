@@ -36,6 +36,10 @@ KINDS = spec.named(HeavyHitters)
         (HeavyHitters(share=1.0), "heavy_hitters(8,1)"),
         (HeavyHitters(share=1 / 3), "heavy_hitters(8,0.3333333333333333)"),
         (HeavyHitters(site="pattern"), "heavy_hitters(8,0.5,pattern)"),
+        (HeavyHitters(site="it's, well (1"), 'heavy_hitters(8,0.5,"it\'s, well (1")'),
+        (HeavyHitters(site="a\nb='\"\\"), "heavy_hitters(8,0.5,'a\\nb=\\'\"\\\\')"),
+        (HeavyHitters(site="a,\\", layers=(1, 2)), "heavy_hitters(8,0.5,'a,\\\\',1+2)"),
+        (HeavyHitters(site="3"), "heavy_hitters(8,0.5,'3')"),
         (HeavyHitters(layers=(3,)), "heavy_hitters(8,0.5,None,3)"),
         (HeavyHitters(layers=(0, 2)), "heavy_hitters(8,0.5,None,0+2)"),
     ],
@@ -45,6 +49,15 @@ def test_a_text_form_reads_as_it_is_written(plugin, text):
     found = spec.read("plugin", text, KINDS, "")
     assert found == plugin
     assert type(found.share) is float
+
+
+def test_quotes_hold_a_value_together_and_an_apostrophe_is_none():
+    """File names and formats have commas, brackets and equals signs."""
+    assert spec.read("plugin", 'heavy_hitters(site="a,(b=c",rows=3)', KINDS, "") == HeavyHitters(3, site="a,(b=c")
+    assert spec.read("plugin", "heavy_hitters(site=it's,rows=3)", KINDS, "") == HeavyHitters(3, site="it's")
+    assert spec.read("plugin", "heavy_hitters(4,0.5,dir/a=b)", KINDS, "") == HeavyHitters(4, site="dir/a=b")
+    with pytest.raises(kv.InputError, match="cannot be read"):
+        spec.read("plugin", "heavy_hitters(row=3)", KINDS, "")
 
 
 def test_capitals_and_hyphens_of_a_name_do_not_matter():

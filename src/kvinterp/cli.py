@@ -190,7 +190,8 @@ def _told(interrupted: str) -> Callable[[Callable[..., None]], Callable[..., Non
                 echo(f"error: {error}", err=True)
                 raise typer.Exit(2) from error
             except KeyboardInterrupt as error:
-                echo(f"interrupted: {interrupted}.", err=True)
+                # What was cut off may know better than its kind.
+                echo(f"interrupted: {error.args[0] if error.args else interrupted}.", err=True)
                 raise typer.Exit(130) from error
             finally:
                 sys.stdout, sys.stderr = streams

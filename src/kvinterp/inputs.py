@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from kvinterp.data import TASKS, Prompt, check_characters
+from kvinterp.data import TASKS, Prompt, check_characters, names_source
+from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, shown, unexpected, unknown
 
 __all__ = [
@@ -311,12 +312,12 @@ def encode(adapter: Model, prompt: Any, max_new_tokens: int) -> list[int]:
         InputError: There is nothing to run, or it does not fit.
     """
     max_new_tokens = check_whole("max_new_tokens", max_new_tokens)
-    if isinstance(prompt, str) and _GENERATOR.fullmatch(prompt):
+    if isinstance(prompt, str) and (_GENERATOR.fullmatch(prompt) or names_source(prompt)):
         raise InputError(f"prompt {prompt!r} names a generator: give kv.load_prompts({prompt!r}), which makes the prompts.")
     text = prompt.text if isinstance(prompt, Prompt) else prompt
     if isinstance(text, str):
         check_characters(text, f"prompt {text[:40]!r}")
-        tokens, begins = adapter.encode(text), repr(text[:40])
+        tokens, begins = prompt_ids(adapter, prompt), repr(text[:40])
     else:
         tokens = _checked_ids(text, "prompt")
         begins = repr(tokens[:8])

@@ -2,8 +2,8 @@
 
 A plugin is a dataclass. Its name is its class's in snake case (``SplitK`` is ``split_k``), and its text form that name with the
 values of its fields in brackets: ``split_k(4,float16,all,0+2)``. A number or a Python literal is read as such, anything else is
-a text; a field that is a tuple is written with ``+``, and empty as ``all``. Any field may be named, a keyword-only one must be:
-``name(-1,1,on=k)``; it is written where it is not at its default.
+a text; quotes hold one together that has commas or brackets. A field that is a tuple is written with ``+``, and empty as
+``all``. Any field may be named, a keyword-only one must be: ``name(-1,1,on=k)``; it is written where it is not at its default.
 """
 
 from __future__ import annotations
@@ -106,13 +106,14 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
     too_many = []
     for index, part in enumerate(split(match.group(2) or "", ",")):
         word, equals, rest = part.partition("=")
-        key = word.strip() if equals else inorder[index] if index < len(inorder) else ""
+        is_named = equals and word.strip().isidentifier()
+        key = word.strip() if is_named else inorder[index] if index < len(inorder) else ""
         if key not in fields or key in values:
             too_many.append(part)
             continue
         kind: Any = fields[key].type
         kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
-        values[key] = _fitted(_value(rest if equals else part), kind)
+        values[key] = _fitted(_value(rest if is_named else part), kind)
     missing = [name for name in inorder if fields[name].default is dataclasses.MISSING and name not in values]
     takes = ", ".join(
         f"{field.name}={_written(field.default)}" if field.kw_only else field.name
@@ -128,9 +129,17 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
 
 
 def split(text: str, separator: str) -> list[str]:
-    """The parts of a text, stripped, at a separator that stands in no brackets; none of an empty text."""
-    parts, depth, begun = [], 0, 0
+    """The parts of a text, stripped, at a separator that stands in no brackets and no quotes; none of an empty text."""
+    parts, depth, begun, quote, escaped = [], 0, 0, "", False
     for index, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote and not escaped else quote
+            escaped = character == "\\" and not escaped
+            continue
+        if character in "\"'" and text[begun:index].rstrip()[-1:] in ("", "=", "(", ","):
+            # Only where a value begins: elsewhere it is an apostrophe.
+            quote = character
+            continue
         depth += (character in "([") - (character in ")]")
         if character == separator and depth == 0:
             parts.append(text[begun:index])
@@ -156,6 +165,10 @@ def _written(value: Any) -> str:
     """The shortest text that is read back as the very same value."""
     if isinstance(value, tuple):
         return "+".join(map(str, value)) or "all"
+    if isinstance(value, str) and (
+        value != value.strip() or _value(value) != value or re.search(r"[,()\[\]=\"'\n]", value)
+    ):
+        return repr(value)
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return str(value)

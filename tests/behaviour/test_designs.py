@@ -72,6 +72,13 @@ def test_a_base_that_knows_no_place_is_refused() -> None:
         designed("layers", "identity", 0.5, FACTS)
 
 
+@pytest.mark.parametrize(("name", "base"), [("tensors", "uniform(-1,1,on=k)"), ("layers", "uniform(-1,1,layers=0)")])
+def test_a_base_that_is_somewhere_already_is_refused(name: str, base: str) -> None:
+    """Its own place was overridden without a word."""
+    with pytest.raises(InputError, match="which the design chooses: give the base without it"):
+        designed(name, base, 0.5, FACTS)
+
+
 def test_other_draws_are_another_seed_in_a_chain_too() -> None:
     assert not is_seeded(policy_named("identity"))
     assert reseeded(policy_named("identity"), 3) == policy_named("identity")

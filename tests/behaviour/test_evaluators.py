@@ -272,6 +272,8 @@ def test_the_command_writes_scores_a_page_and_goes_on(tasks: Path, tmp_path: Pat
     assert whole.tables["changed"].empty
     assert (tmp_path / "out" / "figures" / "eval_scores.png").is_file()
     assert outcome.summary["paths"] == ["cached", "cached[cache=float32]"]
+    asked_for = outcome.summary["counts"]["cached[cache=float32]"]["requests"]
+    assert f"Of {asked_for} requests, none was answered by the prefill alone" in " ".join(outcome.summary["reading"])
     # A perplexity is that of all words, and its interval holds it.
     reads = whole.tables["results"].query("metric == 'word_perplexity'").iloc[0]
     samples = whole.tables["samples"]

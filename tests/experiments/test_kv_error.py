@@ -197,6 +197,8 @@ def test_strings_are_the_first_nine_words_and_the_tenth() -> None:
         ({"texts": "mine.jsonl"}, "without an answer"),
         ({"instructions": "mine.jsonl"}, "without a task"),
         ({"strings": "mine.jsonl"}, "no text of 10 words"),
+        ({"instructions": "arithmetic:2"}, "holds prompts of the task 'arithmetic', not instructions"),
+        ({"problems": "instructions:2"}, "holds prompts of the task 'instructions', not problems"),
     ],
 )
 def test_bad_input_is_one_sentence(given: dict[str, Any], said: str, tmp_path: Path, monkeypatch: Any) -> None:

@@ -289,6 +289,26 @@ def test_kivi_rounds_a_row_once_and_never_again(wide):
     assert policy_named("kivi(2,4,8)").start(wide.facts) is not running
 
 
+@pytest.mark.parametrize("first", ["hadamard", "fp8(e4m3,scale=prefill)"])
+def test_what_is_made_once_is_made_again_where_another_policy_makes_rows_into_others(wide, first, monkeypatch):
+    """KIVI reads a row as it is while it is in the window, and rounded later: what was turned back before is not it."""
+    path, tokens = f"cached+{first}+kivi(2,8,8)", list(range(3, 20))
+
+    def decoded():
+        return kv.run(wide, tokens, path, max_new_tokens=20, stop="length", logits="keep").logits
+
+    remembering = decoded()
+    monkeypatch.setattr(
+        "kvinterp.policies.blocks.Settled.read",
+        lambda self, held, place, upto, make: (
+            held
+            if upto <= place.start
+            else torch.cat([make(held[:, :, : upto - place.start], place.start), held[:, :, upto - place.start :]], 2)
+        ),
+    )
+    assert_bitwise(remembering, decoded(), path)
+
+
 def test_a_group_that_slid_out_of_a_window_is_what_is_left_of_it():
     policy, rows = policy_named("kivi(2,4,4)"), normal(1, 1, 7, 32)
     found = policy.seen(rows, "k", Place(0, 2, 9, rotated=True))

@@ -26,6 +26,7 @@ from kvinterp.auditing.onset import onset
 from kvinterp.auditing.values import grid_module
 from kvinterp.auditing.verdict import VERDICTS, Evidence, Verdict, judge
 from kvinterp.data import Prompt
+from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
 from kvinterp.inputs import check_callable, check_choice, check_instance, check_known, check_seed, given_list, whole_number
 from kvinterp.locks import Lock
@@ -385,10 +386,9 @@ def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: 
         return prompts_for(adapter, 2, length, seed)
     found: list[Sequence[int]] = []
     for prompt in given_list("prompts", prompts, "a list of prompts, each text or token ids"):
-        text = prompt.text if isinstance(prompt, Prompt) else prompt
-        if not isinstance(text, str | Iterable):
-            raise InputError(f"prompt {text!r} cannot be audited: expected text or a list of token ids.")
-        ids = adapter.encode(text) if isinstance(text, str) else list(text)
+        if not isinstance(prompt, str | Prompt | Iterable):
+            raise InputError(f"prompt {prompt!r} cannot be audited: expected text or a list of token ids.")
+        ids = prompt_ids(adapter, prompt) if isinstance(prompt, str | Prompt) else list(prompt)
         vocabulary = adapter.facts.vocabulary
         wrong = next((t for t in ids if not isinstance(t, int) or not 0 <= t < vocabulary), None)
         if wrong is not None or len(ids) < 3:

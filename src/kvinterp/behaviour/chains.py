@@ -13,6 +13,7 @@ from scipy import stats
 from kvinterp import metrics
 from kvinterp.behaviour.decoding import write
 from kvinterp.data import Prompt
+from kvinterp.data.chat import chat_tokens
 from kvinterp.data.restate import score
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
@@ -117,15 +118,13 @@ def tokens_of(adapter: Adapter, template: str, chat: str, system: str | None) ->
         raise InputError(f"template {template!r} takes no text: write {TEXT} where it goes.")
     if chat == "none":
         return lambda text: adapter.encode((f"{system}\n" if system else "") + template.replace(TEXT, text))
-    if not getattr(adapter.tokenizer, "chat_template", None):
-        raise InputError(f"model {adapter.facts.name} has no chat template: leave out --chat template.")
     first = [{"role": "system", "content": system}] if system else []
 
     def ask(text: str) -> list[int]:
         messages = [*first, {"role": "user", "content": template.replace(TEXT, text)}]
-        said = adapter.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(adapter.tokenizer(said, add_special_tokens=False)["input_ids"])
+        return chat_tokens(adapter.tokenizer, messages, adapter.facts.name)
 
+    ask("")  # What has no chat template is refused before anything runs.
     return ask
 
 

@@ -83,14 +83,17 @@ def placed(base: str, **where: object) -> str:
     """A policy's text form with other fields, such as ``on="k"``.
 
     Raises:
-        InputError: It has no such field.
+        InputError: It has no such field, or has it set already.
     """
     policy = policy_named(base)
-    names = {field.name for field in dataclasses.fields(policy)}
-    if not where.keys() <= names:
+    fields = {field.name: field for field in dataclasses.fields(policy)}
+    if not where.keys() <= fields.keys():
         raise InputError(
             f"policy {base} cannot be put on {' or '.join(where)} alone: give a base that can, as uniform(-1,1)."
         )
+    for name in where:
+        if getattr(policy, name) != fields[name].default:
+            raise InputError(f"the base {base} has its own {name}, which the design chooses: give the base without it.")
     return str(dataclasses.replace(policy, **where))
 
 

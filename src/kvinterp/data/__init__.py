@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from kvinterp.data.degeneracy import Loop, loop_at_end, outside_share, task_words
-from kvinterp.data.example import Example, Prompt, Split, split_of
-from kvinterp.data.prompts import check_characters, load_prompts
-from kvinterp.data.tasks import TASKS, Task, score, stream
+from kvinterp.data.example import Example, Prompt, Split, check_characters, split_of
+from kvinterp.data.gsm8k import extracted
+from kvinterp.data.prompts import load_prompts
+from kvinterp.data.sources import SOURCES, names_source, source_named
+from kvinterp.data.tasks import JUDGES, TASKS, Task, score, stream
 
 __all__ = [
+    "JUDGES",
+    "SOURCES",
     "TASKS",
     "Example",
     "Loop",
@@ -15,10 +19,13 @@ __all__ = [
     "Split",
     "Task",
     "check_characters",
+    "extracted",
     "load_prompts",
     "loop_at_end",
+    "names_source",
     "outside_share",
     "score",
+    "source_named",
     "split_of",
     "stream",
     "task_words",

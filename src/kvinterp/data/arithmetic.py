@@ -25,7 +25,7 @@ _FINAL = re.compile(r"####\s*(-?\d+)")
 def score(prompt: Prompt, completion: str) -> bool:
     """Tells whether the number after the first ``####`` is the answer."""
     found = _FINAL.search(completion)
-    return found is not None and int(found.group(1)) == int(prompt.answer)
+    return found is not None and int(found.group(1)) == float(prompt.answer)
 
 
 def draw(rng: Random) -> Example:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from kvinterp.errors import InputError, unexpected, unknown
 
-__all__ = ["Example", "Prompt", "Split", "check_split", "distinct", "draws", "split_of"]
+__all__ = ["Example", "Prompt", "Split", "check_characters", "check_split", "distinct", "draws", "split_of"]
 
 Split = Literal["train", "heldout"]
 
@@ -30,7 +30,9 @@ class Prompt:
         task: The task whose ``score`` judges a completion; empty if nothing does.
         answer: The final answer, or a whole correct completion where the task has no single short answer.
         facts: What a restatement has to keep.
-        meta: Whatever else the task's ``score`` reads.
+        meta: Whatever else the task's ``score`` reads; ``until`` are texts at which a completion is cut before it is judged.
+        messages: What a chat is asked, each with ``role`` and ``content``. Where there are any, the tokenizer is given these in
+            the model's chat template, and ``text`` only says what they hold.
     """
 
     id: str
@@ -39,6 +41,7 @@ class Prompt:
     answer: str = ""
     facts: tuple[str, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    messages: tuple[Mapping[str, str], ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         for name in ("id", "text", "task", "answer"):
@@ -58,6 +61,23 @@ class Example:
 
     prompt: Prompt
     completion: str
+
+
+def check_characters(text: str, where: str) -> None:
+    """Raises where a text holds half of a character, which no tokenizer and no file takes.
+
+    Args:
+        text: The text.
+        where: What it is, for the message.
+
+    Raises:
+        InputError: It holds a lone surrogate.
+    """
+    wrong = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+    if wrong is not None:
+        raise InputError(
+            f"{where} holds the lone surrogate {ascii(wrong)[1:-1]}, which is no character: replace it or save the text anew."
+        )
 
 
 def split_of(text: str) -> Split:

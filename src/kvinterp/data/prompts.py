@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvinterp.data.example import Prompt
+from kvinterp.data.example import Prompt, check_characters
+from kvinterp.data.few_shot import MOST, FewShot
+from kvinterp.data.jsonl import prompts_of
+from kvinterp.data.sources import names_source, source_named
 from kvinterp.data.tasks import TASKS
 from kvinterp.errors import InputError, unknown
 from kvinterp.files import is_file
 
-__all__ = ["Prompt", "check_characters", "load_prompts"]
+__all__ = ["Prompt", "load_prompts"]
 
-_FORMS = "expected a generator such as arithmetic:20 (or arithmetic:20:SEED) or the path of a .jsonl file"
+_FORMS = "expected a generator such as arithmetic:20 (or arithmetic:20:SEED) or the path of a .jsonl file, or gsm8k(FILE)"
 
 
 def load_prompts(source: Any) -> list[Prompt]:
@@ -24,19 +26,25 @@ def load_prompts(source: Any) -> list[Prompt]:
     Args:
         source: ``"arithmetic:N"``, ``"restate:N"`` or ``"instructions:N"`` for N heldout problems (``":SEED"`` may
             follow; the seed is 0 otherwise); or a ``.jsonl`` file whose lines are objects with ``"prompt"`` (or
-            ``"text"``) and, if wanted, ``"id"``, ``"task"``, ``"answer"``, ``"facts"`` and ``"meta"``; or a sequence
-            of texts and prompts.
+            ``"text"``) and, if wanted, ``"id"``, ``"task"``, ``"answer"``, ``"facts"``, ``"meta"`` and ``"messages"``; or
+            questions with worked examples before them and a sample of a file, as in ``"gsm8k(test.jsonl,count=700)"``,
+            ``"jsonl(mine.jsonl,count=20)"`` or ``"arithmetic(20,shots=5)"`` (:mod:`kvinterp.data.sources`); or a sequence of
+            texts and prompts.
 
     Raises:
         InputError: If there is nothing to load or something cannot be read; one sentence says what and where.
     """
+    if isinstance(source, FewShot):
+        return _unique(source.prompts(), type(source).__name__)
     if isinstance(source, Mapping) or not isinstance(source, str | Path | Iterable) or getattr(source, "ndim", 1) == 0:
         raise InputError(f"prompts of type {type(source).__name__} were given: {_FORMS}, or a list of texts.")
     if isinstance(source, Path):
-        return _unique(_from_file(source), str(source))
+        return _unique(prompts_of(source), str(source))
     if isinstance(source, str):
+        if names_source(source):
+            return _unique(source_named(source).prompts(), source)
         if _looks_like_file(source):
-            return _unique(_from_file(Path(source)), source)
+            return _unique(prompts_of(Path(source)), source)
         return _generated(source)
     prompts = [_from_item(index, item) for index, item in enumerate(source)]
     if not prompts:
@@ -74,27 +82,6 @@ def _number(source: str, what: str, text: str, least: int) -> int:
     return int(text)
 
 
-MOST = 1_000_000
-"""More problems than any generator has different ones."""
-
-
-def check_characters(text: str, where: str) -> None:
-    """Raises where a text holds half of a character, which no tokenizer and no file takes.
-
-    Args:
-        text: The text.
-        where: What it is, for the message.
-
-    Raises:
-        InputError: It holds a lone surrogate.
-    """
-    wrong = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
-    if wrong is not None:
-        raise InputError(
-            f"{where} holds the lone surrogate {ascii(wrong)[1:-1]}, which is no character: replace it or save the text anew."
-        )
-
-
 def _from_item(index: int, item: object) -> Prompt:
     if isinstance(item, Prompt):
         prompt = item
@@ -106,66 +93,6 @@ def _from_item(index: int, item: object) -> Prompt:
         raise InputError(f"prompt {index} has an empty text: expected at least one visible character; write or drop it.")
     check_characters(prompt.id + prompt.text, f"prompt {index}")
     return prompt
-
-
-def _from_file(path: Path) -> list[Prompt]:
-    if not is_file(path):
-        raise InputError(f"prompt file {str(path)!r} does not exist or is no file: {_FORMS}; check the path.")
-    if path.suffix != ".jsonl":
-        raise InputError(f"prompt file {path.name!r} ends with {path.suffix!r}: expected .jsonl, one JSON object a line.")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"prompt file {path.name!r} is not UTF-8 text (byte {error.start}): save it as UTF-8 and try again."
-        ) from error
-    # Only a line feed ends a line: JSON strings may hold U+2028, which str.splitlines would cut at.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not lines:
-        raise InputError(f'prompt file {path.name!r} is empty: expected lines such as {{"prompt": "..."}}; add one.')
-    return [_from_line(path.name, number, line) for number, line in lines]
-
-
-def _from_line(file: str, number: int, line: str) -> Prompt:
-    where = f"prompt file {file!r}, line {number}"
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"{where} is not JSON ({error.msg}, column {error.colno}): expected one object a line; mend it."
-        ) from error
-    except (RecursionError, ValueError) as error:
-        raise InputError(f"{where} is nested too deeply or holds a number too long to read: mend it.") from error
-    if not isinstance(record, dict):
-        raise InputError(f'{where} is JSON but no object: expected {{"prompt": "..."}}; wrap the text so.')
-    text = record.get("prompt", record.get("text"))
-    if text is None:
-        given = ", ".join(map(str, record)) or "none"
-        raise InputError(f'{where} has no field "prompt" (fields: {given}): expected the text there; add it.')
-    if not isinstance(text, str) or not text.strip():
-        raise InputError(f"{where} has an empty prompt: expected a text with at least one visible character; write one.")
-    check_characters(f"{record.get('id', '')}{text}", where)
-    task = str(record.get("task") or "")
-    return Prompt(
-        id=str(record.get("id", f"line-{number}")),
-        text=text,
-        task=task,
-        answer=str(record.get("answer", "")),
-        facts=_facts(where, record.get("facts", ())),
-        meta=_meta(where, record.get("meta", {})),
-    )
-
-
-def _facts(where: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple):
-        raise InputError(f'{where}: "facts" is {type(value).__name__}, expected a list of texts; write one.')
-    return tuple(map(str, value))
-
-
-def _meta(where: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f'{where}: "meta" is {type(value).__name__}, expected an object; write one.')
-    return value
 
 
 def _unique(prompts: list[Prompt], where: str) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""The three tasks by name: how to make examples of each and how to score a completion."""
+"""The tasks by name: how to make examples of those that are generated, and how a completion of each is scored."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from kvinterp.data import arithmetic, instructions, restate
+from kvinterp.data import arithmetic, gsm8k, instructions, restate
 from kvinterp.data.example import Example, Prompt, Split, distinct, draws
+from kvinterp.data.few_shot import cut_at
 from kvinterp.errors import unknown
 
-__all__ = ["TASKS", "Task", "get", "score", "stream"]
+__all__ = ["JUDGES", "TASKS", "Task", "get", "score", "stream"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ TASKS: dict[str, Task] = {
     )
 }
 
+JUDGES: dict[str, Callable[[Prompt, str], bool]] = {
+    **{task.name: task.score for task in TASKS.values()},
+    "gsm8k": gsm8k.score,
+}
+"""What judges a completion, by what ``Prompt.task`` says: every task's, and those of problems that come from files."""
+
 
 def get(name: str) -> Task:
     """Finds a task.
@@ -62,12 +69,14 @@ def get(name: str) -> Task:
 
 
 def score(prompt: Prompt, completion: str) -> bool:
-    """Judges a completion by the prompt's own task.
+    """Judges a completion by the prompt's own task, cut where ``prompt.meta["until"]`` says.
 
     Raises:
         InputError: If the prompt has no task, or one that is not known.
     """
-    return get(prompt.task).score(prompt, completion)
+    if prompt.task not in JUDGES:
+        raise unknown("task", prompt.task, JUDGES)
+    return JUDGES[prompt.task](prompt, cut_at(completion, prompt.meta.get("until", ())))
 
 
 def stream(name: str, seed: int, split: Split = "train") -> Iterator[Example]:

@@ -53,7 +53,10 @@ def argument(default: Any, help: str, **shown: Any) -> Any:
 
 
 SHARED: dict[str, tuple[Any, str]] = {
-    "prompts": ("arithmetic:6", "A .jsonl file, or arithmetic:N, restate:N, instructions:N."),
+    "prompts": (
+        "arithmetic:6",
+        "A .jsonl file, arithmetic:N, restate:N, instructions:N, or gsm8k(FILE,shots=5,count=700).",
+    ),
     "kind": ("native", "native, hooked or bridge."),
     "dtype": ("float16", "float16, bfloat16, float32 or float64."),
     "device": (None, "cpu, cuda or cuda:N; CUDA where there is one."),
@@ -272,9 +275,15 @@ class Experiment(abc.ABC):
             UnsupportedError: This kind of model cannot give what was asked for.
             KeyboardInterrupt: It was interrupted; what was finished is in the folder.
         """
+        from kvinterp.cells import has_parts
         from kvinterp.engines import engine_named
 
-        return self.settled().answered(How(out, existing, progress, figures, tell, engine_named(engine)))
+        try:
+            return self.settled().answered(How(out, existing, progress, figures, tell, engine_named(engine)))
+        except KeyboardInterrupt as error:
+            if out is None or not has_parts(Path(out)):
+                error.args = (NOTHING,)
+            raise
 
     def answered(self, how: How) -> Outcome:
         """Does what :meth:`run` promises; an experiment that keeps its work otherwise has its own."""

@@ -101,6 +101,9 @@ class KvError(Experiment):
         for name in ("instructions", "problems"):
             if not all(prompt.task for prompt in load_prompts(getattr(self, name))):
                 raise InputError(f"--{name} {getattr(self, name)!r} has a prompt without a task, which nothing can score.")
+        for name, wrong in (("instructions", lambda task: task != "instructions"), ("problems", "instructions".__eq__)):
+            if others := sorted({prompt.task for prompt in load_prompts(getattr(self, name)) if wrong(prompt.task)}):
+                raise InputError(f"--{name} {getattr(self, name)!r} holds prompts of the task {others[0]!r}, not {name}.")
         if not all(prompt.answer.strip() for prompt in load_prompts(self.texts)):
             raise InputError(f"--texts {self.texts!r} has a prompt without an answer: give one, as in restate:16.")
         strings_of(self.strings)

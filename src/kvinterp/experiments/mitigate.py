@@ -20,7 +20,7 @@ from kvinterp import metrics
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
 from kvinterp.experiments.circumstances import tried
 from kvinterp.inputs import check_whole
 from kvinterp.models import dtype_named
@@ -39,7 +39,7 @@ class Mitigate(Experiment):
     READING: ClassVar = "kvinterp.reading.mitigate:said_of_mitigate"
 
     model: str = model()
-    prompts: str = option("arithmetic:8", "A .jsonl file, or arithmetic:N, restate:N, instructions:N.")
+    prompts: str = option("arithmetic:8", SHARED["prompts"][1])
     path: tuple[str, ...] = option(
         (
             "cached",

@@ -23,7 +23,7 @@ from kvinterp import metrics
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
 from kvinterp.inputs import check_choice, check_whole
 from kvinterp.provenance import provenance
 
@@ -44,7 +44,7 @@ class Susceptibility(Experiment):
     READING: ClassVar = "kvinterp.reading.susceptibility:said_of_susceptibility"
 
     model: str = model()
-    prompts: str = option("arithmetic:8", "A .jsonl file, or arithmetic:N, restate:N, instructions:N.")
+    prompts: str = option("arithmetic:8", SHARED["prompts"][1])
     kind: str = shared("kind")
     dtype: str = shared("dtype")
     noise: str = option(

@@ -34,6 +34,7 @@ class Place:
             to stop, and each sequence and KV head may have kept others. None where none can be missing.
         heads: The KV heads that the tensors hold; empty for all.
         prompt: Positions of the pass's prompt, whose forwards come before all others; 0 where that is not known.
+        remade: Whether what is held was read by another policy of the path first, which may make of a row another at each read.
     """
 
     layer: int
@@ -44,6 +45,7 @@ class Place:
     rows: Int[Tensor, "batch kv_head row"] | None = dataclasses.field(default=None, compare=False)
     heads: tuple[int, ...] = ()
     prompt: int = dataclasses.field(default=0, compare=False)
+    remade: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def positions(self) -> Int[Tensor, "*batch_and_kv_head row"]:
@@ -327,6 +329,7 @@ class Chain(Policy):
         """From the last to the first."""
         for part in reversed(self.parts):
             keys, values = part.read(keys, values, place)
+            place = dataclasses.replace(place, remade=place.remade or part.reads)
         return keys, values
 
     def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, "*batch_and_kv_head kept"] | None:

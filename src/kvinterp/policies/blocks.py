@@ -11,7 +11,7 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import zoo
 from kvinterp.policies.base import Place
 
-__all__ = ["Settled", "affine", "check_blocks", "cut"]
+__all__ = ["Memory", "Settled", "affine", "check_blocks", "cut"]
 
 
 def check_blocks(policy: object, block: int, width: int, name: str) -> None:
@@ -87,3 +87,18 @@ class Settled:
         self._read = torch.cat([*parts, held[:, :, upto - place.start :]], 2)
         self._start, self._stop = place.start, upto
         return self._read
+
+
+class Memory(dict[tuple[int, str], Settled]):
+    """What was settled of each layer's keys and values in one pass."""
+
+    def at(self, place: Place, which: str) -> Settled:
+        """That of a place; a new one where rows may not be those of the read before.
+
+        Args:
+            place: Where.
+            which: ``"k"`` or ``"v"``.
+        """
+        if place.remade or place.rows is not None:
+            return Settled()
+        return self.setdefault((place.layer, which), Settled())

@@ -133,4 +133,5 @@ class _Calibrating(Fp8):
         scale = self.scale_of(found[0])
         if place.rows is not None:
             return self.rounded(tensor, scale)
-        return self._settled[at].read(tensor, place, place.stop, lambda rows, _: self.rounded(rows, scale))
+        settled = Settled() if place.remade else self._settled[at]
+        return settled.read(tensor, place, place.stop, lambda rows, _: self.rounded(rows, scale))

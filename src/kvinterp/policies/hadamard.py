@@ -11,7 +11,7 @@ from torch import Tensor
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective
-from kvinterp.policies.blocks import check_blocks, cut
+from kvinterp.policies.blocks import Memory, check_blocks, cut
 
 __all__ = ["Hadamard"]
 
@@ -39,9 +39,10 @@ class Hadamard(Selective):
         super().__post_init__()
 
     def start(self, facts: ModelInfo) -> Policy:
-        """Refuses heads that the blocks do not fill."""
+        """A twin that turns each row back once; refuses heads that the blocks do not fill."""
         check_blocks(self, self.block or 2, facts.head_dim, facts.name)
-        return super().start(facts)
+        super().start(facts)
+        return _Remembering(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """By sums and differences of pairs, in which no row meets another: in chunks or at once, the bits are the same."""
@@ -57,3 +58,18 @@ class Hadamard(Selective):
     def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """The same again: the matrix is symmetric and orthonormal."""
         return self.written(tensor, which, place)
+
+
+class _Remembering(Hadamard):
+    """Turns each row back once, however often it is read."""
+
+    def __post_init__(self) -> None:
+        self._memory = Memory()
+
+    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        if place.rows is not None:
+            # Another policy lets go of rows, and positions are not those from start to stop.
+            return super().seen(tensor, which, place)
+        return self._memory.at(place, which).read(
+            tensor, place, place.stop, lambda rows, _: self.written(rows, which, place)
+        )

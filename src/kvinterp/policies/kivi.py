@@ -11,7 +11,7 @@ from torch import Tensor
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective
-from kvinterp.policies.blocks import Settled, affine, check_blocks, cut
+from kvinterp.policies.blocks import Memory, Settled, affine, check_blocks, cut
 
 __all__ = ["Kivi"]
 
@@ -95,7 +95,7 @@ class _Remembering(Kivi):
     """Rounds each row once."""
 
     def __post_init__(self) -> None:
-        self._settled: dict[tuple[int, str], Settled] = {}
+        self._memory = Memory()
 
     def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        return self.of_window(self._settled.setdefault((place.layer, which), Settled()), tensor, which, place)
+        return self.of_window(self._memory.at(place, which), tensor, which, place)

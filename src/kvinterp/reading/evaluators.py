@@ -79,10 +79,12 @@ def _how_asked(summary: Mapping[str, Any]) -> list[str]:
         lines.append(
             "The prefill reads keys and values as they were computed. Where likelihoods or one token are asked for, " + how
         )
-        if alone := counts["answered_by_prefill"]:
-            lines.append(
-                f"{alone} of {counted(counts['requests'], 'request')} never read the cache: no policy touched them."
-            )
+        alone, asked_for = counts["answered_by_prefill"], counted(counts["requests"], "request")
+        lines.append(
+            f"{alone} of {asked_for} never read the cache: no policy touched them."
+            if alone
+            else f"Of {asked_for}, none was answered by the prefill alone: each read the cache for at least one token."
+        )
     cut = {path: held["truncated"] for path, held in summary["counts"].items() if held["truncated"]}
     if cut:
         said = listed([f"{count} on {path}" for path, count in cut.items()])

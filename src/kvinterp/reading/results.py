@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 
-from kvinterp.data import TASKS, score
+from kvinterp.data import JUDGES, score
 from kvinterp.models import dtype_named
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def leading(results: Sequence[Result]) -> list[Result]:
 
 def judged(prompt: Prompt | None, text: object) -> bool | None:
     """Whether a prompt was answered right; None where it has nothing to judge it by."""
-    return None if prompt is None or prompt.task not in TASKS else score(prompt, str(text))
+    return None if prompt is None or prompt.task not in JUDGES else score(prompt, str(text))
 
 
 def right_answers(result: Result) -> tuple[int, int] | None:

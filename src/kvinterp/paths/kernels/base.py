@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
@@ -118,6 +118,13 @@ class Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         result = self.replace(func, args, kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Within it operations do not come here, which costs each more than itself; where it is not the innermost they do.
+
+        A replacement of a whole function is made of many operations, and none of them is to be replaced again.
+        """
+        return _pop_mode_temporarily() if _get_current_dispatch_mode() is self else nullcontext()
 
 
 def drops_out(*args: Any, dropout_p: float = 0.0, **_: Any) -> bool:

@@ -45,10 +45,10 @@ class BatchInvariant(Kernels):
 class _BatchInvariantMode(KernelMode):
     def __init__(self) -> None:
         super().__init__()
-        self._inside = False
+        self._inside, self._operations = False, Operations(self._operation)
 
     def interceptors(self) -> list[Any]:
-        return [Functions(self._function), Operations(self._operation)]
+        return [Functions(self._function), self._operations]
 
     def _function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is SDPA:
@@ -74,7 +74,8 @@ class _BatchInvariantMode(KernelMode):
     def _own(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before, self._inside = self._inside, True
         try:
-            return function(*args, **kwargs)
+            with self._operations.aside():
+                return function(*args, **kwargs)
         finally:
             self._inside = before
 

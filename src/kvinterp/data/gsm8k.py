@@ -1,0 +1,166 @@
+r"""Grade-school problems as GSM8K has them, or any file of questions with a number as answer, and how they are judged.
+
+``gsm8k(FILE_OR_NAME,shots=5,count=700,seed=42)``: a ``.jsonl`` file whose lines have ``question`` (or ``prompt``) and
+``answer``, or what ``datasets`` knows by name, such as ``openai/gsm8k``.
+
+The answer is read in one of two ways, both those of lm-evaluation-harness (task ``gsm8k``, version 3): *strict*, the number after
+the first ``####``; *flexible*, the last number of the text. Commas, dollar signs and a full stop at the end do not count; what is
+left has to be the same to the letter, so that 72.0 is not 72.
+
+Source: Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems" (arXiv 2110.14168).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvinterp.data.example import Example, Prompt, check_characters
+from kvinterp.data.few_shot import FewShot, sampled
+from kvinterp.data.jsonl import lines_of, normalised, number_of
+from kvinterp.errors import InputError, shown, unexpected, unknown
+from kvinterp.files import is_file
+
+__all__ = ["ANSWERS", "Gsm8k", "extracted", "score"]
+
+QUESTION = "{question}"
+"""Where a format takes the question."""
+ANSWERS = {"strict": re.compile(r"#### (-?[0-9.,]+)"), "flexible": re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")}
+"""What an answer looks like, by how it is read; of ``strict`` the first counts, of ``flexible`` the last."""
+
+
+# Judging -----------------------------------------------------------------------------------------------------------------
+
+
+def extracted(completion: str, answer: str = "strict") -> str | None:
+    """The number that a completion gives as its answer, normalised; None where it gives none.
+
+    Args:
+        completion: What a model wrote.
+        answer: How it is read, one of :data:`ANSWERS`.
+
+    Raises:
+        InputError: There is no such way.
+    """
+    if answer not in ANSWERS:
+        raise unknown("way to read an answer", answer, ANSWERS)
+    found = ANSWERS[answer].findall(completion)
+    return normalised(found[0 if answer == "strict" else -1]) if found else None
+
+
+def score(prompt: Prompt, completion: str) -> bool:
+    """Tells whether the number that a completion gives is the prompt's; ``prompt.meta["answer"]`` says how it is read."""
+    return extracted(completion, str(prompt.meta.get("answer", "strict"))) == normalised(prompt.answer.strip())
+
+
+# Prompts -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gsm8k(FewShot):
+    r"""Questions with a number as answer.
+
+    Attributes:
+        file: A ``.jsonl`` file, or the name of a dataset, which ``datasets`` loads (a folder of files too).
+        split: The split of a dataset; ``test`` unless given.
+        config: Its configuration; ``main`` of ``openai/gsm8k``, and else its default.
+        train: Where worked examples come from: another file, or a split of the dataset. Unless given, the ``train`` split of a
+            dataset, and of a file those examples that are not asked.
+        format: A question as it is asked.
+        answer: How the answer is read, one of :data:`ANSWERS`.
+    """
+
+    file: str
+    split: str | None = field(default=None, kw_only=True)
+    config: str | None = field(default=None, kw_only=True)
+    train: str | None = field(default=None, kw_only=True)
+    format: str = field(default=f"Question: {QUESTION}\nAnswer:", kw_only=True)
+    answer: str = field(default="strict", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("file", "split", "config", "train", "format"):
+            given = getattr(self, name)
+            if not (isinstance(given, str) and given) and (given is not None or name in ("file", "format")):
+                raise unexpected(name, given, "a text; put it in quotes")
+        if QUESTION not in self.format:
+            raise unexpected("format", self.format, f"a text with {QUESTION} where the question goes")
+        if self.answer not in ANSWERS:
+            raise unknown("way to read an answer", self.answer, ANSWERS)
+        if self.cut == "on" and not self._mark:
+            raise InputError(
+                f"cut=on cuts where a next question begins, but format={shown(self.format)} begins with the question itself: "
+                "put a word before it, or pass cut=off."
+            )
+        if _is_path(self.file) and (self.split or self.config):
+            raise InputError(f"split and config are a dataset's, and {self.file!r} is a file: leave them out.")
+
+    def drawn(self) -> tuple[list[Example], list[Example]]:
+        """Those asked, and the worked examples."""
+        asked = self._examples(self.file, self.split or "test")
+        if self.train is None:
+            train = None if _is_path(self.file) or not self.shots else self._examples(self.file, "train")
+        else:
+            of_file = _is_path(self.train) or _is_path(self.file)
+            train = self._examples(self.train, "test") if of_file else self._examples(self.file, self.train)
+        return sampled(asked, train, self, self.file)
+
+    def mark(self, prompt: Prompt) -> str:
+        """What the format begins with."""
+        return self._mark
+
+    @property
+    def _mark(self) -> str:
+        return self.format.partition(QUESTION)[0].strip()
+
+    def _examples(self, file: str, split: str) -> list[Example]:
+        if _is_path(file):
+            rows, stem = lines_of(Path(file)), Path(file).stem
+        else:
+            config = self.config or ("main" if file in ("openai/gsm8k", "gsm8k") else None)
+            rows, stem = _dataset(file, config, split), split
+        return [self._example(where, f"{stem}-{number}", row) for number, (where, row) in enumerate(rows)]
+
+    def _example(self, where: str, number: str, record: dict[str, Any]) -> Example:
+        question, answer = record.get("question", record.get("prompt")), record.get("answer")
+        for name, value in (("question", question), ("answer", answer)):
+            if value is None or not str(value).strip():
+                given = ", ".join(map(str, record)) or "none"
+                raise InputError(f'{where} has no field "{name}", or nothing in it (fields: {given}): add it.')
+        if not isinstance(question, str):
+            raise InputError(f'{where}: "question" is {type(question).__name__}, expected a text; write one.')
+        check_characters(f"{record.get('id', '')}{question}{answer}", where)
+        prompt = Prompt(
+            id=str(record.get("id", number)),
+            text=self.format.replace(QUESTION, question),
+            task="gsm8k",
+            answer=number_of(where, str(answer)),
+            meta={"answer": self.answer},
+        )
+        return Example(prompt, f" {answer}")
+
+
+def _is_path(file: str) -> bool:
+    return file.endswith((".jsonl", ".json", ".txt")) or is_file(Path(file))
+
+
+@functools.lru_cache(maxsize=8)
+def _dataset(name: str, config: str | None, split: str) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of a dataset's split, each with what errors call it."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"{name!r} is no .jsonl file; as the name of a dataset it needs pip install 'kvinterp[data]', a file needs nothing."
+        ) from error
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(
+            f"dataset {name!r} (config {config or 'its default'}, split {split!r}) cannot be loaded ({shown(str(error))}): check "
+            "the name, split=, train= and config=, or give a .jsonl file."
+        ) from error
+    return [(f"dataset {name!r}, split {split!r}, row {number}", dict(row)) for number, row in enumerate(rows)]

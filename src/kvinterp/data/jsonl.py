@@ -1,0 +1,162 @@
+"""Files of one JSON object a line: prompts, or questions and answers; what is wrong is said with its line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvinterp.data.example import Example, Prompt, check_characters
+from kvinterp.data.few_shot import FewShot, sampled
+from kvinterp.errors import InputError, shown
+from kvinterp.files import is_file
+
+__all__ = ["Jsonl", "lines_of", "normalised", "number_of", "prompts_of"]
+
+_NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
+_JUDGED_BY_NUMBER = ("arithmetic", "gsm8k")
+
+
+@dataclass(frozen=True)
+class Jsonl(FewShot):
+    """Prompts of a file, as they stand there; its answers, where they have any, are the worked examples.
+
+    Attributes:
+        file: The ``.jsonl`` file.
+        shots: How many worked examples come before each.
+        train: The file of the worked examples; those of the same file that were not drawn unless given.
+        cut: Off, since what begins the next problem is known of no file.
+    """
+
+    file: str
+    shots: int = field(default=0, kw_only=True)
+    train: str | None = field(default=None, kw_only=True)
+    cut: str = field(default="off", kw_only=True)
+
+    def drawn(self) -> tuple[list[Example], list[Example]]:
+        """Those asked, and the worked examples."""
+        asked, train = self._examples(self.file), None if self.train is None else self._examples(self.train)
+        return sampled(asked, train, self, self.file)
+
+    def mark(self, prompt: Prompt) -> str:
+        """Nothing: what begins the next prompt is not known."""
+        return ""
+
+    def _examples(self, file: str) -> list[Example]:
+        return [Example(prompt, f" {prompt.answer}" if prompt.answer else "") for prompt in prompts_of(Path(str(file)))]
+
+
+def lines_of(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a file, each with what errors call it (its file and line).
+
+    Raises:
+        InputError: There is no such file, it is no UTF-8, it has no line, or one of them is no object.
+    """
+    if not is_file(path):
+        raise InputError(
+            f"prompt file {str(path)!r} does not exist or is no file: expected the path of a .jsonl file, or a generator such as "
+            "arithmetic:20; check the path."
+        )
+    if path.suffix != ".jsonl":
+        raise InputError(f"prompt file {path.name!r} ends with {path.suffix!r}: expected .jsonl, one JSON object a line.")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"prompt file {path.name!r} is not UTF-8 text (byte {error.start}): save it as UTF-8 and try again."
+        ) from error
+    # Only a line feed ends a line: JSON strings may hold U+2028, which str.splitlines would cut at.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise InputError(f'prompt file {path.name!r} is empty: expected lines such as {{"prompt": "..."}}; add one.')
+    places = [f"prompt file {path.name!r}, line {number}" for number, _ in lines]
+    return [(where, _object(where, line)) for where, (_, line) in zip(places, lines, strict=True)]
+
+
+def _object(where: str, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{where} is not JSON ({error.msg}, column {error.colno}): expected one object a line; mend it."
+        ) from error
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"{where} is nested too deeply or holds a number too long to read: mend it.") from error
+    if not isinstance(record, dict):
+        raise InputError(f'{where} is JSON but no object: expected {{"prompt": "..."}}; wrap the text so.')
+    return record
+
+
+def prompts_of(path: Path) -> list[Prompt]:
+    """The prompts of a file, as :func:`kvinterp.data.load_prompts` says."""
+    return [_prompt(where, record) for where, record in lines_of(path)]
+
+
+def _prompt(where: str, record: dict[str, Any]) -> Prompt:
+    text = record.get("prompt", record.get("text"))
+    if text is None:
+        given = ", ".join(map(str, record)) or "none"
+        other = "a file of questions is given as gsm8k(FILE)" if "question" in record else "add it"
+        raise InputError(f'{where} has no field "prompt" (fields: {given}): expected the text there; {other}.')
+    if not isinstance(text, str) or not text.strip():
+        raise InputError(f"{where} has an empty prompt: expected a text with at least one visible character; write one.")
+    check_characters(f"{record.get('id', '')}{text}", where)
+    answer, task = record.get("answer"), str(record.get("task") or "")
+    answer = "" if answer is None else str(answer)
+    return Prompt(
+        id=str(record.get("id", f"line-{where.rpartition(' ')[2]}")),
+        text=text,
+        task=task,
+        answer=number_of(where, answer) if task in _JUDGED_BY_NUMBER else answer,
+        facts=_facts(where, record.get("facts", ())),
+        meta=_meta(where, record.get("meta", {})),
+        messages=_messages(where, record.get("messages", ())),
+    )
+
+
+def normalised(number: str) -> str:
+    """A number without commas, dollar signs and a full stop at its end."""
+    return re.sub(r"\.$", "", re.sub(r"[,$]", "", number))
+
+
+def number_of(where: str, answer: str) -> str:
+    """The number of a worked answer, normalised: what comes after its last ``####``, or all of it.
+
+    Raises:
+        InputError: That is no number.
+    """
+    number = normalised(answer.rpartition("####")[2].strip())
+    if _NUMBER.fullmatch(number) is None:
+        what = 'after its last "####"' if "####" in answer else "as its answer"
+        raise InputError(f"{where} has {shown(number)} {what}: expected a number such as 72 or 1,000; mend it.")
+    return number
+
+
+def _facts(where: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise InputError(f'{where}: "facts" is {type(value).__name__}, expected a list of texts; write one.')
+    return tuple(map(str, value))
+
+
+def _meta(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f'{where}: "meta" is {type(value).__name__}, expected an object; write one.')
+    until = value.get("until", [])
+    if not (isinstance(until, list) and all(isinstance(each, str) and each for each in until)):
+        raise InputError(f'{where}: "until" in "meta" must be a list of texts at which a completion is cut; mend it.')
+    return value
+
+
+def _messages(where: str, value: Any) -> tuple[Mapping[str, str], ...]:
+    fit = isinstance(value, list | tuple) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+        for each in value
+    )
+    if not fit:
+        raise InputError(f'{where}: "messages" must be a list of objects with the texts "role" and "content"; mend it.')
+    for each in value:
+        check_characters(each["content"], where)
+    return tuple(value)

@@ -1,0 +1,80 @@
+"""Where prompts are drawn from, by text form: ``gsm8k(FILE,shots=5,count=700)``, ``jsonl(FILE,...)``, ``arithmetic(20,shots=5)``.
+
+The options that all of them have are the fields of :class:`kvinterp.data.few_shot.FewShot`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from kvinterp import spec
+from kvinterp.data.example import Example, Prompt
+from kvinterp.data.few_shot import FewShot
+from kvinterp.data.gsm8k import Gsm8k
+from kvinterp.data.jsonl import Jsonl
+from kvinterp.data.tasks import TASKS
+
+__all__ = ["SOURCES", "Arithmetic", "Generated", "Instructions", "Restate", "names_source", "source_named"]
+
+
+@dataclass(frozen=True)
+class Generated(FewShot):
+    """Held-out problems of a generator; worked examples are training problems, which no held-out one ever is.
+
+    Attributes:
+        count: How many.
+        shots: How many worked examples come before each.
+        seed: Decides both.
+    """
+
+    count: int = 20
+    shots: int = field(default=0, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+
+    def drawn(self) -> tuple[list[Example], list[Example]]:
+        """Those asked, and the worked examples; each is named by task, seed and number."""
+        name = spec.name_of(type(self))
+        asked = TASKS[name].generate(self.count, self.seed, "heldout")
+        worked = TASKS[name].generate(self.shots, self.seed, "train") if self.shots else []
+        return _numbered(asked, f"{name}-{self.seed}"), _numbered(worked, f"{name}-train-{self.seed}")
+
+    def mark(self, prompt: Prompt) -> str:
+        """The first word of a problem, as ``Question:``."""
+        return "".join(prompt.text.partition(":")[:2])
+
+
+class Arithmetic(Generated):
+    """Word problems."""
+
+
+class Restate(Generated):
+    """Texts to be said in other words."""
+
+
+class Instructions(Generated):
+    """Instructions that a program can verify."""
+
+
+def _numbered(examples: list[Example], name: str) -> list[Example]:
+    return [
+        replace(example, prompt=replace(example.prompt, id=f"{name}-{number}")) for number, example in enumerate(examples)
+    ]
+
+
+SOURCES: dict[str, type[FewShot]] = spec.named(Gsm8k, Jsonl, Arithmetic, Restate, Instructions)
+_FORM = re.compile(rf"\s*({'|'.join(SOURCES)})\s*\(.*\)\s*", re.DOTALL | re.IGNORECASE)
+
+
+def names_source(text: str) -> bool:
+    """Whether a text is written as a source: one of their names and brackets."""
+    return _FORM.fullmatch(text) is not None
+
+
+def source_named(text: str) -> FewShot:
+    """The source that a text form means.
+
+    Raises:
+        InputError: Its values do not fit.
+    """
+    return spec.read("prompts", text, SOURCES, "Values go in brackets, as in gsm8k(test.jsonl,shots=5,count=700).")

@@ -1,0 +1,153 @@
+"""Worked examples, samples, chat templates and cuts, of problems from anywhere; and that they reach a model as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvinterp as kv
+from command_line import kvinterp
+from kvinterp.data import TASKS, Prompt, load_prompts, score
+from kvinterp.data.few_shot import cut_at
+from kvinterp.inputs import encode
+from kvinterp.models import Adapter
+from kvinterp.results import load_result, prompt_lines, prompts_digest
+from support import Case
+
+TEST = Path(__file__).with_name("problems") / "test.jsonl"
+CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant]"
+
+
+@pytest.fixture
+def small(load: Callable[..., Adapter]) -> Adapter:
+    return load(Case("zoo:gqa2-mini", "native"), "float16")
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_generated_problems_take_worked_examples_too(task: str) -> None:
+    plain, shot = load_prompts(f"{task}:4:3"), load_prompts(f"{task}(4,seed=3,shots=2)")
+    trained = TASKS[task].generate(2, 3, "train")
+    before = [f"{example.prompt.text}{example.completion}" for example in trained]
+    assert [prompt.id for prompt in shot] == [prompt.id for prompt in plain]
+    for prompt, bare in zip(shot, plain, strict=True):
+        assert prompt.text == "\n\n".join([*before, bare.text])
+        assert prompt.answer == bare.answer
+        assert score(prompt, f" {bare.answer}" if task != "arithmetic" else f" so #### {bare.answer}")
+    assert shot[0].meta["until"][0] == plain[0].text.partition(":")[0] + ":"
+
+
+def test_a_generated_problem_is_cut_where_the_model_asks_itself_the_next() -> None:
+    (prompt,) = load_prompts("arithmetic(1)")
+    goes_on = f" I do not know.\n\nQuestion: x\nAnswer: #### {prompt.answer}"
+    assert not score(prompt, goes_on)
+    assert score(load_prompts("arithmetic(1,cut=off)")[0], goes_on)
+    assert cut_at("a b c", ["c", "b"]) == "a "
+    assert cut_at("a", []) == "a"
+
+
+def test_a_sample_of_any_file_of_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    lines = [
+        {"id": f"n{n}", "prompt": f"say {n}:", "answer": f"it is {n}", "task": "restate", "facts": [str(n)]}
+        for n in range(9)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, second = load_prompts(f"jsonl({file},count=2,shots=1,seed=5)")
+    assert first.meta["shots"] == second.meta["shots"]
+    (shot,) = first.meta["shots"]
+    assert first.text == f"say {shot[1:]}: it is {shot[1:]}\n\nsay {first.id[1:]}:"
+    assert score(first, f"it is {first.id[1:]}")
+    assert load_prompts(f"jsonl({file})") == load_prompts(file)
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with pytest.raises(kv.InputError, match="has no answer: expected one, as it is a worked example"):
+        load_prompts(f"jsonl({file},shots=1)")
+
+
+# Chats -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_one_message_or_a_turn_an_example(small: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = load_prompts("arithmetic(1,shots=1)")[0]
+    shown, asked = bare.text.split("\n\n")
+    monkeypatch.setattr(small.tokenizer, "chat_template", CHAT, raising=False)
+    (one,), (turns,) = (
+        load_prompts(f"arithmetic(1,shots=1,chat={chat},system='Be brief, x.')") for chat in ("template", "turns")
+    )
+    assert small.decode(encode(small, one, 1)) == f"[system] Be brief, x. [user] {bare.text} [assistant]"
+    worked = shown.replace("Answer: ", "Answer: \u0000").split("\u0000")
+    said = f"[system] Be brief, x. [user] {worked[0].strip()} [assistant] {worked[1]} [user] {asked} [assistant]"
+    assert small.decode(encode(small, turns, 1)) == said
+    assert encode(small, bare, 1) == small.encode(bare.text)
+    assert load_prompts("arithmetic(1,shots=1,system=Hm)")[0].text == f"Hm\n\n{bare.text}"
+
+
+def test_a_model_without_a_template_or_with_one_that_refuses_says_so(
+    small: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (prompt,) = load_prompts("arithmetic(1,chat=template,system=Hm)")
+    with pytest.raises(kv.InputError, match="has no chat template"):
+        kv.compare(small, [prompt], max_new_tokens=2)
+    with pytest.raises(kv.InputError, match="has no chat template"):
+        kv.audit(small, prompts=[prompt])
+    refuses = "{{ raise_exception('System role not supported') }}"
+    monkeypatch.setattr(small.tokenizer, "chat_template", refuses, raising=False)
+    with pytest.raises(
+        kv.InputError, match=r"does not take these messages \(System role not supported; roles: system, user\)"
+    ):
+        encode(small, prompt, 1)
+
+
+def test_messages_of_a_file(tmp_path: Path) -> None:
+    prompts = load_prompts("arithmetic(2,shots=1,chat=turns)")
+    file = tmp_path / "kept.jsonl"
+    file.write_text(prompt_lines(prompts))
+    assert load_prompts(file) == prompts
+    other = [dataclasses.replace(prompts[0], messages=prompts[1].messages), prompts[1]]
+    assert prompts_digest(other) != prompts_digest(prompts)
+    for wrong in (
+        {"messages": "hi"},
+        {"messages": [{"role": "user"}]},
+        {"meta": {"until": "x"}},
+        {"meta": {"until": [""]}},
+    ):
+        file.write_text(json.dumps({"prompt": "a", **wrong}))
+        with pytest.raises(kv.InputError, match=r"line 1: .* must be a list"):
+            load_prompts(file)
+
+
+# To a model ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_is_no_prompt(small: Adapter) -> None:
+    for text in ("gsm8k(test.jsonl)", "arithmetic(3)", "arithmetic:3"):
+        with pytest.raises(kv.InputError, match="names a generator"):
+            encode(small, text, 1)
+    assert encode(small, "f(3)", 1)
+
+
+def test_a_comparison_keeps_which_problems_were_asked_and_which_shown(tmp_path: Path) -> None:
+    source = f"gsm8k({TEST},shots=1,count=2,seed=7,answer=flexible)"
+    out = tmp_path / "out"
+    made = kvinterp("compare", "zoo:gqa2-mini", "--prompts", source, "--max-new-tokens", "2", "--record", "", "--device",
+                    "cpu", "--out", str(out))  # fmt: skip
+    assert made.exit_code == 0, made.output
+    kept = load_result(out)
+    assert kept.prompts == load_prompts(source)
+    assert list(kept.comparison.examples["id"]) == [prompt.id for prompt in kept.prompts]
+    assert kept.prompts[0].meta["shots"]
+
+
+def test_an_answer_that_is_no_number_is_named_where_a_number_is_judged(tmp_path: Path) -> None:
+    """Judged only at the end it would have been wrong at every prompt, or have ended the run."""
+    file = tmp_path / "mine.jsonl"
+    for task in ("gsm8k", "arithmetic"):
+        file.write_text(json.dumps({"prompt": "a", "task": task, "answer": "many"}))
+        with pytest.raises(kv.InputError, match="line 1 has 'many' as its answer"):
+            load_prompts(file)
+    file.write_text(json.dumps({"prompt": "a", "task": "arithmetic", "answer": "2.0"}))
+    assert score(load_prompts(file)[0], "#### 2")
+    assert not score(Prompt("x", "a", "arithmetic", "2.5"), "#### 2")
