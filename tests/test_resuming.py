@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pandas as pd
 import pytest
 import torch
 
 from cutting import same
-from kvinterp.cells import Parts
-from kvinterp.experiments import Compare, Experiment
+from kvinterp.cells import Cell, Made, Parts, joined
+from kvinterp.experiments import Compare, Experiment, Outcome
 from kvinterp.experiments.circumstances import circumstances
 from kvinterp.experiments.decompose import Decompose
 from kvinterp.experiments.patch import Patch
@@ -126,3 +128,55 @@ def test_a_prompt_that_is_finished_is_not_run_again(
     assert len(kept) == len(set(kept)) == 2
     asked.run(tmp_path / "whole" / "out", progress="none", figures="none")
     same(tmp_path / "cut" / "out", tmp_path / "whole" / "out")
+
+
+# Two stages ------------------------------------------------------------------------------------------------------------
+
+CALLED: list[str] = []
+
+
+def valued(name: str, value: int) -> pd.DataFrame:
+    """A cell's function."""
+    CALLED.append(name)
+    return pd.DataFrame({"name": [name], "value": [value]})
+
+
+@dataclasses.dataclass(frozen=True)
+class Twice(Experiment):
+    """The largest of some values are looked at again."""
+
+    PAGE: ClassVar = ""
+    values: tuple[int, ...] = (3, 9, 4, 7)
+
+    def cells(self) -> list[Cell]:
+        return [Cell(f"one-{n}", f"{__name__}:valued", {"name": f"one-{n}", "value": v}) for n, v in enumerate(self.values)]
+
+    def then(self, made: Mapping[str, Made]) -> list[Cell]:
+        largest = joined(made)["table"].nlargest(2, "value")["name"]
+        return [Cell(f"two-{name}", f"{__name__}:valued", {"name": f"two-{name}", "value": 0}) for name in largest]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        return Outcome(None, joined(made), {"settings": settings})
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_a_second_stage_is_known_from_the_first_and_taken_up_again(
+    tmp_path: Path, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Twice().run(None).tables["table"]
+    assert list(whole["name"])[4:] == ["two-one-1", "two-one-3"]
+    keep = Parts.keep
+    CALLED.clear()
+
+    def stopping(self: Parts, *part: Any) -> None:
+        keep(self, *part)
+        if len(CALLED) == cut:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Parts, "keep", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            Twice().run(tmp_path / "out")
+    again = Twice().run(tmp_path / "out")
+    assert sorted(CALLED) == sorted(whole["name"])
+    pd.testing.assert_frame_equal(again.tables["table"], whole)

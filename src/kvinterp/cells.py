@@ -30,21 +30,25 @@ import pandas as pd
 from pyarrow import ArrowException
 
 from kvinterp.errors import InputError
-from kvinterp.files import PARTIAL, is_plain, is_there, read_json, replaced, strict_json, told
+from kvinterp.files import PARTIAL, differences, is_plain, is_there, read_json, replaced, strict_json, told
 
 __all__ = [
     "ADVICE",
     "Cell",
+    "Engine",
     "Made",
     "Parts",
     "differences",
     "foreign_parts",
+    "groups",
     "has_parts",
     "imported",
     "joined",
     "loaded",
     "loading_once",
+    "locally",
     "remove_parts",
+    "run_alike",
     "run_cells",
     "unfinished_runs",
     "unlike",
@@ -60,6 +64,8 @@ _ASIDE = re.compile(r"\.damaged\.\w[\w.-]*\.[0-9a-f]{16}")
 
 Made = tuple[dict[str, pd.DataFrame], dict[str, Any]]
 """What a cell gave: tables by name, and what else belongs to them as plain JSON values."""
+Engine = Callable[[Sequence["Cell"], Mapping[str, Any]], None]
+"""What does cells: given them, and what they are offered by name (``keep``, ``tell``, ``progress``)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +94,7 @@ def run_cells(
     tell: Callable[[str], None] | None = None,
     progress: str = "bar",
     unit: str = "parts",
+    engine: Engine | None = None,
 ) -> dict[str, Made]:
     """Does the cells that are not done yet, and gives what all of them gave.
 
@@ -98,6 +105,7 @@ def run_cells(
         tell: Told what runs now.
         progress: ``"bar"`` or ``"none"``.
         unit: What a cell is of, in the plural.
+        engine: What does the cells; :func:`locally` unless given.
 
     Raises:
         InputError: A part cannot be written, or cannot be read again.
@@ -108,8 +116,7 @@ def run_cells(
     if made:
         log.info("going on in %s: %d of %d %s are already there", parts.path, len(made), len(cells), unit)
     offered = {"keep": parts.keep, "tell": tell or (lambda _: None), "progress": progress}
-    for _, group in itertools.groupby(missing, lambda cell: (cell.function, cell.settings)):
-        _run_alike(list(group), offered)
+    (engine or locally)(missing, offered)
     for cell in missing:
         part = parts.read(cell.key)
         if part is None:
@@ -120,7 +127,25 @@ def run_cells(
     return {cell.key: made[cell.key] for cell in cells}
 
 
-def _run_alike(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
+def locally(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
+    """Does cells in this process, one after another."""
+    for group in groups(cells):
+        run_alike(group, offered)
+
+
+def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """Cells that follow each other with the same function and settings, together."""
+    for _, group in itertools.groupby(cells, lambda cell: (cell.function, cell.settings)):
+        yield list(group)
+
+
+def run_alike(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
+    """Does cells that have their function and settings in common.
+
+    Args:
+        cells: The cells.
+        offered: ``keep``, ``tell`` and ``progress``.
+    """
     function = imported(cells[0].function)
     takes = inspect.signature(function).parameters
     given = {name: offered[name] for name in offered if name in takes}
@@ -222,9 +247,10 @@ class Parts:
             for name, frame in tables.items():
                 table = io.BytesIO()
                 frame.to_parquet(table, index=False)
-                archive.writestr(f"{name}.parquet", table.getvalue())
+                # Without a date, so that equal parts are equal files.
+                archive.writestr(zipfile.ZipInfo(f"{name}.parquet"), table.getvalue())
             named = {"part": key, "run": self.folder.name, "about": dict(about or {})}
-            archive.writestr(_ABOUT, json.dumps(named))
+            archive.writestr(zipfile.ZipInfo(_ABOUT), json.dumps(named))
         content = packed.getvalue()
         with told(self.path), replaced(self._place(key)) as file:
             file.write(hashlib.sha256(content).digest() + content)
@@ -333,23 +359,6 @@ def remove_parts(path: Path) -> None:
             held.rmdir()
     with contextlib.suppress(OSError):
         above.rmdir()
-
-
-def differences(held: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
-    """What differs between two settings, as ``dtype: float16, now float32; ...``."""
-    found = []
-    for key in sorted({*held, *now}):
-        old, new = held.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += [inner] if (inner := differences(old, new, f"{prefix}{key}.")) else []
-        elif old != new:
-            found.append(f"{prefix}{key}: {_short(old)}, now {_short(new)}")
-    return "; ".join(found)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _choices(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ __all__ = [
     "PARTIAL",
     "Record",
     "check_writable",
+    "differences",
     "digest_of",
     "is_file",
     "is_plain",
@@ -303,6 +304,23 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value
+
+
+def differences(held: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
+    """What differs between two settings, as ``dtype: float16, now float32; ...``."""
+    found = []
+    for key in sorted({*held, *now}):
+        old, new = held.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += [inner] if (inner := differences(old, new, f"{prefix}{key}.")) else []
+        elif old != new:
+            found.append(f"{prefix}{key}: {_short(old)}, now {_short(new)}")
+    return "; ".join(found)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def is_there(path: Path) -> bool:

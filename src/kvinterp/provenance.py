@@ -14,7 +14,7 @@ from kvinterp._version import __version__
 from kvinterp.models import Adapter
 from kvinterp.models.threads import threads_for
 
-__all__ = ["ENVIRONMENT", "autocast", "kernel_flags", "provenance"]
+__all__ = ["ENVIRONMENT", "autocast", "kernel_flags", "machine", "provenance"]
 
 ENVIRONMENT = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -40,16 +40,11 @@ def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
         more: Whatever else belongs to the result: paths, protocol, strategy, seed.
     """
     weights, settings = adapter.hashes()
+    here = machine(adapter.device)
+    flags = here.pop("kernel_flags")
     return {
-        "kvinterp": __version__,
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "transformer_lens": _version("transformer-lens"),
-        "python": platform.python_version(),
-        "device": device_name(adapter.device),
+        **here,
         "threads": threads_for(adapter),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "model": adapter.facts.name,
         "architecture": adapter.facts.architecture,
         "kind": adapter.kind,
@@ -58,8 +53,29 @@ def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
         "autocast": autocast(adapter.device),
         "weights": weights,
         "settings": settings,
-        "kernel_flags": kernel_flags(),
+        "kernel_flags": flags,
         **more,
+    }
+
+
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """What decides bits beside the model: versions, device, threads, kernels, environment.
+
+    Args:
+        device: The device; CUDA where there is one unless given.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "kvinterp": __version__,
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "transformer_lens": _version("transformer-lens"),
+        "python": platform.python_version(),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        "kernel_flags": kernel_flags(),
     }
 
 

@@ -21,7 +21,7 @@ from kvinterp.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kvinterp.cells import Cell, Made
+    from kvinterp.cells import Cell, Engine, Made, Parts
     from kvinterp.models import Adapter
 
 __all__ = ["NOTHING", "OPTION", "Experiment", "How", "Outcome", "argument", "model", "option", "shared"]
@@ -109,6 +109,7 @@ class How:
     progress: str
     figures: str
     tell: Callable[[str], None] | None
+    engine: Engine | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +147,15 @@ class Experiment(abc.ABC):
     @abc.abstractmethod
     def cells(self) -> list[Cell]:
         """The pieces of work; what was given is checked first, and before a model is loaded what can be."""
+
+    def then(self, made: Mapping[str, Made]) -> list[Cell]:
+        """The cells of a second stage, which are known only from what the first gave: on the examples of the highest KL, say.
+
+        Args:
+            made: What every cell of the first stage gave. A run that is taken up again asks once more, so that the answer
+                must rest on this and on the choices alone.
+        """
+        return []
 
     @abc.abstractmethod
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
@@ -231,6 +241,7 @@ class Experiment(abc.ABC):
         *,
         figures: str = "drawn",
         tell: Callable[[str], None] | None = None,
+        engine: str = "local",
     ) -> Outcome:
         """Answers it, or the rest of it.
 
@@ -240,17 +251,20 @@ class Experiment(abc.ABC):
             progress: ``"bar"`` or ``"none"``.
             figures: ``"drawn"`` or ``"none"``: whether figures and page are written too.
             tell: Told what runs now.
+            engine: Where the cells are done: ``"local"``, in this process; ``"ray"`` or ``"ray(4)"``, by workers of Ray.
 
         Raises:
             InputError: Something given does not exist or does not fit.
             UnsupportedError: This kind of model cannot give what was asked for.
             KeyboardInterrupt: It was interrupted; what was finished is in the folder.
         """
-        return self.settled().answered(How(out, existing, progress, figures, tell))
+        from kvinterp.engines import engine_named
+
+        return self.settled().answered(How(out, existing, progress, figures, tell, engine_named(engine)))
 
     def answered(self, how: How) -> Outcome:
         """Does what :meth:`run` promises; an experiment that keeps its work otherwise has its own."""
-        from kvinterp.cells import loading_once, run_cells
+        from kvinterp.cells import loading_once
         from kvinterp.folders import SUMMARY, check_free
         from kvinterp.locks import Lock
         from kvinterp.results import ResultFolder
@@ -266,16 +280,26 @@ class Experiment(abc.ABC):
             held.enter_context(loading_once())
             cells = self.cells()
             if out is None:
-                return self.reduce(run_cells(cells, None, how.tell, how.progress), {}, None)
+                return self.reduce(self._made(cells, None, how), {}, None)
             folder = ResultFolder(out, self.settings(), names, how.existing, mark)
             if folder.finished:
                 return self.read(Path(out))
             try:
-                made = run_cells(cells, folder.parts, how.tell, how.progress, self.UNIT)
+                made = self._made(cells, folder.parts, how)
             except BaseException as error:
                 self._cut_off(folder, cells, error)
                 raise
             return self._written(folder, self.reduce(made, folder.settings, folder.path), how.figures)
+
+    def _made(self, cells: list[Cell], parts: Parts | None, how: How) -> dict[str, Made]:
+        """What the cells of both stages gave; the second's are added to the list, for whoever is cut off among them."""
+        from kvinterp.cells import run_cells
+
+        given = (parts, how.tell, how.progress, self.UNIT, how.engine)
+        made = run_cells(cells, *given)
+        more = self.then(made)
+        cells += more
+        return made | run_cells(more, *given)
 
     def _written(self, folder: Any, outcome: Outcome, figures: str = "none", ending: str = "finished") -> Outcome:
         outcome.folder = folder.path
