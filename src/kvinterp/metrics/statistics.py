@@ -1,4 +1,4 @@
-"""What many steps say together: the only metrics that bring their input to the host and return Python numbers."""
+"""What many steps say together: the metrics that bring their input to the host and return Python numbers."""
 
 from __future__ import annotations
 

@@ -1,0 +1,199 @@
+"""How one number goes with another over observations that come in clusters: correlations, slopes, and odds by path."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from kvinterp.errors import InputError
+from kvinterp.metrics.inference import Column, Test, columns, flags, nothing, welch
+from kvinterp.metrics.statistics import clustered_interval
+
+__all__ = ["correlation", "gee", "restricted_correlation", "slope", "terciles"]
+
+METHODS = ("pearson", "spearman")
+
+
+def correlation(
+    x: Column,
+    y: Column,
+    clusters: Column | None = None,
+    *given: Column,
+    method: str = "pearson",
+    seed: int = 0,
+    resamples: int = 1000,
+) -> Test:
+    """The correlation of two numbers; a partial one where others are given, which are taken out of both.
+
+    Args:
+        x: One number an observation.
+        y: The other.
+        clusters: What each observation belongs to.
+        given: What is held constant: the correlation is that of what two linear regressions on these leave. Spearman's takes
+            ranks first.
+        method: ``pearson`` or ``spearman``.
+        seed: Seeds the interval's resampling.
+        resamples: How often whole clusters are resampled.
+
+    Returns:
+        statistic: Student's t. p: of the slope of ``y`` on ``x`` beside what is given, which without clusters is the usual
+        test of the correlation; with them its error lets rows of one cluster be correlated. effect: r.
+    """
+    if method not in METHODS:
+        raise InputError(f"method {method!r} was given: expected {' or '.join(METHODS)}.")
+    names, one, other, *held = columns(clusters, x=x, y=y, **{f"given_{at}": each for at, each in enumerate(given)})
+    said, n = (f"{'partial ' * bool(held)}{method}", "r"), len(np.unique(names))
+    if method == "spearman":
+        one, other, *held = (stats.rankdata(each) for each in (one, other, *held))
+    if n < 4 + len(held):
+        return nothing(said[0], n, said[1], f"there are fewer than {4 + len(held)} clusters")
+    if not np.isfinite(r := _r(one, other, *held)):
+        return nothing(said[0], n, said[1], "one of the two does not vary")
+    test = slope(one, other, names, *held)
+    low, high = clustered_interval(_r, names, one, other, *held, seed=seed, resamples=resamples)
+    return Test(said[0], n, test.statistic, test.p, r, low, high, said[1], test.why)
+
+
+def restricted_correlation(
+    x: Column, y: Column, clusters: Column | None = None, above: float = 0.0, method: str = "pearson", **how: Any
+) -> Test:
+    """The correlation over those observations alone whose ``x`` is above a bound.
+
+    The FP16 paper calls this a partial correlation. It is none: leaving out a range of ``x`` holds nothing constant, and a
+    smaller range by itself makes a correlation weaker.
+    """
+    names, one, other = columns(clusters, x=x, y=y)
+    kept = one > above
+    found = correlation(one[kept], other[kept], names[kept], method=method, **how)
+    return dataclasses.replace(found, name=f"{method} above {above:g}")
+
+
+def _r(x: np.ndarray, y: np.ndarray, *given: np.ndarray) -> float:
+    """Pearson's r of what is left of both beside a constant and what is given; NaN where nothing is left."""
+    design = np.column_stack([np.ones(len(x)), *given])
+    left = []
+    for values in (x, y):
+        rest = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
+        # What rounding leaves of a number that is explained whole is no variation.
+        if np.ptp(values) == 0 or np.abs(rest).max() <= 1e-12 * np.abs(values).max():
+            return float("nan")
+        left.append(rest)
+    return float(np.clip(left[0] @ left[1] / np.sqrt((left[0] @ left[0]) * (left[1] @ left[1])), -1, 1))
+
+
+def slope(x: Column, y: Column, clusters: Column | None = None, *given: Column) -> Test:
+    """The slope of ``y`` on ``x`` by least squares, beside a constant and what is given.
+
+    Args:
+        x: One number an observation.
+        y: What is explained.
+        clusters: What each observation belongs to; where one has several, errors within it may be correlated (the sandwich
+            of statsmodels' ``cov_type="cluster"``, Student's t with one degree of freedom less than there are clusters).
+        given: Further numbers beside ``x``.
+    """
+    import statsmodels.api as sm
+
+    names, one, other, *held = columns(clusters, x=x, y=y, **{f"given_{at}": each for at, each in enumerate(given)})
+    said, n = ("least squares", "slope"), len(np.unique(names))
+    if n < 3 + len(held):
+        return nothing(said[0], n, said[1], f"there are fewer than {3 + len(held)} clusters")
+    if not np.isfinite(_r(one, other, *held)):
+        return nothing(said[0], n, said[1], "one of the two does not vary")
+    model = sm.OLS(other, np.column_stack([one, np.ones(len(one)), *held]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        how: Any = {} if n == len(one) else {"cov_type": "cluster", "cov_kwds": {"groups": names}, "use_t": True}
+        found: Any = model.fit(**how)
+    low, high = found.conf_int()[0]
+    t, p, effect = (float(each[0]) for each in (found.tvalues, found.pvalues, found.params))
+    return Test(said[0], n, t, p, effect, float(low), float(high), said[1])
+
+
+def terciles(order: Column, values: Column, clusters: Column | None = None, seed: int = 0, resamples: int = 1000) -> Test:
+    """The mean of a number over the lowest third of another, against that over its highest third.
+
+    Args:
+        order: What the thirds are of.
+        values: What is averaged.
+        clusters: What each row belongs to.
+        seed: Seeds the interval's resampling.
+        resamples: How often clusters are resampled; the thirds are made anew in each.
+
+    Returns:
+        statistic and p: Welch's t of the lowest against the highest third; where clusters have several rows, the t of the same
+        difference with errors that are correlated within clusters (statsmodels, ``cov_type="cluster"``). effect: the ratio of
+        the two means.
+    """
+    names, place, numbers = columns(clusters, order=order, values=values)
+    said, n = ("lowest against highest third", "ratio of the means"), len(np.unique(names))
+    if n < 6:
+        return nothing(said[0], n, said[1], "there are fewer than 6 clusters")
+    early, late = _thirds(place)
+    if (early & late).any() or min(early.sum(), late.sum()) < 2:
+        return nothing(said[0], n, said[1], "the thirds are not apart: too many are equal in what orders them")
+    kept = early | late
+    if n == len(place):
+        test = welch(numbers[early], numbers[late])
+    else:
+        test = slope(early[kept].astype(float), numbers[kept], clusters=names[kept])
+    if test.why:
+        return nothing(said[0], n, said[1], test.why)
+    low, high = clustered_interval(_ratio_of_thirds, names, place, numbers, seed=seed, resamples=resamples)
+    return Test(said[0], n, test.statistic, test.p, _ratio_of_thirds(place, numbers), low, high, said[1])
+
+
+def _thirds(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    low, high = np.quantile(order, (1 / 3, 2 / 3))
+    return order <= low, order >= high
+
+
+def _ratio_of_thirds(order: np.ndarray, values: np.ndarray) -> float:
+    early, late = _thirds(order)
+    below = values[late].mean()
+    return float(values[early].mean() / below) if below else float("nan")
+
+
+def gee(outcome: Column, path: Column, clusters: Column) -> Test:
+    """Whether an outcome is more likely on one path, where a prompt has several decodes: generalised estimating equations.
+
+    A logistic regression with one correlation within clusters (Liang and Zeger 1986), whose errors are Mancl and DeRouen's,
+    which few clusters do not make too small.
+
+    Args:
+        outcome: Whether each decode was right, say.
+        path: Whether it was on the first path.
+        clusters: The prompt of each.
+
+    Returns:
+        effect: the logarithm of the odds ratio, above 0 where the outcome is more likely on the first path. statistic: its t,
+        with as many degrees of freedom as clusters less 2.
+    """
+    names, happened, first = flags(clusters, outcome=outcome, path=path)
+    said, n = ("GEE", "logarithm of the odds ratio"), len(np.unique(names))
+    rates = [happened[first == side] for side in (True, False)]
+    if n < 5:
+        return nothing(said[0], n, said[1], "there are fewer than 5 clusters")
+    if not all(len(rate) and 0 < rate.mean() < 1 for rate in rates):
+        return nothing(said[0], n, said[1], "on one path the outcome never varies: the odds ratio is not finite")
+    from statsmodels.genmod.cov_struct import Exchangeable
+    from statsmodels.genmod.families import Binomial
+    from statsmodels.genmod.generalized_estimating_equations import GEE
+
+    order = np.argsort(names, kind="stable")
+    design = np.column_stack([first, np.ones(len(first))]).astype(float)[order]
+    model = GEE(happened[order].astype(float), design, names[order], family=Binomial(), cov_struct=Exchangeable())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = model.fit(cov_type="bias_reduced")
+    effect, variance = float(found.params[0]), float(found.cov_params()[0, 0])
+    if not (np.isfinite(effect) and variance > 1e-18):
+        return nothing(said[0], n, said[1], "the paths never differ within a cluster: there is no spread to test against")
+    t, error = stats.t(n - 2), variance**0.5
+    half = float(t.ppf(0.975)) * error
+    return Test(
+        said[0], n, effect / error, float(2 * t.sf(abs(effect) / error)), effect, effect - half, effect + half, said[1]
+    )

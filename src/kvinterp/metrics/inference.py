@@ -1,0 +1,372 @@
+"""Tests of paired and grouped observations, each with its effect and an interval: what a p-value alone does not say.
+
+Every test counts the units that are independent of each other: the decodes of one prompt under several seeds are rows of one
+unit, named by ``clusters``. Where data cannot answer (nothing varies, one cluster, no event) the numbers are NaN and ``why``
+says it; arguments that no data could make right raise an InputError. The arithmetic is scipy's and statsmodels'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from kvinterp.errors import InputError, NonFiniteError
+from kvinterp.metrics.statistics import clustered_interval
+
+__all__ = [
+    "Column",
+    "Test",
+    "corrected",
+    "mann_whitney",
+    "mcnemar",
+    "mean_of",
+    "rule_of_three",
+    "share_of",
+    "sign_flips",
+    "welch",
+    "wilcoxon",
+]
+
+Column: TypeAlias = Sequence[Any] | np.ndarray | pd.Series
+"""One number, flag or name for each observation."""
+CORRECTIONS = {"bonferroni": "bonferroni", "holm": "holm", "bh": "fdr_bh"}
+"""Corrections for several tests, and statsmodels' names of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Test:
+    """What a test found.
+
+    Attributes:
+        name: The test's.
+        n: Independent units that it rests on, not rows.
+        statistic: The test's own.
+        p: Two-sided unless the test says otherwise; NaN where there is none.
+        effect: How large it is, in the unit that ``effect_of`` names.
+        low: The lower end of the effect's 95% interval (or of another confidence that was asked for).
+        high: Its upper end.
+        effect_of: What the effect is.
+        why: Why there is no number, where there is none.
+    """
+
+    __test__: ClassVar[bool] = False  # pytest would take it for tests of its own.
+
+    name: str
+    n: int
+    statistic: float
+    p: float
+    effect: float
+    low: float
+    high: float
+    effect_of: str
+    why: str = ""
+
+
+def nothing(name: str, n: int, effect_of: str, why: str) -> Test:
+    """A test that has no numbers."""
+    return Test(name, n, np.nan, np.nan, np.nan, np.nan, np.nan, effect_of, why)
+
+
+def columns(clusters: Column | None, **given: Column) -> tuple[np.ndarray, ...]:
+    """Cluster names, then what was given as numbers, all of one length.
+
+    Args:
+        clusters: What each observation belongs to; each its own where it is None.
+        given: Numbers or flags by what they are called.
+
+    Raises:
+        InputError: The lengths differ.
+        NonFiniteError: One is NaN or infinite.
+    """
+    arrays = {name: np.asarray(values, dtype=np.float64) for name, values in given.items()}
+    count = len(next(iter(arrays.values())))
+    names = np.arange(count) if clusters is None else pd.factorize(np.asarray(clusters))[0]
+    lengths = {**{name: len(array) for name, array in arrays.items()}, "clusters": len(names)}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{size} {name}" for name, size in lengths.items())
+        raise InputError(f"got {told}: give one of each for every observation.")
+    for name, array in arrays.items():
+        bad = np.flatnonzero(~np.isfinite(array))
+        if bad.size:
+            raise NonFiniteError(
+                f"{bad.size} of {array.size} {name} are NaN or infinite, the first at index {bad[0]}: leave those "
+                "observations out, and say how many they were."
+            )
+    return names, *arrays.values()
+
+
+def flags(clusters: Column | None, **given: Column) -> tuple[np.ndarray, ...]:
+    """Like :func:`columns`, of numbers that are 0 or 1."""
+    names, *arrays = columns(clusters, **given)
+    for name, array in zip(given, arrays, strict=True):
+        if not np.isin(array, (0, 1)).all():
+            raise InputError(f"{name} holds other values than true and false: give one flag for every observation.")
+    return names, *(array.astype(bool) for array in arrays)
+
+
+def by_cluster(names: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The mean of each cluster."""
+    return np.bincount(names, values) / np.bincount(names)
+
+
+# Several tests ---------------------------------------------------------------------------------------------------------
+
+
+def corrected(p: Column, method: str = "holm") -> np.ndarray:
+    """p-values corrected for being several; a NaN stays NaN and counts as no test.
+
+    Args:
+        p: The p-values of one family.
+        method: ``bonferroni``, ``holm`` (the chance of any false rejection, as Bonferroni but never weaker) or ``bh`` (the
+            share of false ones among the rejections, Benjamini and Hochberg 1995).
+
+    Raises:
+        InputError: The method is none of these, or a p-value lies outside 0 to 1.
+    """
+    from statsmodels.stats.multitest import multipletests
+
+    if method not in CORRECTIONS:
+        raise InputError(f"correction {method!r} was given: expected one of {', '.join(CORRECTIONS)}.")
+    values = np.asarray(p, dtype=np.float64)
+    known = np.isfinite(values)
+    if ((values[known] < 0) | (values[known] > 1)).any():
+        raise InputError("a p-value lies outside 0 to 1: give p-values, not statistics.")
+    found = np.full(len(values), np.nan)
+    if known.any():
+        found[known] = multipletests(values[known], method=CORRECTIONS[method])[1]
+    return found
+
+
+# Pairs -----------------------------------------------------------------------------------------------------------------
+
+
+def mcnemar(a: Column, b: Column, clusters: Column | None = None, confidence: float = 0.95) -> Test:
+    """McNemar's exact test that both of a pair are right equally often.
+
+    Args:
+        a: Whether one path was right, pair by pair.
+        b: Whether the other was.
+        clusters: What a pair belongs to; each must be its own.
+        confidence: Of the interval.
+
+    Returns:
+        statistic: the pairs of the rarer disagreement. effect: the share right on ``a`` less that on ``b``. Its interval is
+        Clopper and Pearson's for the disagreements, given how many there are, so that 0 lies outside exactly where p is below
+        1 - confidence; without a disagreement it reaches as far as disagreements may be common that were never seen.
+
+    Raises:
+        InputError: Several pairs belong to one cluster: they are not independent, and the test takes them to be.
+    """
+    names, one, other = flags(clusters, a=a, b=b)
+    said, n = ("exact McNemar", "difference of the shares that are right"), len(one)
+    if len(np.unique(names)) < n:
+        raise InputError(
+            f"McNemar's test takes every pair as independent, and {n} pairs come from {len(np.unique(names))} clusters: give one "
+            "pair a cluster, or ask sign_flips or gee."
+        )
+    if not n:
+        return nothing(said[0], 0, said[1], "there are no pairs")
+    from statsmodels.stats.contingency_tables import mcnemar as exact
+
+    only_a, only_b = int((one & ~other).sum()), int((other & ~one).sum())
+    found = exact([[0, only_a], [only_b, 0]], exact=True)
+    differing = only_a + only_b
+    if differing:
+        ends = stats.binomtest(only_a, differing).proportion_ci(confidence, "exact")
+        low, high = ((2 * end - 1) * differing / n for end in ends)
+    else:
+        high = share_of(np.zeros(n), confidence).high
+        low = -high
+    p = min(1.0, float(found.pvalue))
+    return Test(said[0], n, float(min(only_a, only_b)), p, (only_a - only_b) / n, float(low), float(high), said[1])
+
+
+def sign_flips(
+    differences: Column, clusters: Column | None = None, seed: int = 0, resamples: int = 9999, confidence: float = 0.95
+) -> Test:
+    """The randomisation test that exchanges the two paths, cluster by cluster: right for any number of rows a cluster.
+
+    Args:
+        differences: One path less the other, row by row.
+        clusters: What each row belongs to; a cluster's rows are exchanged together, and each cluster counts once.
+        seed: Seeds the exchanges; up to 13 clusters every one is made.
+        resamples: How many, for more clusters.
+        confidence: Of the interval, which is Student's for the clusters' means.
+
+    Returns:
+        statistic and effect: the mean of the clusters' mean differences.
+    """
+    names, values = columns(clusters, differences=differences)
+    said = ("sign flips by cluster", "mean difference")
+    means = by_cluster(names, values)
+    if len(means) < 2:
+        return nothing(said[0], len(means), said[1], "there are fewer than 2 clusters")
+    effect = float(means.mean())
+    if not means.any():
+        return Test(said[0], len(means), 0.0, 1.0, 0.0, 0.0, 0.0, said[1])
+    found = stats.permutation_test(
+        (means, np.zeros_like(means)),
+        lambda x, y, axis=-1: (x - y).mean(axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=resamples,
+        random_state=np.random.default_rng(seed),  # Called rng from scipy 1.15 on, which takes both.
+    )
+    ends = mean_of(means, confidence=confidence)
+    return Test(said[0], len(means), effect, float(found.pvalue), effect, ends.low, ends.high, said[1])
+
+
+def mean_of(
+    values: Column,
+    clusters: Column | None = None,
+    against: float = 0.0,
+    alternative: str = "two-sided",
+    confidence: float = 0.95,
+) -> Test:
+    """Student's test of a mean, each cluster counting once by its own mean.
+
+    Args:
+        values: One number a row.
+        clusters: What each row belongs to.
+        against: The mean to be tested against.
+        alternative: ``two-sided``, or ``greater`` or ``less`` than that.
+        confidence: Of the interval, which is two-sided whatever the alternative.
+
+    Returns:
+        effect: the mean of the clusters' means.
+    """
+    names, numbers = columns(clusters, values=values)
+    said, means = ("t of cluster means", "mean"), by_cluster(names, numbers)
+    n = len(means)
+    if n < 2:
+        return nothing(said[0], n, said[1], "there are fewer than 2 clusters")
+    if np.ptp(means) == 0:
+        why = "all clusters have the same mean: there is no spread to test it against"
+        return Test(said[0], n, np.nan, np.nan, float(means[0]), np.nan, np.nan, said[1], why)
+    found: Any = stats.ttest_1samp(means, against, alternative=alternative)
+    ends = stats.ttest_1samp(means, against).confidence_interval(confidence)
+    return Test(
+        said[0],
+        n,
+        float(found.statistic),
+        float(found.pvalue),
+        float(means.mean()),
+        float(ends.low),
+        float(ends.high),
+        said[1],
+    )
+
+
+def wilcoxon(a: Column, b: Column, seed: int = 0, resamples: int = 1000) -> Test:
+    """Wilcoxon's signed-rank test of pairs: what Mann and Whitney's is for two groups that are not paired.
+
+    Args:
+        a: One number a pair.
+        b: The other.
+        seed: Seeds the interval's resampling.
+        resamples: How often pairs are resampled.
+
+    Returns:
+        statistic: the sum of the ranks where ``a`` is larger. effect: the matched-pairs rank-biserial correlation, that sum
+        less the sum where ``b`` is larger, over both; -1 to 1. Pairs without a difference are left out of the ranks, not of n.
+    """
+    names, one, other = columns(None, a=a, b=b)
+    said, n, differences = ("Wilcoxon signed rank", "rank-biserial correlation"), len(one), one - other
+    if not differences.any():
+        return nothing(said[0], n, said[1], "no pair differs" if n else "there are no pairs")
+    found: Any = stats.wilcoxon(differences)
+    low, high = clustered_interval(_rank_biserial, names, differences, seed=seed, resamples=resamples)
+    ranks = stats.rankdata(np.abs(differences[differences != 0]))
+    above = float(ranks[differences[differences != 0] > 0].sum())
+    return Test(said[0], n, above, float(found.pvalue), _rank_biserial(differences), low, high, said[1])
+
+
+def _rank_biserial(differences: np.ndarray) -> float:
+    there = differences[differences != 0]
+    if not len(there):
+        return float("nan")
+    return float((np.sign(there) * stats.rankdata(np.abs(there))).sum() * 2 / (len(there) * (len(there) + 1)))
+
+
+# Two groups ------------------------------------------------------------------------------------------------------------
+
+
+def mann_whitney(x: Column, y: Column, confidence: float = 0.95) -> Test:
+    """Mann and Whitney's test of two groups that are not paired, every observation independent.
+
+    Returns:
+        statistic: U of ``x``. effect: the chance that one of ``x`` is larger than one of ``y``, half of it where they are
+        equal (0.5 without a difference), with Brunner and Munzel's interval.
+    """
+    (_, one), (_, other) = columns(None, x=x), columns(None, y=y)
+    said, n = ("Mann-Whitney", "chance that x is larger than y"), len(one) + len(other)
+    if min(len(one), len(other)) < 2:
+        return nothing(said[0], n, said[1], "a group has fewer than 2 observations")
+    if np.ptp(np.concatenate([one, other])) == 0:
+        return nothing(said[0], n, said[1], "all observations are equal")
+    from statsmodels.stats.nonparametric import rank_compare_2indep
+
+    found: Any = stats.mannwhitneyu(one, other)
+    effect = float(found.statistic) / (len(one) * len(other))
+    low = high = np.nan
+    if 0 < effect < 1:  # Brunner and Munzel's variance is 0 where the groups are separated whole.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            low, high = np.clip(rank_compare_2indep(one, other).conf_int(alpha=1 - confidence), 0, 1)
+    why = "" if np.isfinite(low) else "no interval: the groups are separated whole"
+    return Test(said[0], n, float(found.statistic), float(found.pvalue), effect, float(low), float(high), said[1], why)
+
+
+def welch(x: Column, y: Column, confidence: float = 0.95) -> Test:
+    """Welch's test of two groups that are not paired, every observation independent.
+
+    Returns:
+        effect: the mean of ``x`` less that of ``y``.
+    """
+    (_, one), (_, other) = columns(None, x=x), columns(None, y=y)
+    said, n = ("Welch", "difference of the means"), len(one) + len(other)
+    if min(len(one), len(other)) < 2:
+        return nothing(said[0], n, said[1], "a group has fewer than 2 observations")
+    if np.ptp(one) == np.ptp(other) == 0:
+        return nothing(said[0], n, said[1], "nothing varies within the groups")
+    found: Any = stats.ttest_ind(one, other, equal_var=False)
+    ends = found.confidence_interval(confidence)
+    effect = float(one.mean() - other.mean())
+    return Test(said[0], n, float(found.statistic), float(found.pvalue), effect, float(ends.low), float(ends.high), said[1])
+
+
+# Shares ----------------------------------------------------------------------------------------------------------------
+
+
+def share_of(events: Column, confidence: float = 0.95) -> Test:
+    """How often something happened, with Clopper and Pearson's interval; every observation independent.
+
+    Returns:
+        statistic: how many there were. p: NaN, since nothing is tested.
+    """
+    _, happened = flags(None, events=events)
+    said, n = ("share", "share of the observations"), len(happened)
+    if not n:
+        return nothing(said[0], 0, said[1], "there are no observations")
+    count = int(happened.sum())
+    ends = stats.binomtest(count, n).proportion_ci(confidence, "exact")
+    return Test(said[0], n, float(count), np.nan, count / n, float(ends.low), float(ends.high), said[1])
+
+
+def rule_of_three(n: int, confidence: float = 0.95) -> Test:
+    """What 0 events in ``n`` independent observations leave possible: with 95% confidence a share of at most about 3/n.
+
+    Returns:
+        high: the exact one-sided bound, ``1 - (1 - confidence) ** (1 / n)``.
+    """
+    said = ("rule of three", "share of the observations")
+    if n < 1:
+        return nothing(said[0], 0, said[1], "there are no observations")
+    bound = stats.binomtest(0, n, alternative="less").proportion_ci(confidence, "exact").high
+    return Test(said[0], n, 0.0, np.nan, 0.0, 0.0, float(bound), said[1])

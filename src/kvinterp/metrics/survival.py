@@ -1,0 +1,104 @@
+"""When the first token flips, where many decodes end before one does: those are censored, not flips at the last step."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from kvinterp.errors import InputError
+from kvinterp.metrics.inference import Column, Test, columns, flags, nothing
+
+__all__ = ["cox", "survival_by_step"]
+
+_MANY = 100
+"""Clusters from which on the sandwich is wide enough."""
+
+
+def survival_by_step(steps: Column, flipped: Column, confidence: float = 0.95) -> pd.DataFrame:
+    """Kaplan and Meier's share of decodes without a flip so far, and the hazard: the flips of a step among those at risk.
+
+    Args:
+        steps: For each decode the step of its first flip, or the number of its last step where there is none.
+        flipped: Whether there was one.
+        confidence: Of the intervals: log-log for the survival (scipy's ``ecdf``), Clopper and Pearson's for the hazard. Decodes
+            are taken as independent: give one a prompt, or read the intervals as too narrow.
+
+    Returns:
+        One row a step that a decode ended at: step, at_risk, flips, survival, survival_low, survival_high, hazard, hazard_low,
+        hazard_high. Before a first flip survival is 1 and has no interval. No row without decodes.
+    """
+    _, when = columns(None, steps=steps)
+    _, event = flags(None, flipped=flipped)
+    if len(when) != len(event):
+        raise InputError(f"got {len(when)} steps and {len(event)} flips: give one of each for every decode.")
+    names = ["step", "at_risk", "flips"]
+    names += [f"{what}{end}" for what in ("survival", "hazard") for end in ("", "_low", "_high")]
+    if not len(when):
+        return pd.DataFrame(columns=names)
+    curve = stats.ecdf(stats.CensoredData(uncensored=when[event], right=when[~event])).sf
+    with warnings.catch_warnings():
+        # It warns where survival is 1 or 0, whose logarithm's logarithm is not finite.
+        warnings.simplefilter("ignore")
+        ends = curve.confidence_interval(confidence, method="log-log")
+    rows = []
+    bounds = (curve.quantiles, curve.probabilities, ends.low.probabilities, ends.high.probabilities)
+    for step, share, low, high in zip(*bounds, strict=True):
+        risk, flips = int((when >= step).sum()), int(event[when == step].sum())
+        found = stats.binomtest(flips, risk).proportion_ci(confidence, "exact")
+        rows.append((step, risk, flips, share, low, high, flips / risk, found.low, found.high))
+    return pd.DataFrame(rows, columns=names)
+
+
+def cox(steps: Column, flipped: Column, x: Column, clusters: Column | None = None) -> Test:
+    """Cox's regression of the time of the first flip on a number, such as the smallest margin of a decode.
+
+    Unlike the correlation of flip steps with it, decodes that never flip count: they lasted at least so long.
+
+    Args:
+        steps: For each decode the step of its first flip, or the number of its last step.
+        flipped: Whether there was one.
+        x: The number; the hazard is compared between decodes one unit of it apart.
+        clusters: The prompt of each decode; where one has several the error is Lin and Wei's sandwich, which of few prompts is
+            too small: of fewer than 100 it is the jackknife's.
+
+    Returns:
+        effect: the hazard ratio of one unit more of ``x``; below 1 where a larger ``x`` goes with later or fewer flips.
+        statistic: z of its logarithm (ties by Efron).
+    """
+    names, when, number = columns(clusters, steps=steps, x=x)
+    _, event = flags(None, flipped=flipped)
+    if len(event) != len(when):
+        raise InputError(f"got {len(when)} steps and {len(event)} flips: give one of each for every decode.")
+    said, n = ("Cox", "hazard ratio"), len(np.unique(names))
+    if n < 5 or event.sum() < 3:
+        return nothing(said[0], n, said[1], f"there are {int(event.sum())} flips of {n} clusters: fewer than 3 or 5")
+    scale = number.std()
+    if not scale > 1e-12 * np.abs(number).max():
+        return nothing(said[0], n, said[1], "the number does not vary")
+    z = (number - number.mean()) / scale
+    beta, error = _slope(when, z, event, None if n == len(when) else names)
+    if n < min(len(when), _MANY) and np.isfinite(beta):
+        without = [_slope(*(of[names != name] for of in (when, z, event)))[0] for name in np.unique(names)]
+        error = float(np.sqrt((n - 1) * np.var(without)))
+    # A slope of 15 standard deviations is what is left of one that has no end: the flips are ordered by the number.
+    if not (np.isfinite(beta) and np.isfinite(error) and error > 0 and abs(beta) < 15):
+        return nothing(said[0], n, said[1], "the number orders the flips whole: the hazard ratio is not finite")
+    half = float(stats.norm.ppf(0.975)) * error
+    effect, low, high = (float(np.exp(value / scale)) for value in (beta, beta - half, beta + half))
+    return Test(said[0], n, beta / error, float(2 * stats.norm.sf(abs(beta / error))), effect, low, high, said[1])
+
+
+def _slope(when: np.ndarray, x: np.ndarray, event: np.ndarray, names: np.ndarray | None = None) -> tuple[float, float]:
+    """The slope of the hazard's logarithm and its error, NaN where there is none."""
+    from statsmodels.duration.hazard_regression import PHReg
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = PHReg(when, x, event.astype(int), ties="efron").fit(groups=names)
+            return float(found.params[0]), float(found.bse[0])
+        except (np.linalg.LinAlgError, ValueError, FloatingPointError):
+            return float("nan"), float("nan")

@@ -1,0 +1,341 @@
+"""Every test against another computation of the same thing: a closed form, every permutation, or a simulation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import optimize, special, stats
+
+from kvinterp import metrics
+from kvinterp.errors import InputError, NonFiniteError
+
+
+def drawn(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def clustered(seed: int = 0, clusters: int = 30, rows: int = 4) -> pd.DataFrame:
+    """Numbers that share a part within each cluster, an outcome and a path."""
+    rng = drawn(seed)
+    own = rng.normal(size=clusters)
+    names = np.repeat(np.arange(clusters), rows)
+    x = own[names] + rng.normal(size=len(names))
+    y = 0.5 * x + own[names] + rng.normal(size=len(names))
+    return pd.DataFrame({"cluster": names, "x": x, "y": y, "z": rng.normal(size=len(names)) + x})
+
+
+# Pairs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("only_a", "only_b", "same"), [(9, 2, 30), (0, 6, 5), (4, 4, 0), (1, 0, 20)])
+def test_mcnemar_by_the_binomial_coefficients(only_a, only_b, same):
+    a = np.r_[np.ones(only_a), np.zeros(only_b), np.arange(same) % 2].astype(bool)
+    b = np.r_[np.zeros(only_a), np.ones(only_b), np.arange(same) % 2].astype(bool)
+    differing = only_a + only_b
+    tail = sum(math.comb(differing, k) for k in range(min(only_a, only_b) + 1)) / 2**differing
+    found = metrics.mcnemar(a, b)
+    assert found.n == len(a)
+    assert found.p == pytest.approx(min(1, 2 * tail), rel=1e-12)
+    assert found.effect == pytest.approx(a.mean() - b.mean(), abs=1e-15)
+    assert found.low <= found.effect <= found.high
+
+
+def test_mcnemar_is_the_sign_flip_test_of_single_pairs():
+    """Every exchange of the labels of 11 pairs, counted out."""
+    rng = drawn(3)
+    a, b = rng.random(11) < 0.8, rng.random(11) < 0.3
+    d = a.astype(int) - b.astype(int)
+    sums = [abs(np.dot(signs, d)) for signs in itertools.product((-1, 1), repeat=len(d))]
+    p = np.mean(np.array(sums) >= abs(d.sum()))
+    assert metrics.mcnemar(a, b).p == pytest.approx(p, rel=1e-12)
+    assert metrics.sign_flips(d).p == pytest.approx(p, rel=1e-12)
+
+
+def test_mcnemars_interval_excludes_0_exactly_where_it_rejects():
+    for only_a, only_b in itertools.product(range(9), repeat=2):
+        a = np.r_[np.ones(only_a), np.zeros(only_b + 20)].astype(bool)
+        b = np.r_[np.zeros(only_a), np.ones(only_b), np.zeros(20)].astype(bool)
+        found = metrics.mcnemar(a, b)
+        assert (found.p <= 0.05) == (found.low > 0 or found.high < 0), (only_a, only_b, found)
+
+
+def test_pairs_that_never_disagree_leave_room_for_what_was_not_seen():
+    same = np.ones(40, dtype=bool)
+    found = metrics.mcnemar(same, same)
+    assert (found.p, found.effect) == (1.0, 0.0)
+    assert found.high == -found.low == pytest.approx(1 - 0.025 ** (1 / 40), rel=1e-9)
+
+
+def test_mcnemar_refuses_pairs_that_are_not_independent():
+    with pytest.raises(InputError, match=r"4 pairs come from 2 clusters.*sign_flips or gee"):
+        metrics.mcnemar([True] * 4, [False] * 4, clusters=["a", "a", "b", "b"])
+
+
+def test_sign_flips_of_clusters_by_every_exchange():
+    table = clustered(1, clusters=9)
+    means = table.groupby("cluster")["y"].mean().to_numpy()
+    sums = [abs(np.dot(signs, means)) for signs in itertools.product((-1, 1), repeat=9)]
+    p = np.mean(np.array(sums) >= abs(means.sum()) - 1e-12)
+    found = metrics.sign_flips(table["y"], table["cluster"])
+    assert found.n == 9
+    assert found.p == pytest.approx(p, rel=1e-12)
+    assert found.effect == pytest.approx(means.mean(), rel=1e-12)
+
+
+def test_wilcoxon_by_every_exchange_of_signs():
+    rng = drawn(5)
+    a, b = rng.normal(size=9), rng.normal(0.7, size=9)
+    ranks = stats.rankdata(np.abs(a - b))
+    above = ranks[a > b].sum()
+    all_of_them = np.array([np.dot(signs, ranks) for signs in itertools.product((0, 1), repeat=9)])
+    p = min(1, 2 * min(np.mean(all_of_them <= above), np.mean(all_of_them >= above)))
+    found = metrics.wilcoxon(a, b)
+    assert found.statistic == above
+    assert found.p == pytest.approx(p, rel=1e-12)
+    assert found.effect == pytest.approx((2 * above - ranks.sum()) / ranks.sum(), rel=1e-12)
+    assert -1 <= found.low <= found.effect <= found.high <= 1
+
+
+def test_mean_of_by_its_formula():
+    table = clustered(2)
+    means = table.groupby("cluster")["x"].mean()
+    error = means.std(ddof=1) / math.sqrt(len(means))
+    found = metrics.mean_of(table["x"], table["cluster"], against=0.3, alternative="less")
+    assert found.statistic == pytest.approx((means.mean() - 0.3) / error, rel=1e-12)
+    # The distribution of Student's t through the incomplete beta function.
+    t, dof = found.statistic, len(means) - 1
+    tail = 0.5 * special.betainc(dof / 2, 0.5, dof / (dof + t * t))
+    assert found.p == pytest.approx(tail if t < 0 else 1 - tail, rel=1e-9)
+    half = stats.t(dof).ppf(0.975) * error
+    assert (found.low, found.high) == pytest.approx((means.mean() - half, means.mean() + half), rel=1e-12)
+
+
+# Groups ----------------------------------------------------------------------------------------------------------------
+
+
+def test_mann_whitney_by_every_split_of_the_ranks():
+    rng = drawn(7)
+    x, y = rng.normal(1, 1, 6), rng.normal(size=5)
+    u = sum((p > q) + 0.5 * (p == q) for p in x for q in y)
+    ranks = np.arange(1, 12)
+    all_of_them = np.array([sum(of) - 21 for of in itertools.combinations(ranks, 6)])
+    p = min(1, 2 * min(np.mean(all_of_them <= u), np.mean(all_of_them >= u)))
+    found = metrics.mann_whitney(x, y)
+    assert (found.n, found.statistic, found.effect) == (11, u, u / 30)
+    assert found.p == pytest.approx(p, rel=1e-12)
+    assert found.low < found.effect < found.high
+
+
+def test_welch_by_its_formula():
+    rng = drawn(8)
+    x, y = rng.normal(1, 3, 12), rng.normal(0, 1, 25)
+    vx, vy = x.var(ddof=1) / 12, y.var(ddof=1) / 25
+    dof = (vx + vy) ** 2 / (vx**2 / 11 + vy**2 / 24)
+    t = (x.mean() - y.mean()) / math.sqrt(vx + vy)
+    found = metrics.welch(x, y)
+    assert found.statistic == pytest.approx(t, rel=1e-12)
+    assert found.p == pytest.approx(special.betainc(dof / 2, 0.5, dof / (dof + t * t)), rel=1e-9)
+    half = stats.t(dof).ppf(0.975) * math.sqrt(vx + vy)
+    assert (found.low, found.high) == pytest.approx((x.mean() - y.mean() - half, x.mean() - y.mean() + half), rel=1e-9)
+
+
+def test_terciles_are_welch_of_the_outer_thirds_and_their_ratio():
+    order, values = np.arange(30.0), drawn(9).random(30) + 1
+    found, by_hand = metrics.terciles(order, values), stats.ttest_ind(values[:10], values[20:], equal_var=False)
+    assert found.p == pytest.approx(by_hand.pvalue, rel=1e-12)
+    assert found.effect == pytest.approx(values[:10].mean() / values[20:].mean(), rel=1e-12)
+    assert found.low < found.effect < found.high
+
+
+def test_copies_of_a_row_tell_a_clustered_test_nothing():
+    """Greedy decoding under five seeds is one decode five times; Welch's p would fall with every copy."""
+    order, values = np.arange(30.0), drawn(10).random(30) + np.linspace(0.3, 0, 30)
+    once = metrics.terciles(order, values)
+    names = np.tile(np.arange(30), 5)
+    five = metrics.terciles(np.tile(order, 5), np.tile(values, 5), names)
+    taken_as_rows = metrics.terciles(np.tile(order, 5), np.tile(values, 5))
+    assert five.n == once.n == 30
+    assert five.p == pytest.approx(once.p, rel=0.35)
+    assert taken_as_rows.p < once.p / 50
+    one, copies = (metrics.correlation(np.tile(order, k), np.tile(values, k), np.tile(np.arange(30), k)) for k in (1, 5))
+    assert copies.effect == pytest.approx(one.effect, rel=1e-9)
+    assert (copies.low, copies.high) == pytest.approx((one.low, one.high), abs=1e-9)
+
+
+# Several tests and shares ----------------------------------------------------------------------------------------------
+
+
+def test_corrections_by_their_definitions():
+    p = np.array([0.001, 0.04, 0.03, np.nan, 0.8, 0.012])
+    known = np.sort(p[np.isfinite(p)])
+    m = len(known)
+    holm = np.minimum(1, np.maximum.accumulate([(m - k) * value for k, value in enumerate(known)]))
+    bh = np.minimum.accumulate([m / (k + 1) * known[k] for k in range(m)][::-1])[::-1]
+    for method, sorted_values in (("bonferroni", np.minimum(1, m * known)), ("holm", holm), ("bh", bh)):
+        expected = dict(zip(known, sorted_values, strict=True))
+        found = metrics.corrected(p, method)
+        assert np.isnan(found[3])
+        assert [found[k] for k in range(6) if k != 3] == pytest.approx([expected[p[k]] for k in range(6) if k != 3])
+
+
+def test_corrections_say_what_they_cannot_do():
+    with pytest.raises(InputError, match="expected one of bonferroni, holm, bh"):
+        metrics.corrected([0.1], "tukey")
+    with pytest.raises(InputError, match="outside 0 to 1"):
+        metrics.corrected([0.1, 2.3])
+    assert np.isnan(metrics.corrected([np.nan])).all()
+    assert len(metrics.corrected([])) == 0
+
+
+def test_shares_and_the_rule_of_three():
+    found = metrics.share_of([True] * 3 + [False] * 17)
+    # Clopper and Pearson: the shares under which so many or so few have probability 0.025.
+    tail = [
+        optimize.brentq(lambda q: stats.binom.sf(2, 20, q) - 0.025, 1e-9, 1),
+        optimize.brentq(lambda q: stats.binom.cdf(3, 20, q) - 0.025, 1e-9, 1 - 1e-9),
+    ]
+    assert (found.effect, found.low, found.high) == pytest.approx((0.15, *tail), rel=1e-6)
+    for n in (10, 700):
+        bound = metrics.rule_of_three(n).high
+        assert (1 - bound) ** n == pytest.approx(0.05, rel=1e-9)
+        assert bound == pytest.approx(3 / n, rel=0.15)
+
+
+# Dependence ------------------------------------------------------------------------------------------------------------
+
+
+def test_correlations_without_clusters_are_scipys():
+    table = clustered(11)
+    for method, by in (("pearson", stats.pearsonr), ("spearman", stats.spearmanr)):
+        found, other = metrics.correlation(table["x"], table["y"], method=method), by(table["x"], table["y"])
+        assert (found.effect, found.p) == pytest.approx((other.statistic, other.pvalue), rel=1e-9)
+        assert found.low < found.effect < found.high
+        assert found.n == len(table)
+
+
+def test_a_partial_correlation_by_the_closed_form():
+    table = clustered(12)
+    r = table[["x", "y", "z"]].corr()
+    xy, xz, yz = r.loc["x", "y"], r.loc["x", "z"], r.loc["y", "z"]
+    expected = (xy - xz * yz) / math.sqrt((1 - xz**2) * (1 - yz**2))
+    found = metrics.correlation(table["x"], table["y"], None, table["z"])
+    assert found.effect == pytest.approx(expected, rel=1e-9)
+    t = expected * math.sqrt((len(table) - 3) / (1 - expected**2))
+    assert found.statistic == pytest.approx(t, rel=1e-9)
+    assert found.p == pytest.approx(2 * stats.t(len(table) - 3).sf(abs(t)), rel=1e-9)
+
+
+def test_the_papers_partial_correlation_is_a_restriction_of_range():
+    """It weakens a relation that holds throughout, and holds nothing constant; the true one removes what was given."""
+    rng = drawn(13)
+    x = rng.normal(size=4000)
+    y = x + rng.normal(size=4000)
+    whole, above = metrics.correlation(x, y, resamples=50), metrics.restricted_correlation(x, y, above=1.0, resamples=50)
+    assert whole.effect == pytest.approx(1 / math.sqrt(2), abs=0.03)
+    assert above.effect < 0.55
+    assert above.n == (x > 1).sum()
+    common = rng.normal(size=4000)
+    one, other = common + rng.normal(size=4000), common + rng.normal(size=4000)
+    assert metrics.correlation(one, other, resamples=50).effect == pytest.approx(0.5, abs=0.05)
+    assert metrics.correlation(one, other, None, common, resamples=50).effect == pytest.approx(0, abs=0.05)
+
+
+def test_the_clustered_slope_by_the_sandwich():
+    table = clustered(14, clusters=12)
+    design = np.column_stack([table["x"], np.ones(len(table))])
+    bread = np.linalg.inv(design.T @ design)
+    beta = bread @ design.T @ table["y"].to_numpy()
+    residual = table["y"].to_numpy() - design @ beta
+    meat = np.zeros((2, 2))
+    for name in range(12):
+        of = (table["cluster"] == name).to_numpy()
+        score = design[of].T @ residual[of]
+        meat += np.outer(score, score)
+    n, clusters = len(table), 12
+    covariance = bread @ meat @ bread * clusters / (clusters - 1) * (n - 1) / (n - 2)
+    t = beta[0] / math.sqrt(covariance[0, 0])
+    found = metrics.slope(table["x"], table["y"], table["cluster"])
+    assert (found.n, found.effect, found.statistic) == pytest.approx((12, beta[0], t), rel=1e-9)
+    assert found.p == pytest.approx(2 * stats.t(11).sf(abs(t)), rel=1e-9)
+
+
+def test_gee_of_a_balanced_design_is_the_odds_ratio_with_a_sandwich():
+    """With as many decodes of each path in every cluster the odds are those of the pooled table."""
+    rng = drawn(15)
+    names = np.repeat(np.arange(40), 6)
+    path = np.tile([True, False], 120)
+    chance = np.clip(0.4 + 0.2 * path + rng.normal(0, 0.2, 40)[names], 0.05, 0.95)
+    outcome = rng.random(240) < chance
+    (a, b), (c, d) = ((outcome[path == side].sum(), (~outcome[path == side]).sum()) for side in (True, False))
+    found = metrics.gee(outcome, path, names)
+    assert found.effect == pytest.approx(math.log(a * d / (b * c)), rel=1e-4)
+    # The jackknife over clusters is another way to the same error.
+    left_out = []
+    for name in range(40):
+        of = names != name
+        (a, b), (c, d) = ((outcome[of & (path == s)].sum(), (~outcome[of & (path == s)]).sum()) for s in (True, False))
+        left_out.append(math.log(a * d / (b * c)))
+    error = math.sqrt(39 * np.var(left_out))
+    assert found.effect / found.statistic == pytest.approx(error, rel=0.05)
+    assert found.n == 40
+
+
+# What cannot be answered -----------------------------------------------------------------------------------------------
+
+SAME, NAMES = np.ones(12), np.repeat(np.arange(6), 2)
+CANNOT = {
+    "mcnemar of nothing": (lambda: metrics.mcnemar([], []), "there are no pairs"),
+    "sign flips of one cluster": (lambda: metrics.sign_flips([1.0, 2.0], [0, 0]), "fewer than 2 clusters"),
+    "mean without spread": (lambda: metrics.mean_of(SAME), "no spread"),
+    "mean of nothing": (lambda: metrics.mean_of([]), "fewer than 2"),
+    "wilcoxon of equals": (lambda: metrics.wilcoxon(SAME, SAME), "no pair differs"),
+    "mann-whitney of equals": (lambda: metrics.mann_whitney(SAME, SAME), "all observations are equal"),
+    "mann-whitney of one": (lambda: metrics.mann_whitney([1.0], SAME), "fewer than 2"),
+    "welch of equals": (lambda: metrics.welch(SAME, SAME * 2), "nothing varies"),
+    "terciles of equals": (lambda: metrics.terciles(SAME, np.arange(12.0)), "thirds are not apart"),
+    "correlation with a constant": (lambda: metrics.correlation(np.arange(12.0), SAME), "does not vary"),
+    "correlation of one cluster": (lambda: metrics.correlation(np.arange(12.0), np.arange(12.0), SAME), "clusters"),
+    "partial of what is given": (
+        lambda: metrics.correlation(np.arange(12.0), np.arange(12.0) ** 2, None, np.arange(12.0)),
+        "does not vary",
+    ),
+    "gee of one path": (lambda: metrics.gee(NAMES % 2 == 0, SAME == 1, NAMES), "never varies"),
+    "gee that never differs": (lambda: metrics.gee(NAMES % 2 == 0, np.arange(12) % 2 == 0, NAMES), "never differ"),
+    "cox without flips": (lambda: metrics.cox(np.arange(12.0), SAME == 0, np.arange(12.0)), "0 flips of 12"),
+    "cox on a constant": (lambda: metrics.cox(np.arange(12.0), SAME == 1, SAME), "does not vary"),
+    "cox of what is ordered whole": (
+        lambda: metrics.cox(np.arange(12.0), SAME == 1, np.arange(12.0)),
+        "orders the flips whole",
+    ),
+    "no event to predict": (lambda: metrics.auc(np.arange(12.0), SAME == 0), "no event"),
+    "no event to score": (lambda: metrics.brier(SAME / 2, SAME == 0), "no event"),
+    "share of nothing": (lambda: metrics.share_of([]), "no observations"),
+    "three over nothing": (lambda: metrics.rule_of_three(0), "no observations"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_be_answered_is_nan_with_a_reason(name):
+    ask, why = CANNOT[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = ask()
+    assert why in found.why, found
+    assert math.isnan(found.p)
+    assert math.isnan(found.low)
+
+
+def test_arguments_that_no_data_make_right():
+    with pytest.raises(InputError, match="3 x, 2 y"):
+        metrics.correlation([1.0, 2.0, 3.0], [1.0, 2.0])
+    with pytest.raises(InputError, match="other values than true and false"):
+        metrics.mcnemar([0.5, 1], [0, 1])
+    with pytest.raises(NonFiniteError, match="1 of 3 values are NaN"):
+        metrics.mean_of([1.0, np.nan, 2.0])
+    with pytest.raises(InputError, match="pearson or spearman"):
+        metrics.correlation([1.0], [1.0], method="kendall")
