@@ -60,12 +60,16 @@ VERBS = {
     ),
     "eval": ("eval", MODEL, "--tasks", "kv_problems", "--include", TASKS, "--limit", "2", "--device", "cpu"),
     "chain": ("chain", MODEL, "--policy", "int4", "--on", "kv", "--texts", "restate:1", *BRIEF, "--device", "cpu"),
+    "study": (
+        *("study", "--preset", "quick", "--only", "root-cause", "--model", MODEL, "--device", "cpu"),
+        *("--set", "root-cause.prompts=arithmetic:2", "--set", "root-cause.flip_steps=1", "--set", "root-cause.ladder_steps=1"),
+    ),
     "demo": ("demo", "--smoke"),
 }
 """Every verb that writes, as small as it goes."""
 
 _EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
-_PAGES = re.compile(r"figures|\.png|\.html|summary\.json|verdict\.json|\.csv|\.kvinterp\.json")
+_PAGES = re.compile(r"figures|\.png|\.html|\.md|\.tex|summary\.json|verdict\.json|\.csv|\.kvinterp\.json")
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     [

@@ -10,6 +10,7 @@ import pandas as pd
 
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.data import Prompt
+from kvinterp.metrics.massive import SUFFIX
 from kvinterp.results import Result
 
 ABOUT: dict[str, Any] = {
@@ -133,6 +134,9 @@ def _example(
     )
     drift = noise[grid["step"]] * grid["layer"].to_numpy()
     residual = grid.assign(example=example, l2=drift, relative_l2=drift, cosine=1.0, cosine_distance=0.0)
+    residual = residual.assign(
+        **{f"{name}{SUFFIX}": residual[name] for name in ("l2", "relative_l2", "cosine", "cosine_distance")}
+    )
     grid = pd.MultiIndex.from_product([index, range(layers), range(heads)], names=["step", "layer", "head"]).to_frame(False)
     pattern = grid.assign(example=example, kl=(noise[grid["step"]] * grid["layer"].to_numpy()) ** 2)
     names = ["step", "tensor", "layer", "kv_head", "position"]

@@ -147,5 +147,5 @@ def test_what_remains_is_told_by_what_each_function_took(tmp_path: Path) -> None
         "3 of 6 cells, about 72 s left: doing slow",
         "4 of 6 cells, about 66 s left: doing fast",
         "5 of 6 cells, about 60 s left: doing fast",
-        "6 of 6 cells, about 1 s left: doing slow",
+        "6 of 6 cells: doing slow",
     ]

@@ -270,7 +270,20 @@ def _speak() -> None:
     log.setLevel(logging.INFO)
 
 
-# list ------------------------------------------------------------------------------------------------------------------
+# report and list -------------------------------------------------------------------------------------------------------
+
+
+@app.command("report")
+@_told("the report is not finished; run the same command again")
+def _report(
+    folder: Annotated[Path, typer.Argument(parser=_folder_named, metavar="DIR", help="The folder of a study.")],
+) -> None:
+    """Make a study's figures and page again, without a model."""
+    study = experiment_named("study")
+    _speak()
+    outcome = study.reported(folder)  # type: ignore[attr-defined]
+    study().say(outcome, echo)
+
 
 _LISTED = ("models", "kinds", "sites", "strategies", "policies", "metrics", "kernels", "protocols", "experiments")
 What = enum.Enum("What", {name: name for name in _LISTED}, type=str)  # type: ignore[misc]

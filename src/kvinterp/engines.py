@@ -33,7 +33,7 @@ log = logging.getLogger("kvinterp")
 _TRIES = 3
 """How often a worker may end under the same cell."""
 _SHARES = 4
-"""Into how many pieces a worker's share of a group of cells is cut, so that none waits long for the last."""
+"""Into how many pieces at least a worker's share of the cells is cut, so that none waits long for the last."""
 _SECONDS = 5.0
 """Least time between two lines about what remains."""
 
@@ -137,7 +137,9 @@ class Remaining:
             nonlocal said
             done, seconds = count.total(), sum(took.values())
             mean = {name: took[name] / count[name] if count[name] else seconds / max(1, done) for name in left}
-            more = f", about {_duration(sum(left[name] * mean[name] for name in left))} left" if done else ""
+            more = (
+                f", about {_duration(sum(left[name] * mean[name] for name in left))} left" if 0 < done < len(cells) else ""
+            )
             offered["tell"](f"{done} of {len(cells)} cells{more}{f': {now}' if now else ''}")
             said = self.clock()
 
@@ -155,7 +157,18 @@ class Remaining:
             if self.clock() - said >= _SECONDS:
                 say()
 
-        self.engine(cells, {**offered, "keep": keep, "tell": tell, "progress": "none"})
+        # Lines about each piece of work would stand between these; warnings stay.
+        quiet = _Quiet()
+        log.addFilter(quiet)
+        try:
+            self.engine(cells, {**offered, "keep": keep, "tell": tell, "progress": "none"})
+        finally:
+            log.removeFilter(quiet)
+
+
+class _Quiet(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
 
 
 def _duration(seconds: float) -> str:
@@ -263,10 +276,10 @@ class _Work:
                 piece[:] = [cell for cell in piece if cell.key != given[0]]
 
     def _pieces(self, cells: Sequence[Cell]) -> list[list[Cell]]:
-        pieces = []
+        """Cells that share a call stay together, as far as every worker gets some pieces."""
+        pieces, most = [], math.ceil(len(cells) / (_SHARES * self.count))
         for group in groups(cells):
-            together = "keep" in inspect.signature(imported(group[0].function)).parameters
-            size = math.ceil(len(group) / (_SHARES * self.count)) if together else 1
+            size = most if "keep" in inspect.signature(imported(group[0].function)).parameters else 1
             pieces += [group[start : start + size] for start in range(0, len(group), size)]
         return pieces
 

@@ -59,7 +59,8 @@ class Comparison:
         steps: One row an example and step: token_a, token_b, kl, js, max_abs_logit, rms_logit, top1_agree, margin_a,
             margin_b (logits), top_probability_difference, flipped, after_flip.
         examples: One row an example: flip_index, token_divergence, mean_kl, mean_kl_before_flip, mean_kl_after_flip.
-        layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance, after_flip.
+        layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance, the same without
+            the three largest dimensions (l2_without_top3, ...), after_flip.
         heads: One row an example, step, layer and query head: kl of the attention pattern, after_flip, pattern (``recorded``,
             or ``derived`` beside a kernel that shows none).
         kv_steps: One row an example, step, tensor (K or V), layer and KV head: how many vectors were compared (one a

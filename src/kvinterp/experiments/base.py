@@ -202,6 +202,14 @@ class Experiment(abc.ABC):
         """The experiment that these choices come to, where one of them stands for several."""
         return self
 
+    def names(self) -> list[str]:
+        """The names of the files that it writes, beside figures and the summary."""
+        return [*(f"{table}.parquet" for table in self.TABLES), *self.FILES, *filter(None, [self.PAGE])]
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """What was found, from its tables and summary alone: without a model its figures and sentences are made again."""
+        return Outcome(tables, tables, summary)
+
     def chosen(self) -> dict[str, Any]:
         """The choices that decide the numbers."""
         fields = {field.name: field.metadata.get(OPTION, {}).get("decides") for field in dataclasses.fields(self)}
@@ -223,15 +231,21 @@ class Experiment(abc.ABC):
 
         return [loaded(self.named()) for field in dataclasses.fields(self) if field.name == "model"]
 
-    def settings(self) -> dict[str, Any]:
-        """Everything that decides what the tables will hold: choices, prompts, and the circumstances of each model."""
+    def asked(self) -> dict[str, Any]:
+        """The choices that decide the numbers, with what the prompts hold."""
         from kvinterp.data import load_prompts
-        from kvinterp.experiments.circumstances import circumstances
         from kvinterp.results import prompts_digest
 
         found: dict[str, Any] = {"verb": self.verb(), **self.chosen()}
         if found.get("prompts") is not None:
             found["prompts"] = prompts_digest(load_prompts(found["prompts"]))
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides what the tables will hold: choices, prompts, and the circumstances of each model."""
+        from kvinterp.experiments.circumstances import circumstances
+
+        found = self.asked()
         made_with = [circumstances(adapter) for adapter in self.adapters()]
         several = {str(number): each for number, each in enumerate(made_with)}
         return {**found, "made_with": made_with[0] if len(made_with) == 1 else several}
@@ -278,8 +292,7 @@ class Experiment(abc.ABC):
         from kvinterp.locks import Lock
         from kvinterp.results import ResultFolder
 
-        tables = (f"{table}.parquet" for table in self.TABLES)
-        out, names = how.out, [*tables, SUMMARY, *self.FILES, *filter(None, [self.PAGE])]
+        out, names = how.out, [*self.names(), SUMMARY]
         mark = {"verb": self.verb(), **self.chosen()}
         with contextlib.ExitStack() as held:
             if out is not None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 
-from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.cells import Cell, Made, imported, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, argument, option, shared
@@ -31,7 +31,13 @@ FEW = 4
 
 @dataclasses.dataclass(frozen=True)
 class OfModels(Experiment):
-    """An experiment on some models."""
+    """An experiment on some models.
+
+    READING and FIGURES are given its tables by name and the provenance of each model, FIGURES also a folder.
+    """
+
+    READING: ClassVar = "kvinterp.reading.root_cause:said_of_root_cause"
+    FIGURES: ClassVar = "kvinterp.report:save_root_cause_figures"
 
     models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")
     prompts: str = option("arithmetic:20", SHARED["prompts"][1])
@@ -80,11 +86,9 @@ class OfModels(Experiment):
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The tables, and what they say."""
-        from kvinterp.reading.root_cause import said_of_root_cause
-
         tables = self.tables(made)
         about = {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
-        return Outcome(tables, tables, {"reading": said_of_root_cause(tables, about), "provenance": about})
+        return Outcome(tables, tables, {"reading": imported(self.READING)(tables, about), "provenance": about})
 
     def noted(self) -> dict[str, Any]:
         """What the provenance says beside the model."""
@@ -92,9 +96,7 @@ class OfModels(Experiment):
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
         """A figure a table."""
-        from kvinterp.report import save_root_cause_figures
-
-        return save_root_cause_figures(outcome.tables, outcome.summary["provenance"], folder)
+        return list(imported(self.FIGURES)(outcome.tables, outcome.summary["provenance"], folder))
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """What they say."""

@@ -14,7 +14,7 @@ from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted, number
 from kvinterp.report.page import Answer, Column, Pairs, Picture, Table, Text, render
 
-__all__ = ["made_with_parts", "write_experiment"]
+__all__ = ["made_with_parts", "said", "shown", "write_experiment"]
 
 _ROWS = 40
 """Rows of a table that the page shows; the file has them all."""
@@ -44,15 +44,15 @@ def write_experiment(
         The page's path.
     """
     heading, _, more = question.partition("\n")
-    said = [line for line in sentences if line]
+    lines = [line for line in sentences if line]
     several = about if about and all(isinstance(each, Mapping) for each in about.values()) else {"": about}
     models = dict.fromkeys(str(each.get("model", name)) for name, each in several.items())
-    parts: list[Any] = [Answer(said)] if said else []
+    parts: list[Any] = [Answer(lines)] if lines else []
     parts += [Picture(path.stem.replace("_", " "), path.read_bytes()) for path in figures if path.suffix == ".png"]
-    parts += [Text("The tables", look="h2"), *(_shown(name, table) for name, table in tables.items())]
+    parts += [Text("The tables", look="h2"), *(shown(name, table) for name, table in tables.items())]
     if more.strip():
         parts += [Text("What was asked", look="h2"), *map(Text, more.strip().split("\n\n"))]
-    parts += [Text("What was chosen", look="h2"), Pairs({name: _said(value) for name, value in chosen.items()}, "beside")]
+    parts += [Text("What was chosen", look="h2"), Pairs({name: said(value) for name, value in chosen.items()}, "beside")]
     parts += made_with_parts(several, "model")
     parts.append(
         Text("Beside this page: every table as .parquet, the figures, and all of it in summary.json.", look="note")
@@ -97,19 +97,21 @@ def _flattened(about: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return rows
 
 
-def _shown(name: str, table: pd.DataFrame) -> Table:
+def shown(name: str, table: pd.DataFrame) -> Table:
+    """The beginning of a table, folded, under the name ``table-NAME``."""
     counts = f"{counted(len(table), 'row')} of {counted(table.shape[1], 'column')}"
     more = f", the first {_ROWS} here, all in {name}.parquet" if len(table) > _ROWS else ""
     numbers = [is_numeric_dtype(table[column]) and not is_bool_dtype(table[column]) for column in table]
     head = [Column(str(column), "number" if is_number else "") for column, is_number in zip(table, numbers, strict=True)]
     rows = [
-        [number(cell) if is_number else _said(cell) for cell, is_number in zip(row, numbers, strict=True)]
+        [number(cell) if is_number else said(cell) for cell, is_number in zip(row, numbers, strict=True)]
         for row in table.head(_ROWS).itertuples(index=False)
     ]
-    return Table(head, rows, folded=f"{name}: {counts}{more}")
+    return Table(head, rows, folded=f"{name}: {counts}{more}", name=f"table-{name}")
 
 
-def _said(value: Any) -> str:
+def said(value: Any) -> str:
+    """A choice or a cell as text."""
     if value is None:
         return "not given"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

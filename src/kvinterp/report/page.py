@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-__all__ = ["Answer", "Bullets", "Column", "Pairs", "Picture", "Section", "Table", "Text", "fragment", "render"]
+__all__ = ["Answer", "Bullets", "Column", "Links", "Pairs", "Picture", "Section", "Table", "Text", "fragment", "render"]
 
 # Parts: each is shown by the macro that bears its name -----------------------------------------------------------------
 
@@ -27,6 +27,8 @@ class Text:
     text: str
     label: str = ""
     look: str = ""
+    name: str = ""
+    """By which a link finds a heading."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +56,18 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A figure: its caption, and its PNG."""
+    """A figure: its caption, its PNG, and the name by which a link finds it."""
 
     caption: str
     png: bytes
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Links in a cell of a table, by what they say: each to the name of something on the page."""
+
+    to: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +83,12 @@ class Table:
     """A table; the row whose first cell is ``here`` stands out, and ``folded`` is what one clicks on to see it."""
 
     head: Sequence[Column]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[str | Links]]
     here: str | None = None
     caption: str = ""
     folded: str = ""
+    name: str = ""
+    """By which a link finds it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import io
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ __all__ = [
     "CMAP",
     "SERIES",
     "Series",
+    "drawn_as",
     "line_of",
     "looks",
     "made_with",
     "of_models",
     "png",
     "save",
+    "saving",
     "sheet",
     "signed",
     "small_print",
@@ -128,7 +131,7 @@ def png(figure: Figure) -> bytes:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Writes a PNG, with the full provenance in its text fields.
+    """Writes a PNG, with the full provenance in its text fields, and what :func:`saving` says.
 
     Args:
         figure: A figure made here.
@@ -137,8 +140,40 @@ def save(figure: Figure, path: str | Path) -> Path:
     Raises:
         InputError: It cannot be written.
     """
-    write_whole(Path(path), png(figure))
-    return Path(path)
+    prefix, formats = _SAVED.get()
+    place = Path(path)
+    place = place.with_name(prefix + place.name)
+    write_whole(place, png(figure))
+    for name in formats:
+        write_whole(place.with_suffix(f".{name}"), drawn_as(figure, name))
+    return place
+
+
+_SAVED: ContextVar[tuple[str, tuple[str, ...]]] = ContextVar("saved", default=("", ()))
+
+
+@contextlib.contextmanager
+def saving(prefix: str = "", formats: tuple[str, ...] = ()) -> Iterator[None]:
+    """Within it every figure that is saved has a prefix before its name, and other formats beside the PNG.
+
+    Args:
+        prefix: The prefix.
+        formats: ``svg``, ``pdf``.
+    """
+    token = _SAVED.set((prefix, formats))
+    try:
+        yield
+    finally:
+        _SAVED.reset(token)
+
+
+def drawn_as(figure: Figure, name: str) -> bytes:
+    """A figure as ``svg`` or ``pdf``; the same figure is the same file, whenever it is drawn."""
+    undated = {"Date": None} if name == "svg" else {"CreationDate": None}
+    drawn = io.BytesIO()
+    with looks(), matplotlib.rc_context({"svg.hashsalt": "kvinterp", "svg.fonttype": "none", "pdf.fonttype": 42}):
+        figure.savefig(drawn, format=name, metadata={"Creator": "kvinterp", **undated})
+    return drawn.getvalue()
 
 
 # The small print -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,186 @@
+"""What drift by layer and attention by head come to over examples: means, growth, tests and correlations with intervals.
+
+The steps of one example are not independent, so each example is one number: the mean over its steps. Intervals are from
+resampling examples.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pandas as pd
+
+from kvinterp import metrics
+from kvinterp.metrics.inference import Test, corrected, mann_whitney, wilcoxon
+from kvinterp.metrics.massive import SUFFIX
+
+__all__ = ["CONTRASTS", "GROWING", "amplification_of", "head_correlations_of", "layer_tests_of", "means_of", "pairs_of"]
+
+CONTRASTS = {
+    "previous layer": "the drift at a layer against that at the layer before",
+    "layer 0": "the drift at a layer against that at layer 0",
+    "same-path null": "the drift at a layer against the recompute path's own there, when it computes the same rows among more",
+}
+"""What a layer's drift is compared with."""
+GROWING = ("l2", "relative_l2", f"l2{SUFFIX}", f"relative_l2{SUFFIX}")
+"""The measures that are asked whether they grow: the paper's, relative to the stream, and both beside its largest dimensions."""
+
+ENOUGH = 4
+"""In how many examples there must be drift to divide by: with fewer, a resample is without any more often than an interval of
+95% leaves out at its upper end."""
+
+
+def means_of(rows: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
+    """The mean drift by layer.
+
+    Args:
+        rows: A row an example, step and layer.
+        measures: Columns of it.
+
+    Returns:
+        One row a layer and measure: mean, low, high (95% interval over examples) and n (examples); NaN where none has a number.
+    """
+    found = []
+    for measure in measures:
+        for layer, values in _layers(rows, measure):
+            mean, low, high, n = _mean(values)
+            found.append({"layer": layer, "measure": measure, "mean": mean, "low": low, "high": high, "n": n})
+    return pd.DataFrame(found, columns=["layer", "measure", "mean", "low", "high", "n"])
+
+
+def amplification_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """How many times the mean drift of a layer is that of the layer before.
+
+    Args:
+        rows: A row an example, step and layer.
+
+    Returns:
+        One row a layer and measure of :data:`GROWING`: ratio of the means over examples, low, high (95% interval, whole
+        examples resampled), n; NaN at the first layer and where the layer before has no drift, and no interval where it has some
+        in fewer than :data:`ENOUGH` examples.
+    """
+    found = []
+    for measure in GROWING:
+        layers = dict(_layers(rows, measure))
+        for layer, values in layers.items():
+            both = pd.concat([values, layers.get(layer - 1, values * np.nan)], axis=1).dropna().to_numpy()
+            row = {"layer": layer, "measure": measure, "ratio": np.nan, "low": np.nan, "high": np.nan, "n": len(both)}
+            if len(both) and both[:, 1].any():
+                row["ratio"] = _ratio(*both.T)
+                if (both[:, 1] > 0).sum() >= ENOUGH:
+                    row["low"], row["high"] = metrics.clustered_interval(_ratio, np.arange(len(both)), *both.T)
+            found.append(row)
+    return pd.DataFrame(found, columns=["layer", "measure", "ratio", "low", "high", "n"])
+
+
+def layer_tests_of(rows: pd.DataFrame, null: pd.DataFrame, contrasts: Sequence[str]) -> pd.DataFrame:
+    """Whether a layer's drift differs from what it is compared with: unpaired as in the paper, and paired by example.
+
+    The layers of one example are not independent samples, which Mann-Whitney takes them for; the signed ranks of Wilcoxon are
+    of each example's own difference.
+
+    Args:
+        rows: A row an example, step and layer, of several models.
+        null: The same of the same-path null.
+        contrasts: Of :data:`CONTRASTS`.
+
+    Returns:
+        One row a model, layer, measure, contrast and test: n (examples), statistic, p, p_bh, corrected over all layers of all
+        models that are tested alike, effect, and effect_of, what that is. p is NaN where nothing differs.
+    """
+    found = []
+    for model, mine in rows.groupby("model", sort=False):
+        beside = null[null["model"] == model]
+        for measure, contrast in itertools.product(GROWING, contrasts):
+            layers, nulls = dict(_layers(mine, measure)), dict(_layers(beside, measure))
+            against = {
+                "previous layer": {layer: layers.get(layer - 1) for layer in layers},
+                "layer 0": {layer: layers.get(0) if layer else None for layer in layers},
+                "same-path null": nulls,
+            }[contrast]
+            for layer, values in layers.items():
+                if against.get(layer) is None:
+                    continue
+                both = pd.concat([values, against[layer]], axis=1).dropna().to_numpy()
+                for name, test in (("Mann-Whitney", mann_whitney), ("Wilcoxon", _wilcoxon)):
+                    made = test(both[:, 0], both[:, 1])
+                    labels = (model, layer, measure, contrast, name)
+                    found.append((*labels, len(both), made.statistic, made.p, made.effect, made.effect_of))
+    columns = ["model", "layer", "measure", "contrast", "test", "n", "statistic", "p", "effect", "effect_of"]
+    table = pd.DataFrame(found, columns=columns)
+    alike = table.groupby(["measure", "contrast", "test"], sort=False)["p"]
+    table["p_bh"] = alike.transform(lambda p: corrected(p.to_numpy(float), "bh"))
+    return table
+
+
+def pairs_of(heads: pd.DataFrame, sharing: int) -> pd.DataFrame:
+    """How the attention errors of two heads go together over the steps of one example.
+
+    Args:
+        heads: A row an example, step, layer and query head: kl.
+        sharing: How many query heads share a KV head.
+
+    Returns:
+        One row an example, layer and kind of pair (``within`` a KV group, ``across`` groups): r, the mean of Spearman's
+        correlation over the pairs of heads, and pairs, how many have one; NaN and 0 where none varies.
+    """
+    found = []
+    for (example, layer), group in heads.groupby(["example", "layer"], sort=False):
+        table = group.pivot(index="step", columns="head", values="kl")
+        matrix = table.corr("spearman", min_periods=4).to_numpy()
+        groups = table.columns.to_numpy() // sharing
+        one, other = np.triu_indices(len(groups), 1)
+        for kind, chosen in (("within", groups[one] == groups[other]), ("across", groups[one] != groups[other])):
+            known = matrix[one, other][chosen]
+            known = known[np.isfinite(known)]
+            r = known.mean() if len(known) else np.nan
+            found.append({"example": example, "layer": layer, "kind": kind, "r": r, "pairs": len(known)})
+    return pd.DataFrame(found, columns=["example", "layer", "kind", "r", "pairs"])
+
+
+def head_correlations_of(pairs: pd.DataFrame) -> pd.DataFrame:
+    """The correlation of head errors within KV groups and across them, and their difference.
+
+    Both hold what all heads of a step share: a later step has more keys, and one that differs at all differs in every head.
+    Only the difference is of the KV head that some share.
+
+    Args:
+        pairs: As :func:`pairs_of` gives them.
+
+    Returns:
+        One row a layer and kind (``within``, ``across``, ``within - across``): r, the mean over examples, low, high (95%
+        interval over examples) and n (examples that have it).
+    """
+    found = []
+    for layer, group in pairs.groupby("layer", sort=False):
+        table = group.pivot(index="example", columns="kind", values="r")
+        table["within - across"] = table["within"] - table["across"]
+        for kind, values in table[["within", "across", "within - across"]].items():
+            mean, low, high, n = _mean(values.dropna())
+            found.append({"layer": layer, "kind": kind, "r": mean, "low": low, "high": high, "n": n})
+    return pd.DataFrame(found, columns=["layer", "kind", "r", "low", "high", "n"])
+
+
+def _layers(rows: pd.DataFrame, measure: str) -> Iterator[tuple[int, pd.Series]]:
+    """Each layer with the mean of every example, by example."""
+    means = rows.groupby(["layer", "example"])[measure].mean()
+    for layer in means.index.unique("layer"):
+        yield int(layer), means[layer].dropna()
+
+
+def _wilcoxon(here: np.ndarray, against: np.ndarray) -> Test:
+    # Hundreds of them, of which no interval is asked for.
+    return wilcoxon(here, against, resamples=1)
+
+
+def _mean(values: pd.Series) -> tuple[float, float, float, int]:
+    """The mean of one number an example, its interval and how many there are."""
+    if values.empty:
+        return np.nan, np.nan, np.nan, 0
+    return float(values.mean()), *metrics.bootstrap_interval(values.to_numpy(float)), len(values)
+
+
+def _ratio(here: np.ndarray, before: np.ndarray) -> float:
+    return float(here.mean() / before.mean()) if before.any() else float("nan")

@@ -1,0 +1,148 @@
+"""What a study is composed of: experiments on kinds of models, their cells under one roof, their tables one below the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from kvinterp.cells import Cell, Made
+from kvinterp.errors import InputError
+from kvinterp.experiments.base import Experiment, Outcome
+
+__all__ = ["Part", "cells_table", "labelled", "of_part", "read_choice", "tables_of_part", "united", "way_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One experiment of a study, on one kind of model.
+
+    Attributes:
+        name: The experiment's verb.
+        kind: The kind, as it was given: ``native``, ``native(eager)``.
+        experiment: The experiment with its choices.
+    """
+
+    name: str
+    kind: str
+    experiment: Experiment
+
+    @property
+    def label(self) -> str:
+        """What it is called in the summary and on the page."""
+        return f"{self.name}, {self.kind}"
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the keys of its cells."""
+        return re.sub(r"[^a-z0-9]+", "-", self.kind).strip("-")
+
+
+# Cells -----------------------------------------------------------------------------------------------------------------
+
+
+def united(cells: Mapping[Part, Sequence[Cell]]) -> list[Cell]:
+    """The cells of several experiments, each under a key of its own; one that several have is taken once."""
+    named = {
+        (key := key_of(part, cell)): dataclasses.replace(cell, key=key) for part, each in cells.items() for cell in each
+    }
+    return list(named.values())
+
+
+def key_of(part: Part, cell: Cell) -> str:
+    """The key of a cell in the study: its kind, a digest of function and settings, and its own key behind them."""
+    given = json.dumps([cell.function, dict(cell.settings)], sort_keys=True)
+    return f"{part.prefix}-{hashlib.sha256(given.encode()).hexdigest()[:8]}-{cell.key}"
+
+
+def of_part(part: Part, cells: Sequence[Cell], made: Mapping[str, Made]) -> dict[str, Made]:
+    """What the cells of one experiment gave, by its own keys."""
+    return {cell.key: made[key] for cell in cells if (key := key_of(part, cell)) in made}
+
+
+def cells_table(cells: Mapping[Part, Sequence[Cell]], finished: Iterable[str]) -> pd.DataFrame:
+    """Every cell: whose it is, its function, what it was called with as JSON, and whether it is finished."""
+    done = set(finished)
+    rows = [
+        {
+            "experiment": part.name,
+            "kind": part.kind,
+            "key": (key := key_of(part, cell)),
+            "function": cell.function,
+            "settings": json.dumps(cell.settings, sort_keys=True),
+            "finished": key in done,
+        }
+        for part, each in cells.items()
+        for cell in each
+    ]
+    return pd.DataFrame(rows, columns=["experiment", "kind", "key", "function", "settings", "finished"])
+
+
+# Tables ----------------------------------------------------------------------------------------------------------------
+
+
+def labelled(found: Mapping[Part, Outcome]) -> dict[str, pd.DataFrame]:
+    """The tables of all experiments by name, those of one kind below those of another.
+
+    Where there are several kinds, a model is called by both: ``zoo:llama-mini (hooked)``. A table that two experiments have in
+    common is taken once.
+    """
+    kinds = {part.kind for part in found}
+    tables: dict[str, dict[str, pd.DataFrame]] = {}
+    for part, outcome in found.items():
+        for name, table in outcome.tables.items():
+            if len(kinds) > 1:
+                named = {"model": table["model"] + f" ({part.kind})"} if "model" in table else {"kind": part.kind}
+                table = table.assign(**named)
+            tables.setdefault(name, {}).setdefault(part.kind, table)
+    return {name: pd.concat(list(each.values()), ignore_index=True) for name, each in tables.items()}
+
+
+def tables_of_part(part: Part, tables: Mapping[str, pd.DataFrame], kinds: Iterable[str]) -> dict[str, pd.DataFrame]:
+    """What :func:`labelled` made of the tables of one experiment, taken out again.
+
+    Args:
+        part: The experiment.
+        tables: The tables of all.
+        kinds: Every kind that there is.
+    """
+    own = {name: tables[name] for name in part.experiment.TABLES if name in tables}
+    if len(set(kinds)) < 2:
+        return own
+    found, ending = {}, f" ({part.kind})"
+    for name, table in own.items():
+        if "model" in table:
+            mine = table[table["model"].str.endswith(ending)]
+            found[name] = mine.assign(model=mine["model"].str.removesuffix(ending)).reset_index(drop=True)
+        else:
+            found[name] = table[table["kind"] == part.kind].drop(columns="kind").reset_index(drop=True)
+    return found
+
+
+# Choices ---------------------------------------------------------------------------------------------------------------
+
+
+def way_of(text: str) -> dict[str, Any]:
+    """Kind and attention of ``native`` or ``native(eager)``."""
+    match = re.fullmatch(r"([\w-]+)(?:\((\w+)\))?", text)
+    if match is None:
+        raise InputError(f"--kind {text!r} cannot be read: expected native, hooked or bridge, or native(eager).")
+    return {"kind": match.group(1), "attention": match.group(2)}
+
+
+def read_choice(text: str, default: Any, value: str) -> Any:
+    """A value as the field's default has it; several with semicolons."""
+    if isinstance(default, tuple):
+        return tuple(read_choice(text, default[0] if default else "", each) for each in value.split(";") if each)
+    if isinstance(default, bool | int | float):
+        words = {"true": True, "false": False} if isinstance(default, bool) else {}
+        try:
+            return words[value] if words else type(default)(value)
+        except (KeyError, ValueError) as error:
+            raise InputError(f"--set {text!r} cannot be read: expected a value like {default!r}.") from error
+    return value or None

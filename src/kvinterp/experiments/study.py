@@ -1,0 +1,373 @@
+"""Run the FP16 paper's experiments as one study: every claim, and the measurement that parts rounding from text.
+
+The paper (arXiv 2604.15409) compares decoding from the KV cache with recomputing the prefix on three 7B-class models, each path
+fed its own tokens. A study runs its experiments on any models, the control beside each, and writes one page: the claims first,
+each with what the paper's protocol gives here and what holds once both paths are fed the same tokens.
+
+Everything is cut into cells of work that are kept as they are finished: a study that was killed goes on where it stopped, and
+cells that two experiments share are done once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.errors import InputError, unknown
+from kvinterp.experiments.base import Experiment, How, Outcome, option, shared
+from kvinterp.experiments.composed import (
+    Part,
+    cells_table,
+    labelled,
+    of_part,
+    read_choice,
+    tables_of_part,
+    united,
+    way_of,
+)
+from kvinterp.experiments.registry import experiment_named
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvinterp.cells import Cell, Made
+    from kvinterp.models import Adapter
+
+__all__ = ["EXPERIMENTS", "PRESETS", "Part", "Study"]
+
+log = logging.getLogger("kvinterp")
+
+EXPERIMENTS = ("root-cause",)
+"""What a study can be made of, in the order of its report."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "zoo": {
+        "models": ("zoo:llama-mini", "zoo:mistral-mini", "zoo:gemma2-mini"),
+        "kinds": ("native", "hooked"),
+        "prompts": "arithmetic:40",
+        "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
+        "seeds": 2,
+        "max_new_tokens": 64,
+        "more": (
+            "root-cause.kind=native",
+            "root-cause.prompts=arithmetic:10",
+            "root-cause.flip_steps=32",
+            "root-cause.flip_seeds=1",
+            "root-cause.ladder_prompts=3",
+        ),
+    },
+    "quick": {
+        "models": ("zoo:mistral-mini",),
+        "kinds": ("native",),
+        "prompts": "arithmetic:4",
+        "strategies": ("greedy", "top_p(0.95,0.8)"),
+        "seeds": 1,
+        "max_new_tokens": 12,
+        "more": (
+            "root-cause.prompts=arithmetic:4",
+            "root-cause.flip_steps=8",
+            "root-cause.flip_seeds=1",
+            "root-cause.ladder_prompts=1",
+            "root-cause.ladder_steps=4",
+        ),
+    },
+    # What the paper's text lost is [?] here: the brackets of top_k and top_p, and the format of the few-shot prompt.
+    "paper": {
+        "models": ("meta-llama/Llama-2-7b-hf", "mistralai/Mistral-7B-v0.3", "google/gemma-2-2b"),
+        "kinds": ("native(sdpa)", "native(eager)"),
+        "prompts": "gsm8k(openai/gsm8k,shots=5,count=700,seed=42,cut=off)",
+        "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
+        "seeds": 5,
+        "max_new_tokens": 128,
+        "more": (),
+    },
+}
+"""What each preset sets, where nothing else is given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Study(Experiment):
+    """What of the paper's claims holds on these models, under its protocol and under the matched one?"""
+
+    FILES: ClassVar = ("study.md", "tables.tex")
+    UNIT: ClassVar = "cells"
+    PARTIAL: ClassVar = "yes"
+    INTERRUPTED: ClassVar = (
+        "the tables of every experiment that was finished are on disk, and 'kvinterp report' makes their page; the same command "
+        "goes on from there"
+    )
+
+    preset: str = option("zoo", "zoo, quick or paper: sets what is not given.")
+    models: tuple[str, ...] = option(
+        (), "zoo:NAME, a checkpoint folder or a hub id; may be given several times.", flag="--model"
+    )
+    kinds: tuple[str, ...] = option((), "native, hooked, bridge, native(eager); may be given several times.", flag="--kind")
+    prompts: str | None = option(None, "A .jsonl file, arithmetic:N, or what else a verb takes.")
+    strategies: tuple[str, ...] = option((), "greedy, top_k(50,0.8), ...; may be given several times.", flag="--strategy")
+    seeds: int | None = option(None, "How many seeds of each sampled strategy; greedy runs once.", min=1)
+    max_new_tokens: int | None = option(None, "Most steps of a decode.", min=1)
+    dtype: str = shared("dtype")
+    device: str | None = shared("device")
+    only: tuple[str, ...] = option((), f"Of {', '.join(EXPERIMENTS)}; may be given several times. All unless given.")
+    more: tuple[str, ...] = option(
+        (), "A choice of one experiment, as in root-cause.flip_steps=32; may be given several times.", flag="--set"
+    )
+    engine: str = option("local", "local, ray or ray(WORKERS).", decides="nothing")
+
+    # What it is made of ------------------------------------------------------------------------------------------------
+
+    def settled(self) -> Study:
+        """With what its preset sets."""
+        if self.preset not in PRESETS:
+            raise unknown("preset", self.preset, PRESETS)
+        preset = dict(PRESETS[self.preset])
+        # A choice that is given comes after the preset's, and wins.
+        preset["more"] = (*preset["more"], *self.more)
+        preset["only"] = self.only or EXPERIMENTS
+        kept = {name: given for name in preset if name not in ("more", "only") and (given := getattr(self, name))}
+        return dataclasses.replace(self, **{**preset, **kept})
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Its experiments, each on every kind.
+
+        Raises:
+            InputError: A name is unknown, or a choice does not fit.
+        """
+        chosen = self._chosen()
+        mine = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        mine |= {"max_new_tokens": self.max_new_tokens, "steps": self.max_new_tokens}
+        parts = []
+        for way in self.kinds:
+            way_of(way)
+        for name in self.only:
+            kind = experiment_named(name)
+            takes = {field.name for field in dataclasses.fields(kind)}
+            for way in [chosen[name]["kind"]] if "kind" in chosen[name] else self.kinds:
+                given = {**mine, **way_of(way)}
+                given = {field: given[field] for field in takes & given.keys()} | chosen[name] | way_of(way)
+                parts.append(Part(name, way, kind(**given)))
+        return tuple(parts)
+
+    def _chosen(self) -> dict[str, dict[str, Any]]:
+        """What ``more`` says, by experiment."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in self.only:
+            if name not in EXPERIMENTS:
+                raise unknown("experiment of a study", name, EXPERIMENTS)
+            found[name] = {}
+        for text in self.more:
+            match = re.fullmatch(r"([\w-]+)\.(\w+)=(.*)", text, re.DOTALL)
+            if match is None:
+                raise InputError(
+                    f"--set {text!r} cannot be read: expected EXPERIMENT.CHOICE=VALUE, as in root-cause.flip_steps=32."
+                )
+            name, field, value = match.groups()
+            if name not in EXPERIMENTS:
+                raise unknown("experiment of a study", name, EXPERIMENTS)
+            fields = {each.name: each for each in dataclasses.fields(experiment_named(name))}
+            if field not in fields or field == "models":
+                raise unknown(f"choice of {name}", field, fields)
+            if name in found:
+                found[name][field] = read_choice(text, fields[field].default, value)
+        return found
+
+    # As an experiment --------------------------------------------------------------------------------------------------
+
+    def answered(self, how: How) -> Outcome:
+        """As any experiment, with what remains said; a finished study with the same settings is read."""
+        from kvinterp.engines import Remaining, engine_named
+
+        engine = Remaining(engine_named(self.engine) if self.engine != "local" or how.engine is None else how.engine)
+        existing = "use" if how.existing == "error" else how.existing
+        return super().answered(dataclasses.replace(how, engine=engine, existing=existing))
+
+    def names(self) -> list[str]:
+        """The tables of all its experiments, and its own files."""
+        tables = dict.fromkeys(table for part in self.parts for table in part.experiment.TABLES)
+        return [*(f"{table}.parquet" for table in tables), *super().names()]
+
+    def asked(self) -> dict[str, Any]:
+        """The choices of every experiment, with what its prompts hold."""
+        return {
+            "verb": self.verb(),
+            **self.chosen(),
+            "parts": {f"{part.name} {part.kind}": part.experiment.asked() for part in self.parts},
+        }
+
+    def adapters(self) -> list[Adapter]:
+        """Every model of every kind, loaded."""
+        found = [adapter for part in self.parts for adapter in part.experiment.adapters()]
+        return list({id(adapter): adapter for adapter in found}.values())
+
+    @functools.cached_property
+    def _first(self) -> dict[Part, list[Cell]]:
+        return {part: part.experiment.cells() for part in self.parts}
+
+    @functools.cached_property
+    def _second(self) -> dict[Part, list[Cell]]:
+        """Filled by :meth:`then`."""
+        return {}
+
+    def cells(self) -> list[Cell]:
+        """Those of all its experiments, one that several of them have once."""
+        for part in self.parts:
+            check = getattr(part.experiment, "check", None)
+            if check is not None:
+                check()
+        return united(self._first)
+
+    def then(self, made: Mapping[str, Made]) -> list[Cell]:
+        """The second stages of its experiments."""
+        for part, cells in self._first.items():
+            self._second[part] = part.experiment.then(of_part(part, cells, made))
+        return [cell for cell in united(self._second) if cell.key not in made]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """Every experiment that is finished, and the claims.
+
+        Where the study was interrupted an experiment is left out that cannot be reduced from some of its cells.
+        """
+        from kvinterp.provenance import provenance
+
+        found: dict[Part, Outcome] = {}
+        known = {part: [*first, *self._second.get(part, ())] for part, first in self._first.items()}
+        for part, cells in known.items():
+            staged = type(part.experiment).then is not Experiment.then
+            own = of_part(part, cells, made)
+            whole = len(own) == len({cell.key for cell in cells}) and (part in self._second or not staged)
+            if whole or (own and part.experiment.PARTIAL == "yes"):
+                found[part] = part.experiment.reduce(own, part.experiment.asked(), None)
+        left_out = [part.label for part in known if part not in found]
+        listed = cells_table(known, made)
+        several = len({part.kind for part in known}) > 1
+        about = {
+            f"{adapter.facts.name} ({part.kind})" if several else adapter.facts.name: provenance(adapter)
+            for part in known
+            for adapter in part.experiment.adapters()
+        }
+        summary = {
+            "counts": {"cells": int(listed["key"].nunique()), "finished": len(made)},
+            "interrupted": bool(left_out) or not listed["finished"].all(),
+            "left_out": left_out,
+            "parts": {part.label: dict(outcome.summary) for part, outcome in found.items()},
+            "provenance": about,
+            "settings": settings,
+            "sha256": {},
+        }
+        return self.found(found, {**labelled(found), "cells": listed}, summary)
+
+    def found(
+        self, parts: Mapping[Part, Outcome], tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
+    ) -> Outcome:
+        """The claims beside what the experiments found."""
+        from kvinterp.reading.study import said_of_study
+
+        return Outcome(dict(parts), tables, {**summary, "reading": said_of_study(tables, summary)})
+
+    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """Those of its experiments, as PNG, SVG and PDF; the PNGs are returned."""
+        return [file for files in self.drawn_by_part(outcome, folder).values() for file in files]
+
+    def drawn_by_part(self, outcome: Outcome, folder: Path) -> dict[Part, list[Path]]:
+        """The figures of each experiment; where there are several kinds, each has the kind before its name."""
+        from kvinterp.report.style import saving
+
+        several, drawn = len({part.kind for part in outcome.result}) > 1, {}
+        for part, found in outcome.result.items():
+            with saving(f"{part.prefix}-" if several else "", ("svg", "pdf")):
+                drawn[part] = part.experiment.figures(found, folder)
+        return drawn
+
+    def sentences(self, outcome: Outcome) -> list[str]:
+        """What is said first."""
+        return list(outcome.summary["reading"])
+
+    def _drawn(self, outcome: Outcome, folder: Path) -> list[Path]:
+        from kvinterp.report.study import write_study
+
+        drawn = self.drawn_by_part(outcome, folder)
+        page = write_study(folder.parent, outcome, drawn, self.chosen())
+        return [*(file for files in drawn.values() for file in files), *page]
+
+    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
+        """What was found, and where the report is."""
+        assert outcome.folder is not None, "a study is a folder"
+        for line in (*self.sentences(outcome), "", *(outcome.folder / name for name in (self.PAGE, *self.FILES))):
+            echo(line)
+
+    # Again, without a model --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def held(cls, folder: Path) -> Study:
+        """The study whose result is in a folder.
+
+        Raises:
+            InputError: There is none, or it was made by another version, whose choices are others.
+        """
+        from kvinterp.files import read_json, told
+        from kvinterp.folders import SUMMARY
+
+        with told(folder):
+            settings = (read_json(folder / SUMMARY) or {}).get("settings")
+        if not isinstance(settings, dict) or settings.get("verb") != cls.verb():
+            raise InputError(
+                f"folder {str(folder)!r} holds no study with a readable summary.json: give one that 'kvinterp study' wrote."
+            )
+        names = [field.name for field in dataclasses.fields(cls) if field.name != "engine"]
+        if unlike := set(names) ^ (set(settings) - {"verb", "parts", "made_with"}):
+            raise InputError(
+                f"the study in {str(folder)!r} was made by another version of kvinterp, which has other choices "
+                f"({', '.join(sorted(unlike))}): make its report with that version."
+            )
+        given: dict[str, Any] = {n: tuple(v) if isinstance(v := settings[n], list) else v for n in names}
+        return cls(**given)
+
+    def read(self, folder: Path) -> Outcome:
+        """What is in a folder, with what its experiments found, from the tables alone.
+
+        Raises:
+            InputError: A table is missing, or is not the one that the summary was written with.
+        """
+        import pandas as pd
+
+        from kvinterp.files import digest_of, read_json
+        from kvinterp.folders import SUMMARY
+
+        summary, tables = read_json(folder / SUMMARY) or {}, {}
+        try:
+            for name, digest in summary["sha256"].items():
+                if digest_of(folder / f"{name}.parquet") != digest:
+                    raise ValueError(f"{name}.parquet is not the one that summary.json was written with")
+                tables[name] = pd.read_parquet(folder / f"{name}.parquet")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"folder {str(folder)!r} holds no readable study ({error}): make it again.") from error
+        kinds = [part.kind for part in self.parts]
+        found = {
+            part: part.experiment.again(tables_of_part(part, tables, kinds), summary["parts"][part.label])
+            for part in self.parts
+            if part.label in summary["parts"]
+        }
+        return dataclasses.replace(self.found(found, tables, summary), folder=folder)
+
+    @classmethod
+    def reported(cls, folder: Path) -> Outcome:
+        """Writes figures, page and tables for a paper again, from what is in the folder.
+
+        Raises:
+            InputError: It holds no study, or cannot be written.
+        """
+        from kvinterp.locks import Lock
+
+        if not folder.is_dir():
+            raise InputError(f"folder {str(folder)!r} is not there: give one that 'kvinterp study' wrote.")
+        study = cls.held(folder)
+        with Lock(folder):
+            outcome = study.read(folder)
+            outcome.files = study._drawn(outcome, folder / "figures")
+        return outcome

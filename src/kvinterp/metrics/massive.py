@@ -1,0 +1,65 @@
+"""How far apart two residual streams are beside their largest dimensions, which in many models hold massive activations.
+
+A few dimensions of the residual stream are hundreds of times larger than the others at some positions (arXiv 2402.17762:
+1415 and 2533 of LLaMA-2-7B, at the first token and the first full stop, from an early layer on). An absolute distance over
+all dimensions then says how those few differ, and jumps at the layer where they appear, whatever the other thousands do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvinterp.metrics.base import Metric
+from kvinterp.metrics.drift import METRICS as WHOLE
+from kvinterp.metrics.drift import residual_drift
+from kvinterp.shapes import Measure, Residual
+
+__all__ = ["COUNT", "SUFFIX", "residual_drift_without_largest"]
+
+COUNT = 3
+"""How many dimensions are left out."""
+SUFFIX = f"_without_top{COUNT}"
+"""What the columns end with."""
+
+
+def residual_drift_without_largest(a: Residual, b: Residual) -> dict[str, Measure]:
+    """What :func:`kvinterp.metrics.drift.residual_drift` gives of all dimensions but the three where b is largest.
+
+    They are chosen at each position by b alone, the reference (in a comparison of paths: the recompute path), so that no
+    difference between the two decides what is left out; of equal magnitudes the first goes.
+
+    Args:
+        a: One path's residual stream.
+        b: The other path's.
+
+    Returns:
+        The measures with :data:`SUFFIX` behind their names. NaN where an input is not finite, also where that would be
+        left out, and where no dimension is left.
+
+    Raises:
+        InputError: The shapes differ, or the last dimension is empty.
+    """
+    if a.shape != b.shape or not a.ndim or not a.shape[-1]:
+        residual_drift(a, b)  # Which says so.
+    size = b.detach().double().abs()
+    left_out = torch.zeros_like(size, dtype=torch.bool)
+    for _ in range(min(COUNT, size.shape[-1])):
+        # One by one and not topk(3), which may take another of equal magnitudes in another batch.
+        left_out.scatter_(-1, size.masked_fill(left_out, -1.0).argmax(-1, keepdim=True), True)
+    unknown = ~(a.isfinite().all(-1) & b.isfinite().all(-1) & ~left_out.all(-1))
+    found = residual_drift(a.detach().masked_fill(left_out, 0), b.detach().masked_fill(left_out, 0))
+    return {f"{name}{SUFFIX}": measure.masked_fill(unknown, torch.nan) for name, measure in found.items()}
+
+
+def _one(name: str) -> Callable[[Tensor, Tensor], Measure]:
+    return lambda a, b: residual_drift_without_largest(a, b)[name]
+
+
+METRICS = tuple(
+    Metric(name, _one(name), "residual", metric.zero, metric.nonnegative, together=residual_drift_without_largest)
+    for metric in WHOLE
+    for name in (f"{metric.name}{SUFFIX}",)
+)

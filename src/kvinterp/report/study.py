@@ -1,0 +1,148 @@
+"""The report of a study as page, Markdown and LaTeX: the claims first, each with links to its figure, table and cells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvinterp._version import __version__
+from kvinterp.files import write_whole
+from kvinterp.reading.numbers import counted, number, upper
+from kvinterp.report.experiment import made_with_parts, said, shown
+from kvinterp.report.latex import latex_of, markdown_of
+from kvinterp.report.page import Answer, Bullets, Column, Links, Pairs, Picture, Table, Text, render
+
+__all__ = ["write_study"]
+
+TITLE = "What of the FP16 paper's claims holds here"
+_PRINTED = 60
+"""Rows of a table that is set in LaTeX too."""
+
+
+def write_study(folder: Path, outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str, Any]) -> list[Path]:
+    """Writes ``report.html``, ``study.md`` and ``tables.tex``.
+
+    Args:
+        folder: The folder of the study.
+        outcome: What was found; its result is what each experiment found.
+        drawn: The PNGs of each experiment.
+        chosen: The choices of the study.
+    """
+    texts = {
+        "study.md": _markdown(outcome, drawn),
+        "tables.tex": _latex(outcome.tables),
+        "report.html": _page(outcome, drawn, chosen),
+    }
+    for name, text in texts.items():
+        write_whole(folder / name, text)
+    return [folder / name for name in texts]
+
+
+# The page --------------------------------------------------------------------------------------------------------------
+
+
+def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str, Any]) -> str:
+    tables, summary = outcome.tables, outcome.summary
+    parts: list[Any] = [Answer(summary["reading"])]
+    if "claims" in tables:
+        parts += [Text("The claims", look="h2", name="claims"), _claims(tables["claims"], outcome, drawn)]
+    shown_already = {"claims", "cells"}
+    for part, found in outcome.result.items():
+        lines = [line for line in part.experiment.sentences(found) if line]
+        own = {name: tables[name] for name in found.tables if name not in shown_already}
+        shown_already |= set(own)
+        parts += [Text(upper(part.label.replace("-", " ")), look="h2", name=_anchor(part.label)), Bullets(lines)]
+        parts += [Picture(_caption(path), path.read_bytes(), f"figure-{path.stem}") for path in drawn[part]]
+        parts += [shown(name, table) for name, table in own.items()]
+        parts.append(_cells(part, tables["cells"]))
+    parts += [Text("What was chosen", look="h2"), Pairs({name: said(value) for name, value in chosen.items()}, "beside")]
+    parts += made_with_parts(summary["provenance"], "model")
+    parts.append(
+        Text(
+            "Beside this page: every table as .parquet, the figures as PNG, SVG and PDF, study.md, tables.tex, and what was "
+            "said and chosen in summary.json.",
+            look="note",
+        )
+    )
+    kicker = f"kvinterp {__version__} · {', '.join(summary['provenance'])}"
+    return render("report", f"kvinterp: {TITLE}", parts, TITLE, kicker)
+
+
+def _claims(claims: pd.DataFrame, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> Table:
+    head = [
+        Column("id"),
+        Column("claim"),
+        Column("where"),
+        *(Column(name, "number") for name in ("the paper", "its protocol, here", "matched, here", "n", "95%")),
+        Column("verdict"),
+        Column("see"),
+        Column("what would settle it"),
+    ]
+    rows: list[list[Any]] = [
+        [
+            str(claim["id"]),
+            str(claim["claim"]),
+            f"{claim['source']}, {claim['section']}",
+            *(_value(claim[name]) for name in ("paper_value", "paper_protocol", "matched", "n")),
+            f"{_value(claim['low'])} to {_value(claim['high'])}" if pd.notna(claim["low"]) else "–",
+            str(claim["verdict"]),
+            Links(_links(str(claim.get("table", "")), outcome, drawn)),
+            said(claim["settles"]),
+        ]
+        for claim in claims.to_dict("records")
+    ]
+    return Table(head, rows, name="claims-table")
+
+
+def _links(table: str, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> dict[str, str]:
+    """Where the figure, the table and the cells are that a claim rests on."""
+    for part, found in outcome.result.items():
+        if table in found.tables:
+            figure = [path for path in drawn[part] if table in path.stem] or list(drawn[part])
+            to = {"figure": f"figure-{figure[0].stem}"} if figure else {}
+            return {**to, "table": f"table-{table}", "cells": f"cells-{_anchor(part.label)}"}
+    return {}
+
+
+def _cells(part: Any, cells: pd.DataFrame) -> Table:
+    own = cells[(cells["experiment"] == part.name) & (cells["kind"] == part.kind)]
+    groups = own.groupby(["function", "settings"], sort=False)["key"].agg(["first", "size"]).reset_index()
+    rows = [[row.first, str(row.size), row.function, row.settings] for row in groups.itertuples(index=False, name="Row")]
+    head = [Column("first of"), Column("cells", "number"), Column("function", "code"), Column("called with", "pre")]
+    folded = f"what was computed: {counted(len(own), 'cell')}, all in cells.parquet"
+    return Table(head, rows[:40], folded=folded, name=f"cells-{_anchor(part.label)}")
+
+
+def _value(value: Any) -> str:
+    return number(value) if isinstance(value, int | float) else said(value)
+
+
+def _anchor(label: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in label.lower()).replace("--", "-").strip("-")
+
+
+def _caption(path: Path) -> str:
+    return path.stem.replace("_", " ")
+
+
+# Texts -----------------------------------------------------------------------------------------------------------------
+
+
+def _markdown(outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> str:
+    lines = [f"# {TITLE}", "", *(f"{line}\n" for line in outcome.summary["reading"])]
+    if "claims" in outcome.tables:
+        lines += ["## The claims", "", markdown_of(outcome.tables["claims"])]
+    for part, found in outcome.result.items():
+        lines += [f"## {upper(part.label.replace('-', ' '))}", ""]
+        lines += [f"- {line}" for line in part.experiment.sentences(found) if line]
+        lines += ["", *(f"![{_caption(path)}](figures/{path.name})\n" for path in drawn[part])]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _latex(tables: Mapping[str, pd.DataFrame]) -> str:
+    head = "% In the preamble: \\usepackage{booktabs,longtable}. Every table of at most " + f"{_PRINTED} rows.\n\n"
+    short = {name: table for name, table in tables.items() if len(table) <= _PRINTED and name != "cells"}
+    return head + "\n".join(latex_of(name, table, name.replace("_", " ")) for name, table in short.items())
