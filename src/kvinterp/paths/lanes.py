@@ -30,7 +30,10 @@ Fed = tuple[tuple[int, ...], ...]
 
 
 class Memory:
-    """The logits that paths gave for the texts they were fed; it grows by a vocabulary a new step, so one serves a few prompts."""
+    """The logits that paths gave for the texts they were fed.
+
+    Every new step adds a vocabulary of them: one memory is for a few prompts.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, Fed], dict[Fed, Tensor]] = {}
