@@ -38,7 +38,7 @@ def save_of_models(
     first = next(iter(about.values()))
     more = [f"kernels {first['kernels']}", f"{first['max_new_tokens']} tokens at most", f"until {first['stop']}"]
     return [
-        save(of_models(draw(tables), list(about.values()), more), folder / f"{name}_{table}.png")
+        save(of_models(draw(tables), list(about.values()), more), folder / f"{name}_{table.removeprefix(f'{name}_')}.png")
         for table, draw in drawers.items()
         if len(tables[table])
     ]
