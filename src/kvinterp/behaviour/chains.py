@@ -35,8 +35,6 @@ TEXT = "{text}"
 """Where a template takes the text."""
 CHAIN = ["model", "arm", "temperature", "text", "seed"]
 """What names one chain in a table."""
-FEWEST = 5
-"""Of fewer chains no interval is given."""
 
 
 def played(
@@ -247,7 +245,7 @@ def curves_of(chains: pd.DataFrame) -> pd.DataFrame:
 
 def _interval(values: np.ndarray, **how: Any) -> tuple[float, float]:
     """None from a few chains, whose resamples reach no further than they do themselves."""
-    return metrics.bootstrap_interval(values, **how) if len(values) >= FEWEST else (np.nan, np.nan)
+    return metrics.bootstrap_interval(values, **how) if len(values) >= metrics.FEWEST else (np.nan, np.nan)
 
 
 def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:

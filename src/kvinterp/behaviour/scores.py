@@ -15,6 +15,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from kvinterp import metrics
+
 __all__ = ["AGAIN", "CONTROL", "METRICS", "Measure", "contrasted", "observed", "scored"]
 
 CONTROL, AGAIN = "control", "control again"
@@ -157,8 +159,8 @@ def _mean(values: np.ndarray, axis: int = -1) -> Any:
 
 
 def _interval(columns: tuple[np.ndarray, ...], statistic: Callable[..., Any]) -> tuple[float, float]:
-    """The 95% percentile bootstrap over prompts; both ends are the value where it cannot vary, NaN of one prompt."""
-    if len(columns[0]) < 2:
+    """The 95% percentile bootstrap over prompts; both ends are the value where it cannot vary, NaN of fewer than five prompts."""
+    if len(columns[0]) < metrics.FEWEST:
         return float("nan"), float("nan")
     with warnings.catch_warnings():
         # It warns where nothing varies, and where a resample has no value, which is what is left out below.

@@ -93,9 +93,19 @@ class KvError(Experiment):
         from kvinterp.data import load_prompts
         from kvinterp.inputs import check_number, check_whole
         from kvinterp.paths import strategy_named
+        from kvinterp.policies import policy_named
 
         self.chosen_readings()
         strategy_named(self.strategy)
+        policy_named(self.base)
+        designs = {name.strip() for name in self.design.split(",")}
+        for name, users in (("base", {"tensors", "layers", "heads"}), ("rms", {"factorial"})):
+            given = getattr(self, name)
+            if given != type(self).__dataclass_fields__[name].default and not designs & {*users, "all"}:
+                raise InputError(
+                    f"--{name} {given} was given, but no design that was asked for uses it: "
+                    f"add {' or '.join(sorted(users))} to --design."
+                )
         check_whole("repeats", self.repeats), check_whole("max_new_tokens", self.max_new_tokens)
         check_number("rms", self.rms)
         for name in ("instructions", "problems"):

@@ -38,10 +38,11 @@ from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnem
 from kvinterp.metrics.prediction import auc, brier, calibration, roc
 from kvinterp.metrics.recovery import recovery, recovery_percent, why_undefined
 from kvinterp.metrics.registry import OF_KIND, REGISTRY, measured
-from kvinterp.metrics.statistics import Interval, bootstrap_interval, clustered_interval, kl_statistics
+from kvinterp.metrics.statistics import FEWEST, Interval, bootstrap_interval, clustered_interval, kl_statistics
 from kvinterp.metrics.survival import cox, survival_by_step
 
 __all__ = [
+    "FEWEST",
     "KINDS",
     "OF_KIND",
     "REGISTRY",

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, NonFiniteError
 
-__all__ = ["Interval", "bootstrap_interval", "clustered_interval", "kl_statistics", "mean_error"]
+__all__ = ["FEWEST", "Interval", "bootstrap_interval", "clustered_interval", "kl_statistics", "mean_error"]
 
 #: One number for each step, prompt or whatever is counted, where the caller has them.
 Values: TypeAlias = Shaped[Tensor, " count"] | Shaped[np.ndarray, " count"]
 Flags: TypeAlias = Bool[Tensor, " count"] | Bool[np.ndarray, " count"]
 
+FEWEST = 5
+"""Of fewer independent observations a bootstrap's interval is no more than their range: none is given of what is tested."""
 #: Resampled numbers held at once by the bootstrap: 32 MB, and its indices the same again.
 _RESAMPLED_AT_ONCE = 2**22
 

@@ -119,7 +119,7 @@ def _percent(row: Mapping[str, Any]) -> str:
         # Resampling prompts that are all alike says nothing about others.
         return f"{text} (every prompt alike)"
     if row["percent_low"] is None or not np.isfinite(row["percent_low"]):
-        return text
+        return f"{text} (no interval)"
     return f"{text} ({row['percent_low']:{form}} to {row['percent_high']:{form}})"
 
 

@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from kvinterp.behaviour.scores import AGAIN, METRICS
 from kvinterp.reading.numbers import short
 from kvinterp.report.axes import legend_outside, place_title
-from kvinterp.report.style import SERIES, of_models, save, sheet
+from kvinterp.report.style import SERIES, Series, of_models, save, series_of, sheet
 
 __all__ = [
     "bits_figure",
@@ -127,37 +127,37 @@ def scores_figure(scores: pd.DataFrame) -> Figure:
 
 
 def bits_figure(scores: pd.DataFrame) -> Figure:
-    """Percent of control against the error in K and V: noise and formats on one axis."""
+    """Percent of control against the error in K and V: noise and formats on one axis, the arms of other designs in grey."""
     metrics = ("instructions", "next_token", "problems")
     known = scores[(scores["relative_rms"] > 0) & scores["percent"].notna()]
     readings = list(dict.fromkeys(known["reading"])) or ["stored"]
     most = known["bits"].max()
-    with sheet(9.4, 0.8 + 2.6 * len(readings)) as figure:
+    own = known[known["design"].isin(["grid", "given"])]
+    own = (known if own.empty else own).sort_values("relative_rms")
+    looks = {policy: series_of(index) for index, policy in enumerate(dict.fromkeys(own["policy"]))}
+    # As many names beside each other as the sheet has room for.
+    columns = max(1, min(5, 130 // (8 + max(map(len, looks), default=0))))
+    with sheet(9.4, 0.8 + 0.17 * (len(looks) // columns + 1) + 2.6 * len(readings)) as figure:
         panels = figure.subplots(len(readings), len(metrics), sharex=True, sharey=True, squeeze=False)
         for row, reading in zip(panels, readings, strict=True):
             for axes, metric in zip(row, metrics, strict=True):
                 of = known[(known["metric"] == metric) & (known["reading"] == reading)].sort_values("relative_rms")
-                for index, (label, some) in enumerate({"noise": of["bits"] == most, "format": of["bits"] < most}.items()):
-                    here, color = of[some], SERIES[index].color
-                    axes.plot(here["relative_rms"], here["percent"], SERIES[index].marker, color=color, label=label)
-                    axes.vlines(here["relative_rms"], here["percent_low"], here["percent_high"], color=color, linewidth=1)
-                for turn, one in enumerate(of[of["design"].isin(["grid", "given"])].to_dict("records")):
-                    at = (one["relative_rms"], one["percent"])
-                    # On the left, where fewer points are, in three heights.
-                    place = {"xytext": (-5, (3, -8, 10)[turn % 3]), "textcoords": "offset points", "fontsize": 5.5}
-                    axes.annotate(one["policy"], at, ha="right", **place)
+                for policy, here in of.groupby("policy", sort=False):
+                    look, size = looks.get(policy, Series("#999999", ".", "-")), here["bits"].iloc[0]
+                    label = f"{policy} ({short(size)} bits)" if size < most else str(policy)
+                    shown = {"label": label} if policy in looks else {}
+                    axes.plot(here["relative_rms"], here["percent"], look.marker, color=look.color, **shown)
+                    axes.vlines(
+                        here["relative_rms"], here["percent_low"], here["percent_high"], color=look.color, linewidth=1
+                    )
                 axes.axhline(100, color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
                 place_title(axes, f"{METRICS[metric].meaning}, prefill={reading}", 6.9)
             row[0].set_ylabel("% of control")
         for axes in panels.flat:
             _log(axes, known["relative_rms"])
-            if len(known):
-                # Room for what is written beside the points.
-                axes.set_xlim(left=known["relative_rms"].min() / 3)
-                axes.set_ylim(bottom=-14)
         for axes in panels[-1]:
             axes.set_xlabel("RMS error of K and V, relative")
-        legend_outside(figure, panels[0][0], side="upper")
+        legend_outside(figure, panels[0][0], columns, side="upper", fontsize=7.5)
     return figure
 
 
