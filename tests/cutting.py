@@ -21,7 +21,7 @@ import pandas as pd
 
 MODEL = "zoo:gqa2-mini"
 SMALL = ("--prompts", "arithmetic:2", "--device", "cpu")
-FEW = ("--flip-steps", "1", "--flip-seeds", "1", "--ladder-prompts", "1", "--ladder-steps", "1")
+FEW = ("--flip-steps", "1", "--flip-seeds", "1", "--ladder-prompts", "1", "--ladder-steps", "1", "--repeat-steps", "2")
 TASKS = str(Path(__file__).with_name("behaviour") / "tasks")
 BRIEF = ("--hops", "1", "--seeds", "2", "--temperatures", "0.7", "--max-new-tokens", "3")
 VERBS = {
@@ -50,6 +50,9 @@ VERBS = {
     "flips": ("flips", MODEL, *SMALL, "--steps", "1", "--seeds", "1"),
     "ladder": ("ladder", MODEL, *SMALL, "--most", "1", "--steps", "1"),
     "gqa": ("gqa", MODEL, *SMALL),
+    "repeated-heads": ("repeated-heads", MODEL, *SMALL, "--most", "1", "--steps", "2"),
+    "layer-drift": ("layer-drift", MODEL, *SMALL, "--max-new-tokens", "3"),
+    "localisation": ("localisation", MODEL, *SMALL, "--max-new-tokens", "2", "--part", "paper", "--part", "kv-into-cached"),
     "susceptibility": ("susceptibility", MODEL, *SMALL, "--max-new-tokens", "3", "--sizes", "0.5,2,4", "--seeds", "2"),
     "mitigate": ("mitigate", MODEL, *SMALL, "--path", "cached[refresh=2]", "--policy", "int4", "--max-new-tokens", "3"),
     "equivalent-noise": ("equivalent-noise", MODEL, *SMALL, "--policy", "uniform(-1,1)", "--max-new-tokens", "2"),

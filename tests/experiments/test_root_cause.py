@@ -122,11 +122,26 @@ FEW: dict[str, Any] = {"prompts": "arithmetic:1", "device": "cpu"}
 def test_all_of_them_at_once_with_figures(tmp_path: Any) -> None:
     told: list[str] = []
     asked = RootCause(
-        ("zoo:mistral-mini", "zoo:mqa-mini"), **FEW, flip_steps=1, flip_seeds=2, ladder_prompts=1, ladder_steps=1
+        ("zoo:mistral-mini", "zoo:mqa-mini"),
+        **FEW,
+        flip_steps=1,
+        flip_seeds=2,
+        ladder_prompts=1,
+        ladder_steps=1,
+        repeat_steps=2,
     )
     outcome = asked.run(tmp_path, tell=told.append)
     tables = outcome.tables
-    assert set(tables) == {"accumulation", "propagation", "kv_write", "flips", "correlations", "ladder", "gqa"}
+    assert set(tables) == {
+        "accumulation",
+        "propagation",
+        "kv_write",
+        "flips",
+        "correlations",
+        "ladder",
+        "gqa",
+        "repeated_heads",
+    }
     assert set(tables["gqa"]["query_heads_per_kv_head"]) == {4, 8}
     assert set(tables["correlations"]["model"]) == {"zoo:mistral-mini", "zoo:mqa-mini", "all"}
     sampled = tables["flips"]["strategy"] != "greedy"
@@ -134,7 +149,9 @@ def test_all_of_them_at_once_with_figures(tmp_path: Any) -> None:
     assert set(tables["flips"].loc[~sampled, "seed"]) == {0}, "a greedy decode draws nothing"
     assert "root cause: flips of zoo:mqa-mini, native kernels, greedy" in told
     drawn = {path.stem for path in outcome.files}
-    assert {f"root_cause_{name}" for name in ("accumulation", "propagation", "kv_write", "ladder", "gqa")} <= drawn
+    assert {
+        f"root_cause_{name}" for name in ("accumulation", "propagation", "kv_write", "ladder", "gqa", "repeated_heads")
+    } <= drawn
     with pytest.raises(kv.InputError, match="the list of models is empty"):
         RootCause(()).run(None)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import pandas as pd
+
+from kvinterp.data import load_prompts
+from kvinterp.errors import InputError
 from kvinterp.experiments.accumulation import Accumulation
 from kvinterp.experiments.base import option
 from kvinterp.experiments.flips import Flips
@@ -15,10 +19,10 @@ from kvinterp.experiments.kv_write import KvWrite
 from kvinterp.experiments.ladder import Ladder
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.experiments.propagation import Propagation
+from kvinterp.experiments.repeated_heads import RepeatedHeads
+from kvinterp.inputs import check_whole
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from kvinterp.cells import Cell, Made
 
 __all__ = ["RootCause"]
@@ -28,7 +32,16 @@ __all__ = ["RootCause"]
 class RootCause(OfModels):
     """Are FP16 sums taken in another order the cause of the divergence?"""
 
-    TABLES: ClassVar = ("accumulation", "propagation", "kv_write", "ladder", "flips", "correlations", "gqa")
+    TABLES: ClassVar = (
+        "accumulation",
+        "propagation",
+        "kv_write",
+        "ladder",
+        "flips",
+        "correlations",
+        "gqa",
+        "repeated_heads",
+    )
 
     flip_kernels: str = option("split_k(8,float16)", "Kernels under which flips are looked for.")
     flip_strategy: str = option("top_p(1.0,2.0)", "And the strategy, beside greedy.")
@@ -36,10 +49,14 @@ class RootCause(OfModels):
     flip_seeds: int = option(3, "How many seeds of the sampling.", min=1)
     ladder_prompts: int = option(6, "How many of the prompts go up the ladder.", min=1)
     ladder_steps: int = option(16, "Most steps of each there.", min=1)
+    repeat_prompts: int = option(4, "How many of the prompts are asked of a model with repeated K and V heads.", min=1)
+    repeat_steps: int = option(12, "Most steps of each there.", min=2)
+    seeds: int = option(1, "How many sets of the prompts, each generated with another seed: rows a seed.", min=1)
 
-    def parts(self) -> tuple[OfModels, ...]:
-        """The experiments that it runs."""
+    def parts(self, seed: int = 0) -> tuple[OfModels, ...]:
+        """The experiments that it runs, on one of its sets of prompts."""
         shared: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(OfModels)}
+        shared["prompts"] = prompts_of_seed(self.prompts, seed)
         flips = Flips(
             **shared,
             kernels=self.flip_kernels,
@@ -48,29 +65,80 @@ class RootCause(OfModels):
             seeds=self.flip_seeds,
         )
         ladder = Ladder(**shared, most=self.ladder_prompts, steps=self.ladder_steps)
-        return Accumulation(**shared), Propagation(**shared), KvWrite(**shared), ladder, flips, Gqa(**shared)
+        repeated = RepeatedHeads(**shared, most=self.repeat_prompts, steps=self.repeat_steps)
+        of_models = (Propagation(**shared), KvWrite(**shared), ladder, flips, repeated)
+        # What is summed there is drawn: it has seeds of its own, and no prompts.
+        return (*([Accumulation(**shared)] if seed == 0 else []), *of_models, Gqa(**shared))
 
     def check(self) -> None:
         """What each of them asks."""
-        for part in self.parts():
-            part.check()
+        check_whole("seeds", self.seeds)
+        for seed in range(self.seeds):
+            for part in self.parts(seed):
+                part.check()
 
     def cells(self) -> list[Cell]:
         """The cells of all of them, one model after another."""
         self.check()
-        first, *each, last = [part.cells() for part in self.parts()]
-        of_models = sorted(itertools.chain(*each), key=lambda cell: self.models.index(cell.settings["model"]["name"]))
-        return [
-            dataclasses.replace(cell, told=cell.told and f"root cause: {cell.told}") for cell in first + of_models + last
+        made = [
+            dataclasses.replace(cell, key=_key(cell.key, seed), told=cell.told * (seed == 0))
+            for seed in range(self.seeds)
+            for part in self.parts(seed)
+            for cell in part.cells()
         ]
 
+        def place(cell: Cell) -> int:
+            """The sums first, then model by model, then what is of several."""
+            model = cell.settings.get("model")
+            several = -1 if cell.key.startswith("accumulation") else len(self.models)
+            return several if model is None else self.models.index(model["name"])
+
+        ordered = sorted(made, key=place)
+        return [dataclasses.replace(cell, told=cell.told and f"root cause: {cell.told}") for cell in ordered]
+
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
-        """The tables of all of them."""
-        found: dict[str, pd.DataFrame] = {}
-        for part in self.parts():
-            found |= part.tables({key: each for key, each in made.items() if key.startswith(f"{part.verb()}-")})
-        return found
+        """The tables of all of them, with the seed of the prompts where there are several."""
+        found: dict[str, list[pd.DataFrame]] = {}
+        for seed in range(self.seeds):
+            for part in self.parts(seed):
+                keys = {key: each for key, each in made.items() if key.startswith(f"{part.verb()}-")}
+                mine = {key: each for key, each in keys.items() if _key(key.partition("-of-")[0], seed) == key}
+                if not mine:
+                    continue
+                for name, table in part.tables(mine).items():
+                    found.setdefault(name, []).append(self._of_seed(table, seed))
+        return {name: pd.concat(tables, ignore_index=True) for name, tables in found.items()}
+
+    def _of_seed(self, table: pd.DataFrame, seed: int) -> pd.DataFrame:
+        """A table with the seed, and with numbers of prompts that no other seed's have."""
+        if self.seeds == 1:
+            return table
+        first = seed * len(load_prompts(self.prompts))
+        numbered = {name: table[name] + first for name in ("prompt", "example") if name in table}
+        return table.assign(**numbered, data_seed=seed)
 
     def noted(self) -> dict[str, Any]:
         """Under which kernels and strategy flips were looked for."""
         return {"flip_kernels": self.flip_kernels, "flip_strategy": self.flip_strategy}
+
+
+def _key(key: str, seed: int) -> str:
+    """The key of a cell on the prompts of a seed."""
+    return f"{key}-of-{seed}" if seed else key
+
+
+def prompts_of_seed(prompts: str, seed: int) -> str:
+    """The text form of generated prompts, drawn with a seed so much further on.
+
+    Raises:
+        InputError: They are not generated, so that there is one set of them.
+    """
+    if not seed:
+        return prompts
+    match = re.fullmatch(r"(\w+):(\d+)(?::(\d+))?", prompts.strip())
+    if match is None:
+        raise InputError(
+            f"seeds was given with prompts {prompts!r}, of which there is one set: give generated ones such as arithmetic:20."
+        )
+    name, count, first = match.groups()
+    return f"{name}:{count}:{int(first or 0) + seed}"

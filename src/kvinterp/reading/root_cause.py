@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
-from kvinterp.reading.numbers import between, counted, interval_said, machines_of, number, prompts_said, upper
+from kvinterp.reading.numbers import between, counted, interval_said, listed, machines_of, number, prompts_said, upper
 
 __all__ = ["ladder_title_of", "said_of_root_cause"]
 
@@ -32,8 +32,10 @@ def said_of_root_cause(tables: Mapping[str, pd.DataFrame], about: Mapping[str, A
         "flips": lambda flips: _said_of_flips(flips, tables["correlations"]),
         "ladder": _said_of_ladder,
         "gqa": _said_of_sharing,
+        "repeated_heads": _said_of_repeats,
     }
-    return [*lines, *(line for name, say in said.items() if name in tables for line in say(tables[name]))]
+    found = (line for name, say in said.items() if name in tables for line in say(tables[name]))
+    return [*lines, *found, *_said_of_seeds(tables)]
 
 
 def _said_of_sums(sums: pd.DataFrame) -> str:
@@ -109,6 +111,8 @@ def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]
         for row in (whole if len(whole) else known).to_dict("records"):
             if row["against"] in _AGAINST:
                 of = "" if row["model"] == "all" or correlations["model"].nunique() == 1 else f" of {row['model']}"
+                several = "data_seed" in known and known["data_seed"].nunique() > 1
+                of += f" on the prompts of seed {row['data_seed']}" * several
                 said += f"; Pearson{of} of flip step and {_AGAINST[row['against']]} KL {row['pearson']:+.2f}"
                 if row["pearson_low"] == row["pearson_low"]:
                     said += f" ({row['pearson_low']:+.2f} to {row['pearson_high']:+.2f}"
@@ -150,6 +154,67 @@ def _said_of_sharing(table: pd.DataFrame) -> list[str]:
         "6. Query heads touched by one KV head's error, and the attention output's relative L2, medians over "
         f"{prompts_said(table['prompt'].nunique())}, heads and positions: " + "; ".join(shown) + "."
     ]
+
+
+def _said_of_repeats(table: pd.DataFrame) -> list[str]:
+    lines = []
+    for model, copies in table.groupby("model", sort=False):
+        shared = [str(int(count)) for count in sorted(set(copies["query_heads_per_kv_head"]), reverse=True)]
+        said = (
+            f"7. {model} with its K and V heads repeated, so that {listed(shared)} query heads share one, on the same tokens "
+            f"(float64 logits within {number(copies['float64_difference'].max())} of the model as it was):"
+        )
+        for kernels, group in copies.groupby("kernels", sort=False):
+            by = group.pivot(index="id", columns="repeated", values="rms_logit")
+            means = by.mean()
+            alike = all(
+                not (wide.sub(wide[1], axis=0).abs() > 0).any(axis=None)
+                for wide in (group.pivot(index="id", columns="repeated", values=name) for name in _MEASURED)
+            )
+            over = prompts_said(len(by))
+            if alike:
+                shown = (
+                    f"RMS logit difference {number(means[1])}, and every measure the same number at every ratio ({over})"
+                )
+            else:
+                change = (by[by.columns.max()] - by[1]).to_numpy(float)
+                shown = f"RMS logit difference {' and '.join(number(each) for each in means)}; the last less the first "
+                shown += f"{number(change.mean())} ({interval_said(change)})"
+            said += f" {kernels} kernels, {shown};"
+        lines.append(said[:-1] + ".")
+    return lines
+
+
+_MEASURED = ("rms_logit", "mean_kl", "relative_l2", "pattern_kl")
+
+
+def _said_of_seeds(tables: Mapping[str, pd.DataFrame]) -> list[str]:
+    """How far what was found of one set of prompts is from what was found of another: what is smaller is the prompts' luck."""
+    by_seed: dict[str, pd.Series] = {}
+    for name, table in tables.items():
+        if "data_seed" not in table or table["data_seed"].nunique() < 2:
+            continue
+        if name == "propagation" and table["layer"].max() > 0:
+            deepest = table[(table["layer"] == table["layer"].max()) & (table["source"] == 0)].groupby("data_seed")
+            by_seed["median growth of absolute L2"] = deepest["l2_growth"].median()
+            by_seed["of relative L2"] = deepest["relative_growth"].median()
+        if name == "ladder":
+            rung = (table["dtype"] == "float16") & (table["kernels"] == "native") & (table["protocol"] == "matched")
+            by_seed["RMS logit difference (float16, native)"] = table[rung].groupby("data_seed")["rms_logit"].mean()
+        if name == "correlations":
+            whole = table[table["model"] == "all"] if (table["model"] == "all").any() else table
+            for against in ("mean_kl", "matched_mean_kl"):
+                known = whole[whole["against"] == against].dropna(subset=["pearson"])
+                by_seed[f"Pearson of flip step and {_AGAINST[against]} KL"] = known.groupby("data_seed")["pearson"].mean()
+    shown = [f"{name} {_ends(values)}" for name, values in by_seed.items() if len(values) > 1]
+    if not shown:
+        return []
+    count = max(len(values) for values in by_seed.values())
+    return [f"8. The same on each of {count} sets of prompts, smallest and largest: {'; '.join(shown)}."]
+
+
+def _ends(values: pd.Series) -> str:
+    return f"{number(values.min())} to {number(values.max())}"
 
 
 def ladder_title_of(table: pd.DataFrame) -> str:

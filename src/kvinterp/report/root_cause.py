@@ -23,6 +23,7 @@ __all__ = [
     "kv_write_figure",
     "ladder_figure",
     "propagation_figure",
+    "repeated_heads_figure",
     "save_root_cause_figures",
 ]
 
@@ -42,6 +43,7 @@ def save_root_cause_figures(tables: Mapping[str, pd.DataFrame], about: Mapping[s
         "flips": flips_figure,
         "ladder": ladder_figure,
         "gqa": gqa_figure,
+        "repeated_heads": repeated_heads_figure,
     }
     written = []
     for name, draw in drawers.items():
@@ -184,6 +186,26 @@ def gqa_figure(table: pd.DataFrame) -> Figure:
             axis.set_ylim(bottom=0)
             place_title(axis, title, 6.3)
         legend_outside(figure, figure.axes[0])
+    return figure
+
+
+def repeated_heads_figure(table: pd.DataFrame) -> Figure:
+    """A model against itself: how far apart its paths are at each ratio of query heads to KV heads."""
+    modes = list(dict.fromkeys(table["kernels"]))
+    with _panels(len(modes), table["rms_logit"].to_numpy(), "RMS logit difference\n(mean over prompts)") as (figure, axes):
+        for mode, (axis, height) in zip(modes, axes, strict=True):
+            mean = (
+                table[table["kernels"] == mode]
+                .groupby(["model", "query_heads_per_kv_head"], sort=False)["rms_logit"]
+                .mean()
+            )
+            _lines(axis, height, {_bare(model): mean[model].sort_index() for model in mean.index.unique("model")})
+            axis.set_xscale("log", base=2)
+            counts = sorted(set(table["query_heads_per_kv_head"]))
+            axis.set_xticks(counts, [str(count) for count in counts])
+            axis.set_xlabel("query heads a KV head (same function)")
+            place_title(axis, f"{mode} kernels", 6.3)
+        legend_outside(figure, axes[0][0])
     return figure
 
 
