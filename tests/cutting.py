@@ -24,6 +24,7 @@ SMALL = ("--prompts", "arithmetic:2", "--device", "cpu")
 FEW = ("--flip-steps", "1", "--flip-seeds", "1", "--ladder-prompts", "1", "--ladder-steps", "1")
 TASKS = str(Path(__file__).with_name("behaviour") / "tasks")
 BRIEF = ("--hops", "1", "--seeds", "2", "--temperatures", "0.7", "--max-new-tokens", "3")
+DECODES = ("--strategy", "greedy", "--strategy", "top_p(1.0,1.5)", "--seeds", "1", "--max-new-tokens", "3", "--block", "1")
 VERBS = {
     "compare": ("compare", MODEL, *SMALL, "--max-new-tokens", "3"),
     "patch": ("patch", MODEL, *SMALL, "--max-new-tokens", "3", "--controls", "quick"),
@@ -51,6 +52,8 @@ VERBS = {
     "ladder": ("ladder", MODEL, *SMALL, "--most", "1", "--steps", "1"),
     "gqa": ("gqa", MODEL, *SMALL),
     "susceptibility": ("susceptibility", MODEL, *SMALL, "--max-new-tokens", "3", "--sizes", "0.5,2,4", "--seeds", "2"),
+    "behaviour": ("behaviour", MODEL, *SMALL, *DECODES, "--controls", "1"),
+    "boundary": ("boundary", MODEL, *SMALL, *DECODES),
     "mitigate": ("mitigate", MODEL, *SMALL, "--path", "cached[refresh=2]", "--policy", "int4", "--max-new-tokens", "3"),
     "equivalent-noise": ("equivalent-noise", MODEL, *SMALL, "--policy", "uniform(-1,1)", "--max-new-tokens", "2"),
     "kv-error": (
@@ -62,7 +65,14 @@ VERBS = {
     "chain": ("chain", MODEL, "--policy", "int4", "--on", "kv", "--texts", "restate:1", *BRIEF, "--device", "cpu"),
     "study": (
         *("study", "--preset", "quick", "--only", "root-cause", "--model", MODEL, "--device", "cpu"),
-        *("--set", "root-cause.prompts=arithmetic:2", "--set", "root-cause.flip_steps=1", "--set", "root-cause.ladder_steps=1"),
+        *(
+            "--set",
+            "root-cause.prompts=arithmetic:2",
+            "--set",
+            "root-cause.flip_steps=1",
+            "--set",
+            "root-cause.ladder_steps=1",
+        ),
     ),
     "demo": ("demo", "--smoke"),
 }

@@ -24,7 +24,7 @@ EXISTING = {
 }
 FIGURES = re.compile(
     r"(kl_by_step|drift_by_layer|attention_by_head|kv_by_position|precision_ladder|recovery|decomposition|root_cause"
-    r"|eval_scores|chain_|equivalent_noise|kv_error|susceptibility|mitigations).*\.png"
+    r"|eval_scores|chain_|equivalent_noise|kv_error|susceptibility|mitigations|behaviour|boundary).*\.png"
 )
 """The names of every figure that goes into a result's folder, under ``figures``."""
 
