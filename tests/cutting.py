@@ -24,6 +24,7 @@ SMALL = ("--prompts", "arithmetic:2", "--device", "cpu")
 FEW = ("--flip-steps", "1", "--flip-seeds", "1", "--ladder-prompts", "1", "--ladder-steps", "1", "--repeat-steps", "2")
 TASKS = str(Path(__file__).with_name("behaviour") / "tasks")
 BRIEF = ("--hops", "1", "--seeds", "2", "--temperatures", "0.7", "--max-new-tokens", "3")
+DECODES = ("--strategy", "greedy", "--strategy", "top_p(1.0,1.5)", "--seeds", "1", "--max-new-tokens", "3", "--block", "1")
 VERBS = {
     "compare": ("compare", MODEL, *SMALL, "--max-new-tokens", "3"),
     "patch": ("patch", MODEL, *SMALL, "--max-new-tokens", "3", "--controls", "quick"),
@@ -54,6 +55,8 @@ VERBS = {
     "layer-drift": ("layer-drift", MODEL, *SMALL, "--max-new-tokens", "3"),
     "localisation": ("localisation", MODEL, *SMALL, "--max-new-tokens", "2", "--part", "paper", "--part", "kv-into-cached"),
     "susceptibility": ("susceptibility", MODEL, *SMALL, "--max-new-tokens", "3", "--sizes", "0.5,2,4", "--seeds", "2"),
+    "behaviour": ("behaviour", MODEL, *SMALL, *DECODES, "--controls", "1"),
+    "boundary": ("boundary", MODEL, *SMALL, *DECODES),
     "mitigate": ("mitigate", MODEL, *SMALL, "--path", "cached[refresh=2]", "--policy", "int4", "--max-new-tokens", "3"),
     "equivalent-noise": ("equivalent-noise", MODEL, *SMALL, "--policy", "uniform(-1,1)", "--max-new-tokens", "2"),
     "kv-error": (

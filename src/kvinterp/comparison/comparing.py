@@ -130,7 +130,9 @@ def compare(
             adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, forced, stop, sites, layers, cache_errors,
             lanes,
         )  # fmt: skip
-        say(forecast(adapter.facts, pair.sites, len(pair.layers), [len(t) for t in tokens], pair.length, cache_errors))
+        if lanes == (Runner, Runner):
+            # With lanes of its own it is one of many, whose caller says what is done.
+            say(forecast(adapter.facts, pair.sites, len(pair.layers), [len(t) for t in tokens], pair.length, cache_errors))
         with tqdm(total=len(tokens), desc="comparing", unit="prompt", disable=None if progress == "bar" else True) as bar:
 
             def finished(indices: Sequence[int], made: Sequence[Comparison]) -> None:
