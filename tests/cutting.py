@@ -62,7 +62,14 @@ VERBS = {
     "chain": ("chain", MODEL, "--policy", "int4", "--on", "kv", "--texts", "restate:1", *BRIEF, "--device", "cpu"),
     "study": (
         *("study", "--preset", "quick", "--only", "root-cause", "--model", MODEL, "--device", "cpu"),
-        *("--set", "root-cause.prompts=arithmetic:2", "--set", "root-cause.flip_steps=1", "--set", "root-cause.ladder_steps=1"),
+        *(
+            "--set",
+            "root-cause.prompts=arithmetic:2",
+            "--set",
+            "root-cause.flip_steps=1",
+            "--set",
+            "root-cause.ladder_steps=1",
+        ),
     ),
     "demo": ("demo", "--smoke"),
 }
