@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from kvinterp import metrics
@@ -90,7 +91,8 @@ class _Climb:
     def _prefill(self, number: int, prefill: int) -> None:
         """One prompt length: free-running, given equal inputs token by token, and the rows of the prompt itself."""
         run, stop = self.run, prefill + self.plan.steps
-        free, layers, top = _free(self.hooks, prefill, stop, self.against)
+        fed, equal = _fed_freely(self.hooks, prefill, stop)
+        free, layers, top = _free(self.hooks, fed, prefill, self.against)
         if any(math.isnan(row["max_abs"]) for row in free):
             self._not_finite(prefill, "cached")
             return
@@ -98,7 +100,9 @@ class _Climb:
         # Of several cases the last that has something to show.
         if run.top.empty or bool(top["difference"].any()) or not bool(run.top["difference"].any()):
             run.layers, run.top = layers, top
-        self._keep("local", number, prefill, forced(self.hooks, prefill, stop, self.against, "last"))
+        # Given the reference's rows a model that has them already would compute the same once more.
+        again = fed if equal else None
+        self._keep("local", number, prefill, forced(self.hooks, prefill, stop, self.against, "last", again))
         self._keep("chunks", number, prefill, _at_once(self.hooks, 0, prefill, self.against)[0])
 
     def _not_finite(self, prefill: int | None, path: str) -> None:
@@ -146,19 +150,48 @@ def _again(hooks: BlockHooks, stop: int, equal_inputs: str) -> Rows:
     return kept[equal_inputs, stop]
 
 
-def _fed_singly(hooks: BlockHooks, prefill: int, stop: int, equal_inputs: str) -> Iterator[tuple[int, Rows]]:
-    """Each position after the prefill, fed alone, with the newest row of every part."""
-    _, cache = hooks.feed(0, prefill, None, equal_inputs)
+def _fed_singly(hooks: BlockHooks, prefill: int, stop: int) -> Iterator[tuple[int, Rows]]:
+    """Each position after the prefill, fed alone and given equal inputs, with the newest row of every part."""
+    _, cache = hooks.feed(0, prefill)
     for position in range(prefill, stop):
-        logits, cache = hooks.feed(position, position + 1, cache, equal_inputs)
+        logits, cache = hooks.feed(position, position + 1, cache)
         yield position, _rows(hooks, logits[0])
+
+
+def _fed_freely(hooks: BlockHooks, prefill: int, stop: int) -> tuple[list[tuple[int, Rows]], bool]:
+    """The same, running freely; and whether every block was given and returned the reference's rows, to the bit, all along."""
+    _, cache = hooks.feed(0, prefill, None, "no")
+    found, equal = [], _is_reference(hooks, 0, prefill)
+    for position in range(prefill, stop):
+        logits, cache = hooks.feed(position, position + 1, cache, "no")
+        found.append((position, _rows(hooks, logits[0])))
+        equal = equal and _is_reference(hooks, position, position + 1)
+    return found, equal
+
+
+def _is_reference(hooks: BlockHooks, start: int, stop: int) -> bool:
+    reference = hooks.reference
+    return all(
+        call in mine and torch.equal(_bytes(mine[call]), _bytes(rows[..., start:stop, :]))
+        for mine, theirs in ((hooks.inputs, reference.inputs), (hooks.outputs, reference.outputs))
+        for call, rows in theirs.items()
+    )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 # Given equal inputs -----------------------------------------------------------------------------------------------------
 
 
 def forced(
-    hooks: BlockHooks, prefill: int, stop: int, against: str = "prefix", null: str = "all"
+    hooks: BlockHooks,
+    prefill: int,
+    stop: int,
+    against: str = "prefix",
+    null: str = "all",
+    fed: Iterable[tuple[int, Rows]] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Every part's error given equal inputs, for each token fed one by one after the prefill.
 
@@ -168,8 +201,9 @@ def forced(
         stop: Where the tokens end.
         against: As in :func:`climb`.
         null: With ``against="whole"``: ``"last"`` also recomputes the prefix of the last step, as the null control.
+        fed: What the steps gave, where that is known already.
     """
-    for position, mine in _fed_singly(hooks, prefill, stop, "yes"):
+    for position, mine in _fed_singly(hooks, prefill, stop) if fed is None else fed:
         whole, prefix = _whole(hooks, position + 1), None
         if against == "prefix" or (null == "last" and position == stop - 1):
             prefix = _again(hooks, position + 1, "yes")
@@ -219,12 +253,12 @@ def _takes_chunks(hooks: BlockHooks, start: int) -> bool:
 
 
 def _free(
-    hooks: BlockHooks, prefill: int, stop: int, against: str
+    hooks: BlockHooks, fed: Iterable[tuple[int, Rows]], prefill: int, against: str
 ) -> tuple[list[dict[str, Any]], pd.DataFrame, pd.DataFrame]:
     """A row a step of the free-running logits, and the layers and the largest logits of one that has something to show."""
     found, layers, top = [], pd.DataFrame(), pd.DataFrame()
     head, prefix = (len(hooks.model.blocks), "output", 0), against == "prefix"
-    for position, mine in _fed_singly(hooks, prefill, stop, "no"):
+    for position, mine in fed:
         theirs = _again(hooks, position + 1, "no") if prefix else _whole(hooks, position + 1)
         a, b = mine[head], theirs[head]
         sizes, kl = _sizes(a, b), float(metrics.compare_logits(b[None], a[None])["kl"])
