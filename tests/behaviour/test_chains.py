@@ -170,6 +170,9 @@ def test_arms_are_compared_chain_by_chain() -> None:
     assert by.loc["cached, other seeds", ["delta", "chains", "same_text"]].tolist() == [0, 3, 0]
     assert by.loc["cached", "same_text"] == 3
     curve = curves_of(chains).query("arm == 'bad' and hop == 1").iloc[0]
+    assert np.isnan(curve["similarity_low"]), "three chains say nothing of 95%"
+    many = pd.concat([chains.assign(text=chains["text"] + 10 * turn) for turn in range(2)])
+    curve = curves_of(many).query("arm == 'bad' and hop == 1").iloc[0]
     assert curve["similarity_low"] <= curve["similarity"] <= curve["similarity_high"]
     summary = {
         "provenance": {"m": {"device": "d", "threads": 1}}, "hops": 1, "embedder": "counts", "control": "cached",

@@ -57,6 +57,7 @@ def test_it_writes_tables_figures_report_and_picture(smoke: Path) -> None:
 
 
 @pytest.mark.bits
+@pytest.mark.long
 def test_it_holds_a_case_in_which_a_token_flips(tmp_path: Path) -> None:
     """On every processor: eight bits for K and V move the logits a thousand times further than the order of additions does."""
     # Some of the 40: eight are enough on most processors.

@@ -19,7 +19,7 @@ from kvinterp.patching.planted import nudged
 from kvinterp.policies import Policy
 from support import Case
 
-COUNT, TURN, SAMPLED = 200, 8, 8
+COUNT, TURN, SAMPLED = 200, 8, 16
 MODELS = [
     Case("llama-mha", "hooked"),
     Case("gemma2", "hooked"),

@@ -35,6 +35,8 @@ TEXT = "{text}"
 """Where a template takes the text."""
 CHAIN = ["model", "arm", "temperature", "text", "seed"]
 """What names one chain in a table."""
+FEWEST = 5
+"""Of fewer chains no interval is given."""
 
 
 def played(
@@ -236,11 +238,16 @@ def curves_of(chains: pd.DataFrame) -> pd.DataFrame:
         row = dict(zip(("model", "arm", "temperature", "hop"), names, strict=True)) | {"chains": len(group)}
         for column in ("similarity", "facts"):
             known = group[column].dropna().to_numpy()
-            low, high = metrics.bootstrap_interval(known, resamples=500) if len(known) else (np.nan, np.nan)
+            low, high = _interval(known, resamples=500)
             mean = float(known.mean()) if len(known) else np.nan
             row |= {column: mean, f"{column}_low": low, f"{column}_high": high}
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _interval(values: np.ndarray, **how: Any) -> tuple[float, float]:
+    """None from a few chains, whose resamples reach no further than they do themselves."""
+    return metrics.bootstrap_interval(values, **how) if len(values) >= FEWEST else (np.nan, np.nan)
 
 
 def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
@@ -267,7 +274,7 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
     for names, group in beside.groupby(["model", "arm", "temperature"], sort=False):
         model, arm, temperature = names
         delta = (group["similarity"] - group["similarity_control"]).to_numpy()
-        low, high = metrics.bootstrap_interval(delta)
+        low, high = _interval(delta)
         places = [(arm, *row) for row in group[pair].itertuples(index=False)]
         half = [float(halves.loc[place]) for place in places if place in halves.index]
         rows.append(

@@ -71,6 +71,7 @@ def compare(
     cache_errors: str = "aggregated",
     progress: str = "bar",
     done: Callable[[Comparison], None] | None = None,
+    lanes: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
 ) -> Comparison:
     """Runs two paths side by side on the same prompts and compares them at every step.
 
@@ -96,6 +97,7 @@ def compare(
             position at every step besides, which is quadratic in the steps.
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
         done: Told of every finished batch.
+        lanes: What advances each path, made as a :class:`kvinterp.paths.Runner` is; another one has no sites to compare.
 
     Raises:
         InputError: Something given does not exist or does not fit.
@@ -122,9 +124,12 @@ def compare(
     names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
     with located(f"model {adapter.facts.name}, {path_a} against {path_b}"), own_threads(adapter):
         sites, layers = _compared(adapter, record, layers), chosen_layers(adapter, layers)
+        if sites and lanes != (Runner, Runner):
+            raise InputError(f"lanes of their own were given, which show no site, with record={record!r}: pass record=''.")
         pair = _Pair(
-            adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, forced, stop, sites, layers, cache_errors
-        )
+            adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, forced, stop, sites, layers, cache_errors,
+            lanes,
+        )  # fmt: skip
         say(forecast(adapter.facts, pair.sites, len(pair.layers), [len(t) for t in tokens], pair.length, cache_errors))
         with tqdm(total=len(tokens), desc="comparing", unit="prompt", disable=None if progress == "bar" else True) as bar:
 
@@ -207,6 +212,7 @@ class _Pair:
     sites: tuple[str, ...]
     layers: tuple[int, ...]
     cache_errors: str
+    lanes: tuple[Callable[..., Any], Callable[..., Any]]
 
     def __post_init__(self) -> None:
         self.wanted = [(site, layer) for site in self.sites for layer in self.layers]
@@ -238,7 +244,8 @@ class _Pair:
         newest = [NewestActivations(target, self.wanted) for target in self.targets]
         differences = Differences(self.layers, range(facts.query_heads), range(facts.kv_heads), self.cache_errors)
         collected, flipped = Collected(), torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
-        runners = [Runner(self.adapter, p, prompt, self.length, [n]) for p, n in zip(self.paths, newest, strict=True)]
+        made = zip(self.lanes, self.paths, newest, strict=True)
+        runners = [lane(self.adapter, path, prompt, self.length, [hook]) for lane, path, hook in made]
         about = {**self.about, "caches": {side: runner.cache for side, runner in zip("ab", runners, strict=True)}}
         follows = (0, 0) if self.protocol == "matched" else (0, 1)
         with runners[0], runners[1]:

@@ -78,7 +78,9 @@ def mean_power(n: int, effect: float, spread: float, alpha: float = 0.05) -> flo
     _check_level(alpha)
     if n < 2 or not spread > 0:
         return float("nan")
-    return float(TTestPower().power(abs(effect) / spread, n, alpha))
+    found = float(TTestPower().power(abs(effect) / spread, n, alpha))
+    # The noncentral t distribution is not computed far out, where a rejection is certain.
+    return found if np.isfinite(found) else 1.0
 
 
 def detectable_mean(n: int, spread: float, alpha: float = 0.05, power: float = 0.8) -> float:

@@ -72,7 +72,11 @@ def _delta(row: Mapping[str, Any], null: Mapping[str, Any] | None) -> str:
 
 
 def _ends(row: Mapping[str, Any]) -> str:
-    return "no interval" if row["delta_low"] is None else f"{number(row['delta_low'])} to {number(row['delta_high'])}"
+    return (
+        "no interval from so few"
+        if row["delta_low"] is None
+        else f"{number(row['delta_low'])} to {number(row['delta_high'])}"
+    )
 
 
 def _signs(arms: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -107,9 +111,15 @@ def _cycles(cycles: Sequence[Mapping[str, Any]]) -> list[str]:
 def _drawn(summary: Mapping[str, Any]) -> list[str]:
     of = [row for row in summary["attractors"] if row["arm"] == summary["control"] and row["of"] == "words"]
     return [
-        f"{row['model']} at temperature {row['temperature']:g} draws texts to {number(row['position'])} words with strength "
-        f"{number(row['strength'])} ({number(row['strength_low'])} to {number(row['strength_high'])}; 1 is one hop), by a line "
-        f"through {row['pairs']} successive hops, whose interval takes them as independent."
+        f"{row['model']} at temperature {row['temperature']:g} {_draws(row)} with strength {number(row['strength'])} "
+        f"({number(row['strength_low'])} to {number(row['strength_high'])}; 1 is one hop, above it a hop goes to the other side, "
+        f"at 2 as far as before), by a line through {row['pairs']} successive hops, whose interval takes them as independent."
         for row in of
         if row["strength"] is not None and row["position"] is not None and 0 < row["strength"] < 2
     ]
+
+
+def _draws(row: Mapping[str, Any]) -> str:
+    """What a slope says: above a strength of 1 it is negative, and lengths swing."""
+    to = f"{number(row['position'])} words"
+    return f"draws texts to {to}" if row["strength"] <= 1 else f"swings texts from one side of {to} to the other"

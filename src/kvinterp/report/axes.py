@@ -15,7 +15,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from kvinterp.reading.numbers import power
-from kvinterp.report.style import CMAP, SERIES, line_of
+from kvinterp.report.style import CMAP, line_of, series_of
 
 __all__ = [
     "Height",
@@ -161,7 +161,7 @@ def medians(
     alpha: float,
 ) -> None:
     """A faint point an example and step of a column, and the line of the medians over the examples, both moved sideways."""
-    series = SERIES[index % len(SERIES)]
+    series = series_of(index)
     axes.plot(
         steps["step"] + shift, height(steps[column]), series.marker, color=series.color, markersize=size, alpha=alpha,
         markeredgewidth=0, zorder=2,
@@ -174,7 +174,7 @@ def quartiles(
     axes: Axes, table: pd.DataFrame, height: Height, index: int, shift: float, label: str, ends: str = ""
 ) -> None:
     """A line of medians by layer, with the quartiles (columns 0.25, 0.5 and 0.75) as bars; ``ends`` marks the bars' ends."""
-    color, x = SERIES[index % len(SERIES)].color, table.index + shift
+    color, x = series_of(index).color, table.index + shift
     low, middle, high = (height(table[q]) for q in (0.25, 0.5, 0.75))
     axes.vlines(x, low, high, color=color, linewidth=1.4, zorder=2)
     if ends:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from kvinterp.reading.chains import similarity_named
 from kvinterp.reading.numbers import counted
 from kvinterp.report.axes import legend_outside, whole_numbers
-from kvinterp.report.style import SERIES, line_of, of_models, save, sheet
+from kvinterp.report.style import SERIES, line_of, of_models, save, series_of, sheet
 
 __all__ = ["save_chain_figures"]
 
@@ -41,7 +41,7 @@ def _curves(found: Mapping[str, Any]) -> Figure:
         for axes, ((model, temperature), table) in zip(panels, places, strict=True):
             for index, arm in enumerate(arms):
                 line = table[table["arm"] == arm]
-                color = SERIES[index % len(SERIES)].color
+                color = series_of(index).color
                 axes.fill_between(
                     line["hop"], line["similarity_low"], line["similarity_high"], color=color, alpha=0.12, linewidth=0
                 )

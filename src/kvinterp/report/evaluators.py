@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from kvinterp.reading.evaluators import score_named
-from kvinterp.report.style import SERIES, of_models, save, sheet
+from kvinterp.report.style import of_models, save, series_of, sheet
 
 __all__ = ["save_scores_figure", "scores_figure"]
 
@@ -37,7 +37,7 @@ def scores_figure(summary: Mapping[str, Any]) -> Figure:
             of = [row for row in rows if (row["task"], row["metric"], row["filter"]) == score]
             for row in of:
                 height = paths.index(row["path"])
-                series = SERIES[height % len(SERIES)]
+                series = series_of(height)
                 if row["low"] is not None:
                     axes.hlines(height, row["low"], row["high"], color=series.color, linewidth=1.6)
                 axes.plot(row["value"], height, series.marker, color=series.color, markersize=5)

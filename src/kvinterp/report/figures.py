@@ -33,7 +33,7 @@ from kvinterp.report.axes import (
     whole_numbers,
     zero_aware,
 )
-from kvinterp.report.style import CMAP, SERIES, line_of, sheet, signed, small_print
+from kvinterp.report.style import CMAP, line_of, series_of, sheet, signed, small_print
 
 __all__ = [
     "FIGURES",
@@ -128,7 +128,7 @@ def draw_kl(target: FigureBase, comparisons: Labelled) -> None:
     height = zero_aware(axes, [frame["kl"] for frame in frames.values()])
     flipped = False
     for index, (label, frame) in enumerate(frames.items()):
-        series, shift = SERIES[index % len(SERIES)], shift_of(index, len(frames))
+        series, shift = series_of(index), shift_of(index, len(frames))
         name = f"{label}, median" if frame["example"].nunique() > 1 else label
         medians(axes, frame, "kl", height, index, shift, name, size=2.6, alpha=0.4)
         first = frame[frame["flipped"] & ~frame["after_flip"]]

@@ -87,11 +87,18 @@ SERIES = (
 )
 
 
+def series_of(index: int) -> Series:
+    """The look of a number: behind the last colour comes the first again, with the next marker and another line."""
+    turn, place = divmod(index, len(SERIES))
+    marker, line = SERIES[(place + turn) % len(SERIES)].marker, SERIES[(place + 2 * turn) % len(SERIES)].line
+    return Series(SERIES[place].color, marker, line)
+
+
 def line_of(index: int, width: float = 1.4) -> dict[str, Any]:
     """Keyword arguments for ``Axes.plot`` of the line of a number."""
-    series = SERIES[index % len(SERIES)]
+    series = series_of(index)
     # Later lines are drawn hollow: where two coincide, both are seen.
-    hollow = {"markerfacecolor": "#ffffff"} if index % 2 else {}
+    hollow = {"markerfacecolor": "#ffffff"} if (index + index // len(SERIES)) % 2 else {}
     look = {"color": series.color, "marker": series.marker, "linestyle": series.line}
     return {**look, "linewidth": width, "markersize": 4, **hollow}
 

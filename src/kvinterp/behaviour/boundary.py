@@ -1,0 +1,244 @@
+"""When a token flips, and whether that goes with how far the paths are apart or with how sure the model was.
+
+In the free protocol the mean KL of a decode counts the steps after the flip, which are of two texts: an early flip leaves more of
+them, so a negative correlation of flip step and mean KL follows from counting. Beside it stand the KL before the flip and the
+matched protocol's, which are arithmetic alone, and regressions in which a decode that never flips counts as one that lasted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from kvinterp.behaviour.divergence import DECODE
+from kvinterp.metrics.dependence import correlation, restricted_correlation, terciles
+from kvinterp.metrics.inference import Test, nothing
+from kvinterp.metrics.prediction import auc, brier, calibration, roc
+from kvinterp.metrics.survival import cox
+
+__all__ = [
+    "QUANTITIES",
+    "boundary_tables",
+    "correlations_with_flip",
+    "flips_with_kl",
+    "hazard_of",
+    "predicted",
+    "terciles_of",
+]
+
+QUANTITIES = ("mean_kl", "mean_kl_before_flip", "matched_mean_kl", "smallest_margin")
+"""What the step of the first flip is held against: the free protocol's KL (the paper's), that of the steps up to the flip, the
+matched protocol's, and the smallest margin of the decode."""
+CURVE = 200
+"""Most points of a ROC curve that are kept."""
+
+Condition = tuple[dict[str, Any], pd.DataFrame]
+
+
+def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) -> dict[str, pd.DataFrame]:
+    """Every table of the experiment.
+
+    Args:
+        decodes: As :func:`kvinterp.experiments.behaviour.decodes_of` gives them, with the model of each.
+        steps: The same.
+        above: The paper's second restriction: flips later than this step alone.
+    """
+    flips, risk = flips_with_kl(decodes), predicted(steps)
+    by_step = [(told, group) for told, group in _conditions(risk)]
+    curves = [_curve(group).assign(**told) for told, group in by_step]
+    bins = [calibration(g["predicted"], g["flipped"], g["example"]).assign(**told) for told, g in by_step]
+    return {
+        "boundary_flips": flips,
+        "boundary": correlations_with_flip(flips, above),
+        "terciles": terciles_of(flips),
+        "hazard": hazard_of(decodes, risk),
+        "prediction": _prediction(by_step),
+        "roc": pd.concat(curves, ignore_index=True),
+        "calibration": pd.concat(bins, ignore_index=True),
+    }
+
+
+def flips_with_kl(decodes: pd.DataFrame) -> pd.DataFrame:
+    """Every decode that flips, with its KL in both protocols.
+
+    Returns:
+        One row a decode: model, strategy, seed, example, id, flip_index, mean_kl (free), mean_kl_before_flip, matched_mean_kl,
+        smallest_margin, margin_at_flip, steps.
+    """
+    free, matched = (decodes[decodes["protocol"] == protocol] for protocol in ("free", "matched"))
+    columns = ["id", "flip_index", "mean_kl", "mean_kl_before_flip", "smallest_margin", "margin_at_flip", "steps"]
+    apart = matched[[*DECODE, "mean_kl", "smallest_margin"]].rename(columns={"mean_kl": "matched_mean_kl"})
+    kept = [name for name in columns if name != "smallest_margin"]
+    # The smallest margin over the whole text that the first path writes, which the free protocol may not have seen to its end.
+    both = free[[*DECODE, *kept]].merge(apart, on=DECODE)
+    return both.dropna(subset=["flip_index"])[[*DECODE, *columns, "matched_mean_kl"]].reset_index(drop=True)
+
+
+def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
+    """How the step of the first flip goes with each of :data:`QUANTITIES`, over the decodes that flip.
+
+    Args:
+        flips: As :func:`flips_with_kl` gives them.
+        above: The step that ``restricted>k`` asks for more than.
+
+    Returns:
+        One row a model, strategy, quantity and method: ``pearson``, ``spearman``, ``restricted>0`` and ``restricted>k`` (what
+        the paper calls partial), and ``partial``, with the smallest margin held constant (of the margin: the matched KL).
+        value, low, high, p, n (decodes), n_prompts, why (there is none).
+    """
+    rows = []
+    for told, group in _conditions(flips):
+        for quantity in QUANTITIES:
+            held = "matched_mean_kl" if quantity == "smallest_margin" else "smallest_margin"
+            known = group[np.isfinite(group[[quantity, held]].astype(float)).all(axis=1)]
+            x, y, names = known["flip_index"], known[quantity], known["example"]
+            found = {name: correlation(x, y, names, method=name) for name in ("pearson", "spearman")}
+            found |= {f"restricted>{bound:g}": restricted_correlation(x, y, names, bound) for bound in (0.0, float(above))}
+            found["partial"] = correlation(x, y, names, known[held])
+            for method, test in found.items():
+                bound = float(method.partition(">")[2] or -1)
+                counts = {"n": int((x > bound).sum()), "n_prompts": test.n}
+                rows.append({**told, "quantity": quantity, "method": method, "value": test.effect, **_ends(test), **counts})
+                rows[-1]["why"] = test.why
+    names = ["model", "strategy", "quantity", "method", "value", "low", "high", "p", "n", "n_prompts", "why"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def terciles_of(flips: pd.DataFrame) -> pd.DataFrame:
+    """The mean of each of :data:`QUANTITIES` over the earliest third of the flips, against the latest.
+
+    Returns:
+        One row a model, strategy and quantity: ratio of the two means, low, high, p (Welch), n (decodes), n_prompts, why.
+    """
+    rows = []
+    for told, group in _conditions(flips):
+        for quantity in QUANTITIES:
+            known = group.dropna(subset=[quantity])
+            test = terciles(known["flip_index"], known[quantity], known["example"])
+            counts = {"n": len(known), "n_prompts": test.n, "why": test.why}
+            rows.append({**told, "quantity": quantity, "ratio": test.effect, **_ends(test), **counts})
+    return pd.DataFrame(
+        rows, columns=["model", "strategy", "quantity", "ratio", "low", "high", "p", "n", "n_prompts", "why"]
+    )
+
+
+def hazard_of(decodes: pd.DataFrame, risk: pd.DataFrame) -> pd.DataFrame:
+    """How the chance of a flip goes with the margin, where a decode that never flips counts as long as it lasted.
+
+    Args:
+        decodes: A row a decode and protocol.
+        risk: Every step up to the first flip, as :func:`predicted` gives them.
+
+    Returns:
+        One row a model, strategy and margin: ``mean`` and ``smallest`` of the decode's steps at risk, by Cox's regression (a
+        decode at risk for longer has a smaller smallest one, so that this ratio says too much for the margin), and ``of the
+        step``, by a logistic regression of all steps. coef, hr (of one logit more; for steps the odds ratio), low, high, p,
+        n (examples), events, why (there is none).
+    """
+    matched = decodes.loc[decodes["protocol"] == "matched", [*DECODE, "flip_index", "steps", "diverged"]]
+    of_decode = risk.groupby(DECODE)["margin"].agg(mean="mean", smallest="min").reset_index()
+    rows = []
+    for told, group in _conditions(matched.merge(of_decode, on=DECODE)):
+        time, events = group["flip_index"].fillna(group["steps"] - 1), int(group["diverged"].sum())
+        found = {name: cox(time, group["diverged"], group[name], group["example"]) for name in ("mean", "smallest")}
+        of_step = risk[(risk["model"] == told["model"]) & (risk["strategy"] == told["strategy"])]
+        found["of the step"] = _odds(of_step)
+        for margin, test in found.items():
+            numbers = {"coef": float(np.log(test.effect)), "hr": test.effect, **_ends(test), "n": test.n}
+            rows.append({**told, "margin": margin, **numbers, "events": events, "why": test.why})
+    return pd.DataFrame(rows)
+
+
+def _odds(risk: pd.DataFrame) -> Test:
+    """The odds ratio of a flip at a step, of one logit more of its margin; errors may be correlated within examples."""
+    from statsmodels.genmod.families import Binomial
+    from statsmodels.genmod.generalized_linear_model import GLM
+
+    said, n, flips = ("logistic regression", "odds ratio"), risk["example"].nunique(), int(risk["flipped"].sum())
+    margin = risk["margin"].to_numpy(float)
+    scale = margin.std()
+    if n < 5 or flips < 3:
+        return nothing(said[0], n, said[1], f"there are {flips} flips of {n} examples: fewer than 3 or 5")
+    if not scale > 0 or flips == len(risk):
+        return nothing(said[0], n, said[1], "margin or flips do not vary")
+    design = np.column_stack([(margin - margin.mean()) / scale, np.ones(len(risk))])
+    groups = pd.factorize(risk["example"])[0]
+    with warnings.catch_warnings():
+        # It warns of flips that the margin parts whole, which is asked below.
+        warnings.simplefilter("ignore")
+        model = GLM(risk["flipped"].to_numpy(float), design, family=Binomial())
+        found = model.fit(cov_type="cluster", cov_kwds={"groups": groups})
+        beta, error = float(found.params[0]), float(found.bse[0])
+    if not (np.isfinite(beta) and np.isfinite(error) and 0 < error < 1e3):
+        return nothing(said[0], n, said[1], "the margin parts the flips whole: the odds ratio is not finite")
+    t = stats.t(n - 1)
+    half = float(t.ppf(0.975)) * error
+    effect, low, high = (float(np.exp(value / scale)) for value in (beta, beta - half, beta + half))
+    return Test(said[0], n, beta / error, float(2 * t.sf(abs(beta / error))), effect, low, high, said[1])
+
+
+def predicted(steps: pd.DataFrame) -> pd.DataFrame:
+    """Every step at risk of a first flip, with the chance that follows from its margin and the logits' noise: ``predicted``.
+
+    Were the errors of the two highest logits independent and normal with a root mean square of s, the greedy token would flip
+    with probability Phi(-margin / (s sqrt 2)). s is that of the other examples' steps of the model, matched, so that nothing is
+    predicted from itself. Of a drawn token it is the chance that the greedy one would flip, which is something else.
+
+    Args:
+        steps: As :func:`kvinterp.experiments.behaviour.decodes_of` gives them, with the model of each.
+    """
+    matched = steps[(steps["protocol"] == "matched") & (steps["step"] > 0)].rename(columns={"margin_a": "margin"})
+    parts = []
+    for _, group in matched.groupby("model", sort=False):
+        squares = (group["rms_logit"] ** 2).groupby(group["example"]).agg(["sum", "count"])
+        others = (squares.sum() - squares).clip(lower=0)
+        scale = group["example"].map(np.sqrt(2 * others["sum"] / others["count"].where(others["count"] > 0)))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            chance = stats.norm.cdf(-group["margin"] / scale)
+        # Without noise nothing flips but what is equal.
+        parts.append(group.assign(predicted=np.where(scale > 0, chance, 0.5 * (group["margin"] == 0))))
+    found = pd.concat(parts)
+    return found[~found["after_flip"]].reset_index(drop=True)
+
+
+def _prediction(by_step: list[Condition]) -> pd.DataFrame:
+    """How well the margin tells which step flips, and the chance how often.
+
+    Returns:
+        One row a model and strategy: auc of the margin with auc_low, auc_high; brier, skill, skill_low, skill_high of the chance;
+        n (examples), steps, flips, margin_at_flip and margin_elsewhere (medians, logits), why (there is none).
+    """
+    rows = []
+    for told, group in by_step:
+        area = auc(-group["margin"], group["flipped"], group["example"])
+        score = brier(group["predicted"], group["flipped"], group["example"])
+        medians = group.groupby("flipped")["margin"].median()
+        rows.append(
+            told
+            | {"auc": area.effect, "auc_low": area.low, "auc_high": area.high}
+            | {"brier": score.statistic, "skill": score.effect, "skill_low": score.low, "skill_high": score.high}
+            | {"n": area.n, "steps": len(group), "flips": int(group["flipped"].sum())}
+            | {"margin_at_flip": medians.get(True, np.nan), "margin_elsewhere": medians.get(False, np.nan), "why": area.why}
+        )
+    return pd.DataFrame(rows)
+
+
+def _curve(group: pd.DataFrame) -> pd.DataFrame:
+    """The ROC curve of the margin, at so many thresholds at most."""
+    curve = roc(-group["margin"], group["flipped"])
+    return curve.iloc[np.unique(np.linspace(0, len(curve) - 1, CURVE).astype(int))].assign(margin=lambda c: -c["threshold"])
+
+
+def _conditions(table: pd.DataFrame) -> Iterator[Condition]:
+    for (model, strategy), group in table.groupby(["model", "strategy"], sort=False):
+        yield {"model": model, "strategy": strategy}, group
+
+
+def _ends(test: Test) -> dict[str, float]:
+    return {name: value for name, value in dataclasses.asdict(test).items() if name in ("low", "high", "p")}

@@ -1,0 +1,60 @@
+"""Measure when the first token flips, held against how far the paths are apart and how sure the model was.
+
+The FP16 paper's fourth experiment (arXiv 2604.15409, section 5.3), on the decodes of ``behaviour``. The paper finds early flips
+where the mean KL is high; but that mean counts the text after the flip. Beside it stand the KL before the flip and of the matched
+protocol, where both paths are fed the same; regressions in which decodes that never flip count for as long as they lasted; and
+how well the margin of the two highest logits tells beforehand which step flips.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+
+from kvinterp.behaviour.boundary import boundary_tables
+from kvinterp.cells import Cell, Made, joined
+from kvinterp.experiments.base import Outcome, option
+from kvinterp.experiments.behaviour import Behaviour
+from kvinterp.inputs import check_whole
+
+__all__ = ["Boundary"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary(Behaviour):
+    """Do tokens flip early where the paths are far apart, or where the model is not sure?"""
+
+    TABLES: ClassVar = ("boundary", "boundary_flips", "terciles", "hazard", "prediction", "roc", "calibration")
+
+    above: int = option(8, "The paper's second restriction: flips later than this step alone.", min=0)
+
+    def check(self) -> None:
+        """The restriction too."""
+        super().check()
+        check_whole("above", self.above, 0)
+
+    def cells(self) -> list[Cell]:
+        """The decodes of ``behaviour``, under the same keys."""
+        return [cell for cell in super().cells() if "-null-" not in cell.key and not cell.key.endswith("-oracle")]
+
+    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+        """What the decodes say of their flips."""
+        kept = {key: each for key, each in made.items() if "decodes" in each[0]}
+        decodes = joined(kept)
+        return boundary_tables(decodes["decodes"], decodes["steps"], self.above)
+
+    def said(self, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any]) -> list[str]:
+        """What the tables say, in sentences."""
+        from kvinterp.reading.boundary import said_of_boundary
+
+        return said_of_boundary(tables, about)
+
+    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """Its figures, signed with what they were made with."""
+        from kvinterp.report.boundary import save_boundary_figures
+
+        return save_boundary_figures(outcome.tables, outcome.summary["provenance"], folder)

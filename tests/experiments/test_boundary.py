@@ -1,0 +1,147 @@
+"""Flips against KL and margin: on decodes whose truth is made known, and one small run of the command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from kvinterp.behaviour import boundary as b
+from kvinterp.experiments.behaviour import Behaviour
+from kvinterp.experiments.boundary import Boundary
+from kvinterp.reading.boundary import said_of_boundary
+
+LENGTH, NOISE = 40, 0.25
+ABOUT = {"m": {"device": "a processor", "threads": 1}}
+
+
+def made_up(examples: int = 40, seeds: int = 2, noise: float = NOISE) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Decodes whose KL has nothing to do with when they flip, but after it, free, it is 10 nats; logits have normal errors."""
+    random = np.random.default_rng(0)
+    decodes, steps = [], []
+    for example in range(examples):
+        for seed in range(seeds):
+            told = {"model": "m", "strategy": "greedy", "seed": seed, "example": example}
+            margin, kl = random.exponential(4, LENGTH), random.exponential(1e-3, LENGTH)
+            error = random.normal(0, noise, (LENGTH, 2))
+            flipped = margin + error[:, 0] - error[:, 1] < 0
+            flipped[0] = False
+            flip = int(flipped.argmax()) if flipped.any() else np.nan
+            after = np.arange(LENGTH) > flip
+            for protocol in ("matched", "free"):
+                these = np.where(after, 10.0, kl) if protocol == "free" else kl
+                if protocol == "matched" or flip == flip:
+                    columns = {
+                        "step": range(LENGTH),
+                        "kl": these,
+                        "margin_a": margin,
+                        "rms_logit": noise,
+                        "after_flip": after,
+                    }
+                    steps.append(pd.DataFrame({**columns, "flipped": flipped}).assign(**told, protocol=protocol))
+                numbers = {"mean_kl": these.mean(), "mean_kl_before_flip": these[~after].mean(), "steps": LENGTH}
+                numbers |= {"smallest_margin": margin.min(), "flip_index": flip, "diverged": flip == flip}
+                numbers["margin_at_flip"] = margin[int(flip)] if flip == flip else np.nan
+                decodes.append({**told, "id": str(example), "protocol": protocol, **numbers})
+    return pd.DataFrame(decodes), pd.concat(steps, ignore_index=True)
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, pd.DataFrame]:
+    return b.boundary_tables(*made_up(), above=8)
+
+
+def test_a_correlation_with_free_kl_that_counting_makes_is_gone_where_texts_are_the_same(tables: Any) -> None:
+    found = tables["boundary"].set_index(["quantity", "method"])
+    flips = tables["boundary_flips"]
+    pearson = found.xs("pearson", level="method")
+    assert pearson.loc["mean_kl", "value"] < -0.95
+    assert pearson.loc["mean_kl", "high"] < -0.9
+    assert pearson.loc["matched_mean_kl", "low"] < 0 < pearson.loc["matched_mean_kl", "high"]
+    assert pearson.loc["mean_kl", "value"] == pytest.approx(stats.pearsonr(flips["flip_index"], flips["mean_kl"]).statistic)
+    spearman = stats.spearmanr(flips["flip_index"], flips["matched_mean_kl"]).statistic
+    assert found.loc[("matched_mean_kl", "spearman"), "value"] == pytest.approx(spearman)
+    late = flips[flips["flip_index"] > 8]
+    row = found.loc["mean_kl", "restricted>8"]
+    assert row["value"] == pytest.approx(stats.pearsonr(late["flip_index"], late["mean_kl"]).statistic)
+    assert (row["n"], row["n_prompts"]) == (len(late), late["example"].nunique())
+    # The partial one is the correlation of what the margin leaves of both.
+    left = [
+        flips[name] - np.polyval(np.polyfit(flips["smallest_margin"], flips[name], 1), flips["smallest_margin"])
+        for name in ("flip_index", "mean_kl")
+    ]
+    assert found.loc[("mean_kl", "partial"), "value"] == pytest.approx(stats.pearsonr(*left).statistic)
+    thirds = tables["terciles"].set_index("quantity")
+    assert thirds.loc["mean_kl", "low"] > 1
+    assert thirds.loc["matched_mean_kl", "low"] < 1 < thirds.loc["matched_mean_kl", "high"]
+
+
+def test_flips_are_counted_until_the_first_and_decodes_that_never_flip_last(tables: Any) -> None:
+    decodes, steps = made_up()
+    matched = decodes[decodes["protocol"] == "matched"]
+    (row,) = tables["prediction"].to_dict("records")
+    at_risk = matched["flip_index"].fillna(LENGTH - 1).sum()  # Step 0 is the prefill's.
+    assert (row["flips"], row["steps"], row["n"]) == (matched["diverged"].sum(), at_risk, 40)
+    assert row["margin_at_flip"] == pytest.approx(matched["margin_at_flip"].median())
+    hazard = tables["hazard"].set_index("margin")
+    assert (hazard["events"] == row["flips"]).all()
+    assert hazard.loc["of the step", "high"] < 1
+    assert np.log(hazard["hr"]).tolist() == pytest.approx(hazard["coef"].tolist())
+    risk = b.predicted(steps)
+    assert len(risk) == at_risk
+    assert not risk["after_flip"].any()
+
+
+def test_the_chance_from_margin_and_noise_is_the_true_one(tables: Any) -> None:
+    (row,) = tables["prediction"].to_dict("records")
+    risk = b.predicted(made_up()[1])
+    np.testing.assert_allclose(risk["predicted"], stats.norm.cdf(-risk["margin"] / (np.sqrt(2) * NOISE)), rtol=1e-9)
+    assert 0.9 < row["auc_low"] < row["auc"] <= row["auc_high"]
+    assert row["skill_low"] > 0
+    bins = tables["calibration"]
+    assert ((bins["predicted"] >= bins["low"] - 1e-3) & (bins["predicted"] <= bins["high"] + 1e-3)).sum() >= len(bins) - 2
+    # Of its own example nothing is used.
+    steps = made_up(4, 1)[1]
+    loud = steps.assign(rms_logit=steps["rms_logit"].where(steps["example"] != 0, 1e2))
+    quiet, other = (b.predicted(each).query("example == 0")["predicted"] for each in (steps, loud))
+    assert quiet.tolist() == pytest.approx(other.tolist(), rel=1e-6)
+
+
+def test_nothing_flips_where_there_is_no_noise_and_that_is_said() -> None:
+    tables = b.boundary_tables(*made_up(8, 1, noise=0.0), above=8)
+    assert tables["boundary_flips"].empty
+    assert tables["hazard"]["hr"].isna().all()
+    assert (tables["hazard"]["why"] != "").all()
+    said = "\n".join(said_of_boundary(tables, ABOUT))
+    assert "0 decodes flip a token" in said
+    assert "no token flips, so that no margin tells anything" in said
+    assert "Pearson" not in said
+
+
+def test_the_sentences_follow_the_numbers(tables: Any) -> None:
+    said = "\n".join(said_of_boundary(tables, ABOUT))
+    (row,) = tables["prediction"].to_dict("records")
+    assert f"{row['flips']} first flips at a margin of" in said
+    assert f"area under the curve of {row['auc']:.3f}" in said
+    assert "Pearson's correlation of the flip step with the free mean KL -0.9" in said
+    assert said.count("which 0 is in") >= 1
+    few = b.boundary_tables(*made_up(3, 1), above=8)
+    assert "Pearson's correlation of the flip step with the free mean KL not known, since" in "\n".join(
+        said_of_boundary(few, ABOUT)
+    )
+
+
+def test_the_whole_command_has_the_decodes_of_behaviour(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    noisy = "cached+normal(0,0.5,seed=0)", "recompute"
+    monkeypatch.setattr("kvinterp.experiments.behaviour.paths_of", lambda kernels: noisy)
+    asked: dict[str, Any] = {"prompts": "arithmetic:2", "strategies": ("greedy",), "max_new_tokens": 12, "device": "cpu"}
+    experiment = Boundary(("zoo:gqa2-mini",), **asked)
+    beside = {cell.key: cell for cell in Behaviour(("zoo:gqa2-mini",), **asked).cells()}
+    assert [beside[cell.key] for cell in experiment.cells()] == experiment.cells()
+    outcome = experiment.run(tmp_path / "out", progress="none")
+    assert set(outcome.tables) == set(Boundary.TABLES)
+    assert len(outcome.tables["boundary_flips"]) > 0
+    assert {path.name for path in outcome.files} >= {"boundary_flips.png", "boundary_roc.png", "report.html"}

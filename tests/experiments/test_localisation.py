@@ -1,0 +1,121 @@
+"""Localisation: which examples, that its parts are those of sweep and decompose, and what is said of made-up recoveries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import kvinterp as kv
+import synthetic
+from kvinterp.experiments.localisation import SETS, Localisation, chosen_of
+from kvinterp.patching import decompose, highest_kl, sweep
+from kvinterp.reading.localisation import localisation_title, said_of_localisation
+
+pytestmark = pytest.mark.bits
+
+
+def test_the_highest_of_each_model_are_chosen_and_it_says_why() -> None:
+    ranked = pd.DataFrame(
+        {
+            "number": [0] * 4 + [1] * 2,
+            "model": ["m"] * 4 + ["n"] * 2,
+            "example": [0, 1, 2, 3, 0, 1],
+            "mean_kl": [1.0, 3.0, np.nan, 3.0, 0.0, 2.0],
+        }
+    )
+    chosen = chosen_of(ranked, 2)
+    assert chosen["example"].tolist() == [1, 3, 1, 0], "the highest first, of equal ones the earlier"
+    assert chosen["rank"].tolist() == [1, 2, 1, 2]
+    assert chosen["of"].tolist() == [3, 3, 2, 2]
+    assert chosen["why"].iloc[1] == "number 2 of 3 by the mean KL of the steps after the prefill, free protocol"
+    assert len(chosen_of(ranked, 9)) == 5
+
+
+def test_its_parts_are_those_of_sweep_and_decompose(tmp_path: Any) -> None:
+    kernels, parts = "split_k(8,float16)", ("paper", "k-into-cached", "decomposition")
+    asked: dict[str, Any] = {"prompts": "arithmetic:2", "device": "cpu", "max_new_tokens": 2, "count": 1}
+    outcome = Localisation(("zoo:gqa2-mini",), **asked, kernels=kernels, part=parts).run(tmp_path, progress="none")
+    model = kv.load_model("zoo:gqa2-mini", kind="native", device="cpu")
+    prompts, tables = kv.load_prompts("arithmetic:2"), outcome.tables
+    paths: dict[str, Any] = {form: f"{form}[kernels={kernels}]" for form in ("cached", "recompute")}
+    paths |= {"max_new_tokens": 2, "progress": "none"}
+    assert tables["chosen"]["example"].tolist() == highest_kl(model, prompts, 1, **paths)
+    only = tables["chosen"]["example"].tolist()
+    split = decompose(model, prompts, only=only, **paths)
+    pd.testing.assert_frame_equal(tables["decomposition"].drop(columns=["model", "part"]), split.steps)
+    for part in ("paper", "k-into-cached"):
+        alone = sweep(model, prompts, only=only, **paths, **{"controls": "quick", **SETS[part]})
+        mine = tables["recovery"][tables["recovery"]["part"] == part]
+        order = ["example", "sweep", "layer"]
+        for column in ("d_before", "d_after", "recovery"):
+            a, b = (table.sort_values(order)[column].to_numpy() for table in (mine, alone.recovery))
+            np.testing.assert_array_equal(a, b)
+        by = tables["recovery_by_layer"]
+        assert by.loc[by["part"] == part, "examples"].unique().tolist() == [1]
+    planted = tables["controls"][tables["controls"]["control"].str.startswith("planted")]
+    assert len(planted) == 3, "looked for once a model"
+    assert {"localisation", "localisation_paper_0_gqa2_mini", "localisation_decomposition_0_gqa2_mini"} == {
+        path.stem for path in outcome.files if path.suffix == ".png"
+    }
+    assert any("the 1 of 2 examples of the highest mean KL" in line for line in Localisation().sentences(outcome))
+
+
+def rows(part: str, values: list[float], defined: int = 4, sweep: str = "single", **more: Any) -> list[dict[str, Any]]:
+    """What a sweep over layers recovers at the median and on average."""
+    interval = {"interval_low": min(values) - 0.1, "interval_high": max(values) + 0.1}
+    told = {"model": "m", "part": part, "sweep": sweep, "examples": 5, "defined": defined, **interval, **more}
+    return [{**told, "layer": layer, "median": value, "mean": value} for layer, value in enumerate(values)]
+
+
+def said(by_layer: list[dict[str, Any]], distance: str = "l2") -> str:
+    chosen = [{"model": "m", "example": n, "flip_index": np.nan, "of": 9, "mean_kl": 1e-6} for n in range(5)]
+    parts = dict.fromkeys(row["part"] for row in by_layer)
+    sweeps = [{"model": "m", "part": part, "distance": distance} for part in parts]
+    summary = {"chosen": chosen, "sweeps": sweeps, "decompositions": [], "by_layer": by_layer}
+    return "\n".join(said_of_localisation({**summary, "provenance": {"m": synthetic.ABOUT}}))
+
+
+def test_what_is_said_of_recoveries() -> None:
+    text = said(rows("kv-into-cached", [0.0, 0.2]) + rows("kv-into-cached", [0.0, 0.9], sweep="cumulative"))
+    assert "one layer at a time 0\u202f% to 20\u202f%, most at layer 1" in text
+    assert "all layers together 90\u202f% (mean 90\u202f%, interval −10\u202f% to 100\u202f%)" in text
+    assert "(4 examples, 1 without a difference left out)" in text
+    assert "keeps nothing between steps" not in text
+    from_0 = said(rows("k-into-recompute", [0.7, 0.1], sweep="cumulative-from"))
+    assert "all layers together 70\u202f%" in from_0
+    assert "one layer at a time" not in from_0
+    assert "keeps nothing between steps" in said(rows("paper", [0.0, 0.0]), "kl")
+
+
+def test_where_nothing_differs_nothing_is_said_to_recover() -> None:
+    text = said(rows("paper", [np.nan, np.nan], defined=0), "kl")
+    assert "No patch has anything to recover" in text
+    assert "%" not in text.replace("95%", "")
+    assert "no difference to recover" in localisation_title(pd.DataFrame(rows("paper", [np.nan], defined=0)))
+
+
+def test_the_title_is_of_all_layers_together() -> None:
+    table = pd.DataFrame(
+        rows("paper", [0.5, -0.2], sweep="cumulative") + rows("kv-into-cached", [0.1, 0.8], sweep="cumulative")
+    )
+    assert localisation_title(table) == (
+        "All layers together, median recovery: the paper's patch −20\u202f%; K and V put into the cached path 80\u202f%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"part": ("everything",)}, "part 'everything'"),
+        ({"part": ()}, "the list of parts is empty"),
+        ({"count": 0}, "count"),
+        ({"kernels": "split"}, "kernel"),
+        ({"models": ("zoo:mqa-mini", "zoo:mqa-mini")}, "name one twice"),
+    ],
+)
+def test_what_cannot_be_asked(wrong: dict[str, Any], expected: str) -> None:
+    with pytest.raises(kv.InputError, match=expected):
+        Localisation(**{"prompts": "arithmetic:2", "device": "cpu", **wrong}).run(None)
