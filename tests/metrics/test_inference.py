@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import optimize, special, stats
+from statsmodels.stats.multitest import multipletests
 
 from kvinterp import metrics
 from kvinterp.errors import InputError, NonFiniteError
@@ -177,6 +178,9 @@ def test_corrections_by_their_definitions():
     holm = np.minimum(1, np.maximum.accumulate([(m - k) * value for k, value in enumerate(known)]))
     bh = np.minimum.accumulate([m / (k + 1) * known[k] for k in range(m)][::-1])[::-1]
     for method, sorted_values in (("bonferroni", np.minimum(1, m * known)), ("holm", holm), ("bh", bh)):
+        names = {"bonferroni": "bonferroni", "holm": "holm", "bh": "fdr_bh"}
+        by_statsmodels = multipletests(p[np.isfinite(p)], method=names[method])[1]
+        assert metrics.corrected(p, method)[np.isfinite(p)] == pytest.approx(by_statsmodels, rel=1e-12)
         expected = dict(zip(known, sorted_values, strict=True))
         found = metrics.corrected(p, method)
         assert np.isnan(found[3])

@@ -22,6 +22,7 @@ from kvinterp.metrics.divergence import (
 )
 from kvinterp.metrics.drift import cosine_distance, residual_drift
 from kvinterp.metrics.inference import (
+    Column,
     Test,
     corrected,
     mann_whitney,
@@ -45,6 +46,7 @@ __all__ = [
     "KINDS",
     "OF_KIND",
     "REGISTRY",
+    "Column",
     "Interval",
     "Kind",
     "Metric",

@@ -1,0 +1,254 @@
+"""What a claim is, what is found of it, and the few rules that verdicts go by.
+
+A rule compares one number, the effect, with one bound. "Larger than x" holds where the effect is shown to be above x, does not
+where it is shown to be below what the source claims (x itself, or its smallest reported effect), and is open between: an interval
+that reaches both sides has shown nothing. What is shown is a one-sided p-value for each side; claims_of corrects them for being
+many. A claim about every case, or about none, needs no test: one counterexample refutes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from kvinterp import metrics
+
+__all__ = [
+    "FAILS",
+    "HOLDS",
+    "LEAST",
+    "OPEN",
+    "Claim",
+    "Found",
+    "NotTestableError",
+    "Tables",
+    "average",
+    "inside",
+    "larger",
+    "larger_of_intervals",
+    "never",
+    "pooled",
+    "smaller",
+    "smaller_of_intervals",
+    "table",
+]
+
+HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not testable here"
+"""The verdicts."""
+LEAST = 5
+"""Fewer independent units (examples, seeds of made-up numbers) decide nothing."""
+MANY = 30
+"""So many units without a counterexample are asked for before "every" or "none" is taken to hold; by the rule of three the
+share of exceptions may then still be a tenth."""
+
+Tables: TypeAlias = Mapping[str, pd.DataFrame]
+
+
+class NotTestableError(Exception):
+    """The tables cannot tell; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What the tables show of a claim.
+
+    Attributes:
+        matched: The effect under the control, in the unit of the claim's ``measure``.
+        low: Lower end of its 95% interval.
+        high: Its upper end.
+        n: Independent units.
+        paper: The same number as the source's protocol has it; NaN where the tables do not hold it.
+        holds: One-sided p-value against the claim's being false.
+        fails: One-sided p-value against its being true.
+        verdict: The verdict where no test is needed; empty where the p-values decide.
+        why: What else is to be said: how it was decided, or why it cannot be.
+    """
+
+    matched: float = np.nan
+    low: float = np.nan
+    high: float = np.nan
+    n: int = 0
+    paper: float = np.nan
+    holds: float = np.nan
+    fails: float = np.nan
+    verdict: str = ""
+    why: str = ""
+
+    def through(self, function: Callable[[float], float]) -> Found:
+        """With the effect and its ends on another scale; the p-values are of the same statement."""
+        # Added to 0, a negative zero is a plain one.
+        matched, *ends = (0.0 + float(function(value)) for value in (self.matched, self.low, self.high))
+        return dataclasses.replace(self, matched=matched, low=min(ends), high=max(ends))
+
+    def beside(self, paper: float, why: str = "") -> Found:
+        """With the number of the source's protocol, and a remark."""
+        return dataclasses.replace(self, paper=float(paper), why=why or self.why)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A claim of a source.
+
+    Attributes:
+        id: A short name of its own.
+        source: ``FP16 paper``, ``news``, ``cache-error paper`` or ``drift post``.
+        section: Where it stands there.
+        claim: What is claimed, in our words.
+        value: The source's number, as it prints it; empty where the text we have lost it.
+        measure: What the numbers of both columns here are.
+        rule: When it holds and when it does not.
+        settles: What would settle it on the source's own hardware and models.
+        look: Finds it in the tables.
+        if_equal: ``false`` where the claim would be wrong if both paths computed the same; ``true`` where it would be right;
+            ``open`` where it is about something else.
+    """
+
+    id: str
+    source: str
+    section: str
+    claim: str
+    value: str
+    measure: str
+    rule: str
+    settles: str
+    look: Callable[[Tables], Found]
+    if_equal: str = "false"
+
+
+# Tables ----------------------------------------------------------------------------------------------------------------
+
+
+def table(tables: Tables, name: str, *columns: str) -> pd.DataFrame:
+    """A table with rows and these columns.
+
+    Raises:
+        NotTestableError: It is not there.
+    """
+    found = tables.get(name)
+    if found is None:
+        raise NotTestableError(f"there is no table {name}")
+    missing = [column for column in columns if column not in found]
+    if missing:
+        raise NotTestableError(f"table {name} has no column {' and no column '.join(missing)}")
+    if found.empty:
+        raise NotTestableError(f"table {name} has no rows")
+    return found
+
+
+def average(rows: pd.DataFrame, column: str) -> float:
+    """The mean over rows, NaN without rows."""
+    return float(rows[column].astype(float).mean()) if len(rows) else np.nan
+
+
+def known(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """The rows where all of these are finite.
+
+    Raises:
+        NotTestableError: There are none.
+    """
+    finite = np.isfinite(rows[list(columns)].astype(float)).all(axis=1)
+    if not finite.any():
+        raise NotTestableError(f"no row has a number of {' and '.join(columns)}")
+    return rows[finite]
+
+
+# Rules -----------------------------------------------------------------------------------------------------------------
+
+
+def larger(values: metrics.Column, units: metrics.Column, than: float, claimed: float | None = None) -> Found:
+    """The mean is above a bound: holds if shown to be, does not if shown to be below what is claimed.
+
+    Args:
+        values: One number a row.
+        units: What each row belongs to; each unit counts once, by its own mean.
+        than: What it must be above.
+        claimed: The smallest mean with which the claim would still be right; the bound unless given.
+
+    Raises:
+        NotTestableError: There are fewer than :data:`LEAST` units.
+    """
+    claimed = than if claimed is None else claimed
+    test = metrics.mean_of(values, units)
+    if test.n < LEAST:
+        raise NotTestableError(f"there are {test.n} independent units, and fewer than {LEAST} decide nothing")
+    if test.why:
+        # All units say the same, so that there is no spread to test against: the number itself decides.
+        verdict = HOLDS if test.effect > than else FAILS if test.effect < claimed or than == claimed else OPEN
+        why = f"all {test.n} units have the same value, which decides"
+        return Found(test.effect, test.effect, test.effect, test.n, verdict=verdict, why=why)
+    above, below = (
+        metrics.mean_of(values, units, against=bound, alternative=side).p
+        for bound, side in ((than, "greater"), (claimed, "less"))
+    )
+    return Found(test.effect, test.low, test.high, test.n, holds=above, fails=below)
+
+
+def smaller(values: metrics.Column, units: metrics.Column, than: float, claimed: float | None = None) -> Found:
+    """The mean is below a bound; see :func:`larger`."""
+    found = larger(-np.asarray(values, float), units, -than, None if claimed is None else -claimed)
+    return found.through(operator.neg)
+
+
+def inside(values: metrics.Column, units: metrics.Column, low: float, high: float) -> Found:
+    """The mean lies between two bounds: two one-sided tests, both of which must reject."""
+    one, other = larger(values, units, low), smaller(values, units, high)
+    if one.verdict:
+        return one if one.verdict == FAILS else other
+    outside = min(1.0, 2 * min(one.fails, other.fails))
+    return dataclasses.replace(one, holds=max(one.holds, other.holds), fails=outside)
+
+
+def pooled(rows: pd.DataFrame, value: str, low: str = "low", high: str = "high", n: str = "n") -> Found:
+    """The mean of several numbers that have intervals, without a verdict.
+
+    Its interval has the mean ends of theirs: no shorter than it should be, however the numbers depend on each other. Its n is the
+    smallest of theirs.
+    """
+    there = known(rows, value, low, high)
+    return Found(average(there, value), average(there, low), average(there, high), int(there[n].min()))
+
+
+def larger_of_intervals(found: Found, than: float, claimed: float | None = None) -> Found:
+    """Like :func:`larger` of a number whose 95% interval is all that is known: its error is taken from the interval's length.
+
+    Raises:
+        NotTestableError: It is of fewer than :data:`LEAST` units.
+    """
+    claimed = than if claimed is None else claimed
+    if found.n < LEAST:
+        raise NotTestableError(f"there are {found.n} independent units, and fewer than {LEAST} decide nothing")
+    # Bootstrap intervals have the normal distribution's length; with Student's tails few units count as few.
+    error, spread = (found.high - found.low) / (2 * stats.norm.ppf(0.975)), stats.t(found.n - 1)
+    if not error > 0:
+        verdict = HOLDS if found.matched > than else FAILS if found.matched < claimed or than == claimed else OPEN
+        return dataclasses.replace(found, verdict=verdict, why="the interval has no width: the value decides")
+    holds, fails = spread.sf((found.matched - than) / error), spread.cdf((found.matched - claimed) / error)
+    return dataclasses.replace(found, holds=float(holds), fails=float(fails))
+
+
+def smaller_of_intervals(found: Found, than: float, claimed: float | None = None) -> Found:
+    """The number is below a bound; see :func:`larger_of_intervals`."""
+    turned = larger_of_intervals(found.through(operator.neg), -than, None if claimed is None else -claimed)
+    return turned.through(operator.neg)
+
+
+def never(happened: metrics.Column, units: metrics.Column) -> Found:
+    """Something never happens: one case refutes it, :data:`MANY` units without one are taken to hold it.
+
+    Args:
+        happened: Whether it did, row by row.
+        units: What each row belongs to.
+    """
+    by_unit = pd.Series(np.asarray(happened, bool)).groupby(np.asarray(units)).max()
+    share, n, count = metrics.share_of(by_unit.to_numpy()), len(by_unit), int(by_unit.sum())
+    if count:
+        return Found(share.effect, share.low, share.high, n, verdict=FAILS, why=f"it happened in {count} of {n} units")
+    found = Found(0.0, 0.0, metrics.rule_of_three(n).high, n, verdict=HOLDS if n >= MANY else OPEN)
+    why = "" if n >= MANY else f"it happened in none of {n} units, and fewer than {MANY} are too few to say never"
+    return dataclasses.replace(found, why=why)

@@ -1,0 +1,315 @@
+"""Claims about how often and how far decoding from a cache parts from recomputing the prefix (FP16 paper, 5.1 and 6.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pandas as pd
+
+from kvinterp import metrics
+from kvinterp.claims.base import (
+    FAILS,
+    HOLDS,
+    MANY,
+    Claim,
+    Found,
+    NotTestableError,
+    Tables,
+    average,
+    known,
+    larger,
+    larger_of_intervals,
+    never,
+    pooled,
+    smaller,
+    table,
+)
+
+__all__ = ["CLAIMS", "decodes_of", "of_greedy_copies"]
+
+PAPER, NEWS = "FP16 paper", "news"
+SEEDS = 5
+"""How often the paper counts a greedy decode, whose seeds are copies."""
+
+
+def decodes_of(tables: Tables, protocol: str, *columns: str) -> pd.DataFrame:
+    """The decodes of a protocol, with ``unit``: the prompt, which all models, strategies and seeds share."""
+    found = table(tables, "decodes", "model", "strategy", "seed", "example", "protocol", "flip_index", *columns)
+    found = found[found["protocol"] == protocol]
+    if found.empty:
+        raise NotTestableError(f"table decodes has no row of the {protocol} protocol")
+    return found.assign(unit=found["id"].astype(str) if "id" in found else found["example"].astype(str))
+
+
+def of_greedy_copies(decodes: pd.DataFrame) -> pd.Series:
+    """How often the paper counts each decode: a greedy one as often as there are seeds of the others."""
+    sampled = decodes.loc[decodes["strategy"] != "greedy", "seed"].nunique()
+    return pd.Series(np.where(decodes["strategy"] == "greedy", max(sampled, 1), 1), index=decodes.index)
+
+
+def _flips(tables: Tables, strategy: str | None = None) -> pd.DataFrame:
+    found = decodes_of(tables, "matched")
+    if strategy is not None:
+        found = found[found["strategy"] == strategy]
+        if found.empty:
+            raise NotTestableError(f"nothing was decoded with {strategy}")
+    return found.assign(flips=found["flip_index"].notna())
+
+
+# Divergence ------------------------------------------------------------------------------------------------------------
+
+
+def _every(flips: pd.DataFrame) -> Found:
+    stays = never(~flips["flips"], flips["unit"])
+    share = metrics.share_of(flips.groupby("unit")["flips"].min().to_numpy())
+    found = dataclasses.replace(stays, matched=float(flips["flips"].mean()), low=share.low, high=share.high)
+    why = stays.why if not (~flips["flips"]).any() else f"{int((~flips['flips']).sum())} of {len(flips)} decodes never part"
+    weight = of_greedy_copies(flips)
+    return found.beside(float((flips["flips"] * weight).sum() / weight.sum()), why)
+
+
+def every_decode(tables: Tables) -> Found:
+    """Every decode parts."""
+    return _every(_flips(tables))
+
+
+def every_greedy_decode(tables: Tables) -> Found:
+    """Every greedy decode parts."""
+    return _every(_flips(tables, "greedy"))
+
+
+def greedy_parts_too(tables: Tables) -> Found:
+    """Some greedy decode parts, while a path run twice does not."""
+    flips, nulls = _flips(tables, "greedy"), table(tables, "nulls", "null", "differing_steps")
+    again = nulls.loc[nulls["null"] == "same path twice", "differing_steps"]
+    if again.empty:
+        raise NotTestableError("no path was run twice")
+    by_unit = flips.groupby("unit")["flips"].max()
+    share, n = metrics.share_of(by_unit.to_numpy()), len(by_unit)
+    found = Found(share.effect, share.low, share.high, n, average(flips, "flips"))
+    if again.sum():
+        return dataclasses.replace(found, verdict=FAILS, why="a path that is run twice differs from itself")
+    if by_unit.any():
+        return dataclasses.replace(
+            found, verdict=HOLDS, why=f"{int(by_unit.sum())} of {n} examples part under greedy decoding"
+        )
+    if n < MANY:
+        raise NotTestableError(f"none of {n} greedy decodes parts, and fewer than {MANY} are too few to say that none does")
+    return dataclasses.replace(found, verdict=FAILS, why=f"none of {n} greedy decodes parts")
+
+
+def same_path_twice(tables: Tables) -> Found:
+    """A path run twice differs at no step."""
+    return _of_null(tables, "same path twice")
+
+
+def recompute_agrees_with_itself(tables: Tables) -> Found:
+    """The recompute path computes the same row among more rows, which it must if the cache is what makes the difference."""
+    found = _of_null(tables, "longer suffix")
+    if decodes_of(tables, "matched", "max_abs_logit")["max_abs_logit"].max() == 0:
+        raise NotTestableError("the paths do not differ, so that there is no difference to put down to anything")
+    return found
+
+
+def _of_null(tables: Tables, name: str) -> Found:
+    nulls = table(tables, "nulls", "null", "steps", "differing_steps", "n")
+    of = nulls[nulls["null"] == name]
+    if of.empty or not of["steps"].sum():
+        raise NotTestableError(f"the null {name!r} was not run")
+    n, differing = int(of["n"].max()), int(of["differing_steps"].sum())
+    share = differing / int(of["steps"].sum())
+    if differing:
+        return Found(share, n=n, verdict=FAILS, why=f"{differing} of {int(of['steps'].sum())} steps differ")
+    if n < MANY:
+        raise NotTestableError(f"no step of {n} examples differs, and fewer than {MANY} are too few to say never")
+    return Found(0.0, 0.0, metrics.rule_of_three(n).high, n, verdict=HOLDS)
+
+
+def seeds_do_not_matter(tables: Tables) -> Found:
+    """Few examples part under some seeds only."""
+    flips = _flips(tables)
+    flips = flips[flips["strategy"] != "greedy"]
+    by = flips.groupby(["unit", "model", "strategy"])["flips"].agg(["mean", "size"])
+    by = by[by["size"] > 1].reset_index()
+    if by.empty:
+        raise NotTestableError("no example was decoded under two seeds")
+    if not by["mean"].any():
+        raise NotTestableError("no sampled decode parts")
+    sometimes = by["mean"].between(0, 1, inclusive="neither").astype(float)
+    return smaller(sometimes, by["unit"], 0.05).beside(float(sometimes.mean()))
+
+
+# KL --------------------------------------------------------------------------------------------------------------------
+
+LARGE = 10.0
+"""Nats; the paper's means are 10.68 to 12.83."""
+
+
+def kl_is_large(tables: Tables) -> Found:
+    """The mean KL of rounding is more than 10 nats."""
+    decodes = known(decodes_of(tables, "matched", "mean_kl"), "mean_kl")
+    free = known(decodes_of(tables, "free", "mean_kl"), "mean_kl")
+    weight = of_greedy_copies(free)
+    return larger(decodes["mean_kl"], decodes["unit"], LARGE).beside(float(np.average(free["mean_kl"], weights=weight)))
+
+
+def kl_is_within_the_bound(tables: Tables) -> Found:
+    """A diverging decode's mean KL is one that its largest logit difference allows."""
+    free = decodes_of(tables, "free", "mean_kl", "kl_bound")
+    free = known(free[free["flip_index"].notna()], "mean_kl", "kl_bound")
+    above = (free["mean_kl"] > free["kl_bound"]).astype(float)
+    return smaller(above, free["unit"], 0.5).beside(float(above.mean()))
+
+
+def kl_persists(tables: Tables) -> Found:
+    """Over the last quarter of the steps the mean KL is still above 1 nat."""
+    steps = table(tables, "kl_by_step", "protocol", "step", "mean_kl", "low", "high", "n_examples")
+    late = steps[steps["step"] >= 0.75 * steps["step"].max()]
+    free, matched = (late[late["protocol"] == protocol] for protocol in ("free", "matched"))
+    if matched.empty:
+        raise NotTestableError("table kl_by_step has no row of the matched protocol")
+    return larger_of_intervals(pooled(matched, "mean_kl", n="n_examples"), 1.0).beside(average(free, "mean_kl"))
+
+
+def kl_grows(tables: Tables) -> Found:
+    """The KL of rounding grows over the steps."""
+    growth, steps = table(tables, "growth", "model", "strategy", "protocol", "slope", "low", "high", "n"), _levels(tables)
+    relative = growth.merge(steps, on=["model", "strategy", "protocol"])
+    for name in ("slope", "low", "high"):
+        relative[name] *= relative["last"] / relative["level"].where(relative["level"] > 0)
+    free, matched = (relative[relative["protocol"] == protocol] for protocol in ("free", "matched"))
+    return larger_of_intervals(pooled(matched, "slope"), 0.0, 0.5).beside(average(free, "slope"))
+
+
+def _levels(tables: Tables) -> pd.DataFrame:
+    steps = table(tables, "kl_by_step", "model", "strategy", "protocol", "step", "mean_kl")
+    by = steps[steps["step"] > 0].groupby(["model", "strategy", "protocol"])
+    return by.agg(level=("mean_kl", "mean"), last=("step", "max")).reset_index()
+
+
+def js_goes_with_kl(tables: Tables) -> Found:
+    """Decodes of more KL have more JS."""
+    found = []
+    for protocol in ("free", "matched"):
+        decodes = known(decodes_of(tables, protocol, "mean_kl", "mean_js"), "mean_kl", "mean_js")
+        test = metrics.correlation(
+            decodes["mean_kl"], decodes["mean_js"], decodes["unit"], method="spearman", resamples=300
+        )
+        found.append(Found(test.effect, test.low, test.high, test.n, why=test.why))
+    if found[1].why:
+        raise NotTestableError(found[1].why)
+    return larger_of_intervals(found[1], 0.5).beside(found[0].matched)
+
+
+def gemma_parts_furthest(tables: Tables) -> Found:
+    """The Gemma model has the highest mean KL, strategy by strategy."""
+    means = {}
+    for protocol in ("matched", "free"):
+        decodes = known(decodes_of(tables, protocol, "mean_kl"), "mean_kl")
+        by = decodes.groupby(["unit", "model"])["mean_kl"].mean().unstack("model").dropna()
+        gemma = [name for name in by if "gemma" in str(name).lower()]
+        if len(gemma) != 1 or len(by.columns) < 2:
+            raise NotTestableError(
+                "it is of one Gemma model beside others, and these are " + ", ".join(map(str, by.columns))
+            )
+        others = by.drop(columns=gemma)
+        means[protocol] = by[gemma[0]] - others[others.mean().idxmax()]
+    return larger(means["matched"], means["matched"].index, 0.0).beside(means["free"].mean())
+
+
+def as_many_as_rows(tables: Tables) -> Found:
+    """The error of a mean KL is that of as many independent runs as there are pairs: copies and seeds count."""
+    free = known(decodes_of(tables, "free", "mean_kl"), "mean_kl")
+    free = free.loc[free.index.repeat(of_greedy_copies(free).astype(int))]
+    ratios = []
+    for _, group in free.groupby(["model", "strategy"]):
+        means = group.groupby("unit")["mean_kl"].mean()
+        by_row = group["mean_kl"].std() / len(group) ** 0.5
+        if len(means) >= MANY and by_row > 0:
+            ratios.append(means.std() / len(means) ** 0.5 / by_row)
+    if not ratios:
+        raise NotTestableError(f"no condition has {MANY} examples whose KL varies")
+    ratio, n = float(np.mean(ratios)), int(free["unit"].nunique())
+    why = f"the error over {n} examples is {ratio:.2f} times that over rows"
+    return Found(ratio, n=n, paper=1.0, verdict=HOLDS if ratio < 1.1 else FAILS, why=why)
+
+
+_RUN = "the paper's models and 700 problems on its GPU, greedy once, both protocols: kvinterp study --preset paper"
+
+CLAIMS = (
+    Claim(
+        "diverges-always", PAPER, "abstract, 6.1", "Cached and recomputed decoding write different texts in every run.",
+        "100% of 31,500", "share of decodes that part",
+        f"does not hold with one decode that never parts; holds with none in at least {MANY} examples",
+        _RUN, every_decode,
+    ),
+    Claim(
+        "diverges-greedy", PAPER, "abstract, 6.1", "So they do in every run under greedy decoding.",
+        "100%", "share of greedy decodes that part", "as diverges-always, greedy decodes alone", _RUN, every_greedy_decode,
+    ),
+    Claim(
+        "news-100", NEWS, "summary", "The texts differ in every case tested, which proves that caching is not equivalent.",
+        "100%", "share of decodes that part", "as diverges-always", _RUN, every_decode,
+    ),
+    Claim(
+        "not-sampling", PAPER, "4.2, 6.1", "Greedy decoding parts too, so sampling is not the cause.",
+        "100% of greedy runs", "share of examples whose greedy decode parts",
+        f"holds with one greedy decode that parts while a path run twice never differs; does not with none in {MANY} examples",
+        "the same two runs on the paper's GPU", greedy_parts_too,
+    ),
+    Claim(
+        "deterministic", PAPER, "1, 7.1", "The same input on the same hardware gives the same result on each path.",
+        "always", "share of steps at which a path run twice differs",
+        f"does not hold with one differing step; holds with none in {MANY} examples",
+        "each path twice on the paper's GPU, with and without deterministic algorithms", same_path_twice, if_equal="true",
+    ),
+    Claim(
+        "cache-is-the-source", PAPER, "3.4", "The execution path with a cache is exactly what makes the difference.",
+        "isolated", "share of steps at which the recompute path differs from itself among more rows",
+        f"does not hold with one such step, which has no cache in it; holds with none in {MANY} examples while the paths differ",
+        "the recompute path with a longer suffix on the paper's GPU", recompute_agrees_with_itself,
+    ),
+    Claim(
+        "seed-independent", PAPER, "1, 5.2", "Whether an example parts does not depend on the seed.",
+        "always-diverges in all", "share of examples that part under some seeds only",
+        "holds below 5%, does not above", _RUN, seeds_do_not_matter,
+    ),
+    Claim(
+        "kl-large", PAPER, "6.1, table 1", "Rounding moves the two distributions more than 10 nats apart on average.",
+        "10.68 to 12.83 nats", "mean KL in nats (left: free, greedy counted as often as there are seeds)",
+        "holds where the matched mean is above 10 nats, does not where it is below", _RUN, kl_is_large,
+    ),
+    Claim(
+        "kl-not-text", PAPER, "6.1", "Mean KL over all steps measures redistribution by rounding, not other texts.",
+        "10.68 to 12.83 nats", "share of diverging decodes whose mean KL is more than their largest logit difference allows",
+        "holds where fewer than half exceed half the square of it (measured while inputs are the same), does not where more do",
+        "the largest logit difference beside every mean KL, on the paper's GPU", kl_is_within_the_bound,
+    ),
+    Claim(
+        "kl-persists", PAPER, "6.1, figure 1", "KL stays high to the last step and does not approach zero.",
+        "about 10 nats", "mean KL over the last quarter of the steps, nats",
+        "holds where the matched mean is above 1 nat, does not where it is below", _RUN, kl_persists,
+    ),
+    Claim(
+        "kl-accumulates", PAPER, "6.1, figure 1", "Rounding errors accumulate over the decode steps instead of cancelling.",
+        "", "growth of KL over all steps, as a multiple of its mean",
+        "holds where matched KL grows, does not where it is shown to grow by less than half its mean", _RUN, kl_grows,
+    ),
+    Claim(
+        "js-confirms", PAPER, "4.3, 6.1", "JS goes the way of KL, so the pattern is no artefact of KL's unbounded range.",
+        "same trend", "Spearman correlation of a decode's mean JS with its mean KL",
+        "holds above 0.5, does not below; both are functions of the same logits, so that this confirms nothing by itself",
+        "nothing: no other measurement is in it", js_goes_with_kl,
+    ),
+    Claim(
+        "gemma-highest", PAPER, "6.1", "Gemma's paths are furthest apart under every strategy.",
+        "12.66 to 12.83 nats", "mean KL of the Gemma model less the highest of the others, nats",
+        "holds where the matched difference is above 0, does not where it is below", _RUN, gemma_parts_furthest,
+    ),
+    Claim(
+        "n-is-3500", PAPER, "5.1, 6.1", "A condition's mean KL rests on 3,500 independent run pairs.",
+        "3,500; CI ±0.05 nats", "error of a mean KL over examples, as a multiple of that over rows",
+        "holds below 1.1, does not above", "the same rows, clustered by problem", as_many_as_rows, if_equal="open",
+    ),
+)  # fmt: skip

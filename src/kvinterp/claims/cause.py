@@ -1,0 +1,232 @@
+"""Claims about the cause: FP16 arithmetic and the order of additions (FP16 paper, sections 2.2, 5.2 and 6.3)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pandas as pd
+
+from kvinterp import metrics
+from kvinterp.claims.base import (
+    FAILS,
+    HOLDS,
+    LEAST,
+    MANY,
+    OPEN,
+    Claim,
+    Found,
+    NotTestableError,
+    Tables,
+    average,
+    inside,
+    known,
+    larger,
+    table,
+)
+from kvinterp.claims.behaviour import NEWS, PAPER
+
+__all__ = ["CLAIMS"]
+
+TINY = 1e-20
+"""What a KL of exactly 0 is taken as where its logarithm is asked for: far below what float32 gives."""
+
+
+def _rung(tables: Tables, dtype: str, kernels: str = "native", protocol: str = "matched") -> pd.DataFrame:
+    columns = ("model", "id", "dtype", "kernels", "protocol", "failed", "flipped", "mean_kl", "max_abs_logit")
+    ladder = table(tables, "ladder", *columns)
+    ladder = ladder[~ladder["failed"].astype(bool)]
+    found = ladder[(ladder["dtype"] == dtype) & (ladder["kernels"] == kernels) & (ladder["protocol"] == protocol)]
+    if found.empty:
+        raise NotTestableError(f"the ladder has no rung of {dtype} with {kernels} kernels")
+    return found
+
+
+def _flipped(rung: pd.DataFrame) -> pd.Series:
+    return rung["flipped"].astype(bool).groupby(rung["id"]).max()
+
+
+def float32_flips_nothing(tables: Tables) -> Found:
+    """Float32 leaves no flip where float16 has some."""
+    half, single = (_flipped(_rung(tables, dtype)) for dtype in ("float16", "float32"))
+    share, n = metrics.share_of(single.to_numpy()), len(single)
+    found = Found(share.effect, share.low, share.high, n)
+    if single.any():
+        return dataclasses.replace(found, verdict=FAILS, why=f"{int(single.sum())} of {n} examples flip in float32")
+    found = dataclasses.replace(found, high=metrics.rule_of_three(n).high)
+    if not half.any():
+        raise NotTestableError(f"no token flips in float16 either, in {len(half)} examples: there is nothing to leave out")
+    why = f"{int(half.sum())} of {len(half)} examples flip in float16 and none of {n} in float32"
+    if n < MANY:
+        return dataclasses.replace(found, verdict=OPEN, why=f"{why}, of which fewer than {MANY} are too few")
+    return dataclasses.replace(found, verdict=HOLDS, why=why)
+
+
+def _orders(tables: Tables, column: str) -> Found:
+    """The orders of magnitude by which float32 makes a number smaller than float16 does."""
+    rows = _rung(tables, "float16").merge(_rung(tables, "float32"), on=["model", "id"], suffixes=("_half", "_single"))
+    rows = rows[rows[f"{column}_half"] > 0]
+    if rows.empty:
+        raise NotTestableError("the paths are bitwise equal in float16: there is nothing to reduce")
+    orders = np.log10(rows[f"{column}_half"]) - np.log10(rows[f"{column}_single"].clip(lower=TINY))
+    return larger(orders, rows["id"], 8.0)
+
+
+def eight_orders_of_kl(tables: Tables) -> Found:
+    """Float32's KL is eight orders of magnitude below float16's."""
+    found, beside = _orders(tables, "mean_kl"), np.nan
+    if "decodes" in tables:
+        # The paper's ratio: its free-running mean KL over the float32 floor.
+        free = tables["decodes"]
+        free = free.loc[free["protocol"] == "free", "mean_kl"].astype(float).mean()
+        floor = _rung(tables, "float32")["mean_kl"].mean()
+        beside = np.log10(free / max(floor, TINY)) if free > 0 else np.nan
+    return found.beside(beside)
+
+
+def eight_orders_of_logits(tables: Tables) -> Found:
+    """And so are its logit differences."""
+    return _orders(tables, "max_abs_logit").beside(eight_orders_of_kl(tables).paper)
+
+
+def order_is_the_cause(tables: Tables) -> Found:
+    """One fixed order of additions, still in float16, leaves no difference."""
+    native, fixed = (_rung(tables, "float16", kernels) for kernels in ("native", "batch_invariant"))
+    return _fixed_order(native, fixed, HOLDS, FAILS)
+
+
+def format_is_the_cause(tables: Tables) -> Found:
+    """Float16 suffices to make the difference, whatever the order."""
+    native, fixed = (_rung(tables, "float16", kernels) for kernels in ("native", "batch_invariant"))
+    return _fixed_order(native, fixed, FAILS, HOLDS)
+
+
+def _fixed_order(native: pd.DataFrame, fixed: pd.DataFrame, if_gone: str, if_left: str) -> Found:
+    differs, left = (rung.groupby("id")["max_abs_logit"].max() > 0 for rung in (native, fixed))
+    if not differs.any():
+        raise NotTestableError("the paths are bitwise equal in float16 with the machine's own kernels")
+    share, n = metrics.share_of(left.to_numpy()), len(left)
+    found = Found(share.effect, share.low, share.high, n, float(differs.mean()))
+    if left.any():
+        return dataclasses.replace(
+            found, verdict=if_left, why=f"{int(left.sum())} of {n} examples differ in a fixed order too"
+        )
+    if n < LEAST:
+        raise NotTestableError(f"no example of {n} differs in a fixed order, and fewer than {LEAST} decide nothing")
+    why = f"none of {n} examples differs in a fixed order, {int(differs.sum())} of {len(differs)} do otherwise"
+    return dataclasses.replace(found, high=metrics.rule_of_three(n).high, verdict=if_gone, why=why)
+
+
+# Sums, writing, and what follows -----------------------------------------------------------------------------------------
+
+
+def _sums(tables: Tables, product: str) -> pd.DataFrame:
+    sums = table(tables, "accumulation", "product", "length", "head_dim", "accumulate", "seed", "mean_relative")
+    return sums[(sums["product"] == product) & (sums["accumulate"] == "float16")]
+
+
+def _grown(sums: pd.DataFrame, over: str, low: float, high: float) -> pd.Series:
+    by = sums[sums[over].isin([low, high])].groupby(["seed", over])["mean_relative"].mean().unstack(over)
+    if by.shape[1] < 2:
+        raise NotTestableError(f"no sums of {over.replace('_', ' ')} {low:g} and {high:g}")
+    return by[high] / by[low]
+
+
+def sums_do_not_grow(tables: Tables) -> Found:
+    """The error of a sum over 128 positions is that of one over 16."""
+    values, scores = _sums(tables, "values"), _sums(tables, "scores")
+    ratio = _grown(values, "length", 16, 128)
+    return inside(ratio, ratio.index, 0.8, 1.25).beside(_grown(scores, "length", 16, 128).mean())
+
+
+def sums_go_with_the_head(tables: Tables) -> Found:
+    """The error of a score grows with the width of a head."""
+    sums = _sums(tables, "scores")
+    widths = sums["head_dim"].astype(float)
+    ratio = _grown(sums.assign(head_dim=widths), "head_dim", widths.min(), widths.max())
+    return larger(ratio, ratio.index, 1.25)
+
+
+def written_alone_differs(tables: Tables) -> Found:
+    """K and V differ where they are written."""
+    written = table(tables, "kv_write", "kernels", "prompt", "relative_error")
+    native = written[written["kernels"] == "native"]
+    if native["prompt"].nunique() < LEAST:
+        raise NotTestableError(
+            f"{native['prompt'].nunique()} prompts were looked at, and fewer than {LEAST} decide nothing"
+        )
+    by = native.groupby("prompt")["relative_error"].max()
+    share = metrics.share_of((by > 0).to_numpy())
+    verdict = HOLDS if share.effect > 0.5 else FAILS
+    why = f"K or V of {int((by > 0).sum())} of {len(by)} prompts differ where the input is bitwise the same"
+    return Found(average(native, "relative_error"), share.low, share.high, len(by), verdict=verdict, why=why)
+
+
+def errors_compound(tables: Tables) -> Found:
+    """One layer's rounding is larger at the last layer, relative to the stream."""
+    rows = table(tables, "propagation", "model", "prompt", "source", "layer", "l2_growth", "relative_growth")
+    rows = rows[rows["source"] == 0]
+    last = known(rows[rows["layer"] == rows.groupby("model")["layer"].transform("max")], "l2_growth", "relative_growth")
+    last = last[(last["relative_growth"] > 0) & (last["l2_growth"] > 0)]
+    found = larger(np.log(last["relative_growth"]), last["prompt"], 0.0)
+    return found.through(np.exp).beside(float(np.exp(np.log(last["l2_growth"]).mean())))
+
+
+_RUN = "the precision ladder with a fixed order of additions in float16 on the paper's GPU"
+
+CLAIMS = (
+    Claim(
+        "fp32-no-flips", PAPER, "abstract, 6.3, table 2", "In FP32 no token flips.",
+        "0.0%, n not given", "share of examples with a flip in float32",
+        f"does not hold with one flip; holds with none in {MANY} examples while float16 flips some",
+        "as many examples as flip in FP16, with 3/n beside the zero", float32_flips_nothing,
+    ),
+    Claim(
+        "news-fp32", NEWS, "summary", "FP32 eliminates token flips, which pinpoints the cause.",
+        "0", "as fp32-no-flips", "as fp32-no-flips", "as fp32-no-flips", float32_flips_nothing,
+    ),
+    Claim(
+        "eight-orders", PAPER, "abstract, 6.3", "FP32 makes KL smaller by more than eight orders of magnitude.",
+        "more than 8", "orders of magnitude between float16's and float32's mean KL (left: free KL over the float32 floor)",
+        "holds where the matched ratio is above eight orders, does not where it is below", _RUN, eight_orders_of_kl,
+    ),
+    Claim(
+        "eight-orders-logits", NEWS, "summary", "FP32 makes the divergence smaller by eight orders of magnitude.",
+        "8", "orders of magnitude between the largest logit differences (KL goes with their square)",
+        "holds above eight orders, does not below", _RUN, eight_orders_of_logits,
+    ),
+    Claim(
+        "order-causes", PAPER, "abstract, 2.2", "FP16 sums taken in another order are the sole cause.",
+        "sole driver", "share of examples that differ in float16 in one fixed order (left: with the machine's own kernels)",
+        "holds where a fixed order leaves no difference and the machine's own kernels make one; does not where one is left",
+        _RUN, order_is_the_cause,
+    ),
+    Claim(
+        "format-causes", PAPER, "6.3", "Not the mechanism but the format, FP16, makes the divergence: it suffices.",
+        "dominant and sufficient", "share of examples that differ in float16 in one fixed order (left: machine's own kernels)",
+        "holds where float16 in a fixed order still differs, does not where it does not though other kernels do",
+        _RUN, format_is_the_cause,
+    ),
+    Claim(
+        "sums-flat", PAPER, "5.2, 6.3", "The relative error of attention's sums does not depend on the length.",
+        "flat from 16 to 128", "error over 128 positions as a multiple of that over 16 (left: scores, which add over the head)",
+        "of sums over positions, added in float16: holds within 0.8 to 1.25, does not outside",
+        "arithmetic: it needs no hardware", sums_do_not_grow, if_equal="open",
+    ),
+    Claim(
+        "sums-head", PAPER, "6.3, 7.2", "The error is determined by the width of a head.",
+        "", "error of a score of the widest head as a multiple of the narrowest's",
+        "holds above 1.25, does not below", "arithmetic: it needs no hardware", sums_go_with_the_head, if_equal="open",
+    ),
+    Claim(
+        "born-at-writing", PAPER, "5.2", "The error originates where K and V are written, one token alone or jointly.",
+        "", "mean relative error of K and V from bitwise equal input; the interval is of the share of prompts",
+        "holds where K or V differ in most prompts, does not otherwise",
+        "the same with the GPU's own kernels", written_alone_differs,
+    ),
+    Claim(
+        "compounds", PAPER, "5.2", "One layer's rounding compounds over the layers.",
+        "", "error at the last layer as a multiple of that at layer 0, relative to the stream (left: absolute L2)",
+        "holds above 1, does not below", "the same on the paper's models", errors_compound, if_equal="open",
+    ),
+)  # fmt: skip

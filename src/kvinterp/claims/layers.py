@@ -1,0 +1,209 @@
+"""Claims about which layers and heads the divergence arises in (FP16 paper, sections 2.4, 6.2 and 7.2)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from kvinterp.claims.base import (
+    FAILS,
+    HOLDS,
+    LEAST,
+    Claim,
+    Found,
+    NotTestableError,
+    Tables,
+    average,
+    known,
+    larger,
+    larger_of_intervals,
+    pooled,
+    smaller,
+    table,
+)
+from kvinterp.claims.behaviour import NEWS, PAPER
+
+__all__ = ["CLAIMS"]
+
+BARE = "relative_l2_without_top3"
+"""What is left of a drift beside the stream's size and its three largest dimensions."""
+SHARP = 2.0
+"""A jump is a layer whose drift is more than twice that of the layer before."""
+
+
+def _drift(tables: Tables, protocol: str, *columns: str) -> pd.DataFrame:
+    rows = table(tables, "layer_drift", "model", "example", "step", "layer", "protocol", *columns)
+    # Step 0 is the prefill's, the same computation on both paths.
+    return rows[(rows["protocol"] == protocol) & (rows["step"] > 0)]
+
+
+def _named(rows: pd.DataFrame, *names: str) -> pd.DataFrame:
+    found = rows[rows["model"].astype(str).str.lower().str.contains("|".join(names))]
+    if found.empty:
+        raise NotTestableError(f"it is of {' and '.join(names)} models, and there is none of those")
+    return found
+
+
+def _by_layer(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """A row a model and example, a column a layer: the mean over steps; only those that drift in every layer."""
+    by = rows.groupby(["model", "example", "layer"])[column].mean().unstack("layer")
+    return by[(by > 0).all(axis=1)]
+
+
+def _jump(rows: pd.DataFrame, column: str) -> pd.Series:
+    """The logarithm of layer 1's drift over layer 0's, by model and example."""
+    by = _by_layer(rows, column)
+    if not {0, 1} <= set(by.columns) or by.empty:
+        raise NotTestableError("no example drifts in layers 0 and 1")
+    return np.log(by[1] / by[0])
+
+
+def _free_jump(tables: Tables, *names: str) -> float:
+    """The paper's number: the ratio of the mean absolute distances."""
+    rows = _drift(tables, "free", "l2")
+    rows = _named(rows, *names) if names else rows
+    means = rows[rows["layer"].isin([0, 1])].groupby("layer")["l2"].mean()
+    return float(means.get(1, np.nan) / means.get(0, np.nan))
+
+
+def sharp_at_layer_1(tables: Tables) -> Found:
+    """Llama and Mistral models jump at layer 1."""
+    jump = _jump(_named(_drift(tables, "matched", BARE), "llama", "mistral"), BARE)
+    found = larger(jump, jump.index.get_level_values("example"), np.log(SHARP))
+    return found.through(np.exp).beside(_free_jump(tables, "llama", "mistral"))
+
+
+def gemma_is_flat(tables: Tables) -> Found:
+    """No layer of the Gemma model drifts much more than another."""
+    by = _by_layer(_named(_drift(tables, "matched", BARE), "gemma"), BARE)
+    if by.shape[1] < 2 or by.empty:
+        raise NotTestableError("no example of the Gemma model drifts in all layers")
+    means = _named(_drift(tables, "free", "l2"), "gemma").groupby("layer")["l2"].mean()
+    ratio = np.log(by.max(axis=1) / by.min(axis=1))
+    found = smaller(ratio, ratio.index.get_level_values("example"), np.log(SHARP)).through(np.exp)
+    return found.beside(float(means.max() / means.min()) if means.min() > 0 else np.nan)
+
+
+def decorrelated(tables: Tables) -> Found:
+    """The streams are hardly alike at layer 0 already."""
+    rows, free = (_drift(tables, protocol, "cosine") for protocol in ("matched", "free"))
+    first = known(rows[rows["layer"] == 0], "cosine")
+    return smaller(first["cosine"], first["example"], 0.9).beside(average(free[free["layer"] == 0], "cosine"))
+
+
+def rows_hold_the_same_token(tables: Tables) -> Found:
+    """At every step whose drift is measured in the free protocol both paths have read the same tokens."""
+    rows = table(tables, "layer_drift_rows", "model", "protocol", "rows", "removed")
+    free = rows[rows["protocol"] == "free"]
+    count, removed = int(free["rows"].sum()), int(free["removed"].sum())
+    if not count:
+        raise NotTestableError("no row is of the free protocol")
+    n = int(table(tables, "layer_drift", "example")["example"].nunique())
+    share = removed / count
+    if n < LEAST:
+        raise NotTestableError(f"there are {n} examples, and fewer than {LEAST} decide nothing")
+    why = f"{removed} of {count} rows are of steps at which the paths had read other tokens"
+    return Found(0.0, 0.0, 0.0, n, share, verdict=FAILS if removed else HOLDS, why=why)
+
+
+def layers_are_significant(tables: Tables) -> Found:
+    """Nearly every layer's drift differs from that of the layer before."""
+    tests = table(tables, "layer_tests", "model", "layer", "contrast", "test", "n", "p_bh")
+    if "measure" in tests:
+        tests = tests[tests["measure"].isin(["l2", BARE])]
+    tests = tests[(tests["contrast"] == "previous layer") & tests["p_bh"].notna()]
+    paired = tests[tests["test"].str.contains("ilcoxon")]
+    if paired.empty or paired["n"].min() < LEAST:
+        raise NotTestableError(f"no layer is tested against the one before over {LEAST} examples, pair by pair")
+    beside = tests[tests["test"].str.contains("itney")]
+    bare = paired[paired["measure"] == BARE] if "measure" in paired and BARE in set(paired["measure"]) else paired
+    share, count = float((bare["p_bh"] <= 0.05).mean()), len(bare)
+    why = f"{int((bare['p_bh'] <= 0.05).sum())} of {count} layers; corrected by Benjamini and Hochberg over all of them"
+    found = Found(share, n=int(bare["n"].min()), verdict=HOLDS if share >= 0.95 else FAILS, why=why)
+    return found.beside(float((beside["p_bh"] <= 0.05).mean()) if len(beside) else np.nan)
+
+
+# Heads that share K and V ----------------------------------------------------------------------------------------------
+
+
+def errors_of_a_group_go_together(tables: Tables) -> Found:
+    """Attention errors of heads that share K and V go together more than those of heads that do not."""
+    rows = table(tables, "head_correlation", "layer", "kind", "r", "low", "high", "n")
+    kinds = {name: rows[rows["kind"] == name] for name in ("within", "within - across")}
+    if kinds["within - across"].empty:
+        raise NotTestableError("table head_correlation has no difference of within and across")
+    found = larger_of_intervals(pooled(kinds["within - across"], "r"), 0.0, 0.1)
+    return found.beside(average(kinds["within"], "r"))
+
+
+def one_error_reaches_the_group(tables: Tables) -> Found:
+    """An error in one KV head touches as many query heads as share it, and no other."""
+    rows = table(tables, "gqa", "prompt", "heads_touched", "query_heads_per_kv_head")
+    touched = rows["heads_touched"] / rows["query_heads_per_kv_head"]
+    n = int(rows["prompt"].nunique())
+    verdict = HOLDS if (touched == 1).all() else FAILS
+    why = f"{int((touched == 1).sum())} of {len(rows)} planted errors touch just these"
+    return Found(float(touched.mean()), float(touched.min()), float(touched.max()), n, verdict=verdict, why=why)
+
+
+def sharing_amplifies(tables: Tables) -> Found:
+    """The more query heads share a KV head, the larger what one error does to the attention output."""
+    rows = table(tables, "gqa", "prompt", "query_heads_per_kv_head", "attn_out")
+    if rows["query_heads_per_kv_head"].nunique() < 2:
+        raise NotTestableError("all models share K and V among as many heads")
+    by = rows.groupby(["prompt", "query_heads_per_kv_head"])["attn_out"].median().unstack().dropna()
+    by = by[(by > 0).all(axis=1)]
+    slopes = [np.polyfit(np.log2(by.columns.to_numpy(float)), np.log2(row), 1)[0] for row in by.to_numpy()]
+    return larger(slopes, by.index, 0.0)
+
+
+_RUN = "drift without the largest three dimensions, at steps whose input tokens agree, on the paper's models"
+_SAME = "one model with its K and V heads repeated: another ratio and the same function"
+
+CLAIMS = (
+    Claim(
+        "layer-1", PAPER, "6.2", "In LLaMA-2 and Mistral the drift jumps at layer 1.",
+        "to 362 and 902 in L2", "drift of layer 1 as a multiple of layer 0's (left: absolute L2, free)",
+        "of relative drift without the three largest dimensions: holds above twice, does not below",
+        _RUN, sharp_at_layer_1,
+    ),
+    Claim(
+        "news-layer-1", NEWS, "summary", "Models with grouped-query attention diverge sharply at the first layer.",
+        "", "as layer-1", "as layer-1 (LLaMA-2-7B, which the paper names for it, shares no K and V)", _RUN, sharp_at_layer_1,
+    ),
+    Claim(
+        "gemma-flat", PAPER, "6.2", "In Gemma the drift is flat over all layers.",
+        "1.0 to 1.4 in L2", "largest layer's drift as a multiple of the smallest's (left: absolute L2, free)",
+        "of relative drift without the three largest dimensions: holds below twice, does not above", _RUN, gemma_is_flat,
+    ),
+    Claim(
+        "decorrelated", PAPER, "6.2", "After one layer the hidden states of the two paths are nearly decorrelated.",
+        "cosine 0.49, 0.015, 0.85", "cosine of the streams after layer 0, same input tokens",
+        "holds below 0.9, does not above", "the input token of both paths beside every cosine", decorrelated,
+    ),
+    Claim(
+        "drift-is-rounding", PAPER, "5.2, 6.2", "Drift between free-running paths shows how rounding errors propagate.",
+        "", "left: share of the free protocol's rows at which the paths had read other tokens",
+        "does not hold with one such row; holds with none", _RUN, rows_hold_the_same_token, if_equal="true",
+    ),
+    Claim(
+        "layers-significant", PAPER, "4.4, 6.2", "Nearly every layer changes the drift significantly.",
+        "25 of 26 layers of Gemma", "share of layers significant against the layer before (left: Mann-Whitney on absolute L2)",
+        "holds at 95% of the layers or more by Wilcoxon's test, paired by example; does not below", _RUN, layers_are_significant,
+    ),
+    Claim(
+        "group-errors", PAPER, "1, 2.4", "Query heads that share K and V have correlated errors, others independent ones.",
+        "", "correlation of attention errors within a KV group less that across groups (left: within)",
+        "holds above 0, does not where it is shown to be below 0.1", _SAME, errors_of_a_group_go_together,
+    ),
+    Claim(
+        "group-broadcast", PAPER, "1, 2.4", "One error in a KV head reaches every query head that shares it, and only these.",
+        "R heads", "query heads touched, as a multiple of those that share", "holds where it is one for every planted error",
+        "arithmetic: it needs no hardware", one_error_reaches_the_group, if_equal="open",
+    ),
+    Claim(
+        "gqa-amplifies", PAPER, "2.4, 7.4", "The more query heads share a KV head, the more divergence one error makes.",
+        "4:1 above 1:1", "doublings of the attention output's error with each doubling of the ratio",
+        "holds above 0, does not below", _SAME, sharing_amplifies, if_equal="open",
+    ),
+)  # fmt: skip

@@ -1,0 +1,86 @@
+"""What is said of the claims of the papers and posts: a sentence of each, and how the verdicts were come by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from kvinterp.claims import FAILS, HOLDS, OPEN
+from kvinterp.reading.numbers import counted, listed, number, upper
+
+__all__ = ["claim_said", "claims_said", "how_decided"]
+
+
+def claims_said(claims: pd.DataFrame) -> list[str]:
+    """A table of claims in sentences: how it was decided, how many hold, then each that was decided, and why others were not.
+
+    Args:
+        claims: As :func:`kvinterp.claims.claims_of` gives it.
+    """
+    if claims.empty:
+        return ["No claim was looked for."]
+    counts = claims["verdict"].value_counts()
+    sources = listed(
+        [counted(int(n), f"claim of the {name}") for name, n in claims["source"].value_counts(sort=False).items()]
+    )
+    hold, fail, open_ = (counts.get(verdict, 0) for verdict in (HOLDS, FAILS, OPEN))
+    lines = [f"Of {sources}, {hold} hold here, {fail} do not and {open_} are not testable here.", how_decided(claims)]
+    decided = claims[claims["verdict"] != OPEN]
+    lines += [claim_said(row) for row in decided.to_dict("records")]
+    return lines + _not_testable(claims[claims["verdict"] == OPEN])
+
+
+def how_decided(claims: pd.DataFrame) -> str:
+    """How verdicts are come by, and for how many tests they are corrected."""
+    tested = int(claims["p"].notna().sum())
+    said = (
+        "A claim holds here where the effect under the control is shown to lie on its side of the bound that its rule names, "
+        "does not where it is shown to lie on the other, and is not testable here between the two or without data. "
+    )
+    if not tested:
+        return said + "None of these verdicts rests on a test."
+    rest = "verdict rests" if tested == 1 else "verdicts rest"
+    return (
+        f"{said}{tested} of these {rest} on a test, corrected by Holm for all tests of the table, those for a claim and those "
+        "against one apart (a claim of two sources is one test): the chance that any one of either kind is an accident is "
+        "at most 5%. The others rest on a count, such as one counterexample to what is said of every case."
+    )
+
+
+def claim_said(row: Mapping[str, Any]) -> str:
+    """One claim, what was found of it, and the verdict.
+
+    Args:
+        row: Of the table.
+    """
+    said = f"{_VERDICT[row['verdict']]}: {row['claim']} ({row['source']}, {row['section']}"
+    said += f": {row['paper_value']})" if row["paper_value"] else ")"
+    found = []
+    if pd.notna(row["paper_protocol"]):
+        found.append(f"{number(row['paper_protocol'])} under its protocol")
+    if pd.notna(row["matched"]):
+        found.append(f"{number(row['matched'])}{_interval(row)} under the control")
+    said += f" {upper(row['measure'])}: {'; '.join(found) or 'no number'}" if found or row["verdict"] != OPEN else ""
+    if row["n"]:
+        said += f", n = {int(row['n'])}"
+    if pd.notna(row["p"]):
+        said += f", p = {number(row['p'])}, corrected {number(row['p_corrected'])}"
+    return f"{said}. {upper(row['why'])}." if row["why"] else f"{said}."
+
+
+_VERDICT = {HOLDS: "Holds here", FAILS: "Does not hold here", OPEN: "Not testable here"}
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    if pd.isna(row["low"]) or row["low"] == row["high"]:
+        return ""
+    return f" (95% interval {number(row['low'])} to {number(row['high'])})"
+
+
+def _not_testable(claims: pd.DataFrame) -> list[str]:
+    """Those that could not be decided, a sentence for each reason."""
+    return [
+        f"Not testable here since {why}: {listed(list(group['id']))}." for why, group in claims.groupby("why", sort=False)
+    ]
