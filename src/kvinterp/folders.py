@@ -23,8 +23,9 @@ EXISTING = {
     "use": "a finished result with the same settings is read instead of computed again",
 }
 FIGURES = re.compile(
-    r"(kl_by_step|drift_by_layer|attention_by_head|kv_by_position|precision_ladder|recovery|decomposition|root_cause"
-    r"|eval_scores|chain_|equivalent_noise|kv_error|susceptibility|mitigations).*\.png"
+    r"([a-z0-9-]+-)?(kl_by_step|drift_by_layer|attention_by_head|kv_by_position|precision_ladder|recovery|decomposition|root_cause"
+    r"|eval_scores|chain_|equivalent_noise|kv_error|susceptibility|mitigations|behaviour|boundary|layer_drift|localisation)"
+    r".*\.png"
 )
 """The names of every figure that goes into a result's folder, under ``figures``."""
 

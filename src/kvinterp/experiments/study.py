@@ -23,6 +23,7 @@ from kvinterp.experiments.base import Experiment, How, Outcome, option, shared
 from kvinterp.experiments.composed import (
     Part,
     cells_table,
+    claims_table,
     labelled,
     of_part,
     read_choice,
@@ -190,7 +191,7 @@ class Study(Experiment):
 
     def names(self) -> list[str]:
         """The tables of all its experiments, and its own files."""
-        tables = dict.fromkeys(table for part in self.parts for table in part.experiment.TABLES)
+        tables = dict.fromkeys(["claims", *(table for part in self.parts for table in part.experiment.TABLES), "cells"])
         return [*(f"{table}.parquet" for table in tables), *super().names()]
 
     def asked(self) -> dict[str, Any]:
@@ -261,7 +262,8 @@ class Study(Experiment):
             "settings": settings,
             "sha256": {},
         }
-        return self.found(found, {**labelled(found), "cells": listed}, summary)
+        tables = labelled(found)
+        return self.found(found, {"claims": claims_table(tables), **tables, "cells": listed}, summary)
 
     def found(
         self, parts: Mapping[Part, Outcome], tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
