@@ -25,7 +25,7 @@ def but(world: World, **changed: object) -> World:
 OTHERWISE = World(
     n=60, differing_null=9, flips_single=4, right=0.25, other=0.75, gemma=-1e-6, residual=0.5, cumulative=0.5, cache=0.1,
     state=0.1, percent=(70.0, 60.0, 99.0), factors=0.2, chains=0.1, keys=0.1, wider=1.0, written=0.0, compounds=0.5,
-    broadcast=0.5, amplifies=-0.5, fixed=1e-6, drift=(1e-3, 1e-3, 5e-3, 5e-3), twice=3, js=-1,
+    broadcast=0.5, amplifies=-0.5, fixed=1e-6, drift=(1e-3, 1e-3, 5e-3, 5e-3), twice=3, js=-1, repeated=1.6,
 )  # fmt: skip
 """Where most of what is claimed is wrong; the paths differ as rounding makes them differ."""
 LINKED = but(CLAIMED, link=0.9, common=0.0)
@@ -112,6 +112,32 @@ def test_few_examples_decide_nothing_but_by_counterexample():
     tested = found["p"].notna()
     assert set(found.index[tested]) <= {"sums-flat", "sums-head", "exact-chains", "keys-matter", "not-monotone"}
     assert (found.loc[found["verdict"] != OPEN, "why"].str.len() > 0)[~tested].all()
+
+
+def test_models_of_several_kinds_are_told_apart():
+    """A study calls a model by its kind too; its two Gemma models are one side of the claim on Gemma."""
+    tables = made(CLAIMED)
+    more = {
+        name: pd.concat([table.assign(model=table["model"] + f" ({kind})") for kind in ("native", "hooked")])
+        for name, table in tables.items()
+        if "model" in table
+    }
+    wanted = [claim for claim in CLAIMS if claim.id in ("gemma-highest", "layer-1", "gemma-partial", "diverges-greedy")]
+    one, two = (claims_of(each, wanted) for each in (tables, more))
+    assert two["n"].tolist() == one["n"].tolist()
+    assert two["verdict"].tolist() == one["verdict"].tolist() == [HOLDS] * 4
+
+
+def test_every_position_is_the_control_of_patching_one():
+    tables = made(CLAIMED)
+    recovery = tables["recovery"].assign(positions="newest")
+    every = recovery[(recovery["site"] == "resid_post") & (recovery["protocol"] == "matched")]
+    every = every.assign(positions="all", recovery=0.95)
+    wanted = [claim for claim in CLAIMS if claim.id in ("residual-single", "residual-all")]
+    found = claims_of({**tables, "recovery": pd.concat([recovery, every], ignore_index=True)}, wanted)
+    assert found["verdict"].tolist() == [FAILS, FAILS]
+    assert found["matched"].tolist() == pytest.approx([0.95, 0.95])
+    assert found["paper_protocol"].tolist() == pytest.approx([0.0, -0.3], abs=0.05)
 
 
 # The rules -------------------------------------------------------------------------------------------------------------

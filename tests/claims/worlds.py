@@ -61,6 +61,7 @@ class World:
     compounds: float = 2.0
     broadcast: float = 1.0
     amplifies: float = 0.5
+    repeated: float = 1.0
     residual: float = 0.9
     cumulative: float = 0.9
     cache: float = 0.9
@@ -282,7 +283,13 @@ def _cause(world: World, rng: np.random.Generator) -> dict[str, pd.DataFrame]:
         (k, ratio, ratio * world.broadcast, 1e-4 * ratio**world.amplifies * np.exp(0.1 * rng.normal()))
         for k in range(n) for ratio in HEADS_PER_KV
     ]  # fmt: skip
+    repeated = [
+        ("mistral-like", times, 4 // times, "native", f"p{k}", world.half**0.5 * (1.5 if times == 1 else world.repeated))
+        for k in range(n) for times in (1, 2, 4)
+    ]  # fmt: skip
+    columns_of_copies = ["model", "repeated", "query_heads_per_kv_head", "kernels", "id", "rms_logit"]
     return {
+        "repeated_heads": pd.DataFrame(repeated, columns=columns_of_copies),
         "ladder": pd.concat(ladder, ignore_index=True),
         "accumulation": pd.DataFrame(sums, columns=columns),
         "propagation": pd.DataFrame(grown, columns=["model", "prompt", "source", "layer", "l2_growth", "relative_growth"]),

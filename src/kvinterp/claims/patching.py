@@ -16,9 +16,11 @@ MOST = 0.5
 def _recovered(tables: Tables, site: str, sweep: str, direction: str, protocol: str) -> pd.DataFrame:
     columns = ("model", "example", "site", "sweep", "layer", "direction", "protocol", "recovery", "defined")
     rows = table(tables, "recovery", *columns)
-    # The paper patches at the first decode step alone; its control at all of them.
+    # The paper patches the newest position at the first decode step; its control every position at every step.
     chosen = (rows["site"] == site) & (rows["sweep"] == sweep) & (rows["direction"] == direction)
     rows = rows[chosen & (rows["protocol"] == protocol) & rows["defined"].astype(bool)]
+    if site == "resid_post" and "positions" in rows and protocol == "matched" and (rows["positions"] == "all").any():
+        rows = rows[rows["positions"] == "all"]
     if "step_set" in rows and rows["step_set"].nunique() > 1:
         rows = rows[(rows["step_set"] == "first") == (protocol == "free")]
     if rows.empty:
@@ -90,12 +92,12 @@ _RUN = "K and V patched directly, in both directions, beside all positions of th
 CLAIMS = (
     Claim(
         "residual-single", PAPER, "abstract, 6.5", "Patching the residual stream of one layer recovers almost nothing.",
-        "below 1% (median)", "median recovery over layers (left: first step, free; right: all steps, matched)",
+        "below 1% (median)", "median recovery over layers (left: one position and step, free; right: all, matched)",
         "holds below 5%, does not above", _RUN, one_layer_recovers_nothing,
     ),
     Claim(
         "residual-all", PAPER, "abstract, 6.5", "Patching the residual stream of all layers makes the paths differ more.",
-        "negative in 3 of 3 models", "mean recovery with all layers patched (left: first step, free; right: all steps, matched)",
+        "negative in 3 of 3 models", "mean recovery, all layers (left: one position and step, free; right: all, matched)",
         "holds below 0, does not above", _RUN, all_layers_make_it_worse,
     ),
     Claim(
