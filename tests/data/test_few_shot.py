@@ -126,7 +126,8 @@ def test_a_source_is_no_prompt(small: Adapter) -> None:
     for text in ("gsm8k(test.jsonl)", "arithmetic(3)", "arithmetic:3"):
         with pytest.raises(kv.InputError, match="names a generator"):
             encode(small, text, 1)
-    assert encode(small, "f(3)", 1)
+    for text in ("f(3)", "Restate (in short)", "restate (in short)"):
+        assert encode(small, text, 1) == small.encode(text)
 
 
 def test_a_comparison_keeps_which_problems_were_asked_and_which_shown(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def _numbered(examples: list[Example], name: str) -> list[Example]:
 
 
 SOURCES: dict[str, type[FewShot]] = spec.named(Gsm8k, Jsonl, Arithmetic, Restate, Instructions)
-_FORM = re.compile(rf"\s*({'|'.join(SOURCES)})\s*\(.*\)\s*", re.DOTALL | re.IGNORECASE)
+_FORM = re.compile(rf"\s*({'|'.join(SOURCES)})\(.*\)\s*", re.DOTALL)
 
 
 def names_source(text: str) -> bool:
