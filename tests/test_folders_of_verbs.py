@@ -147,13 +147,13 @@ def test_a_bad_option_costs_no_result_and_leaves_no_lock(tmp_path: Path, command
 @pytest.mark.usefixtures("no_model")
 def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb: str) -> None:
     """It was removed without a word."""
-    Record(tmp_path / "marked").begin({"verb": "study"})
+    Record(tmp_path / "marked").begin({"verb": "survey"})
     write_whole(tmp_path / "marked" / "table.parquet", b"half")
-    Parts(tmp_path / "parts", {"verb": "study"}).keep("one", {"table": TABLE})
+    Parts(tmp_path / "parts", {"verb": "survey"}).keep("one", {"table": TABLE})
     before = content(tmp_path)
-    wrong("holds an unfinished result of 'study'", *VERBS[verb], "--out", tmp_path / "marked")
+    wrong("holds an unfinished result of 'survey'", *VERBS[verb], "--out", tmp_path / "marked")
     if verb != "audit":  # An audit leaves parts alone.
-        wrong("holds an unfinished result of 'study'", *VERBS[verb], "--out", tmp_path / "parts")
+        wrong("holds an unfinished result of 'survey'", *VERBS[verb], "--out", tmp_path / "parts")
     assert content(tmp_path) == before
 
 

@@ -93,7 +93,7 @@ def _of_two() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "EXPERIMENTS", ("lengths", "longest"))
         patch.setattr(study, "experiment_named", {"lengths": Lengths, "longest": Longest}.get)
-        patch.setitem(study.PRESETS, "quick", study.PRESETS["quick"] | {"more": (), "prompts": "arithmetic:2"})
+        patch.setitem(study.PRESETS, "quick", study.PRESETS["quick"] | {"more": {}, "prompts": "arithmetic:2"})
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,7 +16,17 @@ from kvinterp.cells import Cell, Made
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome
 
-__all__ = ["Part", "cells_table", "labelled", "of_part", "read_choice", "tables_of_part", "united", "way_of"]
+__all__ = [
+    "Part",
+    "cells_table",
+    "claims_table",
+    "labelled",
+    "of_part",
+    "read_choice",
+    "tables_of_part",
+    "united",
+    "way_of",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +133,31 @@ def tables_of_part(part: Part, tables: Mapping[str, pd.DataFrame], kinds: Iterab
         else:
             found[name] = table[table["kind"] == part.kind].drop(columns="kind").reset_index(drop=True)
     return found
+
+
+class _Asked(dict[str, pd.DataFrame]):
+    """Tables that are not there; it notes for which one is asked first."""
+
+    name = ""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.name = self.name or name
+        return default
+
+
+def claims_table(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """What tables say of each claim, and in ``table`` which of them it rests on first."""
+    from kvinterp.claims import CLAIMS, claims_of
+    from kvinterp.claims.base import NotTestableError
+
+    asked = {}
+    for claim in CLAIMS:
+        nothing = _Asked()
+        with contextlib.suppress(NotTestableError):
+            claim.look(nothing)
+        asked[claim.id] = nothing.name
+    claims = claims_of(tables)
+    return claims.assign(table=claims["id"].map(asked))
 
 
 # Choices ---------------------------------------------------------------------------------------------------------------

@@ -129,8 +129,15 @@ class Localisation(OfModels):
             "decompositions": [{"model": model, **found.summary()} for model, found in splits.items()],
             "by_layer": tables["recovery_by_layer"].to_dict("records"),
             "provenance": about,
+            "told": {each["model"]: each["parts"] for _, each in patched.values()},
         }
         return Outcome((sweeps, splits), tables, summary)
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The sweeps and the splits from their tables."""
+        own = {name: table for name, table in tables.items() if name not in ("chosen", "recovery_by_layer")}
+        told: dict[str, Made] = {name: ({}, {"model": name, "parts": each}) for name, each in summary["told"].items()}
+        return Outcome(_found(own, told), tables, summary)
 
     figures = Experiment.figures
     sentences = Experiment.sentences

@@ -23,6 +23,7 @@ from kvinterp.experiments.base import Experiment, How, Outcome, option, shared
 from kvinterp.experiments.composed import (
     Part,
     cells_table,
+    claims_table,
     labelled,
     of_part,
     read_choice,
@@ -30,7 +31,7 @@ from kvinterp.experiments.composed import (
     united,
     way_of,
 )
-from kvinterp.experiments.registry import experiment_named
+from kvinterp.experiments.registry import experiment_named, experiments
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +43,8 @@ __all__ = ["EXPERIMENTS", "PRESETS", "Part", "Study"]
 
 log = logging.getLogger("kvinterp")
 
-EXPERIMENTS = ("root-cause",)
+_ORDER = ("behaviour", "boundary", "layer-drift", "root-cause", "localisation")
+EXPERIMENTS = tuple(name for name in _ORDER if name in experiments())
 """What a study can be made of, in the order of its report."""
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -53,13 +55,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
         "seeds": 2,
         "max_new_tokens": 64,
-        "more": (
-            "root-cause.kind=native",
-            "root-cause.prompts=arithmetic:10",
-            "root-cause.flip_steps=32",
-            "root-cause.flip_seeds=1",
-            "root-cause.ladder_prompts=3",
-        ),
+        "more": {
+            "layer-drift": {"prompts": "arithmetic:20", "max_new_tokens": 24},
+            "root-cause": {
+                "kind": "native",
+                "prompts": "arithmetic:10",
+                "flip_steps": 32,
+                "flip_seeds": 1,
+                "ladder_prompts": 3,
+                "ladder_steps": 12,
+            },
+            "localisation": {"kind": "native", "prompts": "arithmetic:20", "max_new_tokens": 16, "count": 4},
+        },
     },
     "quick": {
         "models": ("zoo:mistral-mini",),
@@ -68,13 +75,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "strategies": ("greedy", "top_p(0.95,0.8)"),
         "seeds": 1,
         "max_new_tokens": 12,
-        "more": (
-            "root-cause.prompts=arithmetic:4",
-            "root-cause.flip_steps=8",
-            "root-cause.flip_seeds=1",
-            "root-cause.ladder_prompts=1",
-            "root-cause.ladder_steps=4",
-        ),
+        "more": {
+            "root-cause": {"flip_steps": 8, "flip_seeds": 1, "ladder_prompts": 1, "ladder_steps": 4},
+            "localisation": {"count": 1, "max_new_tokens": 4},
+        },
     },
     # What the paper's text lost is [?] here: the brackets of top_k and top_p, and the format of the few-shot prompt.
     "paper": {
@@ -84,7 +88,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
         "seeds": 5,
         "max_new_tokens": 128,
-        "more": (),
+        "more": {"root-cause": {"kind": "native"}, "localisation": {"kind": "native"}},
     },
 }
 """What each preset sets, where nothing else is given."""
@@ -126,11 +130,10 @@ class Study(Experiment):
         if self.preset not in PRESETS:
             raise unknown("preset", self.preset, PRESETS)
         preset = dict(PRESETS[self.preset])
-        # A choice that is given comes after the preset's, and wins.
-        preset["more"] = (*preset["more"], *self.more)
-        preset["only"] = self.only or EXPERIMENTS
-        kept = {name: given for name in preset if name not in ("more", "only") and (given := getattr(self, name))}
-        return dataclasses.replace(self, **{**preset, **kept})
+        preset |= {"only": EXPERIMENTS}
+        del preset["more"]
+        kept = {name: given for name in preset if (given := getattr(self, name))}
+        return dataclasses.replace(self, **preset | kept)
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -141,7 +144,6 @@ class Study(Experiment):
         """
         chosen = self._chosen()
         mine = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        mine |= {"max_new_tokens": self.max_new_tokens, "steps": self.max_new_tokens}
         parts = []
         for way in self.kinds:
             way_of(way)
@@ -155,12 +157,12 @@ class Study(Experiment):
         return tuple(parts)
 
     def _chosen(self) -> dict[str, dict[str, Any]]:
-        """What ``more`` says, by experiment."""
+        """What the preset and ``more`` say, by experiment; what is given wins."""
         found: dict[str, dict[str, Any]] = {}
         for name in self.only:
             if name not in EXPERIMENTS:
                 raise unknown("experiment of a study", name, EXPERIMENTS)
-            found[name] = {}
+            found[name] = dict(PRESETS[self.preset]["more"].get(name, {}))
         for text in self.more:
             match = re.fullmatch(r"([\w-]+)\.(\w+)=(.*)", text, re.DOTALL)
             if match is None:
@@ -189,7 +191,7 @@ class Study(Experiment):
 
     def names(self) -> list[str]:
         """The tables of all its experiments, and its own files."""
-        tables = dict.fromkeys(table for part in self.parts for table in part.experiment.TABLES)
+        tables = dict.fromkeys(["claims", *(table for part in self.parts for table in part.experiment.TABLES), "cells"])
         return [*(f"{table}.parquet" for table in tables), *super().names()]
 
     def asked(self) -> dict[str, Any]:
@@ -260,7 +262,8 @@ class Study(Experiment):
             "settings": settings,
             "sha256": {},
         }
-        return self.found(found, {**labelled(found), "cells": listed}, summary)
+        tables = labelled(found)
+        return self.found(found, {"claims": claims_table(tables), **tables, "cells": listed}, summary)
 
     def found(
         self, parts: Mapping[Part, Outcome], tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]

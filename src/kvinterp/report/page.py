@@ -89,6 +89,8 @@ class Table:
     folded: str = ""
     name: str = ""
     """By which a link finds it."""
+    look: str = ""
+    """``cards``: on a phone each row is a card."""
 
 
 @dataclasses.dataclass(frozen=True)

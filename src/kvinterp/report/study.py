@@ -73,28 +73,33 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
 
 def _claims(claims: pd.DataFrame, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> Table:
     head = [
-        Column("id"),
-        Column("claim"),
-        Column("where"),
-        *(Column(name, "number") for name in ("the paper", "its protocol, here", "matched, here", "n", "95%")),
-        Column("verdict"),
-        Column("see"),
-        Column("what would settle it"),
+        *(Column("claim"), Column("what it says"), Column("the numbers are")),
+        *(Column("the paper's"), Column("here, its protocol", "number"), Column("here, matched", "number")),
+        *(
+            Column("n", "number"),
+            Column("95% interval"),
+            Column("verdict"),
+            Column("why"),
+            Column("see"),
+            Column("would settle it"),
+        ),
     ]
     rows: list[list[Any]] = [
         [
             str(claim["id"]),
-            str(claim["claim"]),
-            f"{claim['source']}, {claim['section']}",
-            *(_value(claim[name]) for name in ("paper_value", "paper_protocol", "matched", "n")),
-            f"{_value(claim['low'])} to {_value(claim['high'])}" if pd.notna(claim["low"]) else "–",
+            f"{claim['claim']} ({claim['source']}, {claim['section']})",
+            str(claim["measure"]),
+            said(claim["paper_value"]) or "–",
+            *(number(claim[name]) for name in ("paper_protocol", "matched", "n")),
+            f"{number(claim['low'])} to {number(claim['high'])}" if pd.notna(claim["low"]) else "–",
             str(claim["verdict"]),
-            Links(_links(str(claim.get("table", "")), outcome, drawn)),
-            said(claim["settles"]),
+            f"{claim['why'] + '. ' if claim['why'] else ''}Rule: {claim['rule']}.",
+            Links(_links(str(claim["table"]), outcome, drawn)),
+            str(claim["settles"]),
         ]
         for claim in claims.to_dict("records")
     ]
-    return Table(head, rows, name="claims-table")
+    return Table(head, rows, name="claims-table", look="cards")
 
 
 def _links(table: str, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> dict[str, str]:
@@ -114,10 +119,6 @@ def _cells(part: Any, cells: pd.DataFrame) -> Table:
     head = [Column("first of"), Column("cells", "number"), Column("function", "code"), Column("called with", "pre")]
     folded = f"what was computed: {counted(len(own), 'cell')}, all in cells.parquet"
     return Table(head, rows[:40], folded=folded, name=f"cells-{_anchor(part.label)}")
-
-
-def _value(value: Any) -> str:
-    return number(value) if isinstance(value, int | float) else said(value)
 
 
 def _anchor(label: str) -> str:

@@ -151,6 +151,9 @@ def save(figure: Figure, path: str | Path) -> Path:
     place = Path(path)
     place = place.with_name(prefix + place.name)
     write_whole(place, png(figure))
+    if formats:
+        # What was laid out once stays where it is.
+        figure.set_layout_engine("none")
     for name in formats:
         write_whole(place.with_suffix(f".{name}"), drawn_as(figure, name))
     return place
