@@ -38,7 +38,11 @@ def said_of_layer_drift(tables: Mapping[str, pd.DataFrame], about: Mapping[str, 
         tables: Those of :class:`kvinterp.experiments.layer_drift.LayerDrift`.
         about: The provenance of each model.
     """
+    rows = tables["layer_drift_rows"]
+    free = rows[(rows["protocol"] == "free") & (rows["selection"] == EVERY_STEP)]
     lines = [
+        f"{drift_title(tables['drift_by_layer'])}. Each path fed its own text, {int(free['removed'].sum())} of "
+        f"{int(free['rows'].sum())} rows are of other tokens, and left out.",
         f"{counted(len(about), 'model')} on {machines_of(about.values())}. Means are over examples and intervals 95%, by "
         "bootstrap over examples; other machines choose other orders of addition, and every number here is this one's.",
     ]
@@ -50,6 +54,10 @@ def said_of_layer_drift(tables: Mapping[str, pd.DataFrame], about: Mapping[str, 
         lines += _said_of_growth(mine)
         lines += _said_of_paper(mine)
         lines += [*_said_of_tests(mine["layer_tests"]), *_said_of_heads(mine)]
+    if len(tables["layer_tests"]):
+        lines.append(
+            "Mann-Whitney takes the two sides as independent samples; they are of the same examples, as Wilcoxon has it."
+        )
     return lines
 
 
@@ -60,7 +68,7 @@ def _said_of_rows(model: str, examples: pd.DataFrame, mine: Mapping[str, pd.Data
     if known.empty:
         return [f"{model}: no example could be compared.", *left]
     steps, flips = int(known["steps"].sum()), int(known["flip_index"].notna().sum())
-    said = f"{model}: {counted(len(known), 'example')}, {steps} steps; {flips} of them flip a token."
+    said = f"{model}: {counted(len(known), 'example')}, {steps} steps; in {flips} of the examples a token flips."
     rows = mine["layer_drift_rows"]
     free = rows[(rows["protocol"] == "free") & (rows["selection"] == EVERY_STEP)]
     if free.empty:
@@ -132,7 +140,7 @@ def drift_title(means: pd.DataFrame) -> str:
             said.append(f"{name} {between(grown)}-fold")
     if not said:
         return "On the same tokens resid_post is bitwise equal in every layer"
-    return f"From the first layer that drifts to the last: {', '.join(said)}"
+    return f"On the same tokens L2 changes from the first layer that drifts to the last: {', '.join(said)}"
 
 
 def amplification_title(table: pd.DataFrame) -> str:

@@ -24,14 +24,16 @@ _SAID = {
     "k-into-cached": "K alone into the cached path",
     "v-into-cached": "V alone into the cached path",
 }
+_COLUMNS = ("model", "part", "sweep", "layer", "defined", "median")
 
 
 def said_of_localisation(summary: Mapping[str, Any]) -> list[str]:
     """What was found of each model; ``summary`` is that of :class:`kvinterp.experiments.localisation.Localisation`."""
     about, chosen = summary["provenance"], pd.DataFrame(summary["chosen"])
     lines = [
+        f"{localisation_title(pd.DataFrame(summary['by_layer'], columns=_COLUMNS))}.",
         f"{counted(len(about), 'model')} on {machines_of(about.values())}. Recovery is a share of the difference, medians over "
-        "examples; intervals are of means, 95%, by bootstrap over examples."
+        "examples; intervals are of means, 95%, by bootstrap over examples.",
     ]
     for model in about:
         mine = chosen[chosen["model"] == model] if len(chosen) else chosen
