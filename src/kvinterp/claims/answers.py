@@ -186,13 +186,14 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "mcnemar", PAPER, "6.1, table 1", "The difference is significant in all conditions but one, corrected for nine.",
-        "8 of 9", "share of conditions that are significant (left: exact McNemar over all rows; right: examples exchanged)",
+        "8 of 9",
+        "share of conditions that are significant (its protocol: exact McNemar over all rows; control: examples exchanged)",
         "holds where all but one are; does not where others are not though 1.1 points would have been seen with 80%",
         "discordant counts of the nine conditions, greedy over 700 and not 3,500 pairs", significant_by_condition,
     ),
     Claim(
         "powered", PAPER, "5.1", "The comparisons have enough power for the differences reported.",
-        "16 of 18 comparisons", "smallest difference seen with 80% power (left: rows taken as independent)",
+        "16 of 18 comparisons", "smallest difference seen with 80% power (under its protocol: rows taken as independent)",
         "holds where it is at most 1.1 points, the smallest reported as significant; does not otherwise",
         "power before the fact, over independent problems", powered, if_equal="open",
     ),

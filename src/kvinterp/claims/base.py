@@ -189,7 +189,7 @@ def larger(values: metrics.Column, units: metrics.Column, than: float, claimed: 
     claimed = than if claimed is None else claimed
     test = metrics.mean_of(values, units)
     if test.n < LEAST:
-        raise NotTestableError(f"there are {test.n} independent units, and fewer than {LEAST} decide nothing")
+        raise NotTestableError(f"the number of independent units is {test.n}, and fewer than {LEAST} decide nothing")
     if test.why:
         # All units say the same, so that there is no spread to test against: the number itself decides.
         verdict = HOLDS if test.effect > than else FAILS if test.effect < claimed or than == claimed else OPEN
@@ -235,7 +235,7 @@ def larger_of_intervals(found: Found, than: float, claimed: float | None = None)
     """
     claimed = than if claimed is None else claimed
     if found.n < LEAST:
-        raise NotTestableError(f"there are {found.n} independent units, and fewer than {LEAST} decide nothing")
+        raise NotTestableError(f"the number of independent units is {found.n}, and fewer than {LEAST} decide nothing")
     # Bootstrap intervals have the normal distribution's length; with Student's tails few units count as few.
     error, spread = (found.high - found.low) / (2 * stats.norm.ppf(0.975)), stats.t(found.n - 1)
     if not error > 0:

@@ -276,7 +276,7 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "kl-large", PAPER, "6.1, table 1", "Rounding moves the two distributions more than 10 nats apart on average.",
-        "10.68 to 12.83 nats", "mean KL in nats (left: free, greedy counted as often as there are seeds)",
+        "10.68 to 12.83 nats", "mean KL in nats (its protocol: free, greedy counted as often as there are seeds)",
         "holds where the matched mean is above 10 nats, does not where it is below", _RUN, kl_is_large,
     ),
     Claim(

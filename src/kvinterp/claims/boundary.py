@@ -148,7 +148,8 @@ _RUN = "censored regression of flip time on margin and matched KL, 700 problems,
 CLAIMS = (
     Claim(
         "early-more-kl", PAPER, "6.4, table 3", "The earlier a token flips, the higher the mean KL.",
-        "r below 0 in all models", "correlation of flip step and mean KL (left: Pearson, free, mean of the models; right: ranks)",
+        "r below 0 in all models",
+        "correlation of flip step and mean KL (its protocol: Pearson, free, mean of the models; control: ranks)",
         "holds where that with matched KL is below 0, does not where it is above", _RUN, earlier_flips_more_kl,
     ),
     Claim(
@@ -158,13 +159,13 @@ CLAIMS = (
     ),
     Claim(
         "uncertainty", PAPER, "1, 6.4", "Early flips and high KL are joint consequences of uncertainty, not of each other.",
-        "8 of 9 conditions", "partial correlation of flip step and mean KL, the smallest margin held (left: free)",
+        "8 of 9 conditions", "partial correlation of flip step and mean KL, the smallest margin held (its protocol: free)",
         "holds where it is shown to lie within -0.2 to 0.2 though the correlation itself is below 0; does not outside",
         _RUN, explained_by_the_margin,
     ),
     Claim(
         "terciles", PAPER, "5.2, 6.4", "The third that flips first has more KL than the third that flips last.",
-        "8 of 9 conditions", "mean KL of the first third as a multiple of the last third's (left: free)",
+        "8 of 9 conditions", "mean KL of the first third as a multiple of the last third's (its protocol: free)",
         "holds above 1, does not below", _RUN, early_third_has_more_kl,
     ),
     Claim(

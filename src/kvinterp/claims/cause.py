@@ -184,7 +184,8 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "eight-orders", PAPER, "abstract, 6.3", "FP32 makes KL smaller by more than eight orders of magnitude.",
-        "more than 8", "orders of magnitude between float16's and float32's mean KL (left: free KL over the float32 floor)",
+        "more than 8",
+        "orders of magnitude between float16's and float32's mean KL (its protocol: free KL over the float32 floor)",
         "holds where the matched ratio is above eight orders, does not where it is below", _RUN, eight_orders_of_kl,
     ),
     Claim(
@@ -194,19 +195,22 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "order-causes", PAPER, "abstract, 2.2", "FP16 sums taken in another order are the sole cause.",
-        "sole driver", "share of examples that differ in float16 in one fixed order (left: with the machine's own kernels)",
+        "sole driver",
+        "share of examples that differ in float16 in one fixed order (its protocol: with the machine's own kernels)",
         "holds where a fixed order leaves no difference and the machine's own kernels make one; does not where one is left",
         _RUN, order_is_the_cause,
     ),
     Claim(
         "format-causes", PAPER, "6.3", "Not the mechanism but the format, FP16, makes the divergence: it suffices.",
-        "dominant and sufficient", "share of examples that differ in float16 in one fixed order (left: machine's own kernels)",
+        "dominant and sufficient",
+        "share of examples that differ in float16 in one fixed order (its protocol: machine's own kernels)",
         "holds where float16 in a fixed order still differs, does not where it does not though other kernels do",
         _RUN, format_is_the_cause,
     ),
     Claim(
         "sums-flat", PAPER, "5.2, 6.3", "The relative error of attention's sums does not depend on the length.",
-        "flat from 16 to 128", "error over 128 positions as a multiple of that over 16 (left: scores, which add over the head)",
+        "flat from 16 to 128",
+        "error over 128 positions as a multiple of that over 16 (its protocol: scores, which add over the head)",
         "of sums over positions, added in float16: holds within 0.8 to 1.25, does not outside",
         "arithmetic: it needs no hardware", sums_do_not_grow, if_equal="open",
     ),
@@ -223,7 +227,7 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "compounds", PAPER, "5.2", "One layer's rounding compounds over the layers.",
-        "", "error at the last layer as a multiple of that at layer 0, relative to the stream (left: absolute L2)",
+        "", "error at the last layer as a multiple of that at layer 0, relative to the stream (its protocol: absolute L2)",
         "holds above 1, does not below", "the same on the paper's models", errors_compound, if_equal="open",
     ),
 )  # fmt: skip

@@ -177,13 +177,13 @@ _SAME = "one model with its K and V heads repeated: another ratio and the same f
 CLAIMS: tuple[Claim, ...] = (
     Claim(
         "layer-1", PAPER, "6.2", "In LLaMA-2 and Mistral the drift jumps at layer 1.",
-        "to 362 and 902 in L2", "drift of layer 1 as a multiple of layer 0's (left: absolute L2, free)",
+        "to 362 and 902 in L2", "drift of layer 1 as a multiple of layer 0's (its protocol: absolute L2, free)",
         "of relative drift without the three largest dimensions: holds above twice, does not below",
         _RUN, sharp_at_layer_1,
     ),
     Claim(
         "gemma-flat", PAPER, "6.2", "In Gemma the drift is flat over all layers.",
-        "1.0 to 1.4 in L2", "largest layer's drift as a multiple of the smallest's (left: absolute L2, free)",
+        "1.0 to 1.4 in L2", "largest layer's drift as a multiple of the smallest's (its protocol: absolute L2, free)",
         "of relative drift without the three largest dimensions: holds below twice, does not above", _RUN, gemma_is_flat,
     ),
     Claim(
@@ -193,17 +193,18 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "drift-is-rounding", PAPER, "5.2, 6.2", "Drift between free-running paths shows how rounding errors propagate.",
-        "", "left: share of the free protocol's rows at which the paths had read other tokens",
+        "", "its protocol: share of the free protocol's rows at which the paths had read other tokens",
         "does not hold with one such row; holds with none", _RUN, rows_hold_the_same_token, if_equal="true",
     ),
     Claim(
         "layers-significant", PAPER, "4.4, 6.2", "Nearly every layer changes the drift significantly.",
-        "25 of 26 layers of Gemma", "share of layers significant against the layer before (left: Mann-Whitney on absolute L2)",
+        "25 of 26 layers of Gemma",
+        "share of layers significant against the layer before (its protocol: Mann-Whitney on absolute L2)",
         "holds at 95% of the layers or more by Wilcoxon's test, paired by example; does not below", _RUN, layers_are_significant,
     ),
     Claim(
         "group-errors", PAPER, "1, 2.4", "Query heads that share K and V have correlated errors, others independent ones.",
-        "", "correlation of attention errors within a KV group less that across groups (left: within)",
+        "", "correlation of attention errors within a KV group less that across groups (its protocol: within)",
         "holds above 0, does not where it is shown to be below 0.1", _SAME, errors_of_a_group_go_together,
     ),
     Claim(

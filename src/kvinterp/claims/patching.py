@@ -92,12 +92,13 @@ _RUN = "K and V patched directly, in both directions, beside all positions of th
 CLAIMS: tuple[Claim, ...] = (
     Claim(
         "residual-single", PAPER, "abstract, 6.5", "Patching the residual stream of one layer recovers almost nothing.",
-        "below 1% (median)", "median recovery over layers (left: one position and step, free; right: all, matched)",
+        "below 1% (median)", "median recovery over layers (its protocol: one position and step, free; control: all, matched)",
         "holds below 5%, does not above", _RUN, one_layer_recovers_nothing,
     ),
     Claim(
         "residual-all", PAPER, "abstract, 6.5", "Patching the residual stream of all layers makes the paths differ more.",
-        "negative in 3 of 3 models", "mean recovery, all layers (left: one position and step, free; right: all, matched)",
+        "negative in 3 of 3 models",
+        "mean recovery, all layers (its protocol: one position and step, free; control: all, matched)",
         "holds below 0, does not above", _RUN, all_layers_make_it_worse,
     ),
     Claim(

@@ -1,0 +1,25 @@
+"""The page on claims lists every claim as it is declared."""
+
+from pathlib import Path
+
+from kvinterp.claims import CLAIMS
+
+PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
+BEGIN, END = "<!-- the table: python tests/claims/test_page.py writes it -->\n", "<!-- end of the table -->\n"
+
+
+def table() -> str:
+    rows = [["id", "source", "claim", "its number", "rule"], ["---"] * 5]
+    for claim in CLAIMS:
+        rows.append([f"`{claim.id}`", f"{claim.source}, {claim.section}", claim.claim, claim.value or "–", claim.rule])
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
+
+
+def test_the_page_shows_what_is_claimed():
+    """Stale after a change: `python tests/claims/test_page.py` writes it anew."""
+    assert BEGIN + table() + END in PAGE.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.split(END)[1], encoding="utf-8")
