@@ -15,7 +15,7 @@ from worlds import CLAIMED, World, equal
 
 from kvinterp import metrics
 from kvinterp.claims import CLAIMS, COLUMNS, FAILS, HOLDS, OPEN, Claim, Found, claims_of
-from kvinterp.claims.base import larger
+from kvinterp.claims.base import larger, told_again
 
 
 def but(world: World, **changed: object) -> World:
@@ -162,7 +162,10 @@ def test_a_verdict_needs_its_p_value_to_stand_the_correction():
 
 def test_a_claim_that_two_sources_make_is_one_test():
     look = lambda tables: Found(1.0, 0.5, 1.5, 20, holds=0.04, fails=0.96)  # noqa: E731
-    twice = claims_of({}, [claim_of("paper", look), claim_of("news", look)])
+    first = claim_of("paper", look)
+    twice = claims_of({}, [first, told_again([first], "paper", id="news", source="news")])
+    assert twice["source"].tolist() == ["FP16 paper", "news"]
+    assert twice["measure"].nunique() == 1
     assert twice["p_corrected"].tolist() == [0.04, 0.04]
     assert set(twice["verdict"]) == {HOLDS}
 

@@ -8,7 +8,20 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
-from kvinterp.claims.base import FAILS, HOLDS, LEAST, OPEN, Claim, Found, NotTestableError, Tables, inside, larger, table
+from kvinterp.claims.base import (
+    FAILS,
+    HOLDS,
+    LEAST,
+    OPEN,
+    Claim,
+    Found,
+    NotTestableError,
+    Tables,
+    inside,
+    larger,
+    table,
+    told_again,
+)
 from kvinterp.claims.behaviour import NEWS, PAPER, decodes_of, of_greedy_copies
 
 __all__ = ["CLAIMS"]
@@ -110,7 +123,8 @@ def significant_by_condition(tables: Tables) -> Found:
     seen = [_detectable(answered, len(tests), test.n) for test in missed]
     why = f"{len(missed)} of {len(tests)} conditions are not significant"
     if max(seen) > SMALLEST:
-        why += f"; so many examples would show a difference from {max(seen):.1%} on, and the paper's is {SMALLEST:.1%}"
+        said = f"would show a difference from {max(seen):.1%} on" if max(seen) < 1 else "are too few to show any"
+        why += f"; so many examples {said}, and the paper's smallest is {SMALLEST:.1%}"
         return Found(share, n=smallest, paper=beside, verdict=OPEN, why=why)
     return Found(share, n=smallest, paper=beside, verdict=FAILS, why=why)
 
@@ -129,7 +143,8 @@ def powered(tables: Tables) -> Found:
     n = min(group["unit"].nunique() for group in groups)
     detectable = _detectable(answered, len(groups), n)
     rows = _detectable(answered, len(groups), min(len(_papers(group)) for group in groups))
-    why = f"{n} independent examples a condition would show a difference from {detectable:.1%} on with 80%"
+    seen = f"would show a difference from {detectable:.1%} on" if detectable < 1 else "are too few to show any difference"
+    why = f"{n} independent examples a condition {seen} with 80%"
     return Found(detectable, n=n, paper=rows, verdict=HOLDS if detectable <= SMALLEST else FAILS, why=why)
 
 
@@ -155,7 +170,7 @@ _RUN = (
     "greedy once and sampled decodes clustered by problem, 700 problems, texts cut at the next question, on the paper's GPU"
 )
 
-CLAIMS = (
+CLAIMS: tuple[Claim, ...] = (
     Claim(
         "more-accurate", PAPER, "1, 6.1, 7.4", "The cached path answers right more often: the bias is systematic.",
         "+1.1 to +4.8 points in 8 conditions, -0.2 in one", "share right on the cached path less that on the other",
@@ -168,10 +183,6 @@ CLAIMS = (
         "holds at eight of nine or more where exchanged paths of whole examples give so many by chance too rarely, since "
         "conditions share problems; does not where the share's interval ends below eight of nine",
         _RUN, in_almost_all_conditions,
-    ),
-    Claim(
-        "news-accuracy", NEWS, "summary", "Caching often gives higher accuracy, so the divergence has a predictable direction.",
-        "8 of 9", "as eight-of-nine", "as eight-of-nine", _RUN, in_almost_all_conditions,
     ),
     Claim(
         "mcnemar", PAPER, "6.1, table 1", "The difference is significant in all conditions but one, corrected for nine.",
@@ -190,5 +201,11 @@ CLAIMS = (
         "", "share of examples in which the cached path is nearer to float64, of those where they are not equally near",
         "holds where it is shown to be other than a half; does not where its interval lies within 0.4 to 0.6",
         "float64 beside both paths on the paper's models", one_path_is_nearer,
+    ),
+)  # fmt: skip
+CLAIMS += (
+    told_again(
+        CLAIMS, "eight-of-nine", id="news-accuracy", source=NEWS, section="summary", value="8 of 9",
+        claim="Caching often gives higher accuracy, so the divergence has a predictable direction.",
     ),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -37,6 +37,7 @@ __all__ = [
     "smaller",
     "smaller_of_intervals",
     "table",
+    "told_again",
 ]
 
 HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not testable here"
@@ -119,6 +120,18 @@ class Claim:
     settles: str
     look: Callable[[Tables], Found]
     if_equal: str = "false"
+
+
+def told_again(claims: Sequence[Claim], of: str, **told: str) -> Claim:
+    """A claim that another source makes too: the same test, counted once.
+
+    Args:
+        claims: Where the first is.
+        of: Its id.
+        told: What differs: id, source, section, claim, value.
+    """
+    (first,) = (claim for claim in claims if claim.id == of)
+    return dataclasses.replace(first, **told)  # type: ignore[arg-type]
 
 
 # Tables ----------------------------------------------------------------------------------------------------------------

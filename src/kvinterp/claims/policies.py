@@ -138,7 +138,7 @@ def models_disagree(tables: Tables) -> Found:
 _ERRORS = "1,000 and more prompts paired with the control on the source's model (Llama-3.2-1B-Instruct)"
 _CHAINS = "10 seeds and more a model, with other seeds of the same precision beside them, on the source's models"
 
-CLAIMS = (
+CLAIMS: tuple[Claim, ...] = (
     Claim(
         "q8-instructions", ERRORS, "table 1", "8-bit quantisation keeps nearly all of instruction following.",
         "98%", "instructions followed, as a share of the control's", "holds above 90%, does not below",

@@ -22,11 +22,12 @@ def claims_said(claims: pd.DataFrame) -> list[str]:
     if claims.empty:
         return ["No claim was looked for."]
     counts = claims["verdict"].value_counts()
-    sources = listed(
-        [counted(int(n), f"claim of the {name}") for name, n in claims["source"].value_counts(sort=False).items()]
-    )
+    sources = [f"{counted(int(n), 'claim')} of the {name}" for name, n in claims["source"].value_counts(sort=False).items()]
     hold, fail, open_ = (counts.get(verdict, 0) for verdict in (HOLDS, FAILS, OPEN))
-    lines = [f"Of {sources}, {hold} hold here, {fail} do not and {open_} are not testable here.", how_decided(claims)]
+    lines = [
+        f"Of {listed(sources)}, {hold} hold here, {fail} do not and {open_} are not testable here.",
+        how_decided(claims),
+    ]
     decided = claims[claims["verdict"] != OPEN]
     lines += [claim_said(row) for row in decided.to_dict("records")]
     return lines + _not_testable(claims[claims["verdict"] == OPEN])
@@ -55,8 +56,8 @@ def claim_said(row: Mapping[str, Any]) -> str:
     Args:
         row: Of the table.
     """
-    said = f"{_VERDICT[row['verdict']]}: {row['claim']} ({row['source']}, {row['section']}"
-    said += f": {row['paper_value']})" if row["paper_value"] else ")"
+    said = f"{_VERDICT[row['verdict']]}: {row['claim'].rstrip('.')} ({row['source']}, {row['section']}"
+    said += f": {row['paper_value']})." if row["paper_value"] else ")."
     found = []
     if pd.notna(row["paper_protocol"]):
         found.append(f"{number(row['paper_protocol'])} under its protocol")
@@ -66,10 +67,16 @@ def claim_said(row: Mapping[str, Any]) -> str:
     if row["n"]:
         said += f", n = {int(row['n'])}"
     if pd.notna(row["p"]):
-        said += f", p = {number(row['p'])}, corrected {number(row['p_corrected'])}"
+        said += f", p {_p(row['p'])}, corrected p {_p(row['p_corrected'])}"
     return f"{said}. {upper(row['why'])}." if row["why"] else f"{said}."
 
 
+def _p(value: float) -> str:
+    # Far out in its tail a p-value is its distribution's word, not the data's.
+    return f"= {number(value)}" if value >= _TAIL else f"< {number(_TAIL)}"
+
+
+_TAIL = 1e-10
 _VERDICT = {HOLDS: "Holds here", FAILS: "Does not hold here", OPEN: "Not testable here"}
 
 
