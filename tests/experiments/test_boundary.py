@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import statsmodels.api as sm
 from scipy import stats
 
 from kvinterp.behaviour import boundary as b
+from kvinterp.behaviour.divergence import DECODE
 from kvinterp.experiments.behaviour import Behaviour
 from kvinterp.experiments.boundary import Boundary
+from kvinterp.metrics import cox
 from kvinterp.reading.boundary import said_of_boundary
 
 LENGTH, NOISE = 40, 0.25
@@ -89,8 +92,16 @@ def test_flips_are_counted_until_the_first_and_decodes_that_never_flip_last(tabl
     hazard = tables["hazard"].set_index("margin")
     assert (hazard["events"] == row["flips"]).all()
     assert hazard.loc["of the step", "high"] < 1
-    assert np.log(hazard["hr"]).tolist() == pytest.approx(hazard["coef"].tolist())
+    assert (
+        hazard.loc["of the step", "low"] < 0.5 * hazard.loc["of the step", "hr"] < 0.25 * hazard.loc["of the step", "high"]
+    )
     risk = b.predicted(steps)
+    mean = risk.groupby(DECODE)["margin"].mean().reindex(pd.MultiIndex.from_frame(matched[DECODE])).to_numpy()
+    lasted = matched["flip_index"].fillna(LENGTH - 1).to_numpy()
+    assert hazard.loc["mean", "hr"] == pytest.approx(cox(lasted, matched["diverged"], mean).effect)
+    logit = sm.Logit(risk["flipped"].astype(float), sm.add_constant(risk["margin"])).fit(disp=0)
+    assert hazard.loc["of the step", "coef"] == pytest.approx(logit.params["margin"], rel=1e-5)
+    assert np.log(hazard["hr"]).tolist() == pytest.approx(hazard["coef"].tolist())
     assert len(risk) == at_risk
     assert not risk["after_flip"].any()
 
@@ -121,6 +132,14 @@ def test_nothing_flips_where_there_is_no_noise_and_that_is_said() -> None:
     assert "Pearson" not in said
 
 
+def test_a_margin_that_parts_the_flips_whole_has_no_odds_ratio() -> None:
+    decodes, steps = made_up(8, 1)
+    risk = b.predicted(steps)
+    hazard = b.hazard_of(decodes, risk.assign(flipped=risk["margin"] < 1.0)).set_index("margin")
+    assert "parts the flips whole" in hazard.loc["of the step", "why"]
+    assert hazard.loc["of the step", ["hr", "low", "high", "p"]].isna().all()
+
+
 def test_the_sentences_follow_the_numbers(tables: Any) -> None:
     said = "\n".join(said_of_boundary(tables, ABOUT))
     (row,) = tables["prediction"].to_dict("records")
@@ -130,9 +149,11 @@ def test_the_sentences_follow_the_numbers(tables: Any) -> None:
     assert f"Pearson's correlation of the flip step with the free mean KL {pearson:+.2f} (" in said
     assert said.count("which 0 is in") >= 1
     few = b.boundary_tables(*made_up(3, 1), above=8)
-    assert "Pearson's correlation of the flip step with the free mean KL not known, since" in "\n".join(
-        said_of_boundary(few, ABOUT)
-    )
+    said = "\n".join(said_of_boundary(few, ABOUT))
+    assert "whether early flips have a higher KL is not told, since fewer than 6 prompts have such a flip" in said
+    assert "Pearson" not in said
+    drawn = {name: table.replace({"strategy": {"greedy": "top_k(5,1)"}}) for name, table in tables.items()}
+    assert "skill" not in "\n".join(said_of_boundary(drawn, ABOUT)), "what the greedy token would do is no drawn token's"
 
 
 def test_the_whole_command_has_the_decodes_of_behaviour(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

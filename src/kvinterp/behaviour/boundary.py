@@ -8,8 +8,9 @@ matched protocol's, which are arithmetic alone, and regressions in which a decod
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,14 @@ __all__ = [
 QUANTITIES = ("mean_kl", "mean_kl_before_flip", "matched_mean_kl", "smallest_margin")
 """What the step of the first flip is held against: the free protocol's KL (the paper's), that of the steps up to the flip, the
 matched protocol's, and the smallest margin of the decode."""
+LEAST = 6
+"""Prompts that flip, below which nothing is said of how flips go with a number: resampling so few gives no interval."""
+CHANCE = 1e-6
+"""Predicted chances below this are counted as one class: most steps are as sure as that."""
 CURVE = 200
 """Most points of a ROC curve that are kept."""
+
+_FEW = f"fewer than {LEAST} prompts have such a flip"
 
 Condition = tuple[dict[str, Any], pd.DataFrame]
 
@@ -52,7 +59,7 @@ def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) ->
     flips, risk = flips_with_kl(decodes), predicted(steps)
     by_step = [(told, group) for told, group in _conditions(risk)]
     curves = [_curve(group).assign(**told) for told, group in by_step]
-    bins = [calibration(g["predicted"], g["flipped"], g["example"]).assign(**told) for told, g in by_step]
+    bins = [_bins(group).assign(**told) for told, group in by_step]
     return {
         "boundary_flips": flips,
         "boundary": correlations_with_flip(flips, above),
@@ -98,11 +105,16 @@ def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
             held = "matched_mean_kl" if quantity == "smallest_margin" else "smallest_margin"
             known = group[np.isfinite(group[[quantity, held]].astype(float)).all(axis=1)]
             x, y, names = known["flip_index"], known[quantity], known["example"]
-            found = {name: correlation(x, y, names, method=name) for name in ("pearson", "spearman")}
-            found |= {f"restricted>{bound:g}": restricted_correlation(x, y, names, bound) for bound in (0.0, float(above))}
-            found["partial"] = correlation(x, y, names, known[held])
-            for method, test in found.items():
+            asked: dict[str, Callable[[], Test]] = {
+                name: functools.partial(correlation, x, y, names, method=name) for name in ("pearson", "spearman")
+            }
+            for bound in (0.0, float(above)):
+                asked[f"restricted>{bound:g}"] = functools.partial(restricted_correlation, x, y, names, bound)
+            asked["partial"] = functools.partial(correlation, x, y, names, known[held])
+            for method, ask in asked.items():
                 bound = float(method.partition(">")[2] or -1)
+                few = names[x > bound].nunique()
+                test = ask() if few >= LEAST else nothing(method, few, "r", f"{_FEW} ({few})")
                 counts = {"n": int((x > bound).sum()), "n_prompts": test.n}
                 rows.append({**told, "quantity": quantity, "method": method, "value": test.effect, **_ends(test), **counts})
                 rows[-1]["why"] = test.why
@@ -120,7 +132,8 @@ def terciles_of(flips: pd.DataFrame) -> pd.DataFrame:
     for told, group in _conditions(flips):
         for quantity in QUANTITIES:
             known = group.dropna(subset=[quantity])
-            test = terciles(known["flip_index"], known[quantity], known["example"])
+            given, few = (known["flip_index"], known[quantity], known["example"]), known["example"].nunique()
+            test = terciles(*given) if few >= LEAST else nothing("thirds", few, "ratio", f"{_FEW} ({few})")
             counts = {"n": len(known), "n_prompts": test.n, "why": test.why}
             rows.append({**told, "quantity": quantity, "ratio": test.effect, **_ends(test), **counts})
     return pd.DataFrame(
@@ -157,8 +170,8 @@ def hazard_of(decodes: pd.DataFrame, risk: pd.DataFrame) -> pd.DataFrame:
 
 def _odds(risk: pd.DataFrame) -> Test:
     """The odds ratio of a flip at a step, of one logit more of its margin; errors may be correlated within examples."""
-    from statsmodels.genmod.families import Binomial
-    from statsmodels.genmod.generalized_linear_model import GLM
+    from statsmodels.discrete.discrete_model import Logit
+    from statsmodels.tools.sm_exceptions import PerfectSeparationError
 
     said, n, flips = ("logistic regression", "odds ratio"), risk["example"].nunique(), int(risk["flipped"].sum())
     margin = risk["margin"].to_numpy(float)
@@ -172,10 +185,13 @@ def _odds(risk: pd.DataFrame) -> Test:
     with warnings.catch_warnings():
         # It warns of flips that the margin parts whole, which is asked below.
         warnings.simplefilter("ignore")
-        model = GLM(risk["flipped"].to_numpy(float), design, family=Binomial())
-        found = model.fit(cov_type="cluster", cov_kwds={"groups": groups})
-        beta, error = float(found.params[0]), float(found.bse[0])
-    if not (np.isfinite(beta) and np.isfinite(error) and 0 < error < 1e3):
+        try:
+            model = Logit(risk["flipped"].to_numpy(float), design)
+            found = model.fit(disp=0, cov_type="cluster", cov_kwds={"groups": groups})
+            beta, error = float(found.params[0]), float(found.bse[0]) if found.mle_retvals["converged"] else float("nan")
+        except (PerfectSeparationError, np.linalg.LinAlgError):
+            beta = error = float("nan")
+    if not (np.isfinite(beta) and np.isfinite(error) and 0 < error < 1e3 and abs(beta) < 1e3):
         return nothing(said[0], n, said[1], "the margin parts the flips whole: the odds ratio is not finite")
     t = stats.t(n - 1)
     half = float(t.ppf(0.975)) * error
@@ -212,13 +228,16 @@ def _prediction(by_step: list[Condition]) -> pd.DataFrame:
 
     Returns:
         One row a model and strategy: auc of the margin with auc_low, auc_high; brier, skill, skill_low, skill_high of the chance;
-        n (examples), steps, flips, margin_at_flip and margin_elsewhere (medians, logits), why (there is none).
+        n (examples), steps, flips, margin_at_flip and margin_elsewhere (medians, logits), why (there is none). No interval where
+        fewer than :data:`LEAST` examples flip.
     """
     rows = []
     for told, group in by_step:
         area = auc(-group["margin"], group["flipped"], group["example"])
         score = brier(group["predicted"], group["flipped"], group["example"])
         medians = group.groupby("flipped")["margin"].median()
+        if group.loc[group["flipped"], "example"].nunique() < LEAST:
+            area, score = (dataclasses.replace(each, low=np.nan, high=np.nan) for each in (area, score))
         rows.append(
             told
             | {"auc": area.effect, "auc_low": area.low, "auc_high": area.high}
@@ -227,6 +246,13 @@ def _prediction(by_step: list[Condition]) -> pd.DataFrame:
             | {"margin_at_flip": medians.get(True, np.nan), "margin_elsewhere": medians.get(False, np.nan), "why": area.why}
         )
     return pd.DataFrame(rows)
+
+
+def _bins(group: pd.DataFrame) -> pd.DataFrame:
+    """Predicted chances beside how often it came: one class of what is all but sure to stay, and classes of the rest."""
+    sure = group["predicted"] < CHANCE
+    parts = [(group[sure], 1), (group[~sure], 6)]
+    return pd.concat([calibration(g["predicted"], g["flipped"], g["example"], count) for g, count in parts if len(g)])
 
 
 def _curve(group: pd.DataFrame) -> pd.DataFrame:

@@ -46,6 +46,11 @@ def _correlations(tables: Mapping[str, pd.DataFrame], row: Mapping[str, Any]) ->
     if found.empty:
         return
     count = int(found.loc[("mean_kl", "pearson"), "n"])
+    why = found.loc[[(quantity, "pearson") for quantity in _OF], "why"]
+    if (why != "").all():
+        told = f"whether early flips have a higher KL is not told, since {why.iloc[0]}"
+        yield f"{condition(row)}, {counted(count, 'flip')}: {told}."
+        return
     said = []
     for quantity, name in _OF.items():
         pearson, partial = (found.loc[quantity, method] for method in ("pearson", "partial"))
@@ -84,7 +89,8 @@ def _predicted(row: Mapping[str, Any], hazard: pd.DataFrame) -> str:
         said += (
             f"; a logit more multiplies the odds of a flip by {number(step['hr'])}{ends_said(step['low'], step['high'])}"
         )
-    if not pd.isna(row["skill"]):
+    # Of drawn tokens another boundary decides than that of the two highest logits.
+    if row["strategy"] == "greedy" and not pd.isna(row["skill"]):
         said += f"; predicted from margin and logit noise, skill {number(row['skill'])}"
         said += ends_said(row["skill_low"], row["skill_high"])
         said += ", 1 would be perfect and 0 no better than the rate"

@@ -85,7 +85,9 @@ def prediction_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
             ends = np.geomspace(1e-6, 1, 20)
             below.plot(ends, ends, color="#888888", linewidth=0.8)
             below.set_xscale("log")
-            below.set(xlabel="predicted chance of a flip", xlim=(5e-7, 2))
+            below.set(xlabel="chance that a greedy token flips", xlim=(4e-7, 2.5))
+            below.set_xticks([1e-6, 1e-4, 1e-2, 1.0], ["below 1e-6", "1e-4", "0.01", "1"])
+            below.minorticks_off()
         grid[0][0].set_ylabel("share of flips with a margin\nbelow the threshold")
         grid[1][0].set_ylabel("steps that flip\n(grey: as predicted)")
     return figure
