@@ -244,7 +244,9 @@ class Study(Experiment):
             own = of_part(part, cells, made)
             whole = len(own) == len({cell.key for cell in cells}) and (part in self._second or not staged)
             if whole or (own and part.experiment.PARTIAL == "yes"):
-                found[part] = part.experiment.reduce(own, part.experiment.asked(), None)
+                one = part.experiment.reduce(own, part.experiment.asked(), None)
+                # Kept as they are said now: what is read again has no NaN, which JSON does not know.
+                found[part] = dataclasses.replace(one, summary={**one.summary, "reading": part.experiment.sentences(one)})
         left_out = [part.label for part in known if part not in found]
         listed = cells_table(known, made)
         several = len({part.kind for part in known}) > 1

@@ -7,11 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.reading.numbers import counted, listed, machines_of
+from kvinterp.reading.claims import claims_said
+from kvinterp.reading.numbers import listed, machines_of
 
-__all__ = ["VERDICTS", "said_of_study"]
-
-VERDICTS = ("holds here", "does not hold here", "not testable here")
+__all__ = ["said_of_study"]
 
 
 def said_of_study(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> list[str]:
@@ -21,11 +20,9 @@ def said_of_study(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
         tables: Its tables by name.
         summary: What its ``summary.json`` holds.
     """
-    said, counts = [], summary["counts"]
-    if "claims" in tables:
-        verdicts = tables["claims"]["verdict"].value_counts()
-        each = [f"{int(verdicts.get(name, 0))} {'is ' * name.startswith('not')}{name}" for name in VERDICTS]
-        said.append(f"Of {counted(len(tables['claims']), 'claim')}: {listed(each)}.")
+    counts = summary["counts"]
+    # The first two: how many hold, and how that was decided.
+    said = claims_said(tables["claims"])[:2] if "claims" in tables else []
     models = list(summary["provenance"])
     said.append(
         f"This is of {listed(models)} on {machines_of(summary['provenance'].values())}: of other models and other kernels it "

@@ -10,7 +10,7 @@ import pandas as pd
 
 from kvinterp._version import __version__
 from kvinterp.files import write_whole
-from kvinterp.reading.numbers import counted, number, upper
+from kvinterp.reading.numbers import counted, number, sentence, upper
 from kvinterp.report.experiment import made_with_parts, said, shown
 from kvinterp.report.latex import latex_of, markdown_of
 from kvinterp.report.page import Answer, Bullets, Column, Links, Pairs, Picture, Table, Text, render
@@ -51,7 +51,7 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
         parts += [Text("The claims", look="h2", name="claims"), _claims(tables["claims"], outcome, drawn)]
     shown_already = {"claims", "cells"}
     for part, found in outcome.result.items():
-        lines = [line for line in part.experiment.sentences(found) if line]
+        lines = [line for line in found.summary["reading"] if line]
         own = {name: tables[name] for name in found.tables if name not in shown_already}
         shown_already |= set(own)
         parts += [Text(upper(part.label.replace("-", " ")), look="h2", name=_anchor(part.label)), Bullets(lines)]
@@ -73,33 +73,33 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
 
 def _claims(claims: pd.DataFrame, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> Table:
     head = [
-        *(Column("claim"), Column("what it says"), Column("the numbers are")),
-        *(Column("the paper's"), Column("here, its protocol", "number"), Column("here, matched", "number")),
-        *(
-            Column("n", "number"),
-            Column("95% interval"),
-            Column("verdict"),
-            Column("why"),
-            Column("see"),
-            Column("would settle it"),
-        ),
+        *(Column("claim"), Column("what it says"), Column("the paper's")),
+        *(Column("here, its protocol", "number"), Column("here, matched", "number"), Column("n", "number")),
+        *(Column("95% interval"), Column("verdict"), Column("see"), Column("why")),
     ]
     rows: list[list[Any]] = [
         [
             str(claim["id"]),
-            f"{claim['claim']} ({claim['source']}, {claim['section']})",
-            str(claim["measure"]),
+            f"{claim['claim']} ({claim['source']}, {claim['section']})\nThe numbers: {claim['measure']}.",
             said(claim["paper_value"]) or "–",
             *(number(claim[name]) for name in ("paper_protocol", "matched", "n")),
             f"{number(claim['low'])} to {number(claim['high'])}" if pd.notna(claim["low"]) else "–",
             str(claim["verdict"]),
-            f"{claim['why'] + '. ' if claim['why'] else ''}Rule: {claim['rule']}.",
             Links(_links(str(claim["table"]), outcome, drawn)),
-            str(claim["settles"]),
+            "\n".join(
+                sentence(text)
+                for text in (claim["why"], f"rule: {claim['rule']}", f"to settle it: {claim['settles']}")
+                if text
+            ),
         ]
         for claim in claims.to_dict("records")
     ]
     return Table(head, rows, name="claims-table", look="cards")
+
+
+def _why(claim: Mapping[str, Any]) -> str:
+    said = (claim["why"], f"rule: {claim['rule']}", f"to settle it: {claim['settles']}")
+    return "\n".join(sentence(text) for text in said if text)
 
 
 def _links(table: str, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> dict[str, str]:
@@ -138,7 +138,7 @@ def _markdown(outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> str:
         lines += ["## The claims", "", markdown_of(outcome.tables["claims"])]
     for part, found in outcome.result.items():
         lines += [f"## {upper(part.label.replace('-', ' '))}", ""]
-        lines += [f"- {line}" for line in part.experiment.sentences(found) if line]
+        lines += [f"- {line}" for line in found.summary["reading"] if line]
         lines += ["", *(f"![{_caption(path)}](figures/{path.name})\n" for path in drawn[part])]
     return "\n".join(lines).rstrip() + "\n"
 
