@@ -101,6 +101,22 @@ def test_cut_off_over_another_result_nothing_of_it_stays(
     same(out, expected)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("place", range(10))
+def test_killed_under_ray_a_study_finishes_with_what_one_process_makes(
+    place: int, tmp_path: Path, whole: Callable[[str], tuple[Path, Run]]
+) -> None:
+    pytest.importorskip("ray")
+    (expected, run), out = whole("study"), tmp_path / "out"
+    command = (*VERBS["study"], "--engine", "ray(2)")
+    # Ray itself takes seconds to start.
+    cut = cut_after(command, out, KILL, random.Random(f"ray {place}").uniform(0, 15 + run.seconds))
+    assert cut.code in (0, -9), cut.said
+    again = ended(started(command, out), out)
+    assert again.code == 0, f"{cut}\n{again.said}"
+    same(out, expected)
+
+
 # Two at once -----------------------------------------------------------------------------------------------------------
 
 
