@@ -26,20 +26,22 @@ def test_of_two_equal_paths_no_difference_is_claimed(n, seed):
     assert not (found.loc[right, "verdict"] == FAILS).any(), found.loc[right]
 
 
-def _rejected(repeats: int, claims, world: World, verdict: str = HOLDS) -> int:
-    """In how many of so many studies at least one of the claims gets the verdict."""
-    count = 0
+def _decided(repeats: int, ids, world: World, *groups: str) -> dict[str, int]:
+    """In how many of so many studies at least one of these claims gets each verdict."""
+    counts = {HOLDS: 0, FAILS: 0}
+    claims = [claim for claim in CLAIMS if claim.id in ids]
     for seed in range(repeats):
-        tables = worlds.tables(dataclasses.replace(world, seed=seed))
-        count += (claims_of(tables, claims)["verdict"] == verdict).any()
-    return count
+        found = set(claims_of(worlds.tables(dataclasses.replace(world, seed=seed), *groups), claims)["verdict"])
+        for verdict in counts:
+            counts[verdict] += verdict in found
+    return counts
 
 
-@pytest.mark.parametrize("repeats", [pytest.param(8, id="short"), pytest.param(1000, id="long", marks=pytest.mark.long)])
+@pytest.mark.parametrize("repeats", [pytest.param(6, id="short"), pytest.param(400, id="long", marks=pytest.mark.long)])
 def test_of_two_paths_that_may_be_exchanged_neither_is_favoured(repeats):
     """Tokens flip and answers differ, by accident alone, and prompts are as hard for every model, strategy and seed."""
-    claims = [claim for claim in CLAIMS if claim.id in DIRECTIONS]
-    count = _rejected(repeats, claims, World(n=30, parts=0.8, right=0.5, other=0.5, nearer=0.5))
+    world = World(n=30, parts=0.8, right=0.5, other=0.5, nearer=0.5)
+    count = _decided(repeats, DIRECTIONS, world, "behaviour")[HOLDS]
     assert count <= stats.binom.ppf(0.999, repeats, 0.05), count
 
 
@@ -50,19 +52,21 @@ BOUNDARY = World(
 )  # fmt: skip
 AT_THE_BOUND = (
     "kl-large", "more-accurate", "direction", "layer-1", "sums-head", "compounds", "gqa-amplifies", "early-more-kl", "terciles",
-    "margin-tells", "margin-delays", "residual-single", "residual-all", "cache-carries", "exact-chains", "keys-matter",
+    "margin-tells", "residual-single", "residual-all", "cache-carries", "exact-chains", "keys-matter",
 )  # fmt: skip
+DIFFERENT_BOUNDS = ("more-accurate", "direction")
+"""Of which 0 and a half are what must be exceeded to hold, but no bound of their being refuted: they may be."""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("verdict", [HOLDS, FAILS])
-def test_effects_at_their_bounds_are_left_open(verdict):
-    """Sixteen tests at once: with none corrected, more than half of all studies would decide one of them."""
-    claims = [claim for claim in CLAIMS if claim.id in AT_THE_BOUND]
-    repeats = 100
-    count = _rejected(repeats, claims, BOUNDARY, verdict)
+def test_effects_at_their_bounds_are_left_open():
+    """Fifteen tests at once: with none corrected, more than half of all studies would decide one of them."""
+    repeats = 80
+    ids = [name for name in AT_THE_BOUND if name not in DIFFERENT_BOUNDS]
+    counts = _decided(repeats, ids, BOUNDARY)
     # Bootstrap intervals and Student's tests of skewed numbers keep their level approximately: 7% is allowed for 5%.
-    assert count <= stats.binom.ppf(0.999, repeats, 0.07), count
+    assert max(counts.values()) <= stats.binom.ppf(0.999, repeats, 0.07), counts
+    assert _decided(40, AT_THE_BOUND, BOUNDARY)[HOLDS] <= stats.binom.ppf(0.999, 40, 0.07)
 
 
 def test_uncorrected_the_same_tests_decide_too_often():

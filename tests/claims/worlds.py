@@ -94,12 +94,18 @@ CLAIMED = World(
 """Where most of what the paper claims is true."""
 
 
-def tables(world: World) -> dict[str, pd.DataFrame]:
-    """Every table of a study."""
-    rng = np.random.default_rng(world.seed)
+def tables(world: World, *groups: str) -> dict[str, pd.DataFrame]:
+    """Every table of a study, or those of some groups: behaviour, layers, cause, patching, policies."""
+    found = {}
+    for at, (name, make) in enumerate(_GROUPS.items()):
+        if not groups or name in groups:
+            found |= make(world, np.random.default_rng([world.seed, at]))
+    return found
+
+
+def _behaviour(world: World, rng: np.random.Generator) -> dict[str, pd.DataFrame]:
     found = {"decodes": decodes(world, rng), "nulls": _nulls(world), "oracle": _oracle(world, rng)}
-    found |= {"kl_by_step": _kl_by_step(world), "growth": _growth(world)} | _layers(world, rng) | _cause(world, rng)
-    return found | _patching(world, rng) | _policies(world, rng)
+    return found | {"kl_by_step": _kl_by_step(world), "growth": _growth(world)}
 
 
 # Decodes ---------------------------------------------------------------------------------------------------------------
@@ -353,3 +359,12 @@ def _policies(world: World, rng: np.random.Generator) -> dict[str, pd.DataFrame]
         "contrasts": pd.DataFrame(contrasts, columns=["contrast", "metric", "difference", "low", "high", "prompts"]),
         "chains": pd.DataFrame(chains, columns=["model", "arm", "temperature", "text", "seed", "hop", "similarity"]),
     }
+
+
+_GROUPS = {
+    "behaviour": _behaviour,
+    "layers": _layers,
+    "cause": _cause,
+    "patching": _patching,
+    "policies": _policies,
+}

@@ -168,6 +168,15 @@ def test_tables_of_decodes_whose_truth_is_known() -> None:
     assert growth.loc["matched", "n"] == 4
 
 
+def test_conditions_stand_in_the_order_they_were_asked_for_in_both_protocols() -> None:
+    parts = [made_up({0: [1.0], 1: [NEVER]}, strategy=strategy) for strategy in ("greedy", "top_p(1,2)")]
+    parts[0] = made_up({0: [NEVER], 1: [NEVER]}, strategy="greedy")
+    decodes, steps = (pd.concat(each, ignore_index=True) for each in zip(*parts, strict=True))
+    table = d.kl_by_step_of(d.with_free_steps(decodes, steps))
+    for _, group in table.groupby("protocol"):
+        assert list(dict.fromkeys(group["strategy"])) == ["greedy", "top_p(1,2)"]
+
+
 def test_no_flip_leaves_what_so_many_examples_leave() -> None:
     decodes, steps = made_up({example: [NEVER] * 3 for example in range(10)})
     (row, _) = d.behaviour_tables(decodes, steps)["divergence"].to_dict("records")

@@ -30,6 +30,8 @@ GROWING = ("l2", "relative_l2", f"l2{SUFFIX}", f"relative_l2{SUFFIX}")
 ENOUGH = 4
 """In how many examples there must be drift to divide by: with fewer, a resample is without any more often than an interval of
 95% leaves out at its upper end."""
+FEWEST = 5
+"""Of how many examples there must be a correlation for an interval of their mean: many have none, since their heads are equal."""
 
 
 def means_of(rows: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
@@ -151,7 +153,7 @@ def head_correlations_of(pairs: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row a layer and kind (``within``, ``across``, ``within - across``): r, the mean over examples, low, high (95%
-        interval over examples) and n (examples that have it).
+        interval over examples, none for fewer than :data:`FEWEST`) and n (examples that have it).
     """
     found = []
     for layer, group in pairs.groupby("layer", sort=False):
@@ -159,6 +161,8 @@ def head_correlations_of(pairs: pd.DataFrame) -> pd.DataFrame:
         table["within - across"] = table["within"] - table["across"]
         for kind, values in table[["within", "across", "within - across"]].items():
             mean, low, high, n = _mean(values.dropna())
+            if n < FEWEST:
+                low = high = np.nan
             found.append({"layer": layer, "kind": kind, "r": mean, "low": low, "high": high, "n": n})
     return pd.DataFrame(found, columns=["layer", "kind", "r", "low", "high", "n"])
 

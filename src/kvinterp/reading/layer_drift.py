@@ -233,9 +233,12 @@ def _said_of_sharing(correlations: pd.DataFrame) -> str:
     if len(known):
         above, below = int((known["low"] > 0).sum()), int((known["high"] < 0).sum())
         ends = " and ".join(f"{between(by[kind]['r'].tolist())} {text}" for kind, text in _PAIRS.items())
+        n, few = between(known["n"].tolist()), int(known["low"].isna().sum())
         return (
-            f"head errors correlate {ends} (Spearman over an example's steps, by layer); the difference is above 0 at {above} "
-            f"and below 0 at {below} of {counted(len(known), 'layer')}, by its 95% interval"
+            f"head errors correlate {ends} (Spearman over an example's steps, n {n} examples, by layer); the difference is above "
+            f"0 at {above} and below 0 at {below} of {counted(len(known), 'layer')}, by its 95% interval"
+            + f" ({few} with too few examples for one)"
+            * bool(few)
         )
     for kind, text in _PAIRS.items():
         if len(by.get(kind, ())):
