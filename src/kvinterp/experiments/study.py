@@ -102,8 +102,8 @@ class Study(Experiment):
     UNIT: ClassVar = "cells"
     PARTIAL: ClassVar = "yes"
     INTERRUPTED: ClassVar = (
-        "the tables of every experiment that was finished are on disk, and 'kvinterp report' makes their page; the same command "
-        "goes on from there"
+        "what was finished is on disk, and 'kvinterp report' makes the page of what has tables already; the same command goes on "
+        "from there"
     )
 
     preset: str = option("zoo", "zoo, quick or paper: sets what is not given.")

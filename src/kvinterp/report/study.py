@@ -52,7 +52,7 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
     shown_already = {"claims", "cells"}
     for part, found in outcome.result.items():
         lines = [line for line in found.summary["reading"] if line]
-        own = {name: tables[name] for name in found.tables if name not in shown_already}
+        own = {name: tables[name] for name in part.experiment.TABLES if name in found.tables and name not in shown_already}
         shown_already |= set(own)
         parts += [Text(upper(part.label.replace("-", " ")), look="h2", name=_anchor(part.label)), Bullets(lines)]
         parts += [Picture(_caption(path), path.read_bytes(), f"figure-{path.stem}") for path in drawn[part]]
