@@ -34,6 +34,7 @@ def test_the_highest_of_each_model_are_chosen_and_it_says_why() -> None:
     assert len(chosen_of(ranked, 9)) == 5
 
 
+@pytest.mark.long
 def test_its_parts_are_those_of_sweep_and_decompose(tmp_path: Any) -> None:
     kernels, parts = "split_k(8,float16)", ("paper", "k-into-cached", "decomposition")
     asked: dict[str, Any] = {"prompts": "arithmetic:2", "device": "cpu", "max_new_tokens": 2, "count": 1}

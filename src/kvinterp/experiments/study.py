@@ -55,17 +55,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
         "seeds": 2,
         "max_new_tokens": 64,
+        # As many as a claim needs before anything is decided: five, and thirty before "never" is believed.
         "more": {
+            "behaviour": {"controls": 30},
             "layer-drift": {"prompts": "arithmetic:20", "max_new_tokens": 24},
             "root-cause": {
                 "kind": "native",
                 "prompts": "arithmetic:10",
                 "flip_steps": 32,
                 "flip_seeds": 1,
-                "ladder_prompts": 3,
-                "ladder_steps": 12,
+                "ladder_prompts": 6,
+                "ladder_steps": 8,
+                "repeat_prompts": 6,
             },
-            "localisation": {"kind": "native", "prompts": "arithmetic:20", "max_new_tokens": 16, "count": 4},
+            "localisation": {"kind": "native", "prompts": "arithmetic:20", "max_new_tokens": 16, "count": 5},
         },
     },
     "quick": {
