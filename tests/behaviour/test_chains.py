@@ -180,7 +180,8 @@ def test_arms_are_compared_chain_by_chain() -> None:
         "deltas": [{k: None if pd.isna(v) else v for k, v in row.items()} for row in deltas.to_dict("records")],
     }  # fmt: skip
     said = " ".join(said_of_chains(summary))
-    assert "1 better, 1 worse, 1 with the very same last text. Other seeds alone change it by 0" in said
+    assert "1 better, 1 worse, 1 with the very same last text. Other seeds alone: 0" in said
+    assert "The null: other seeds alone change m's final similarity" in said
     assert "a stand-in that knows no synonyms" in said
     assert "sign test" not in said, "of one variant"
     for row in summary["deltas"]:
@@ -224,7 +225,8 @@ def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made = ("chain", "zoo:gqa2-mini", "--out", tmp_path / "out", "--device", "cpu")
     wrong("takes no text: write {text} where it goes", *made, "--template", "Again:")
     wrong("expected numbers with commas, as in 0.7,0", *made, "--temperatures", "warm")
-    wrong("temperature=-1.0: expected a number", *made, "--temperatures", "-1")
+    wrong("expected numbers from 0 on, as in 0.7,0", *made, "--temperatures", "-1")
+    wrong("int4(on=k) is on K alone, and --on v leaves it out: add k", *made, "--policy", "int4(on=k)", "--on", "v")
     wrong("expected kv, k and v", *made, "--on", "q")
     wrong("prefill='whole' was given", *made, "--prefill", "whole")
     wrong("unknown policy 'int5'", *made, "--policy", "int5")

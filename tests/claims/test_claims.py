@@ -180,7 +180,8 @@ def test_larger_is_decided_on_both_sides_of_its_bounds():
     # Shown to be above 0, but below what is claimed: the claim of a direction holds, and the size is for all to see.
     assert larger(values, units, 0.0, claimed=5.0).fails < 1e-4
     same = larger(np.zeros(20), np.arange(20), 0.0)
-    assert same.verdict == FAILS
+    assert (same.fails, same.holds) == (0.5**20, 1.0), "so many alike on one side, by the sign test"
+    assert larger(np.ones(20), np.arange(20), 0.0).holds == 0.5**20
 
 
 def test_copies_of_greedy_decodes_are_counted_in_the_papers_column_alone():
@@ -210,3 +211,18 @@ def test_power_is_of_examples_and_not_of_rows():
     assert row["n"] == 60
     assert row["matched"] > row["paper_protocol"] or row["paper_protocol"] == pytest.approx(row["matched"])
     assert metrics.detectable_difference(60, 0.5, 0.05 / 9) == pytest.approx(row["matched"], abs=0.05)
+
+
+@pytest.mark.parametrize("flips", [1, 5, 9])
+def test_a_few_flips_are_no_ranking(flips):
+    """One flip of forty decodes, wherever its margin, gave a verdict in two of three draws."""
+    rng, count = np.random.default_rng(flips), 40
+    decodes = pd.DataFrame(
+        {
+            "model": "m", "strategy": "greedy", "seed": 0, "example": range(count), "id": [f"p{n}" for n in range(count)],
+            "protocol": "matched", "flip_index": [3.0] * flips + [np.nan] * (count - flips),
+            "smallest_margin": rng.uniform(0, 1, count),
+        }
+    )  # fmt: skip
+    (row,) = claims_of({"decodes": decodes}, [claim for claim in CLAIMS if claim.id == "margin-tells"]).to_dict("records")
+    assert (row["verdict"], row["why"].startswith(f"a token flips in {flips} of 40 examples")) == (OPEN, True)

@@ -159,9 +159,10 @@ def one_path_is_nearer(tables: Tables) -> Found:
     test = metrics.sign_flips(cached - 0.5, units)
     # A tenth to either side is what still passes for no direction.
     near_half = inside(cached, units, 0.4, 0.6)
-    if near_half.verdict:
+    shares = cached.groupby(units).mean()
+    if shares.isin((0, 1)).all() and shares.nunique() == 1:
         # All agree: Clopper and Pearson's interval, since there is no spread.
-        ends = metrics.share_of(cached.groupby(units).first().astype(bool))
+        ends = metrics.share_of(shares.astype(bool))
         return Found(0.5 + test.effect, ends.low, ends.high, test.n, holds=test.p)
     return dataclasses.replace(near_half, holds=test.p, fails=near_half.holds)
 

@@ -191,15 +191,21 @@ def larger(values: metrics.Column, units: metrics.Column, than: float, claimed: 
     if test.n < LEAST:
         raise NotTestableError(f"the number of independent units is {test.n}, and fewer than {LEAST} decide nothing")
     if test.why:
-        # All units say the same, so that there is no spread to test against: the number itself decides.
-        verdict = HOLDS if test.effect > than else FAILS if test.effect < claimed or than == claimed else OPEN
-        why = f"all {test.n} units have the same value, which decides"
-        return Found(test.effect, test.effect, test.effect, test.n, verdict=verdict, why=why)
+        # There is no spread to test against, but so many units on one side of the bound: the sign test.
+        why = f"all {test.n} units have the same value"
+        return _of_signs(Found(test.effect, test.effect, test.effect, test.n, why=why), than, claimed)
     above, below = (
         metrics.mean_of(values, units, against=bound, alternative=side).p
         for bound, side in ((than, "greater"), (claimed, "less"))
     )
     return Found(test.effect, test.low, test.high, test.n, holds=above, fails=below)
+
+
+def _of_signs(found: Found, than: float, claimed: float) -> Found:
+    """With one-sided p-values of units that are all alike: each had an even chance to lie on the other side of the bound."""
+    chance, effect = 0.5**found.n, found.matched
+    below = effect < claimed or effect <= than == claimed
+    return dataclasses.replace(found, holds=chance if effect > than else 1.0, fails=chance if below else 1.0)
 
 
 def smaller(values: metrics.Column, units: metrics.Column, than: float, claimed: float | None = None) -> Found:
@@ -211,8 +217,6 @@ def smaller(values: metrics.Column, units: metrics.Column, than: float, claimed:
 def inside(values: metrics.Column, units: metrics.Column, low: float, high: float) -> Found:
     """The mean lies between two bounds: two one-sided tests, both of which must reject."""
     one, other = larger(values, units, low), smaller(values, units, high)
-    if one.verdict:
-        return one if one.verdict == FAILS else other
     outside = min(1.0, 2 * min(one.fails, other.fails))
     return dataclasses.replace(one, holds=max(one.holds, other.holds), fails=outside)
 
@@ -239,8 +243,8 @@ def larger_of_intervals(found: Found, than: float, claimed: float | None = None)
     # Bootstrap intervals have the normal distribution's length; with Student's tails few units count as few.
     error, spread = (found.high - found.low) / (2 * stats.norm.ppf(0.975)), stats.t(found.n - 1)
     if not error > 0:
-        verdict = HOLDS if found.matched > than else FAILS if found.matched < claimed or than == claimed else OPEN
-        return dataclasses.replace(found, verdict=verdict, why="the interval has no width: the value decides")
+        why = "the interval has no width: every unit lies on one side"
+        return _of_signs(dataclasses.replace(found, why=why), than, claimed)
     holds, fails = spread.sf((found.matched - than) / error), spread.cdf((found.matched - claimed) / error)
     return dataclasses.replace(found, holds=float(holds), fails=float(fails))
 

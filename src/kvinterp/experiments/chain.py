@@ -76,11 +76,18 @@ class Chain(Experiment):
         parts = [part.strip() for part in self.on.split(",") if part.strip()]
         if not parts or not set(parts) <= {"kv", "k", "v"}:
             raise InputError(f"--on {self.on!r} was given: expected kv, k and v, or some of them, with commas.")
+        for text in self.policies:
+            own = getattr(policy_named(text), "on", "kv")
+            if own != "kv" and not {"kv", own} & set(parts):
+                raise InputError(
+                    f"policy {text} is on {own.upper()} alone, and --on {self.on} leaves it out: add {own} to --on."
+                )
         several = [_on(policy_named(text), part) for text in self.policies for part in parts]
         return {CONTROL: "cached", NULL: "cached", **{str(one): str(Cached(one, prefill=self.prefill)) for one in several}}
 
     def cells(self) -> list[Cell]:
         """A cell a model, arm, temperature and text."""
+        from kvinterp.behaviour.chains import embedder_named, tokens_of
         from kvinterp.cells import Cell
         from kvinterp.experiments.circumstances import tried
 
@@ -88,6 +95,9 @@ class Chain(Experiment):
         names = ("template", "system", "chat", "hops", "max_new_tokens", "embedder", "batch_size")
         more = {name: getattr(self, name) for name in names}
         for adapter in self.adapters():
+            # What is not there is said before anything runs.
+            embedder_named(self.embedder, adapter)
+            tokens_of(adapter, self.template, self.chat, self.system)
             tried(adapter, arms.values())
         found = []
         for place, model in enumerate(dict.fromkeys(self.models)):
@@ -151,6 +161,8 @@ class Chain(Experiment):
         except ValueError as error:
             raise InputError(f"--temperatures {self.temperatures!r}: expected numbers with commas, as in 0.7,0.") from error
         for temperature in filter(None, temperatures):
+            if not temperature > 0:
+                raise InputError(f"--temperatures {self.temperatures!r}: expected numbers from 0 on, as in 0.7,0.")
             TopP(1.0, temperature)
         texts = load_prompts(self.texts) if self.text is None else load_prompts([self.text])
         return [_bare(text) for text in texts], self.arms(), list(dict.fromkeys(temperatures))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, unknown
-from kvinterp.experiments.base import Experiment, How, Outcome, option, shared
+from kvinterp.experiments.base import OPTION, Experiment, How, Outcome, option, shared
 from kvinterp.experiments.composed import (
     Part,
     cells_table,
@@ -177,9 +177,12 @@ class Study(Experiment):
                 raise unknown("experiment of a study", name, EXPERIMENTS)
             fields = {each.name: each for each in dataclasses.fields(experiment_named(name))}
             if field not in fields or field == "models":
-                raise unknown(f"choice of {name}", field, fields)
+                raise unknown(f"choice of {name}", field, fields.keys() - {"models"})
+            chosen, least = read_choice(text, fields[field].default, value), fields[field].metadata[OPTION].get("min")
+            if least is not None and chosen is not None and chosen < least:
+                raise InputError(f"--set {text!r} was given: expected at least {least}.")
             if name in found:
-                found[name][field] = read_choice(text, fields[field].default, value)
+                found[name][field] = chosen
         return found
 
     # As an experiment --------------------------------------------------------------------------------------------------

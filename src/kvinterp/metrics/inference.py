@@ -204,7 +204,7 @@ def sign_flips(
     Args:
         differences: One path less the other, row by row.
         clusters: What each row belongs to; a cluster's rows are exchanged together, and each cluster counts once.
-        seed: Seeds the exchanges; up to 13 clusters every one is made.
+        seed: Seeds the exchanges; every one is made where there are no more than ``resamples``.
         resamples: How many, for more clusters.
         confidence: Of the interval, which is Student's for the clusters' means.
 

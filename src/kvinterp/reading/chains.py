@@ -7,6 +7,7 @@ from typing import Any
 
 from scipy import stats
 
+from kvinterp import metrics
 from kvinterp.reading.numbers import between, counted, machines_of, number
 
 __all__ = ["said_of_chains", "similarity_named"]
@@ -34,7 +35,8 @@ def said_of_chains(summary: Mapping[str, Any]) -> list[str]:
     control, null = summary["control"], summary["null"]
     lines = [
         f"{counted(summary['hops'], 'hop')} on {machines_of(about.values())}; similarity to the first text is the "
-        f"{similarity_named(summary['embedder'])}. Intervals are 95%, by bootstrap over chains (text and seed)."
+        f"{similarity_named(summary['embedder'])}. Intervals are 95%, by bootstrap over chains (text and seed), where there are "
+        f"{metrics.FEWEST} or more."
     ]
     arms = [row for row in deltas if row["arm"] not in (control, null)]
     for row in [one for one in deltas if one["arm"] == control]:
@@ -46,6 +48,12 @@ def said_of_chains(summary: Mapping[str, Any]) -> list[str]:
             f"{number(row['similarity'])} with {number(row['facts'])} of the facts ({counted(row['chains'], 'chain')}"
             + (f"; {half})." if half else "; none falls to a half).")
         )
+    lines += [
+        f"The null: other seeds alone change {row['model']}'s final similarity at temperature {row['temperature']:g} by "
+        f"{number(row['delta'])} ({_ends(row)}), over {counted(row['chains'], 'chain')}."
+        for row in deltas
+        if row["arm"] == null
+    ]
     lines += [_delta(row, _like(row, deltas, null)) for row in sorted(arms, key=lambda one: -abs(one["delta"]))[:_SHOWN]]
     if len(arms) > _SHOWN:
         lines.append(f"{len(arms) - _SHOWN} more arms are in the table.")
@@ -68,7 +76,7 @@ def _delta(row: Mapping[str, Any], null: Mapping[str, Any] | None) -> str:
     )
     if not row["temperature"]:
         return f"{said} No number is drawn here, so whatever differs is the policy's."
-    return said if null is None else f"{said} Other seeds alone change it by {number(null['delta'])} ({_ends(null)})."
+    return said if null is None else f"{said} Other seeds alone: {number(null['delta'])}."
 
 
 def _ends(row: Mapping[str, Any]) -> str:

@@ -202,10 +202,6 @@ def _said_of_tests(tests: pd.DataFrame) -> list[str]:
             )
         n = between(sorted(set(group["n"])))
         lines.append(f"  L2 against {_AGAINST[str(contrast)]} (n {n} examples, BH at {LEVEL:g}): {'; '.join(found)}.")
-    if len(lines):
-        lines.append(
-            "  Mann-Whitney takes the two sides as independent samples; they are of the same examples, as Wilcoxon has it."
-        )
     return lines
 
 

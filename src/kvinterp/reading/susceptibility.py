@@ -42,7 +42,10 @@ def _threshold(one: Mapping[str, Any]) -> str:
 def _certified(summary: Mapping[str, Any]) -> str:
     rows = summary["certificates"]
     steps, certified, wrong = (sum(row[name] for row in rows) for name in ("steps", "certified", "flips_certified"))
-    said = f"Certificate: at {certified} of {steps} steps the margin exceeds twice the largest change of a logit, and "
+    said = (
+        f"Certificate: at {certified} of {steps} steps, those of cached against recompute among them, the margin exceeds twice "
+        "the largest change of a logit, and "
+    )
     return said + ("none of them flips." if not wrong else f"{wrong} of them flip, which cannot be: report it.")
 
 
@@ -64,7 +67,9 @@ def _rounding(rounding: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     )
     if rounding["rms_logit"] == 0:
         return f"{said}; there is nothing to set beside the threshold here."
-    said += f", and the logits' error is {number(rounding['rms_logit'])} (root mean square)"
+    said += (
+        f", and the logits' error is {number(rounding['rms_logit'])} (root mean square over the logits, mean over steps)"
+    )
     if whole["why"]:
         return f"{said}."
     factor = whole["rms_logit"] / rounding["rms_logit"]
