@@ -22,6 +22,7 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.of_models import OfModels
+from kvinterp.experiments.registry import experiment_named
 from kvinterp.experiments.study import Study
 from kvinterp.inputs import encode
 from kvinterp.report.latex import latex_number, latex_of, latex_text, markdown_of
@@ -274,6 +275,16 @@ def test_a_folder_of_another_version_says_what_differs(
 )
 def test_what_does_not_fit_is_said_in_one_sentence(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
     wrong(said, "study", "--preset", "quick", *options, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_choice_of_an_experiment_keeps_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "EXPERIMENTS", ("root-cause",))
+    monkeypatch.setattr(study, "experiment_named", experiment_named)
+    for choice, said in (("flip_steps=-3", "expected at least 1"), ("models=x", "unknown choice of root-cause 'models'")):
+        with pytest.raises(InputError, match=said) as raised:
+            Study(preset="quick", only=("root-cause",), more=(f"root-cause.{choice}",)).run(tmp_path / "out")
+        assert "known are models" not in str(raised.value)
     assert not (tmp_path / "out").exists()
 
 
