@@ -54,12 +54,12 @@ def more_often_right(tables: Tables) -> Found:
     exchanged = metrics.sign_flips(answered["difference"], answered["unit"])
     found = larger(answered["difference"], answered["unit"], 0.0, SMALLEST)
     paper = _papers(answered)["difference"].mean()
-    if found.verdict:
+    if not answered["difference"].any():
         # No answer differs. What was never seen may still be as common as the rule of three leaves it.
         bound = metrics.rule_of_three(found.n).high
         verdict = FAILS if bound < SMALLEST else OPEN
         why = f"no answer of {found.n} examples differs, which leaves a difference of up to {bound:.1%}"
-        return dataclasses.replace(found, low=-bound, high=bound, verdict=verdict, why=why).beside(paper)
+        return Found(0.0, -bound, bound, found.n, verdict=verdict, why=why).beside(paper, why)
     # One-sided: the exchange of paths is symmetric.
     above = exchanged.p / 2 if exchanged.effect > 0 else 1 - exchanged.p / 2
     return dataclasses.replace(found, holds=max(above, found.holds)).beside(paper)

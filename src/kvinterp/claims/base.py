@@ -193,7 +193,8 @@ def larger(values: metrics.Column, units: metrics.Column, than: float, claimed: 
     if test.why:
         # There is no spread to test against, but so many units on one side of the bound: the sign test.
         why = f"all {test.n} units have the same value"
-        return _of_signs(Found(test.effect, test.effect, test.effect, test.n, why=why), than, claimed)
+        found = Found(test.effect, test.effect, test.effect, test.n, why=why)
+        return _of_signs(found, than, claimed, flags=bool(np.isin(values, (-1, 0, 1)).all()))
     above, below = (
         metrics.mean_of(values, units, against=bound, alternative=side).p
         for bound, side in ((than, "greater"), (claimed, "less"))
@@ -201,11 +202,19 @@ def larger(values: metrics.Column, units: metrics.Column, than: float, claimed: 
     return Found(test.effect, test.low, test.high, test.n, holds=above, fails=below)
 
 
-def _of_signs(found: Found, than: float, claimed: float) -> Found:
-    """With one-sided p-values of units that are all alike: each had an even chance to lie on the other side of the bound."""
-    chance, effect = 0.5**found.n, found.matched
-    below = effect < claimed or effect <= than == claimed
-    return dataclasses.replace(found, holds=chance if effect > than else 1.0, fails=chance if below else 1.0)
+def _of_signs(found: Found, than: float, claimed: float, flags: bool = False) -> Found:
+    """With one-sided p-values of units that are all alike: each had an even chance to lie on the other side of the bound.
+
+    Of flags, and of differences of flags, it is the chance that none of so many is another where the mean is at the bound: forty
+    that never happened leave a share of a twentieth possible.
+    """
+    effect, below = found.matched, found.matched < claimed or found.matched <= than == claimed
+
+    def chance(bound: float) -> float:
+        rare = (1 - abs(bound - effect)) ** found.n if flags and 0 < abs(bound - effect) < 1 else 0.0
+        return float(max(0.5**found.n, rare))
+
+    return dataclasses.replace(found, holds=chance(than) if effect > than else 1.0, fails=chance(claimed) if below else 1.0)
 
 
 def smaller(values: metrics.Column, units: metrics.Column, than: float, claimed: float | None = None) -> Found:
