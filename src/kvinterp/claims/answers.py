@@ -158,7 +158,7 @@ def one_path_is_nearer(tables: Tables) -> Found:
     cached = (apart["nearer"] == "a").astype(float)
     test = metrics.sign_flips(cached - 0.5, units)
     # A tenth to either side is what still passes for no direction.
-    near_half = inside(cached, units, 0.4, 0.6)
+    near_half = inside(cached, units, 0.4, 0.6, flags=True)
     shares = cached.groupby(units).mean()
     if shares.isin((0, 1)).all() and shares.nunique() == 1:
         # All agree: Clopper and Pearson's interval, since there is no spread.

@@ -174,7 +174,9 @@ def known(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
 # Rules -----------------------------------------------------------------------------------------------------------------
 
 
-def larger(values: metrics.Column, units: metrics.Column, than: float, claimed: float | None = None) -> Found:
+def larger(
+    values: metrics.Column, units: metrics.Column, than: float, claimed: float | None = None, flags: bool = False
+) -> Found:
     """The mean is above a bound: holds if shown to be, does not if shown to be below what is claimed.
 
     Args:
@@ -182,6 +184,7 @@ def larger(values: metrics.Column, units: metrics.Column, than: float, claimed: 
         units: What each row belongs to; each unit counts once, by its own mean.
         than: What it must be above.
         claimed: The smallest mean with which the claim would still be right; the bound unless given.
+        flags: Whether each is 0 or 1, so that what is rare may not have been seen.
 
     Raises:
         NotTestableError: There are fewer than :data:`LEAST` units.
@@ -194,7 +197,7 @@ def larger(values: metrics.Column, units: metrics.Column, than: float, claimed: 
         # There is no spread to test against, but so many units on one side of the bound: the sign test.
         why = f"all {test.n} units have the same value"
         found = Found(test.effect, test.effect, test.effect, test.n, why=why)
-        return _of_signs(found, than, claimed, flags=bool(np.isin(values, (-1, 0, 1)).all()))
+        return _of_signs(found, than, claimed, flags)
     above, below = (
         metrics.mean_of(values, units, against=bound, alternative=side).p
         for bound, side in ((than, "greater"), (claimed, "less"))
@@ -217,15 +220,17 @@ def _of_signs(found: Found, than: float, claimed: float, flags: bool = False) ->
     return dataclasses.replace(found, holds=chance(than) if effect > than else 1.0, fails=chance(claimed) if below else 1.0)
 
 
-def smaller(values: metrics.Column, units: metrics.Column, than: float, claimed: float | None = None) -> Found:
+def smaller(
+    values: metrics.Column, units: metrics.Column, than: float, claimed: float | None = None, flags: bool = False
+) -> Found:
     """The mean is below a bound; see :func:`larger`."""
-    found = larger(-np.asarray(values, float), units, -than, None if claimed is None else -claimed)
+    found = larger(-np.asarray(values, float), units, -than, None if claimed is None else -claimed, flags)
     return found.through(operator.neg)
 
 
-def inside(values: metrics.Column, units: metrics.Column, low: float, high: float) -> Found:
+def inside(values: metrics.Column, units: metrics.Column, low: float, high: float, flags: bool = False) -> Found:
     """The mean lies between two bounds: two one-sided tests, both of which must reject."""
-    one, other = larger(values, units, low), smaller(values, units, high)
+    one, other = larger(values, units, low, flags=flags), smaller(values, units, high, flags=flags)
     outside = min(1.0, 2 * min(one.fails, other.fails))
     return dataclasses.replace(one, holds=max(one.holds, other.holds), fails=outside)
 
