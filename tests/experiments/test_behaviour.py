@@ -283,7 +283,7 @@ def test_the_whole_command(tmp_path: Any) -> None:
         ({"strategies": ()}, "the list of strategies is empty"),
         ({"strategies": ("greedily",)}, "greedily"),
         ({"stop": "never"}, "never"),
-        ({"kernels": "nothing(8)"}, "nothing"),
+        ({"kernels": "nosuch(8)"}, "nosuch"),
         ({"seeds": 0}, "seeds"),
     ],
 )

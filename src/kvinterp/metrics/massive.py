@@ -55,7 +55,11 @@ def residual_drift_without_largest(a: Residual, b: Residual) -> dict[str, Measur
 
 
 def _one(name: str) -> Callable[[Tensor, Tensor], Measure]:
-    return lambda a, b: residual_drift_without_largest(a, b)[name]
+    def measured(a: Tensor, b: Tensor) -> Measure:
+        return residual_drift_without_largest(a, b)[name]
+
+    measured.__doc__ = f"{name.removesuffix(SUFFIX)} without the three largest dimensions of ``b``."
+    return measured
 
 
 METRICS = tuple(

@@ -112,7 +112,7 @@ def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]
             if row["against"] in _AGAINST:
                 of = "" if row["model"] == "all" or correlations["model"].nunique() == 1 else f" of {row['model']}"
                 several = "data_seed" in known and known["data_seed"].nunique() > 1
-                of += f" on the prompts of seed {row['data_seed']}" * several
+                of += f" on the prompts of seed {row['data_seed']}" if several else ""
                 said += f"; Pearson{of} of flip step and {_AGAINST[row['against']]} KL {row['pearson']:+.2f}"
                 if row["pearson_low"] == row["pearson_low"]:
                     said += f" ({row['pearson_low']:+.2f} to {row['pearson_high']:+.2f}"

@@ -5,7 +5,7 @@ from pathlib import Path
 from kvinterp.claims import CLAIMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
-BEGIN, END = "<!-- the table: python tests/claims/test_page.py writes it -->\n", "<!-- end of the table -->\n"
+BEGIN, END = "<!-- the table: python tests/claims/test_claims_page.py writes it -->\n", "<!-- end of the table -->\n"
 
 
 def table() -> str:
@@ -16,7 +16,7 @@ def table() -> str:
 
 
 def test_the_page_shows_what_is_claimed():
-    """Stale after a change: `python tests/claims/test_page.py` writes it anew."""
+    """Stale after a change: `python tests/claims/test_claims_page.py` writes it anew."""
     assert BEGIN + table() + END in PAGE.read_text(encoding="utf-8")
 
 
