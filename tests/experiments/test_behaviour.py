@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ SAMPLED: dict[str, Any] = {"strategy": "top_p(1.0,1.2)", "seed": 1, "max_new_tok
 
 
 @pytest.fixture(scope="module")
-def decoded(load: Any) -> Iterator[tuple[Any, dict[int, Any], dict[str, pd.DataFrame]]]:
+def decoded(load: Any) -> tuple[Any, dict[int, Any], dict[str, pd.DataFrame]]:
     """A model, prompts by their numbers, and their decodes, one after another with what they share computed once."""
     adapter, given = load(Case("zoo:gqa2-mini", "native"), "float16"), kv.load_prompts("arithmetic:4")
     prompts = {number: given[number] for number in (0, 3)}
@@ -36,8 +35,8 @@ def decoded(load: Any) -> Iterator[tuple[Any, dict[int, Any], dict[str, pd.DataF
         patch.setattr("kvinterp.experiments.behaviour.paths_of", lambda kernels: NOISY)
         parts = [decodes_of(adapter, {n: prompt}, memory=Memory(), **SAMPLED) for n, prompt in prompts.items()]
         made = {name: pd.concat([part[name] for part in parts]).assign(model="m") for name in parts[0]}
-        assert made["decodes"]["diverged"].nunique() == 2, "the case needs decodes of both kinds"
-        yield adapter, prompts, made
+    assert made["decodes"]["diverged"].nunique() == 2, "the case needs decodes of both kinds"
+    return adapter, prompts, made
 
 
 def test_only_decodes_that_flip_are_run_free_and_that_is_the_free_protocol(decoded: Any) -> None:

@@ -178,7 +178,10 @@ class Study(Experiment):
             fields = {each.name: each for each in dataclasses.fields(experiment_named(name))}
             if field not in fields or field == "models":
                 raise unknown(f"choice of {name}", field, fields.keys() - {"models"})
-            chosen, least = read_choice(text, fields[field].default, value), fields[field].metadata[OPTION].get("min")
+            chosen, least = (
+                read_choice(text, fields[field].default, value),
+                fields[field].metadata.get(OPTION, {}).get("min"),
+            )
             if least is not None and chosen is not None and chosen < least:
                 raise InputError(f"--set {text!r} was given: expected at least {least}.")
             if name in found:
