@@ -271,10 +271,14 @@ def _tables(
     free = free[[column for column in free if not column.startswith("text_")]].merge(written, on="example")
     decodes = pd.concat([matched.assign(protocol="matched"), free.assign(protocol="free")], ignore_index=True)
     for side in ("a", "b"):
-        right = [_right(prompts[row.example], getattr(row, f"text_{side}"), end) for row in decodes.itertuples()]
-        known = pd.array(right, dtype="boolean")
-        known[(decodes["protocol"] == "matched").to_numpy() & (side == "b")] = pd.NA
-        decodes[f"correct_{side}"] = known
+        right = [
+            # In the matched protocol the second path writes no text of its own.
+            pd.NA
+            if (side, row.protocol) == ("b", "matched")
+            else _right(prompts[row.example], getattr(row, f"text_{side}"), end)
+            for row in decodes.itertuples()
+        ]
+        decodes[f"correct_{side}"] = pd.array(right, dtype="boolean")
     columns = ["example", "step", "kl", "max_abs_logit", "rms_logit", "margin_a", "flipped", "after_flip"]
     steps = [each.steps[columns].assign(protocol=protocol) for protocol, each in found.items()]
     failures = [each.failures.assign(protocol=protocol) for protocol, each in found.items()]
