@@ -16,7 +16,7 @@ from kvinterp.experiments.compare import outcome_of
 from kvinterp.folders import SUMMARY
 from kvinterp.results import Result, ResultFolder, prompts_digest
 
-NAMES = (*(f"{table}.parquet" for table in Compare.TABLES), SUMMARY, *Compare.FILES)
+NAMES = (*(f"{table}.parquet" for table in Compare.TABLES), SUMMARY, *Compare.FILES, "figures/kl_by_step*")
 
 
 def write_tables(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from kvinterp.cells import ADVICE, foreign_parts, has_parts, unfinished_runs, un
 from kvinterp.errors import InputError, unknown
 from kvinterp.files import Record, check_writable, is_there, refuse_foreign, strict_json, told
 
-__all__ = ["EXISTING", "FIGURES", "SUMMARY", "check_free", "check_names"]
+__all__ = ["EXISTING", "SUMMARY", "check_free", "check_names"]
 
 SUMMARY = "summary.json"
 """The file that every finished result has."""
@@ -22,12 +22,6 @@ EXISTING = {
     "overwrite": "what kvinterp wrote there before is removed once the new result is there",
     "use": "a finished result with the same settings is read instead of computed again",
 }
-FIGURES = re.compile(
-    r"([a-z0-9-]+-)?(kl_by_step|drift_by_layer|attention_by_head|kv_by_position|precision_ladder|recovery|decomposition|root_cause"
-    r"|eval_scores|chain_|equivalent_noise|kv_error|susceptibility|mitigations|behaviour|boundary|layer_drift|localisation)"
-    r".*\.png"
-)
-"""The names of every figure that goes into a result's folder, under ``figures``."""
 
 
 def check_free(
@@ -41,7 +35,7 @@ def check_free(
     Args:
         path: The folder to be written.
         existing: What to do about what is already there, see :data:`EXISTING`.
-        names: The files that will be written, the summary among them, beside figures.
+        names: The files that will be written, the summary among them; ``figures/recovery*`` are all that begin so.
         about: What the result will be, ``verb`` among it; an unfinished one of something else is in the way.
 
     Raises:
@@ -80,11 +74,11 @@ def _check_unfinished(folder: Path, marked: Mapping[str, Any] | None, about: Map
 
 
 def check_names(folder: Path, names: Iterable[str]) -> None:
-    """Raises where a file that kvinterp did not write has one of these names, or that of a figure, or is in its place.
+    """Raises where a file that kvinterp did not write has one of these names, or is in the place of a folder.
 
     Args:
         folder: The folder to be written.
-        names: The files that will be written, beside figures.
+        names: The files that will be written, as :func:`check_free` takes them.
 
     Raises:
         InputError: There is such a file.
@@ -97,7 +91,10 @@ def check_names(folder: Path, names: Iterable[str]) -> None:
                 "folder with --out, or move it away."
             )
         check_writable(figures)
-    drawn = sorted(f"figures/{path.name}" for path in folder.glob("figures/*.png") if FIGURES.fullmatch(path.name))
-    refuse_foreign(Record(folder), [*dict.fromkeys(names), *drawn])
+    there = [
+        [path.relative_to(folder).as_posix() for path in sorted(folder.glob(name))] if "*" in name else [name]
+        for name in names
+    ]
+    refuse_foreign(Record(folder), dict.fromkeys(itertools.chain(*there)))
     if foreign := foreign_parts(folder):
         raise InputError(foreign)

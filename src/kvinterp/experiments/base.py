@@ -129,6 +129,8 @@ class Experiment(abc.ABC):
     """The names of what else it writes, beside tables, figures and the summary."""
     PAGE: ClassVar[str] = "report.html"
     """The page that every experiment gets; ``""``: it has none, or one of its own among its files."""
+    DRAWN: ClassVar[tuple[str, ...]] = ()
+    """What the names of its figures begin with, where it is not the command's."""
     FIGURES: ClassVar[str] = ""
     """The import name of what draws its figures: given the result and a folder, it returns their files."""
     READING: ClassVar[str] = ""
@@ -203,8 +205,14 @@ class Experiment(abc.ABC):
         return self
 
     def names(self) -> list[str]:
-        """The names of the files that it writes, beside figures and the summary."""
-        return [*(f"{table}.parquet" for table in self.TABLES), *self.FILES, *filter(None, [self.PAGE])]
+        """The names of the files that it writes, beside the summary; of figures what they begin with, and a star."""
+        tables = (f"{table}.parquet" for table in self.TABLES)
+        return [*tables, *self.FILES, *filter(None, [self.PAGE]), *(f"figures/{name}*" for name in self.drawn())]
+
+    @classmethod
+    def drawn(cls) -> tuple[str, ...]:
+        """What the names of its figures begin with: its command's, unless it says otherwise."""
+        return cls.DRAWN or (cls.verb().replace("-", "_"),)
 
     def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
         """What was found, from its tables and summary alone: without a model its figures and sentences are made again."""

@@ -40,6 +40,7 @@ NULLS = ("same path twice", "longer suffix")
 class Behaviour(OfModels):
     """Do a cached and a recomputing path write the same, and does it matter for the answers?"""
 
+    DRAWN: ClassVar = ("behaviour",)
     TABLES: ClassVar[tuple[str, ...]] = (
         "decodes",
         "kl_by_step",

@@ -28,6 +28,7 @@ __all__ = ["Boundary"]
 class Boundary(Behaviour):
     """Do tokens flip early where the paths are far apart, or where the model is not sure?"""
 
+    DRAWN: ClassVar = ("boundary",)
     TABLES: ClassVar = ("boundary", "boundary_flips", "terciles", "hazard", "prediction", "roc", "calibration")
 
     above: int = option(8, "The paper's second restriction: flips later than this step alone.", min=0)

@@ -31,6 +31,7 @@ class Chain(Experiment):
     """Does the precision of the cache change where a text goes that is restated again and again?"""
 
     TABLES: ClassVar = ("chains", "curves", "deltas", "cycles", "attractors")
+    DRAWN: ClassVar = ("chain_",)
     FIGURES: ClassVar = "kvinterp.report.chains:save_chain_figures"
     READING: ClassVar = "kvinterp.reading.chains:said_of_chains"
     UNIT: ClassVar = "sets of chains"

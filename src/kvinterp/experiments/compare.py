@@ -25,6 +25,7 @@ class Compare(Experiment):
 
     TABLES: ClassVar = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv")
     FILES: ClassVar = ("report.html", "prompts.jsonl")
+    DRAWN: ClassVar = ("kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position", "precision_ladder")
     PAGE: ClassVar = ""
     UNIT: ClassVar = "prompts"
     PARTIAL: ClassVar = "yes"

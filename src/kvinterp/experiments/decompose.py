@@ -20,6 +20,7 @@ class Decompose(Experiment):
     """What makes the difference at every step, each part beside its null?"""
 
     TABLES: ClassVar = ("decomposition", "layers")
+    DRAWN: ClassVar = ("decomposition",)
     FIGURES: ClassVar = "kvinterp.report:save_decomposition_figure"
     READING: ClassVar = "kvinterp.reading.patching:said_of_decomposition"
     UNIT: ClassVar = "prompts"

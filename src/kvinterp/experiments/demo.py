@@ -148,7 +148,7 @@ class Demo(Experiment):
                 f"folder {str(folder)!r} already holds a report: choose another folder with --out, or pass --overwrite."
             )
         with told(folder):
-            check_names(folder, ["report.html"])
+            check_names(folder, ["report.html", *(f"figures/{name}*" for name in Compare.drawn())])
             for place in (folder / "runs", *(folder / "runs" / name for name in (*self.plan(), FLIPS))):
                 if is_there(place) and (place.is_symlink() or not place.is_dir()):
                     raise InputError(

@@ -22,6 +22,7 @@ class Eval(Experiment):
     """What does a policy on K and V cost in the scores that models are judged by?"""
 
     TABLES: ClassVar = ("results", "samples", "changed")
+    DRAWN: ClassVar = ("eval_scores",)
     FIGURES: ClassVar = "kvinterp.report.evaluators:save_scores_figure"
     READING: ClassVar = "kvinterp.reading.evaluators:said_of_eval"
     UNIT: ClassVar = "tasks"

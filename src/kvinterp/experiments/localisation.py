@@ -54,6 +54,7 @@ class Localisation(OfModels):
     """What carries the difference, on the examples whose paths differ most?"""
 
     TABLES: ClassVar = ("chosen", "recovery", "recovery_by_layer", "steps", "controls", "decomposition", "layers")
+    DRAWN: ClassVar = ("localisation",)
     FIGURES: ClassVar = "kvinterp.report.localisation:save_localisation_figures"
     READING: ClassVar = "kvinterp.reading.localisation:said_of_localisation"
     UNIT: ClassVar = "examples"

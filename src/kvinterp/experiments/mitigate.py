@@ -35,6 +35,7 @@ TRUTH = "recompute@float64"
 class Mitigate(Experiment):
     """What does a mitigation leave of the divergence, and at what cost?"""
 
+    DRAWN: ClassVar = ("mitigations",)
     TABLES: ClassVar = ("examples", "mitigations", "interactions")
     READING: ClassVar = "kvinterp.reading.mitigate:said_of_mitigate"
 

@@ -37,6 +37,7 @@ class OfModels(Experiment):
     """
 
     READING: ClassVar = "kvinterp.reading.root_cause:said_of_root_cause"
+    DRAWN: ClassVar = ("root_cause",)
     FIGURES: ClassVar = "kvinterp.report:save_root_cause_figures"
 
     models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")

@@ -21,6 +21,7 @@ class Patch(Experiment):
     """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
 
     TABLES: ClassVar = ("recovery", "steps", "controls")
+    DRAWN: ClassVar = ("recovery",)
     FIGURES: ClassVar = "kvinterp.report:save_sweep_figures"
     READING: ClassVar = "kvinterp.reading.patching:said_of_sweep"
     UNIT: ClassVar = "prompts"

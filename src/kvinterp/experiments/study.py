@@ -201,7 +201,13 @@ class Study(Experiment):
     def names(self) -> list[str]:
         """The tables of all its experiments, and its own files."""
         tables = dict.fromkeys(["claims", *(table for part in self.parts for table in part.experiment.TABLES), "cells"])
-        return [*(f"{table}.parquet" for table in tables), *super().names()]
+        figures = [
+            f"figures/{way}{name}*"
+            for part in self.parts
+            for name in part.experiment.drawn()
+            for way in ("", f"{part.prefix}-")
+        ]
+        return [*(f"{table}.parquet" for table in tables), *super().names(), *dict.fromkeys(figures)]
 
     def asked(self) -> dict[str, Any]:
         """The choices of every experiment, with what its prompts hold."""
