@@ -24,6 +24,7 @@ from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.experiments.registry import experiment_named
 from kvinterp.experiments.study import Study
+from kvinterp.files import digest_of
 from kvinterp.inputs import encode
 from kvinterp.report.latex import latex_number, latex_of, latex_text, markdown_of
 from kvinterp.report.style import save, sheet
@@ -172,6 +173,29 @@ def test_the_report_is_made_again_without_a_model(
     same(out, whole)
 
 
+def test_the_report_judges_the_claims_anew(whole: Path, tmp_path: Path) -> None:
+    """Tables that an earlier version wrote are judged by today's rules, and what that changes is said."""
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    claims = pd.read_parquet(out / "claims.parquet")
+    claims.loc[0, "verdict"] = "holds here"
+    claims.iloc[:-1].to_parquet(out / "claims.parquet", index=False)
+    summary = json.loads((out / "summary.json").read_text())
+    summary["sha256"]["claims"] = digest_of(out / "claims.parquet")
+    (out / "summary.json").write_text(json.dumps(summary))
+    made = kvinterp("report", out)
+    assert made.exit_code == 0, made.output
+    first, last = claims["id"].iloc[0], claims["id"].iloc[-1]
+    said = f"2 verdicts other than in claims.parquet, which keeps those that were written with the tables: {first} (holds here before"
+    for text in (made.output, (out / "report.html").read_text()):
+        assert said in text
+        assert f"{last} (new)" in text
+
+
+def test_the_prompts_are_kept(whole: Path) -> None:
+    kept, given = load_prompts(str(whole / "prompts.jsonl")), load_prompts("arithmetic:2")
+    assert [(prompt.id, prompt.text) for prompt in kept] == [(prompt.id, prompt.text) for prompt in given]
+
+
 # Cut off, changed, damaged ---------------------------------------------------------------------------------------------
 
 
@@ -267,6 +291,8 @@ def test_a_folder_of_another_version_says_what_differs(
         (("--set", "lengths"), "expected EXPERIMENT.CHOICE=VALUE"),
         (("--set", "lengths.promts=arithmetic:1"), "did you mean 'prompts'"),
         (("--kind", "native("), "expected native, hooked or bridge"),
+        (("--kind", "nativ"), "did you mean 'native'"),
+        (("--set", "lengths.kind=hoked"), "did you mean 'hooked'"),
         (("--model", "zoo:nope"), "nope"),
         (("--model", "/no/such/folder"), "/no/such/folder"),
         (("--engine", "rai"), "unknown engine 'rai'"),

@@ -17,6 +17,7 @@ from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome
 
 __all__ = [
+    "PRESETS",
     "Part",
     "cells_table",
     "claims_table",
@@ -27,6 +28,55 @@ __all__ = [
     "united",
     "way_of",
 ]
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "zoo": {
+        "models": ("zoo:llama-mini", "zoo:mistral-mini", "zoo:gemma2-mini"),
+        "kinds": ("native", "hooked"),
+        "prompts": "arithmetic:40",
+        "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
+        "seeds": 2,
+        "max_new_tokens": 64,
+        # As many as a claim needs before anything is decided: five, and thirty before "never" is believed.
+        "more": {
+            "behaviour": {"controls": 30},
+            "layer-drift": {"prompts": "arithmetic:20", "max_new_tokens": 24},
+            "root-cause": {
+                "kind": "native",
+                "prompts": "arithmetic:10",
+                "flip_steps": 32,
+                "flip_seeds": 1,
+                "ladder_prompts": 6,
+                "ladder_steps": 8,
+                "repeat_prompts": 6,
+            },
+            "localisation": {"kind": "native", "prompts": "arithmetic:20", "max_new_tokens": 16, "count": 5},
+        },
+    },
+    "quick": {
+        "models": ("zoo:mistral-mini",),
+        "kinds": ("native",),
+        "prompts": "arithmetic:4",
+        "strategies": ("greedy", "top_p(0.95,0.8)"),
+        "seeds": 1,
+        "max_new_tokens": 12,
+        "more": {
+            "root-cause": {"flip_steps": 8, "flip_seeds": 1, "ladder_prompts": 1, "ladder_steps": 4},
+            "localisation": {"count": 1, "max_new_tokens": 4},
+        },
+    },
+    # What the paper's text lost is [?] here: the brackets of top_k and top_p, and the format of the few-shot prompt.
+    "paper": {
+        "models": ("meta-llama/Llama-2-7b-hf", "mistralai/Mistral-7B-v0.3", "google/gemma-2-2b"),
+        "kinds": ("native(sdpa)", "native(eager)"),
+        "prompts": "gsm8k(openai/gsm8k,shots=5,count=700,seed=42,cut=off)",
+        "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
+        "seeds": 5,
+        "max_new_tokens": 128,
+        "more": {"root-cause": {"kind": "native"}, "localisation": {"kind": "native"}},
+    },
+}
+"""What each preset sets, where nothing else is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +215,13 @@ def claims_table(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 
 def way_of(text: str) -> dict[str, Any]:
     """Kind and attention of ``native`` or ``native(eager)``."""
+    from kvinterp.inputs import check_known
+    from kvinterp.models import KINDS
+
     match = re.fullmatch(r"([\w-]+)(?:\((\w+)\))?", text)
     if match is None:
         raise InputError(f"--kind {text!r} cannot be read: expected native, hooked or bridge, or native(eager).")
+    check_known("kind", match.group(1), KINDS)
     return {"kind": match.group(1), "attention": match.group(2)}
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvinterp.errors import InputError, unknown
 from kvinterp.experiments.base import OPTION, Experiment, How, Outcome, option, shared
 from kvinterp.experiments.composed import (
+    PRESETS,
     Part,
     cells_table,
     claims_table,
@@ -47,61 +48,12 @@ _ORDER = ("behaviour", "boundary", "layer-drift", "root-cause", "localisation")
 EXPERIMENTS = tuple(name for name in _ORDER if name in experiments())
 """What a study can be made of, in the order of its report."""
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "zoo": {
-        "models": ("zoo:llama-mini", "zoo:mistral-mini", "zoo:gemma2-mini"),
-        "kinds": ("native", "hooked"),
-        "prompts": "arithmetic:40",
-        "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
-        "seeds": 2,
-        "max_new_tokens": 64,
-        # As many as a claim needs before anything is decided: five, and thirty before "never" is believed.
-        "more": {
-            "behaviour": {"controls": 30},
-            "layer-drift": {"prompts": "arithmetic:20", "max_new_tokens": 24},
-            "root-cause": {
-                "kind": "native",
-                "prompts": "arithmetic:10",
-                "flip_steps": 32,
-                "flip_seeds": 1,
-                "ladder_prompts": 6,
-                "ladder_steps": 8,
-                "repeat_prompts": 6,
-            },
-            "localisation": {"kind": "native", "prompts": "arithmetic:20", "max_new_tokens": 16, "count": 5},
-        },
-    },
-    "quick": {
-        "models": ("zoo:mistral-mini",),
-        "kinds": ("native",),
-        "prompts": "arithmetic:4",
-        "strategies": ("greedy", "top_p(0.95,0.8)"),
-        "seeds": 1,
-        "max_new_tokens": 12,
-        "more": {
-            "root-cause": {"flip_steps": 8, "flip_seeds": 1, "ladder_prompts": 1, "ladder_steps": 4},
-            "localisation": {"count": 1, "max_new_tokens": 4},
-        },
-    },
-    # What the paper's text lost is [?] here: the brackets of top_k and top_p, and the format of the few-shot prompt.
-    "paper": {
-        "models": ("meta-llama/Llama-2-7b-hf", "mistralai/Mistral-7B-v0.3", "google/gemma-2-2b"),
-        "kinds": ("native(sdpa)", "native(eager)"),
-        "prompts": "gsm8k(openai/gsm8k,shots=5,count=700,seed=42,cut=off)",
-        "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
-        "seeds": 5,
-        "max_new_tokens": 128,
-        "more": {"root-cause": {"kind": "native"}, "localisation": {"kind": "native"}},
-    },
-}
-"""What each preset sets, where nothing else is given."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Study(Experiment):
     """What of the paper's claims holds on these models, under its protocol and under the matched one?"""
 
-    FILES: ClassVar = ("study.md", "tables.tex")
+    FILES: ClassVar = ("study.md", "tables.tex", "prompts.jsonl")
     UNIT: ClassVar = "cells"
     PARTIAL: ClassVar = "yes"
     INTERRUPTED: ClassVar = (
@@ -280,7 +232,17 @@ class Study(Experiment):
             "sha256": {},
         }
         tables = labelled(found)
-        return self.found(found, {"claims": claims_table(tables), **tables, "cells": listed}, summary)
+        outcome = self.found(found, {"claims": claims_table(tables), **tables, "cells": listed}, summary)
+        return dataclasses.replace(outcome, texts={"prompts.jsonl": self._prompt_lines()})
+
+    def _prompt_lines(self) -> str:
+        """The prompts of all its experiments, those that several have once."""
+        from kvinterp.data import load_prompts
+        from kvinterp.results import prompt_lines
+
+        given = dict.fromkeys(getattr(part.experiment, "prompts", None) for part in self.parts)
+        prompts = {(prompt.id, prompt.text): prompt for text in given if text for prompt in load_prompts(text)}
+        return prompt_lines(list(prompts.values()))
 
     def found(
         self, parts: Mapping[Part, Outcome], tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
@@ -288,7 +250,7 @@ class Study(Experiment):
         """The claims beside what the experiments found."""
         from kvinterp.reading.study import said_of_study
 
-        return Outcome(dict(parts), tables, {**summary, "reading": said_of_study(tables, summary)})
+        return Outcome(dict(parts), dict(tables), {**summary, "reading": said_of_study(tables, summary)})
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
         """Those of its experiments, as PNG, SVG and PDF; the PNGs are returned."""
@@ -349,7 +311,7 @@ class Study(Experiment):
         return cls(**given)
 
     def read(self, folder: Path) -> Outcome:
-        """What is in a folder, with what its experiments found, from the tables alone.
+        """What is in a folder, with what its experiments found, from the tables alone; the claims are judged anew.
 
         Raises:
             InputError: A table is missing, or is not the one that the summary was written with.
@@ -358,6 +320,7 @@ class Study(Experiment):
 
         from kvinterp.files import digest_of, read_json
         from kvinterp.folders import SUMMARY
+        from kvinterp.reading.study import judged_anew
 
         summary, tables = read_json(folder / SUMMARY) or {}, {}
         try:
@@ -373,7 +336,11 @@ class Study(Experiment):
             for part in self.parts
             if part.label in summary["parts"]
         }
-        return dataclasses.replace(self.found(found, tables, summary), folder=folder)
+        before = tables.get("claims")
+        tables["claims"] = claims_table({name: table for name, table in tables.items() if name != "claims"})
+        outcome = dataclasses.replace(self.found(found, tables, summary), folder=folder)
+        said = [] if before is None else judged_anew(before, tables["claims"])
+        return dataclasses.replace(outcome, summary={**outcome.summary, "reading": [*self.sentences(outcome), *said]})
 
     @classmethod
     def reported(cls, folder: Path) -> Outcome:

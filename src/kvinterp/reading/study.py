@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.reading.claims import claims_said
-from kvinterp.reading.numbers import listed, machines_of
+from kvinterp.reading.numbers import counted, listed, machines_of
 
-__all__ = ["said_of_study"]
+__all__ = ["judged_anew", "said_of_study"]
 
 
 def said_of_study(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> list[str]:
@@ -32,3 +32,25 @@ def said_of_study(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
         missing = f"; not among the tables yet: {listed(summary['left_out'])}" if summary["left_out"] else ""
         said.append(f"Interrupted: {counts['finished']} of {counts['cells']} known cells are finished{missing}.")
     return said
+
+
+def judged_anew(before: pd.DataFrame, now: pd.DataFrame) -> list[str]:
+    """Which verdicts are other than those that were written with the tables, since the rules are; nothing where none is.
+
+    Args:
+        before: The claims as they were written.
+        now: The same tables under today's rules.
+    """
+    then = dict(zip(before["id"], before["verdict"], strict=True))
+    changed = [
+        f"{row.id} ({then[row.id]} before, {row.verdict} now)" if row.id in then else f"{row.id} (new)"
+        for row in now.itertuples()
+        if then.get(row.id) != row.verdict
+    ]
+    gone = [f"{name} (no longer asked)" for name in then if name not in set(now["id"])]
+    if not changed + gone:
+        return []
+    return [
+        f"Judged anew, by the rules of this version of kvinterp: {counted(len(changed + gone), 'verdict')} "
+        f"other than in claims.parquet, which keeps those that were written with the tables: {listed(changed + gone)}."
+    ]

@@ -62,8 +62,8 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
     parts += made_with_parts(summary["provenance"], "model")
     parts.append(
         Text(
-            "Beside this page: every table as .parquet, the figures as PNG, SVG and PDF, study.md, tables.tex, and what was "
-            "said and chosen in summary.json.",
+            "Beside this page: every table as .parquet, the figures as PNG, SVG and PDF, study.md, tables.tex, prompts.jsonl, "
+            "and what was said and chosen in summary.json.",
             look="note",
         )
     )
@@ -95,11 +95,6 @@ def _claims(claims: pd.DataFrame, outcome: Any, drawn: Mapping[Any, Sequence[Pat
         for claim in claims.to_dict("records")
     ]
     return Table(head, rows, name="claims-table", look="cards")
-
-
-def _why(claim: Mapping[str, Any]) -> str:
-    said = (claim["why"], f"rule: {claim['rule']}", f"to settle it: {claim['settles']}")
-    return "\n".join(sentence(text) for text in said if text)
 
 
 def _links(table: str, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> dict[str, str]:
