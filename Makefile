@@ -7,7 +7,7 @@ STAMP := $(VENV)/.made
 TL4 := .venv-tl4
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-processors test-tl4 check bench figures zoo clean env
+.PHONY: demo test test-slow test-all test-processors test-tl4 check bench figures zoo clean env
 
 env: $(STAMP)
 
@@ -25,6 +25,10 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 test: $(STAMP)
 	$(PYTEST)
+
+# And with them whole commands, audits and notebooks, as CI runs them.
+test-slow: $(STAMP)
+	$(PYTEST) --slow
 
 # The tests that rest on bits, as five other processors. Minutes each: SHARE=4 runs a quarter of them.
 SHARE ?= 1

@@ -31,20 +31,21 @@ import pytest
 import torch
 
 from kvinterp.models import Adapter, load_model, wrap, zoo
-from sampling import left_to_everything
+from sampling import left_out
 from support import BARE, TINY, Case, bare_hooked_transformer, has_hooked_transformer, write_checkpoint
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What may be asked of the whole suite."""
     parser.addoption("--everything", action="store_true", help="also run what takes long, and every case of every law")
+    parser.addoption("--slow", action="store_true", help="also run whole commands, audits and notebooks, as CI does")
     parser.addoption("--share", default="1/1", metavar="N/OF", help="run one in OF of the tests: the Nth share of them")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Takes the sample and the share that were asked for, skips what cannot run here, and says why."""
     share, of = map(int, config.getoption("--share").split("/"))
-    left = set() if config.getoption("--everything") else left_to_everything(items)
+    left = set() if config.getoption("--everything") else left_out(items, config.getoption("--slow"))
     # By name, so that every worker takes the same tests and a new test moves no other.
     left |= {item for item in items if zlib.crc32(item.nodeid.encode()) % of != share - 1}
     # A test that was named on the command line runs whatever it is.

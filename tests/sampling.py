@@ -15,6 +15,9 @@ has nothing to do with, say, the kind of model.
 They are chosen greedily, the one that meets most new pairs first; among equals a checksum of the test's name decides. So the
 choice is the same on every machine and in every worker, and differs from law to law: together the laws meet far more than
 pairs. ``pytest --everything`` runs the full product. A case marked ``long`` is never chosen; one marked ``always`` always is.
+
+What is marked ``slow`` (a whole command, audit or notebook) is for ``pytest --slow``, as the project's CI calls it; without, a
+function with several cases runs one of those that were chosen, and a test that stands alone none.
 """
 
 from __future__ import annotations
@@ -32,15 +35,27 @@ Aspect = tuple[str, object]
 """A parameter, or what it says of the model, and its value."""
 
 
-def left_to_everything(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Those of the tests that run with ``--everything`` only."""
+def left_out(items: Iterable[pytest.Item], slow: bool = False) -> set[pytest.Item]:
+    """Those of the tests that are not run: without ``--everything``, and unless ``slow`` without ``--slow``."""
     left, families = set(), defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("long"):
             left.add(item)
-        elif _is_of_a_family(item):
+        else:
             families[item.nodeid.split("[")[0]].append(item)
-    return left.union(*(set(family) - chosen(family) for family in families.values()))
+    for family in families.values():
+        taken = chosen(family) if _is_of_a_family(family[0]) else set(family)
+        if not slow:
+            taken -= slow_ones(taken)
+        left |= set(family) - taken
+    return left
+
+
+def slow_ones(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Those of a function's cases that are marked ``slow``, but for one."""
+    found = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("always")}
+    cases = [item for item in found if hasattr(item, "callspec")]
+    return found - {max(cases, key=_by_name)} if cases else found
 
 
 def chosen(family: list[pytest.Item]) -> set[pytest.Item]:
@@ -49,10 +64,14 @@ def chosen(family: list[pytest.Item]) -> set[pytest.Item]:
     taken = {item for item in family if item.get_closest_marker("always")}
     wanted = set().union(*pairs.values()) - set().union(*(pairs[item] for item in taken))
     while wanted:
-        best = max(family, key=lambda item: (len(pairs[item] & wanted), zlib.crc32(item.nodeid.encode())))
+        best = max(family, key=lambda item: (len(pairs[item] & wanted), _by_name(item)))
         taken.add(best)
         wanted -= pairs[best]
     return taken
+
+
+def _by_name(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
 
 
 def _is_of_a_family(item: pytest.Item) -> bool:

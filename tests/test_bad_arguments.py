@@ -34,6 +34,7 @@ def _run(*parts: tuple[int, int]) -> None:
     assert not lines[:-1], "\n".join(f"seed {line['seed']}: {line['wrong']}" for line in lines[:-1])
 
 
+@pytest.mark.slow
 def test_a_sample_of_bad_arguments():
     _run(*SAMPLE)
 

@@ -18,7 +18,7 @@ from kvinterp.engines import Local, Ray, Remaining, engine_named
 from kvinterp.errors import InputError, KvinterpError
 from kvinterp.provenance import machine
 
-pytestmark = pytest.mark.xdist_group("engines")
+pytestmark = [pytest.mark.xdist_group("engines"), pytest.mark.slow]
 HERE = "test_engines"
 
 

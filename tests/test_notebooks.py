@@ -16,7 +16,7 @@ nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pi
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install 'kvinterp[notebook]'")
 pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install 'kvinterp[notebook]'")
 
-pytestmark = pytest.mark.xdist_group("notebooks")
+pytestmark = [pytest.mark.xdist_group("notebooks"), pytest.mark.slow]
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NAMES = ("01_two_paths", "02_where_it_starts", "03_interactive_patching", "04_what_carries_it")
 EVERY = pytest.mark.parametrize("name", NAMES)

@@ -60,6 +60,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 # Cut off ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "where", "place"), sampled(CUTS))
 def test_cut_off_the_same_command_finishes_with_the_same(
     verb: str, where: str, place: int, tmp_path: Path, whole: Callable[[str], tuple[Path, Run]]

@@ -14,7 +14,7 @@ from command_line import one_after_another, program
 from kvinterp.paths import path_named
 from support import SUITES_OWN_SETTINGS, has_hooked_transformer, write_checkpoint
 
-pytestmark = [pytest.mark.bits, pytest.mark.xdist_group("readme")]
+pytestmark = [pytest.mark.bits, pytest.mark.xdist_group("readme"), pytest.mark.slow]
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 SMALLER = {"arithmetic:4": "arithmetic:2", "max_new_tokens=32": "max_new_tokens=10", 'kind="hooked")': "kind=KIND)"}

@@ -100,6 +100,7 @@ def test_every_circumstance_is_in_the_key(model: Path, monkeypatch: pytest.Monke
     assert len(found) == 9, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [

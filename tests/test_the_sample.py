@@ -6,7 +6,7 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-from sampling import chosen, left_to_everything
+from sampling import chosen, left_out
 from support import CASES, FEATURES, TINY_CASES, Case
 
 
@@ -51,7 +51,7 @@ def family_sample(family: list[Any]) -> set[Any]:
     taken = {item.nodeid for item in chosen(family)}
     # Whatever the order in which they are collected.
     assert {item.nodeid for item in chosen(family[::-1])} == taken
-    left = {item.nodeid for item in left_to_everything(family)}
+    left = {item.nodeid for item in left_out(family)}
     assert left == {item.nodeid for item in family} - taken
     return {item for item in family if item.nodeid in taken}
 
@@ -61,6 +61,19 @@ def test_marks() -> None:
     assert [len(met(family_sample(pairs), *names)) for names in ("ab", "bc", "ac")] == [6, 4, 6]
     assert [len(met(family_sample(each), name)) for name in "abc"] == [3, 2, 2]
     assert len(family_sample(each)) == 3
-    assert not left_to_everything(items(a="abc"))
-    assert len(left_to_everything(items(("long",), a="abc"))) == 3
-    assert not left_to_everything(items(("always",), case=TINY_CASES))
+    assert not left_out(items(a="abc"))
+    assert len(left_out(items(("long",), a="abc"))) == 3
+    assert not left_out(items(("always",), case=TINY_CASES))
+
+
+def test_of_what_is_slow_one_case_runs_by_default() -> None:
+    """And of a test without cases none; all that were chosen run with ``--slow``."""
+    family = items(("slow",), a="abc")
+    assert len(left_out(family)) == 2
+    assert not left_out(family, slow=True)
+    alone = [Item(nodeid="test_alone", get_closest_marker=lambda name: name == "slow")]
+    assert left_out(alone) == set(alone)
+    assert not left_out(alone, slow=True)
+    both = items(("slow", "each"), a="abc", b="de")
+    assert len(left_out(both)) == 5
+    assert len(left_out(both, slow=True)) == 3

@@ -17,7 +17,7 @@ from kvinterp.models import wrap
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 from support import Case
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.bits, pytest.mark.slow]
 
 HIDDEN = {
     "qwen3_5": "linear_attn",

@@ -15,7 +15,7 @@ import kvinterp as kv
 from kvinterp.auditing import audit, random_model
 from kvinterp.models import wrap
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.bits, pytest.mark.slow]
 
 
 def quick(model: Any, prompts: Any = None, **more: Any) -> Any:

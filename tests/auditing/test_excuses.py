@@ -12,6 +12,8 @@ from test_planted import on_update
 
 from kvinterp.auditing import audit
 
+pytestmark = pytest.mark.slow
+
 
 def quick(model: Any, **more: Any) -> Any:
     prompt = torch.randint(3, 131, (40,), generator=torch.Generator().manual_seed(5)).tolist()

@@ -18,6 +18,8 @@ from kvinterp.auditing.blocks import prompts_for
 from kvinterp.auditing.exercises import CHECKS, Check, exercise
 from kvinterp.models import load_model, wrap
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 

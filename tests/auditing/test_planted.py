@@ -15,7 +15,7 @@ from architectures import WINDOW, build
 
 from kvinterp.auditing import audit
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.bits, pytest.mark.slow]
 
 PREFILL = 9
 

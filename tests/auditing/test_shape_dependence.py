@@ -15,6 +15,7 @@ pytestmark = pytest.mark.bits
 SIZES = (1, 2, 17, 33)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "operations"),
     [

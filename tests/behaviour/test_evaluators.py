@@ -246,6 +246,7 @@ def test_what_tasks_sample_with() -> None:
 # The experiment ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_writes_scores_a_page_and_goes_on(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     what = asked(tasks, "kv_chooses,kv_reads", path="cached[cache=float32]", limit=4)
     keep, kept = Parts.keep, []

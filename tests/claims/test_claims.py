@@ -62,6 +62,7 @@ FAILS_IN = {
 made = functools.cache(worlds.tables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
 def test_a_claim_holds_where_it_is_right_and_not_where_it_is_wrong(claim):
     for world, verdict in (

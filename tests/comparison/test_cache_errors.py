@@ -25,6 +25,7 @@ def sorted_frame(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[[*keys, *values]].sort_values(keys, ignore_index=True)
 
 
+@pytest.mark.slow
 @cases([Case("llama-gqa", "native", "eager"), Case("mistral-window", "native", "sdpa"), Case("gemma2", "hooked")])
 @pytest.mark.parametrize("more", [
     {"b": "recompute@bfloat16", "protocol": "free", "strategy": "top_p(0.99,3.0)", "stop": "length"},

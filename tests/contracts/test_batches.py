@@ -60,6 +60,7 @@ def quick_check(monkeypatch):
     monkeypatch.setattr("kvinterp.paths.batches.CHECKED_NUMBERS", 2000)
 
 
+@pytest.mark.slow
 @pytest.mark.each
 @cases()
 def test_a_batch_gives_the_same_tables_as_one_by_one(load, case, batches):
@@ -71,6 +72,7 @@ def test_a_batch_gives_the_same_tables_as_one_by_one(load, case, batches):
         assert getattr(alone, name).equals(getattr(together, name)), f"the {name} differ; batches of {batches}"
 
 
+@pytest.mark.slow
 @few
 def test_a_batch_is_really_run_where_the_kernels_do_not_see_it(load, case, batches, quick_check):
     """Kernels of one fixed order give the same bits whatever the batch: the check passes, and rightly."""
@@ -84,6 +86,7 @@ def test_a_batch_is_really_run_where_the_kernels_do_not_see_it(load, case, batch
         assert getattr(alone, name).equals(getattr(together, name)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 3])
 def test_a_batch_that_changes_bits_is_not_used(load, batches, monkeypatch, caplog, quick_check, late):
     """A model whose kernels add a little to a batch's logits, from some number of cached positions on."""
@@ -109,6 +112,7 @@ def test_a_batch_that_changes_bits_is_not_used(load, batches, monkeypatch, caplo
     assert all(torch.equal(a.logits, b.logits) for a, b in zip(alone, together, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [Case("llama-gqa", "native", "sdpa"), pytest.param(Case("gemma2", "native", "eager"), marks=pytest.mark.long)],
@@ -131,6 +135,7 @@ def test_the_check_leaves_no_hook(load, quick_check):
     assert hooks_of(model.model) == before
 
 
+@pytest.mark.slow
 @few
 def test_out_of_memory_halves_the_batch_and_says_so(load, case, batches, quick_check, monkeypatch, caplog):
     """Wherever it happens first: the check of the bits runs the same batch, and once let the error through."""

@@ -242,6 +242,7 @@ def compiled_forward(model: Any) -> None:
     model.forward = torch.compile(model.forward, backend="eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compile_it", "said"),
     [

@@ -16,7 +16,7 @@ import pytest
 import kvinterp
 from command_line import one_after_another, program
 
-pytestmark = pytest.mark.xdist_group("one file")
+pytestmark = [pytest.mark.xdist_group("one file"), pytest.mark.slow]
 
 FILES = {
     "policies/halved.py": '''"""Keys and values, smaller."""

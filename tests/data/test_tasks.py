@@ -142,6 +142,7 @@ class _Every(Random):
         return bool(self.path)
 
 
+@pytest.mark.slow
 def test_the_instructions_are_as_many_as_is_said():
     """More are refused at once; a search for them took 69 seconds to say so."""
     from collections import Counter

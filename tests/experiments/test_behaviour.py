@@ -39,6 +39,7 @@ def decoded(load: Any) -> tuple[Any, dict[int, Any], dict[str, pd.DataFrame]]:
     return adapter, prompts, made
 
 
+@pytest.mark.slow
 def test_only_decodes_that_flip_are_run_free_and_that_is_the_free_protocol(decoded: Any) -> None:
     """Until a token flips both protocols feed the same, so the rows of a decode that never flips stand for both."""
     adapter, prompts, made = decoded
@@ -257,6 +258,7 @@ def test_the_sentences_follow_the_numbers() -> None:
 # The command -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_whole_command(tmp_path: Any) -> None:
     asked: dict[str, Any] = {"prompts": "arithmetic:2", "strategies": ("greedy", "top_p(1.0,1.5)"), "max_new_tokens": 5}
     asked |= {"controls": 1, "block": 1, "stop": "length", "device": "cpu"}

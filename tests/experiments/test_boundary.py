@@ -57,6 +57,7 @@ def tables() -> dict[str, pd.DataFrame]:
     return b.boundary_tables(*made_up(), above=8)
 
 
+@pytest.mark.slow
 def test_a_correlation_with_free_kl_that_counting_makes_is_gone_where_texts_are_the_same(tables: Any) -> None:
     found = tables["boundary"].set_index(["quantity", "method"])
     flips = tables["boundary_flips"]
@@ -106,6 +107,7 @@ def test_flips_are_counted_until_the_first_and_decodes_that_never_flip_last(tabl
     assert not risk["after_flip"].any()
 
 
+@pytest.mark.slow
 def test_the_chance_from_margin_and_noise_is_the_true_one(tables: Any) -> None:
     (row,) = tables["prediction"].to_dict("records")
     risk = b.predicted(made_up()[1])

@@ -17,7 +17,7 @@ from kvinterp.errors import InputError
 from kvinterp.experiments import Demo
 from kvinterp.experiments.demo import FLIPS, SMOKE
 
-pytestmark = pytest.mark.xdist_group("demo")
+pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

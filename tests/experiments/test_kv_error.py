@@ -19,6 +19,8 @@ from kvinterp.experiments.kv_error import KvError, behaviour_of, strings_of
 from kvinterp.policies import Chain, Place, Policy, policy_named
 from support import Case
 
+pytestmark = pytest.mark.slow
+
 MODEL = "zoo:gqa2-mini"
 FEW: dict[str, Any] = {
     "instructions": "instructions:2",

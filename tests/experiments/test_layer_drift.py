@@ -24,7 +24,7 @@ from kvinterp.experiments.layer_drift import MEASURES, LayerDrift, null_drift, o
 from kvinterp.reading.layer_drift import EVERY_STEP, ONE_STEP, drift_title, paper_title, said_of_layer_drift
 from support import Case
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.bits, pytest.mark.slow]
 
 
 def drift(values: np.ndarray, model: str = "m", steps: int = 3) -> pd.DataFrame:

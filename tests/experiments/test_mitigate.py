@@ -67,6 +67,7 @@ def test_what_is_equal_is_said_to_be() -> None:
     assert "no other is better" in "\n".join(said_of_mitigate(SUMMARY))
 
 
+@pytest.mark.slow
 def test_the_whole_command(tmp_path) -> None:
     paths = ("cached", "cached[refresh=1]", "cached[kernels=batch_invariant]", "cached+q8_0")
     asked = m.Mitigate("zoo:gemma2-mini", "arithmetic:2", path=paths, policy=("int8",), max_new_tokens=5)

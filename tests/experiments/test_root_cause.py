@@ -18,7 +18,7 @@ from kvinterp.experiments.propagation import Propagation, propagation
 from kvinterp.experiments.root_cause import RootCause
 from support import Case
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.bits, pytest.mark.slow]
 
 PROMPT = [5, 9, 2, 30, 7, 7, 41, 12, 3, 8, 19, 22]
 

@@ -211,6 +211,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) 
     monkeypatch.setattr(Parts, "keep", cut)
 
 
+@pytest.mark.slow
 def test_interrupted_it_leaves_what_is_finished_and_goes_on(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def test_nothing_is_predicted_from_the_draw_itself() -> None:
     assert (s.predicted(two).loc[two["seed"] == 0, "predicted"] < 0.5).all()
 
 
+@pytest.mark.slow
 def test_the_threshold_is_where_half_flip() -> None:
     """With a slope made known: P = 1 / (1 + (0.5 / size)**3), so half flip at 0.5."""
     random = np.random.default_rng(1)
@@ -123,6 +124,7 @@ def test_the_sentences_follow_the_numbers() -> None:
     assert "nothing to set beside the threshold" in said
 
 
+@pytest.mark.slow
 def test_the_whole_command(tmp_path) -> None:
     asked = s.Susceptibility("zoo:gqa2-mini", "arithmetic:2", sizes="0.5,2,4", seeds=2, max_new_tokens=5, bins=2)
     outcome = asked.run(tmp_path / "out", progress="none")

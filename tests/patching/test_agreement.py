@@ -19,6 +19,8 @@ from kvinterp.patching.planted import nudged
 from kvinterp.policies import Policy
 from support import Case
 
+pytestmark = pytest.mark.slow
+
 COUNT, TURN, SAMPLED = 200, 8, 16
 MODELS = [
     Case("llama-mha", "hooked"),

@@ -52,6 +52,7 @@ class SoftmaxInItsOwnDtype(torch.overrides.TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@pytest.mark.slow
 @cases(KINDS)
 def test_at_step_0_there_is_nothing_and_a_suffix_changes_nothing_but_rounding(load, case):
     model = load(case)
@@ -78,6 +79,7 @@ def test_total_is_the_distance_a_comparison_measures(load, case):
     assert found.layers["total"].tolist() == pytest.approx(layers, rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.slow
 @cases(KINDS)
 def test_the_parts_are_sides_of_one_triangle(load, case):
     """total = fresh + state as vectors, so no side is longer than the two others together; at any size of difference."""

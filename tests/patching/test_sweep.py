@@ -109,6 +109,7 @@ def test_the_paper_preset_is_a_plain_loop_with_run_with_hooks(load, name, dtype)
     assert set(sweep.recovery["steps"]) == {STEPS - 1}
 
 
+@pytest.mark.slow
 @pytest.mark.each
 @cases(KINDS)
 def test_highest_kl_chooses_what_a_comparison_ranks_highest(load, case):
@@ -128,6 +129,7 @@ def test_highest_kl_chooses_what_a_comparison_ranks_highest(load, case):
 # Recovery --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.each
 @pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
 @cases([HOOKED, NATIVE])
@@ -173,6 +175,7 @@ def test_recovery_is_undefined_where_the_unpatched_paths_are_bitwise_equal(load,
     assert sweep.aggregate()["defined"].tolist() == [0] * model.facts.layers
 
 
+@pytest.mark.slow
 @cases(KINDS)
 def test_a_foreign_donor_makes_it_worse_and_the_negative_value_is_kept(load, case):
     sweep = swept(load(case), [PROMPT, OTHER], layers=[0], controls="quick", site="mlp_out", **SPLIT)
@@ -329,6 +332,7 @@ def test_law_6_the_floor_is_exactly_the_unembeddings_own_difference(load, case, 
     assert together["d_after"] == floor["d_after"]
 
 
+@pytest.mark.slow
 @pytest.mark.each
 @pytest.mark.parametrize("protocol", ["matched", "free"])
 @pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
@@ -472,6 +476,7 @@ def test_blocks_of_the_stream_that_a_decode_step_does_not_compute_have_no_row(lo
     assert prefill["positions"].tolist() == ["0:4", "4:8", "8:12", "12:16"]
 
 
+@pytest.mark.slow
 @pytest.mark.each
 @cases(KINDS)
 @pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])

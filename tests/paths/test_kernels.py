@@ -34,6 +34,7 @@ def test_batch_invariant_makes_both_paths_bitwise_equal_in_float16(case: Case, l
     assert (result.kv_steps["relative_error"] == 0).all()
 
 
+@pytest.mark.slow
 @cases(ZOO_CASES)
 def test_split_k_makes_the_paths_differ(case: Case, load) -> None:
     result = compared(load(case, "float16"), "split_k(4,float16)")

@@ -20,6 +20,7 @@ def compared(adapter: Any, lanes: Any = (Runner, Runner), kernels: str = "split_
     return kv.compare(adapter, [list(PROMPT)], *(path.format(kernels) for path in PATHS), lanes=lanes, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["native", "hooked"])
 def test_what_is_remembered_is_what_would_be_computed(load: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = load(Case("zoo:gqa2-mini", kind), "float16")

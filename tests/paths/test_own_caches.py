@@ -127,6 +127,7 @@ def test_a_preallocated_store_of_other_bits_is_not_used_silently(unequal, caplog
     assert compared.summary()["provenance"]["caches"] == compared.about["caches"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_preallocated_store_gives_the_bits_of_the_own_cache_or_is_left(dtype):
     """On a processor whose kernels mind the strides one branch holds, on others the other."""

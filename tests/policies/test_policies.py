@@ -107,6 +107,7 @@ def most_attended():
     return choose
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "choose"), [(Sinks(2, 8), lambda: first_two_and_newest_eight), (HeavyHitters(), most_attended)],
                          ids=["sinks", "heavy hitters"])  # fmt: skip
 @both_caches
@@ -129,6 +130,7 @@ def test_rows_are_let_go_of_as_by_hand(load, case, cache, policy, choose):
     assert found.records["cache_positions", 0][-1].shape[-1] < len(PROMPT)
 
 
+@pytest.mark.slow
 @both_caches
 @every_case
 def test_a_policy_that_lets_nothing_go_changes_no_bit(load, case, cache):

@@ -220,6 +220,7 @@ def test_small_print_names_each_value_once() -> None:
     assert "torch 2.0" in text
 
 
+@pytest.mark.slow
 def test_drawing_leaves_the_users_settings_and_pyplot_alone() -> None:
     """pyplot picks a backend and keeps figures for the whole process: a library has no business with it."""
     code = (
