@@ -1,0 +1,126 @@
+"""What the page and the notebook draw with, in a real browser: the heatmap says its numbers, and is used by mouse and keyboard."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvinterp.errors import InputError
+from kvinterp.report.script import script, styles
+
+CHROMIUM = Path("/usr/bin/chromium")
+sync_api = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium to draw in")
+
+EVIL = "<img src=x onerror=document.body.remove()></script>"
+MAP = {
+    "rows": ["0", "1"],
+    "columns": ["0", "1", EVIL],
+    "values": [[0.0, 1e-7, None], [2.5, 0.03, 1e-3]],
+    "title": EVIL,
+    "unit": "nats",
+    "rowName": "layer",
+    "columnName": "head",
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def drawn(browser: Any) -> Iterator[Any]:
+    """An empty page with the functions of draw.js in sight; whatever it logs as an error fails the test."""
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    names = ("heatmap", "scaleOf", "shade", "number")
+    code = script("draw") + f"\nObject.assign(globalThis, {{ {', '.join(names)} }}); globalThis.picked = [];"
+    style = f"<style>{styles('draw')}</style>"
+    page.set_content(f'<!DOCTYPE html><body>{style}<div id="root">before</div><script type="module">{code}</script>')
+    page.wait_for_function("globalThis.picked !== undefined")
+    yield page
+    page.close()
+    assert not errors
+
+
+def test_a_script_that_is_not_there_is_named() -> None:
+    with pytest.raises(InputError, match="did you mean 'draw'"):
+        script("drew")
+
+
+def heatmap(page: Any, **more: Any) -> None:
+    page.evaluate(
+        "(given) => { globalThis.map = heatmap(document.getElementById('root'),"
+        " {...given, onpick: (row, column) => picked.push([row, column])}); }",
+        {**MAP, **more},
+    )
+
+
+def test_a_heatmap_says_every_number_with_its_unit(drawn: Any) -> None:
+    heatmap(drawn, scale="log")
+    cells = drawn.locator("[role=gridcell]")
+    assert [cells.nth(at).get_attribute("aria-label") for at in (0, 1, 3)] == [
+        "layer 0, head 0: 0 nats",
+        "layer 0, head 1: 1.00e-7 nats",
+        "layer 1, head 0: 2.5 nats",
+    ]
+    legend = drawn.locator(".kv-legend").inner_text()
+    assert re.sub(r"\s+", " ", legend) == "1.00e-7 2.5 (nats, log scale) exactly 0 (1) no value (1)"
+    assert "before" not in drawn.locator("#root").inner_text()
+
+
+def test_markup_stays_text(drawn: Any) -> None:
+    heatmap(drawn)
+    assert drawn.locator(".kv-title").inner_text() == EVIL
+    assert drawn.locator("#root img, #root script").count() == 0
+
+
+def test_mouse_and_keyboard_pick_the_same_cells(drawn: Any) -> None:
+    heatmap(drawn, chosen=[0, 1])
+    assert drawn.locator("[aria-selected=true]").get_attribute("data-at") == "0 1"
+    drawn.locator("[data-at='1 0']").click()
+    drawn.locator("[data-at='1 0']").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowUp", "Enter"):
+        drawn.keyboard.press(key)
+    assert drawn.evaluate("picked") == [[1, 0], [0, 2]]
+    assert drawn.locator("[aria-selected=true]").get_attribute("data-at") == "0 2"
+    assert drawn.locator(".kv-said").inner_text() == f"layer 0, head {EVIL}: no value"
+    assert drawn.locator("[tabindex='0']").count() == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "shades"),
+    [
+        ("sequential", [0, 1, 2, None], [("kv-shade", 0), ("kv-shade", 0.5), ("kv-shade", 1), ("kv-missing", 0)]),
+        ("diverging", [-1, 0, 2], [("kv-shade kv-below", 0.5), ("kv-shade kv-above", 0), ("kv-shade kv-above", 1)]),
+        ("log", [0, 1e-8, 1e-4, 1], [("kv-zero", 0), ("kv-shade", 0), ("kv-shade", 0.5), ("kv-shade", 1)]),
+    ],
+)
+def test_a_colour_is_where_its_number_lies(drawn: Any, kind: str, values: list[Any], shades: list[Any]) -> None:
+    found = drawn.evaluate(
+        f"(values) => {{ const s = scaleOf(values, '{kind}'); return values.map((v) => shade(v, s)); }}", values
+    )
+    assert [look for look, _ in found] == [look for look, _ in shades]
+    assert [part for _, part in found] == pytest.approx([part for _, part in shades])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_more_stands_out_more_in_light_and_dark(drawn: Any, scheme: str) -> None:
+    drawn.emulate_media(color_scheme=scheme)
+    heatmap(drawn, values=[[0.0, 1.0, 2.0], [0.5, 1.5, 2.0]])
+    light = drawn.evaluate(
+        "() => [...document.querySelectorAll('[role=gridcell]')].slice(0, 3).map((cell) => "
+        "Number(getComputedStyle(cell).backgroundColor.match(/oklab\\(([0-9.]+)/)[1]))"
+    )
+    assert light == sorted(light, reverse=scheme == "light")
+    assert abs(light[0] - light[2]) > 0.3
