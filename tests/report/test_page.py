@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import re
 from importlib import resources
 from pathlib import Path
@@ -34,7 +36,8 @@ def test_every_part_is_text(part: Any) -> None:
     assert "<script" not in shown
     assert "&lt;script&gt;" in shown
     assert EVIL not in shown
-    assert "<script" not in render("report", EVIL, [part], EVIL, EVIL)
+    # The page's own script, and no other.
+    assert render("report", EVIL, [part], EVIL, EVIL).count("<script") == 1
 
 
 def test_every_kind_of_part_was_tried() -> None:
@@ -60,8 +63,20 @@ def test_the_row_that_stands_out_is_the_one_named() -> None:
     assert "here" not in fragment(dataclasses.replace(table, here=None))
 
 
+def test_only_the_scripts_that_are_named_may_run() -> None:
+    """Those of the page's look, by their hash; a page without scripts allows none."""
+    shown = render("report", "x")
+    (code,) = re.findall(r'<script type="module">(.*?)</script>', shown, re.DOTALL)
+    allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    assert f"script-src 'sha256-{allowed}'\">" in shown
+    assert "unsafe-inline'; script-src" in shown
+    bare = render("report", "x", scripts=())
+    assert "script" not in bare
+    assert "default-src 'none'" in bare
+
+
 def test_the_template_is_installed_with_the_package() -> None:
     assert resources.files("kvinterp.report").joinpath("page.html.j2").is_file()
     # tomllib is there from Python 3.11 on.
     settings = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"report/\*\.j2"', settings)
+    assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"report/\*\.j2", "report/static/\*"', settings)

@@ -11,9 +11,11 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 __all__ = ["Answer", "Bullets", "Column", "Links", "Pairs", "Picture", "Section", "Table", "Text", "fragment", "render"]
 
@@ -108,7 +110,18 @@ class Section:
 # Rendering -------------------------------------------------------------------------------------------------------------
 
 
-def render(look: str, title: str, parts: Sequence[Any] = (), heading: str = "", kicker: str = "", page: Any = None) -> str:
+_STYLES = {"report": ("page",), "audit": ("page", "audit"), "attention": ("page", "attention")}
+
+
+def render(
+    look: str,
+    title: str,
+    parts: Sequence[Any] = (),
+    heading: str = "",
+    kicker: str = "",
+    page: Any = None,
+    scripts: Sequence[str] = ("tables",),
+) -> str:
     """A page; every value is escaped.
 
     Args:
@@ -117,15 +130,24 @@ def render(look: str, title: str, parts: Sequence[Any] = (), heading: str = "", 
         parts: What the page consists of.
         heading: The heading (default: the title).
         kicker: A line above it.
-        page: The attention page's own content.
+        page: The attention page's own content; it has its own scripts.
+        scripts: The scripts that run on it, by the names of their files in ``static/``: no others can.
     """
     content = {"title": title, "parts": parts, "heading_text": heading or title, "kicker": kicker, "page": page}
-    return _template().render(look=look, **content).lstrip()
+    shell = {"style": _static("css", *_STYLES[look]), "script": _static("js", *scripts)}
+    return _template().render(look=look, **content, **shell).lstrip()
 
 
 def fragment(*parts: Any) -> str:
     """Parts without a page around them, as a notebook shows them."""
     return _template().render(look="fragment", parts=parts).strip()
+
+
+@functools.cache
+def _static(ending: str, *names: str) -> Markup:
+    folder = resources.files("kvinterp.report").joinpath("static")
+    # The files are ours; nothing of a user's is ever joined to them.
+    return Markup("\n".join(folder.joinpath(f"{name}.{ending}").read_text(encoding="utf-8") for name in names))
 
 
 @functools.cache
