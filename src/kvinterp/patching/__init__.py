@@ -2,6 +2,7 @@
 
 from kvinterp.patching.ablation import ABLATIONS, Ablation
 from kvinterp.patching.around import patched
+from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
 from kvinterp.patching.decomposition import Decomposition, decompose
 from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
 from kvinterp.patching.hook import PatchHook
@@ -24,6 +25,7 @@ __all__ = [
     "PRESETS",
     "SWEEPS",
     "Ablation",
+    "ActivationPatching",
     "Cause",
     "Decomposition",
     "Patch",
@@ -31,6 +33,7 @@ __all__ = [
     "Plant",
     "PureRecompute",
     "Sweep",
+    "activation_patching",
     "decompose",
     "donor_trace",
     "highest_kl",
