@@ -137,6 +137,12 @@ def api() -> dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., A
         "Patch": (patch, {"site": "resid_post"}, kv.Patch),
         "patched": (within(kv.patched), {"model": model, "patches": [donor]}, kv.patched),
         "donor_trace": (kv.donor_trace, {"recorder": recorder, "prompt": tokens}),
+        "mean_donor": (kv.mean_donor, {"model": m, "prompts": [tokens], "sites": "k"}),
+        "resample_donor": (kv.resample_donor, {"model": m, "prompts": [tokens], "sites": "k"}),
+        "activation_patching": (
+            kv.activation_patching,
+            {"model": m, "clean": tokens, "corrupted": [1, 5, 3], "progress": "none"},
+        ),
         "Plant": (lambda **given: kv.localise(m, tokens, kv.Plant(**given)), {"place": "row"}, kv.Plant),
         "localise": (kv.localise, {"model": m, "prompt": tokens}),
         "sweep": (kv.sweep, {"model": m, "prompts": [tokens], "controls": "none", **quiet}),

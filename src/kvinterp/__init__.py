@@ -18,7 +18,19 @@ if TYPE_CHECKING:
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
-    from kvinterp.patching import Patch, Plant, Sweep, decompose, donor_trace, localise, patched, sweep
+    from kvinterp.patching import (
+        Patch,
+        Plant,
+        Sweep,
+        activation_patching,
+        decompose,
+        donor_trace,
+        localise,
+        mean_donor,
+        patched,
+        resample_donor,
+        sweep,
+    )
     from kvinterp.paths import Cached, ExecutionPath, Greedy, Recompute, TopK, TopP, path_named, run
     from kvinterp.policies import Policy, policy_named
     from kvinterp.recording import Recorder, Trace, record
@@ -31,7 +43,20 @@ _HOMES = {
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
-    "patching": ("Patch", "Plant", "Sweep", "decompose", "donor_trace", "localise", "patched", "sweep"),
+    "patching": (
+        *(
+            "Patch",
+            "Plant",
+            "Sweep",
+            "activation_patching",
+            "decompose",
+            "donor_trace",
+            "localise",
+            "mean_donor",
+            "patched",
+        ),
+        *("resample_donor", "sweep"),
+    ),
     "paths": ("Cached", "ExecutionPath", "Greedy", "Recompute", "TopK", "TopP", "path_named", "run"),
     "policies": ("Policy", "policy_named"),
     "recording": ("Recorder", "Trace", "record"),
@@ -65,6 +90,7 @@ __all__ = [
     "UnsupportedError",
     "Verdict",
     "__version__",
+    "activation_patching",
     "attention_comparison",
     "audit",
     "compare",
@@ -75,11 +101,13 @@ __all__ = [
     "load_model",
     "load_prompts",
     "localise",
+    "mean_donor",
     "patch_panel",
     "patched",
     "path_named",
     "policy_named",
     "record",
+    "resample_donor",
     "run",
     "sweep",
     "wrap",

@@ -1,8 +1,10 @@
 """WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh."""
 
+from kvinterp.patching.ablation import ABLATIONS, Ablation
 from kvinterp.patching.around import patched
+from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
 from kvinterp.patching.decomposition import Decomposition, decompose
-from kvinterp.patching.donors import donor_trace
+from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.localising import Cause, localise
 from kvinterp.patching.patch import PATCH_SITES, Patch
@@ -13,6 +15,7 @@ from kvinterp.patching.table import Sweep
 from kvinterp.reading.vocabulary import ANEW, PARTS
 
 __all__ = [
+    "ABLATIONS",
     "ANEW",
     "DIRECTIONS",
     "DISTANCES",
@@ -21,6 +24,8 @@ __all__ = [
     "PLACES",
     "PRESETS",
     "SWEEPS",
+    "Ablation",
+    "ActivationPatching",
     "Cause",
     "Decomposition",
     "Patch",
@@ -28,10 +33,13 @@ __all__ = [
     "Plant",
     "PureRecompute",
     "Sweep",
+    "activation_patching",
     "decompose",
     "donor_trace",
     "highest_kl",
     "localise",
+    "mean_donor",
     "patched",
+    "resample_donor",
     "sweep",
 ]

@@ -1,28 +1,43 @@
-"""Where a patch takes from: a trace's rows, by step and absolute position."""
+"""Where a patch takes from: a trace's rows, by step and absolute position; or an ablation's, which given prompts make."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvinterp.errors import InputError, UnsupportedError, unexpected
-from kvinterp.inputs import check_instance, chosen_layers, token_ids
-from kvinterp.models import Adapter
+from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, unexpected
+from kvinterp.inputs import (
+    check_instance,
+    check_known,
+    check_seed,
+    check_whole,
+    chosen_layers,
+    given_list,
+    listed,
+    token_ids,
+)
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.adapter import Site
 from kvinterp.models.sites import LAYOUTS, ROWS
-from kvinterp.patching.patch import Patch, stored_sites
+from kvinterp.patching.ablation import Ablation
+from kvinterp.patching.patch import PATCH_SITES, Patch, stored_sites
+from kvinterp.paths import run
 from kvinterp.recording import Recorder, Trace
 
-__all__ = ["check_donor", "donor_trace", "rows_of"]
+__all__ = ["check_donor", "donor_trace", "mean_donor", "resample_donor", "rows_of"]
 
 
-def check_donor(adapter: Adapter, patch: Patch, donor: Trace) -> None:
+def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation) -> None:
     """Refuses a donor that does not hold what a patch moves.
 
     Raises:
         InputError: It lacks a site, a layer or a step, or is of another tokenisation.
     """
+    if isinstance(donor, Ablation):
+        return donor.check(adapter, stored_sites(adapter, patch.site), patch.layers)
     for site in stored_sites(adapter, patch.site):
         for layer in chosen_layers(adapter, patch.layers):
             if (site, layer) not in donor.records:
@@ -129,3 +144,99 @@ def _token_ids(name: str, given: object) -> list[int]:
     if tokens is None:
         raise unexpected(name, given, "a list of token ids")
     return tokens
+
+
+# Ablations -------------------------------------------------------------------------------------------------------------
+
+
+def mean_donor(
+    model: Any, prompts: Any, sites: str | Sequence[str], layers: Iterable[int] | None = None, *, first: int = 0
+) -> Ablation:
+    """The mean of what given prompts show, over all their positions and over the prompts, as a donor of patches.
+
+    Every row counts the same, so a longer prompt counts more. Of one prompt, it is the mean over its positions.
+
+    Args:
+        model: A model of any kind, or an adapter.
+        prompts: One prompt or a list; they need not be of equal length.
+        sites: Sites to be patched: names of PATCH_SITES but the pattern, whose rows have as many keys as positions. Keys in
+            a cache after RoPE carry their position, and their mean none in particular: ablate ``k`` to mean them before.
+        layers: Layers (default: all).
+        first: The first position that counts; 1 leaves out position 0, where many models put an attention sink.
+
+    Raises:
+        InputError: Something given does not exist, or no position is left.
+        UnsupportedError: This model does not show the site, or its rows have no mean.
+
+    Example:
+        >>> mean = kv.mean_donor(model, prompts, "z")  # doctest: +SKIP
+        >>> with kv.patched(model, kv.Patch("z", (3,), heads=(1,), positions="all", donor=mean)):  # doctest: +SKIP
+        ...     model(tokens)
+    """
+    return Ablation("mean", _pool(model, prompts, sites, layers, first))
+
+
+def resample_donor(
+    model: Any,
+    prompts: Any,
+    sites: str | Sequence[str],
+    layers: Iterable[int] | None = None,
+    *,
+    seed: int = 0,
+    first: int = 0,
+) -> Ablation:
+    """Rows drawn from what given prompts show, as a donor of patches.
+
+    For each position one prompt and position is drawn, the same in all layers and at all sites. To resample position by
+    position, give a trace of another prompt of the same length as the donor.
+
+    Args:
+        model: A model of any kind, or an adapter.
+        prompts: One prompt or a list, other than the one to be patched; they need not be of equal length.
+        sites: As for :func:`mean_donor`.
+        layers: As for :func:`mean_donor`.
+        seed: Seeds the draws.
+        first: As for :func:`mean_donor`.
+
+    Raises:
+        InputError: Something given does not exist, or no position is left.
+        UnsupportedError: This model does not show the site, or its rows cannot be exchanged.
+    """
+    return Ablation("resample", _pool(model, prompts, sites, layers, first), check_seed(seed))
+
+
+def _pool(
+    model: Any, prompts: Any, sites: str | Sequence[str], layers: Iterable[int] | None, first: int
+) -> dict[Site, Tensor]:
+    adapter, first = wrap(model), check_whole("first", first, 0)
+    named = sites.split(",") if isinstance(sites, str) else given_list("sites", sites, "names such as 'z' or ['k', 'v']")
+    named = [name.strip() if isinstance(name, str) else name for name in named]
+    for name in named:
+        check_known("patch site", name, PATCH_SITES)
+    if "pattern" in named:
+        raise UnsupportedError(
+            "the rows of a pattern have as many keys as there are positions, so that those of one position do not fit another: "
+            "ablate it with donor='zero', or give the trace of another prompt of the same length."
+        )
+    wanted = tuple(dict.fromkeys(stored for name in named for stored in stored_sites(adapter, name)))
+    if not wanted:
+        raise InputError("sites=[] was given: expected at least one name, such as 'z'.")
+    items, _ = listed(prompts)
+    traces = run(adapter, items, "recompute", max_new_tokens=1, record=wanted, layers=layers, positions="all")
+    failure = next((trace.failure for trace in traces if trace.failure), "")
+    if failure:
+        raise NonFiniteError(failure)
+    if first >= max(len(trace.prompt) for trace in traces):
+        raise InputError(f"first={first} leaves no position of the prompts given: give a smaller one, or longer prompts.")
+    return {
+        (site, layer): torch.cat(
+            [_from_position(first, trace.records[site, layer][0], LAYOUTS[site].rows - 1) for trace in traces],
+            LAYOUTS[site].rows - 1,
+        )
+        for site, layer in traces[0].records
+        if site != ROWS
+    }
+
+
+def _from_position(first: int, tensor: Tensor, axis: int) -> Tensor:
+    return tensor.narrow(axis, min(first, tensor.shape[axis]), max(tensor.shape[axis] - first, 0))

@@ -16,6 +16,7 @@ from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import Listener, Site
 from kvinterp.models.sites import LAYOUTS
+from kvinterp.patching.ablation import Ablation
 from kvinterp.patching.donors import check_donor, rows_of
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
 from kvinterp.patching.resid_mid import carry_on
@@ -136,7 +137,7 @@ class PatchHook(PathHook):
         low, high = max(low, start), min(high, stop)
         if low >= high:
             return tensor
-        donor_start, donor = self._donor(patch, site, layer, stop)
+        donor_start, donor = self._donor(patch, site, layer, start, stop, tensor)
         if layout.group == "cache" and self.adapter.facts.windows[layer] is not None:
             # A cache that slides has forgotten the first positions, and the newest query does not read them.
             low = max(low, donor_start)
@@ -194,7 +195,9 @@ class PatchHook(PathHook):
             return "a cached path computes one row of the pattern a step, so use positions='newest'"
         return "record the donor from step 0 with positions='all', or use positions='newest'"
 
-    def _donor(self, patch: Patch, site: str, layer: int, stop: int) -> tuple[int, Tensor]:
+    def _donor(self, patch: Patch, site: str, layer: int, start: int, stop: int, like: Tensor) -> tuple[int, Tensor]:
+        if isinstance(patch.donor, Ablation):
+            return start, patch.donor.rows(site, layer, start, like)
         if patch.donor is None:
             if self.window is None:
                 raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")

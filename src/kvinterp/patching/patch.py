@@ -9,6 +9,7 @@ from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_instance, check_known, given_list, whole_number
 from kvinterp.models import Adapter
 from kvinterp.models.sites import CACHE_SITES, SITES
+from kvinterp.patching.ablation import ZERO, Ablation
 from kvinterp.recording import Trace
 
 __all__ = ["PATCHED_CACHE", "PATCH_SITES", "Patch", "Positions", "stored_sites"]
@@ -34,9 +35,10 @@ class Patch:
         positions: ``"newest"``, ``"all"``, ``"earlier"`` (all but the newest), or absolute positions ``(start, stop)``.
         steps: ``"every"`` (inside :func:`patched` every forward; where two paths are run, every decode step from step 1,
             since step 0 is the same on both), ``"first"`` (step 1, the first decode step), or a tuple of steps.
-        donor: The trace to take from, recorded with the site at the positions moved (``positions="all"`` unless newest).
-            Positions are matched by their absolute number, so its prompt has as many tokens as the patched one's;
-            :func:`donor_trace` makes one of the user's own recorded forwards.
+        donor: The trace to take from, recorded with the site at the positions moved (``positions="all"`` unless newest), of
+            the same prompt or of another. Positions are matched by their absolute number, so its prompt has as many tokens
+            as the patched one's; :func:`donor_trace` makes one of the user's own recorded forwards. Or an ablation:
+            ``"zero"``, or what :func:`mean_donor` or :func:`resample_donor` made of given prompts.
 
     Raises:
         InputError: The site, positions or steps are not of a form that exists.
@@ -47,17 +49,20 @@ class Patch:
     heads: tuple[int, ...] | None = None
     positions: Positions = "newest"
     steps: str | tuple[int, ...] = "every"
-    donor: Trace | None = dataclasses.field(default=None, compare=False, repr=False)
+    donor: Trace | Ablation | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_known("patch site", self.site, PATCH_SITES)
+        if isinstance(self.donor, str) and self.donor == "zero":
+            object.__setattr__(self, "donor", ZERO)
         if self.donor is not None:
             check_instance(
                 "donor",
                 self.donor,
-                Trace,
+                (Trace, Ablation),
                 "a trace, of kv.run(...) (of several prompts, or ids [1, position], it returns a list: take one of it) or of "
-                "kv.donor_trace(recorder, prompt)",
+                "kv.donor_trace(recorder, prompt); or an ablation, 'zero', kv.mean_donor(model, prompts, site) or "
+                "kv.resample_donor(model, prompts, site)",
             )
         for name in ("layers", "heads"):
             self._keep(name, "whole numbers such as (0, 2), or None for all", None)
