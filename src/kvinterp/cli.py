@@ -2,7 +2,8 @@
 
 Experiments are imported when their command is called, and heavy things within them, so that ``kvinterp --help`` answers at
 once. Every error kvinterp raises on purpose becomes one sentence on stderr and exit code 2; an interrupted run ends with 130,
-its finished part on disk.
+its finished part on disk. With ``--json`` a command prints one JSON object on standard output, also for an error, and
+everything else on standard error.
 """
 
 from __future__ import annotations
@@ -13,21 +14,19 @@ import enum
 import functools
 import inspect
 import logging
-import os
 import signal
-import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvinterp._version import __version__
-from kvinterp.console import VisibleFormatter, echo, escaped
-from kvinterp.errors import InputError, KvinterpError
+from kvinterp.command import leave, told, wrong_use
+from kvinterp.console import VisibleFormatter, echo, escaped, rows_of
+from kvinterp.errors import InputError
 from kvinterp.experiments.base import NOTHING, OPTION, Experiment
 from kvinterp.experiments.registry import experiment_named, experiments, question_of
 from kvinterp.listing import listed
@@ -60,6 +59,15 @@ class _Verbs(TyperGroup):
         super().__init__(**given)
         self.commands = {**{name: _Verb(name) for name in experiments()}, **self.commands}
 
+    def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
+        self._given = tuple(args)
+        with wrong_use(self._given):
+            return super().make_context(info_name, args, *given, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with wrong_use(self._given):
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     cls=_Verbs,
@@ -73,13 +81,8 @@ app = typer.Typer(
 def main() -> None:
     """The entry point ``kvinterp``."""
     # While the command line is read there is nothing to leave behind; a command says for itself what it leaves.
-    signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGINT, leave)
     app()
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    echo("interrupted: nothing was begun.", err=True)
-    os._exit(128 + number)
 
 
 @app.callback(invoke_without_command=True)
@@ -94,8 +97,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
     fields = [field for field in dataclasses.fields(experiment) if OPTION in field.metadata]
     examples = {field.name: field.metadata[OPTION]["example"] for field in fields if "example" in field.metadata[OPTION]}
 
-    @_told(experiment.INTERRUPTED)
-    def command(out: Path | None, overwrite: bool, **given: Any) -> None:
+    def command(out: Path | None, overwrite: bool, **given: Any) -> Mapping[str, Any]:
         for name, example in examples.items():
             given[name] = _numbers(f"--{name.replace('_', '-')}", given[name], example)
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -104,8 +106,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
         with _status() as tell:
             outcome = asked.run(out, "overwrite" if overwrite else "error", tell=tell)
         asked.say(outcome, echo)
-        if outcome.exit_code:
-            raise typer.Exit(outcome.exit_code)
+        return {"verb": asked.verb(), **outcome.told()}
 
     hints = typing.get_type_hints(experiment)
     parameters = [_parameter(field, hints[field.name]) for field in fields]
@@ -113,7 +114,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {}
     command.__doc__ = question_of(experiment.verb())
-    return command
+    return told(experiment.INTERRUPTED)(command)
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
@@ -168,72 +169,7 @@ def _numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | N
         ) from error
 
 
-# What goes wrong, and who listens ----------------------------------------------------------------------------------------
-
-
-def _told(interrupted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turns kvinterp's own errors and interruptions into one sentence and an exit code.
-
-    Args:
-        interrupted: What an interruption leaves behind.
-    """
-
-    def wrapped(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(*args: Any, **kwargs: Any) -> None:
-            before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-            streams = sys.stdout, sys.stderr
-            sys.stdout, sys.stderr = _Heard(sys.stdout), _Heard(sys.stderr)  # type: ignore[assignment]
-            try:
-                command(*args, **kwargs)
-            except KvinterpError as error:
-                echo(f"error: {error}", err=True)
-                raise typer.Exit(2) from error
-            except KeyboardInterrupt as error:
-                # What was cut off may know better than its kind.
-                echo(f"interrupted: {error.args[0] if error.args else interrupted}.", err=True)
-                raise typer.Exit(130) from error
-            finally:
-                sys.stdout, sys.stderr = streams
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-
-        return run
-
-    return wrapped
-
-
-class _Heard:
-    """A standard stream whose reader may leave, as in ``kvinterp ... | head -1``: the work goes on, for nobody to read."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with self._without_a_reader():
-            return int(self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        with self._without_a_reader():
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    @contextlib.contextmanager
-    def _without_a_reader(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            # What the stream still holds goes there too when it is flushed at the end of the process.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+# What runs, and what is logged -----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -274,15 +210,16 @@ def _speak() -> None:
 
 
 @app.command("report")
-@_told("the report is not finished; run the same command again")
+@told("the report is not finished; run the same command again")
 def _report(
     folder: Annotated[Path, typer.Argument(parser=_folder_named, metavar="DIR", help="The folder of a study.")],
-) -> None:
+) -> Mapping[str, Any]:
     """Make a study's figures and page again, without a model."""
     study = experiment_named("study")
     _speak()
     outcome = study.reported(folder)  # type: ignore[attr-defined]
     study().say(outcome, echo)
+    return {"verb": "report", **outcome.told()}
 
 
 _LISTED = ("models", "kinds", "sites", "strategies", "policies", "metrics", "kernels", "protocols", "experiments")
@@ -290,16 +227,18 @@ What = enum.Enum("What", {name: name for name in _LISTED}, type=str)  # type: ig
 
 
 @app.command("list")
-@_told(NOTHING)
+@told(NOTHING)
 def _list(
     what: Annotated[What | None, typer.Argument(help="One of them; everything unless given.", show_default=False)] = None,
-) -> None:
+) -> Mapping[str, Any]:
     """Show the models, kinds, sites, strategies, policies, metrics, kernels, protocols and experiments there are."""
     from rich.console import Console
 
+    tables = {item.value: listed(item.value) for item in (What if what is None else (what,))}
     console = Console()
-    for item in What if what is None else (what,):
-        console.print(listed(item.value))
+    for table in tables.values():
+        console.print(table)
+    return {name: rows_of(table) for name, table in tables.items()}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from kvinterp.errors import visible
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["VisibleFormatter", "echo", "escaped", "table_of"]
+__all__ = ["VisibleFormatter", "echo", "escaped", "rows_of", "table_of"]
 
 
 def echo(text: object = "", err: bool = False) -> None:
@@ -49,3 +49,12 @@ def table_of(title: str, *columns: str) -> Table:
         # A name that is cut off cannot be typed.
         table.add_column(column, no_wrap=column == "name", overflow="fold")
     return table
+
+
+def rows_of(table: Table) -> list[dict[str, str]]:
+    """The rows of a table as plain text, by the names of its columns."""
+    from rich.text import Text
+
+    named = [(str(column.header), list(column.cells)) for column in table.columns]
+    rows = range(table.row_count)
+    return [{name: Text.from_markup(str(cells[row])).plain for name, cells in named} for row in rows]

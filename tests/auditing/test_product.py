@@ -116,7 +116,8 @@ def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_sam
     again = kvinterp("audit", "users_code:Stale", "--json", *OPTIONS)
     assert again.exit_code == 1, again.output
     verdict = json.loads(again.stdout)
-    assert verdict == json.loads((folder / "verdict.json").read_text())
+    held = json.loads((folder / "verdict.json").read_text())
+    assert verdict == {**held, "verb": "audit", "folder": "kvinterp-audit"}
     assert (verdict["verdict"], verdict["first_layer"], verdict["exit_code"]) == ("bug", 1, 1)
     assert "a module may print" in made.stderr, "what a user's code prints stays out of standard output"
     # A file that somebody else put there is not replaced, and nothing slow is begun.

@@ -47,6 +47,39 @@ def test_windows_file_with_byte_order_mark(tmp_path):
     assert [prompt.text for prompt in load_prompts(path)] == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The capital of France is",
+        "  Question: Ben has 3 pens.\n\nAnswer: ",
+        "Instruction: Jump",
+        "Answer: 42",
+        "print(1 + 2)",
+        "Is it and/or or?",
+        "// adds two numbers\nint add(",
+        "法国的首都是",
+        "Why?",
+    ],
+)
+def test_a_text_is_one_prompt_as_it_stands(text):
+    assert load_prompts(text) == [Prompt("prompt-0", text)]
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_a_text_file_is_a_line_a_prompt(tmp_path, line_end):
+    path = tmp_path / "my prompts.txt"
+    path.write_bytes("\ufeff".encode() + line_end.join(["Ben has 3 ", "", "  ", "One\u2028line"]).encode())
+    wanted = [Prompt("line-1", "Ben has 3 "), Prompt("line-4", "One\u2028line")]
+    assert load_prompts(path) == load_prompts(str(path)) == wanted
+    path.write_text(" \n\n")
+    with pytest.raises(InputError, match="is empty: expected a prompt a line"):
+        load_prompts(path)
+
+
+def test_spaces_in_a_form_do_not_make_it_a_text():
+    assert load_prompts("arithmetic: 2") == load_prompts("arithmetic:2")
+
+
 def test_sequence_of_texts_and_prompts():
     kept = Prompt("mine", "b")
     assert load_prompts(["a", kept]) == [Prompt("prompt-0", "a"), kept]
@@ -84,7 +117,15 @@ def test_file_that_is_not_utf8(tmp_path):
     [
         ("nowhere.jsonl", "does not exist"),
         ("some/folder/x", "does not exist"),
+        ("my prompts.jsonl", "does not exist"),
+        ("my prompts.TXT", "does not exist"),
+        ("./no such folder", "does not exist"),
+        ("C:\\\\my prompts", "does not exist"),
+        ("Hello", "expected a text with a space in it"),
+        (" ", "expected a text with a space in it"),
         ("aritmetic:5", "did you mean 'arithmetic'"),
+        ("aritmetic: 5", "did you mean 'arithmetic'"),
+        ("gsm8kk(test.jsonl, count=3)", "unknown source of prompts 'gsm8kk': did you mean 'gsm8k'"),
         ("arithmetic", "arithmetic:20"),
         ("arithmetic:", "positive integer"),
         ("arithmetic:0", "positive integer"),

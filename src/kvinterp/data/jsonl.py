@@ -55,25 +55,32 @@ def lines_of(path: Path) -> list[tuple[str, dict[str, Any]]]:
     Raises:
         InputError: There is no such file, it is no UTF-8, it has no line, or one of them is no object.
     """
-    if not is_file(path):
-        raise InputError(
-            f"prompt file {str(path)!r} does not exist or is no file: expected the path of a .jsonl file, or a generator such as "
-            "arithmetic:20; check the path."
-        )
+    _check_there(path)
     if path.suffix != ".jsonl":
         raise InputError(f"prompt file {path.name!r} ends with {path.suffix!r}: expected .jsonl, one JSON object a line.")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"prompt file {path.name!r} is not UTF-8 text (byte {error.start}): save it as UTF-8 and try again."
-        ) from error
     # Only a line feed ends a line: JSON strings may hold U+2028, which str.splitlines would cut at.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(_text_of(path).split("\n"), start=1) if line.strip()]
     if not lines:
         raise InputError(f'prompt file {path.name!r} is empty: expected lines such as {{"prompt": "..."}}; add one.')
     places = [f"prompt file {path.name!r}, line {number}" for number, _ in lines]
     return [(where, _object(where, line)) for where, (_, line) in zip(places, lines, strict=True)]
+
+
+def _check_there(path: Path) -> None:
+    if not is_file(path):
+        raise InputError(
+            f"prompt file {str(path)!r} does not exist or is no file: expected the path of a .jsonl or .txt file, a generator "
+            "such as arithmetic:20, or a text with a space in it, which is a prompt; check the path."
+        )
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"prompt file {path.name!r} is not UTF-8 text (byte {error.start}): save it as UTF-8 and try again."
+        ) from error
 
 
 def _object(where: str, line: str) -> dict[str, Any]:
@@ -92,7 +99,21 @@ def _object(where: str, line: str) -> dict[str, Any]:
 
 def prompts_of(path: Path) -> list[Prompt]:
     """The prompts of a file, as :func:`kvinterp.data.load_prompts` says."""
-    return [_prompt(where, record) for where, record in lines_of(path)]
+    _check_there(path)
+    return (
+        _texts_of(path) if path.suffix.lower() == ".txt" else [_prompt(where, record) for where, record in lines_of(path)]
+    )
+
+
+def _texts_of(path: Path) -> list[Prompt]:
+    """A line a prompt, as it stands there; blank lines are none."""
+    split = enumerate(_text_of(path).split("\n"), start=1)
+    lines = [(number, line.removesuffix("\r")) for number, line in split if line.strip()]
+    if not lines:
+        raise InputError(f"prompt file {path.name!r} is empty: expected a prompt a line; add one.")
+    for number, line in lines:
+        check_characters(line, f"prompt file {path.name!r}, line {number}")
+    return [Prompt(id=f"line-{number}", text=line) for number, line in lines]
 
 
 def _prompt(where: str, record: dict[str, Any]) -> Prompt:

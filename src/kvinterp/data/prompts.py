@@ -1,7 +1,9 @@
-"""Prompts from a generator, a file or a list: the one door through which text comes in."""
+"""Prompts from a generator, a file, a text or a list: the one door through which text comes in."""
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +12,21 @@ from typing import Any
 from kvinterp.data.example import Prompt, check_characters
 from kvinterp.data.few_shot import MOST, FewShot
 from kvinterp.data.jsonl import prompts_of
-from kvinterp.data.sources import names_source, source_named
+from kvinterp.data.sources import SOURCES, names_source, source_named
 from kvinterp.data.tasks import TASKS
 from kvinterp.errors import InputError, unknown
 from kvinterp.files import is_file
 
 __all__ = ["Prompt", "load_prompts"]
 
-_FORMS = "expected a generator such as arithmetic:20 (or arithmetic:20:SEED) or the path of a .jsonl file, or gsm8k(FILE)"
+_FORMS = (
+    "expected a text with a space in it, a generator such as arithmetic:20 (or arithmetic:20:SEED), the path of a .jsonl or .txt "
+    "file, or gsm8k(FILE)"
+)
+_FILES = (".jsonl", ".json", ".txt")
+_PATH = re.compile(r"(?:/|\\|~|\.\.?[/\\]|[A-Za-z]:[/\\])[^\n]*")
+_NUMBERED = re.compile(r"\s*(\w+)\s*(?::\s*\d+\s*){1,2}")
+_CALLED = re.compile(r"\s*(\w+)\s*\(.*\)\s*", re.DOTALL)
 
 
 def load_prompts(source: Any) -> list[Prompt]:
@@ -26,10 +35,11 @@ def load_prompts(source: Any) -> list[Prompt]:
     Args:
         source: ``"arithmetic:N"``, ``"restate:N"`` or ``"instructions:N"`` for N heldout problems (``":SEED"`` may
             follow; the seed is 0 otherwise); or a ``.jsonl`` file whose lines are objects with ``"prompt"`` (or
-            ``"text"``) and, if wanted, ``"id"``, ``"task"``, ``"answer"``, ``"facts"``, ``"meta"`` and ``"messages"``; or
-            questions with worked examples before them and a sample of a file, as in ``"gsm8k(test.jsonl,count=700)"``,
-            ``"jsonl(mine.jsonl,count=20)"`` or ``"arithmetic(20,shots=5)"`` (:mod:`kvinterp.data.sources`); or a sequence of
-            texts and prompts.
+            ``"text"``) and, if wanted, ``"id"``, ``"task"``, ``"answer"``, ``"facts"``, ``"meta"`` and ``"messages"``; or a
+            ``.txt`` file, a line a prompt; or questions with worked examples before them and a sample of a file, as in
+            ``"gsm8k(test.jsonl,count=700)"``, ``"jsonl(mine.jsonl,count=20)"`` or ``"arithmetic(20,shots=5)"``
+            (:mod:`kvinterp.data.sources`); or any other text with a space in it, which is one prompt; or a sequence of texts
+            and prompts.
 
     Raises:
         InputError: If there is nothing to load or something cannot be read; one sentence says what and where.
@@ -43,24 +53,43 @@ def load_prompts(source: Any) -> list[Prompt]:
     if isinstance(source, str):
         if names_source(source):
             return _unique(source_named(source).prompts(), source)
-        if _looks_like_file(source):
+        if is_file(Path(source)):
             return _unique(prompts_of(Path(source)), source)
-        return _generated(source)
+        if _is_text(source):
+            return [_from_item(0, source)]
+        return _unique(prompts_of(Path(source)), source) if _looks_like_file(source) else _generated(source)
     prompts = [_from_item(index, item) for index, item in enumerate(source)]
     if not prompts:
         raise InputError("the sequence of prompts is empty: expected at least one text; add one.")
     return _unique(prompts, "the sequence of prompts")
 
 
-def _looks_like_file(source: str) -> bool:
-    head = source.split(":", 1)[0]
-    if head in TASKS:
+def _is_text(source: str) -> bool:
+    """Whether it is a prompt itself: no path, and no form, even where that is mistyped.
+
+    Without a space, and of characters that paths and forms are made of, it is one of these: ``aritmetic:20``, ``data/mine``.
+    """
+    inner = source.strip()
+    if not inner or inner.lower().endswith(_FILES) or _PATH.fullmatch(inner):
         return False
-    return source.endswith((".jsonl", ".json", ".txt")) or "/" in source or "\\" in source or is_file(Path(source))
+    named = _NUMBERED.fullmatch(inner) or _CALLED.fullmatch(inner)
+    if named and difflib.get_close_matches(named[1].lower(), {*TASKS, *SOURCES}, n=1, cutoff=0.7):
+        return False
+    return re.fullmatch(r"[\w.:~/\\(),=*+-]+", inner, re.ASCII) is None
+
+
+def _looks_like_file(source: str) -> bool:
+    inner = source.strip()
+    if inner.split(":", 1)[0] in TASKS:
+        return False
+    return inner.lower().endswith(_FILES) or "/" in inner or "\\" in inner
 
 
 def _generated(source: str) -> list[Prompt]:
-    name, *numbers = source.strip().split(":")
+    name, *numbers = (part.strip() for part in source.split(":"))
+    if name not in TASKS and "(" in name:
+        # A source whose name is mistyped.
+        raise unknown("source of prompts", name.partition("(")[0], SOURCES, f"For prompts {_FORMS}.")
     if name not in TASKS:
         raise unknown("prompt generator", name, TASKS, f"For prompts {_FORMS}.")
     if len(numbers) not in (1, 2):

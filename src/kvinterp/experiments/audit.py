@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import sys
 import traceback
@@ -49,7 +50,7 @@ class Audit(Experiment):
     )
     random_init: bool = shared("random_init")
     prompts: str | None = option(
-        None, "A .jsonl file, or arithmetic:N, ...; two of random tokens unless given.", show_default=False
+        None, "A text, a .txt or .jsonl file, arithmetic:N, ...; two of random tokens unless given.", show_default=False
     )
     kind: str = shared("kind")
     dtype: str = shared("dtype")
@@ -67,7 +68,6 @@ class Audit(Experiment):
     )
     thorough: bool = option(False, "The same as --checks thorough.")
     allow: tuple[str, ...] = option((), "A word that shall not fail, such as hidden-cast; may be repeated.")
-    as_json: bool = option(False, "Print the verdict as JSON, and nothing else there.", flag="--json", decides="nothing")
     junit: Path | None = option(None, "Also write the checks as JUnit XML here.", decides="nothing")
     seed: int = option(0, "Seeds random prompts and random weights.")
     device: str | None = shared("device")
@@ -91,7 +91,8 @@ class Audit(Experiment):
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """What the audit says."""
         _, about = made["audit"]
-        return Outcome(about, texts=about["texts"], exit_code=about["exit_code"])
+        verdict = json.loads(about["texts"]["verdict.json"])
+        return Outcome(about, summary=verdict, texts=about["texts"], exit_code=about["exit_code"])
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """How the model is built: of a checkpoint, a config, or the user's code."""
@@ -120,13 +121,13 @@ class Audit(Experiment):
         return outcome
 
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
-        """The verdict, and where it is; as JSON, nothing else on standard output."""
-        echo(outcome.texts["verdict.json"] if self.as_json else f"{outcome.result['reading']}\n")
+        """The verdict, and where it is."""
+        echo(f"{outcome.result['reading']}\n")
         assert outcome.folder is not None, "the command writes a folder"
         written = {"page": outcome.folder / "audit.html", "verdict": outcome.folder / "verdict.json", "junit": self.junit}
         for what, path in written.items():
             if path is not None:
-                echo(f"{what:<8} {path}", err=self.as_json)
+                echo(f"{what:<8} {path}")
 
     def _check_junit(self) -> None:
         from kvinterp.files import check_writable

@@ -55,7 +55,8 @@ def argument(default: Any, help: str, **shown: Any) -> Any:
 SHARED: dict[str, tuple[Any, str]] = {
     "prompts": (
         "arithmetic:6",
-        "A .jsonl file, arithmetic:N, restate:N, instructions:N, or gsm8k(FILE,shots=5,count=700).",
+        "A text; a .txt file, a line a prompt; a .jsonl file, whose lines have prompt (or text) and, if wanted, id, task, "
+        "answer, facts, meta, messages; arithmetic:N, restate:N, instructions:N; or gsm8k(FILE,shots=5,count=700).",
     ),
     "kind": ("native", "native, hooked or bridge."),
     "dtype": ("float16", "float16, bfloat16, float32 or float64."),
@@ -101,6 +102,16 @@ class Outcome:
     folder: Path | None = None
     files: Sequence[Path] = ()
     exit_code: int = 0
+
+    def told(self) -> dict[str, Any]:
+        """What ``--json`` prints: folder, exit code, and what ``summary.json`` holds."""
+        from kvinterp.files import read_json
+        from kvinterp.folders import SUMMARY
+
+        # The file says more: the digests of the tables, which were written after this was made.
+        written = [read_json(file) for file in self.files if file.name == SUMMARY]
+        held = next(filter(None, written), self.summary)
+        return {"folder": self.folder and str(self.folder), "exit_code": self.exit_code, **held}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +244,16 @@ class Experiment(abc.ABC):
         wanted: dict[str, Any] = {each: values[each] for each in ("kind", "dtype", "device", "attention") if each in values}
         return {"name": str(values["model"] if name is None else name), **wanted}
 
+    def check_reached(self) -> None:
+        """Raises where a model is on a hub that cannot be reached: before torch is imported, since that takes seconds."""
+        from kvinterp.models.finding import check_reached
+
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in filter(None, (given.get("model"), *given.get("models", ()))):
+            # TransformerLens has names of its own.
+            if given.get("kind") != "hooked" or "/" in name:
+                check_reached(name)
+
     def adapters(self) -> list[Adapter]:
         """The models it is asked of, loaded: that of the option ``model``, where there is one."""
         from kvinterp.cells import loaded
@@ -283,11 +304,13 @@ class Experiment(abc.ABC):
             UnsupportedError: This kind of model cannot give what was asked for.
             KeyboardInterrupt: It was interrupted; what was finished is in the folder.
         """
+        settled = self.settled()
+        settled.check_reached()
         from kvinterp.cells import has_parts
         from kvinterp.engines import engine_named
 
         try:
-            return self.settled().answered(How(out, existing, progress, figures, tell, engine_named(engine)))
+            return settled.answered(How(out, existing, progress, figures, tell, engine_named(engine)))
         except KeyboardInterrupt as error:
             if out is None or not has_parts(Path(out)):
                 error.args = (NOTHING,)

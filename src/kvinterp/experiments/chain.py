@@ -42,7 +42,7 @@ class Chain(Experiment):
     )
     on: str = option("kv,k,v", "Each policy on both tensors, on K and on V alone: kv,k,v or some of them.")
     prefill: str = option("exact", "exact; or stored: the prompt reads what a policy keeps, as in llama.cpp and Ollama.")
-    texts: str = option("restate:2", "restate:N, or a .jsonl file with texts.")
+    texts: str = option("restate:2", "restate:N, a text, or a .txt or .jsonl file with texts.")
     text: str | None = option(None, "One text, in place of those.")
     template: str = option("Text: {text}\nIn other words:", "The request, with {text} where the text goes.")
     system: str | None = option(None, "What comes before it: the system message.")

@@ -101,7 +101,8 @@ class Compare(Experiment):
         """The comparison in a folder."""
         from kvinterp.results import load_result
 
-        return Outcome(load_result(folder), folder=folder)
+        result = load_result(folder)
+        return Outcome(result, summary=result.summary, folder=folder)
 
     @property
     def _adapter(self) -> Adapter:

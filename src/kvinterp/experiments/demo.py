@@ -109,7 +109,8 @@ class Demo(Experiment):
                 # The old page and its figures go last, when what they showed is replaced.
                 record.remove()
                 record.open()
-            outcome = Outcome([*results.values(), flips], folder=folder)
+            summary = {"comparisons": {name: result.summary for name, result in {**results, FLIPS: flips}.items()}}
+            outcome = Outcome([*results.values(), flips], summary=summary, folder=folder)
             if how.figures == "drawn":
                 outcome.files = self.figures(outcome, folder / "figures")
         return outcome

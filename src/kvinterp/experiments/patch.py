@@ -47,10 +47,10 @@ class Patch(Experiment):
 
     def settled(self) -> Patch:
         """With what its preset sets."""
-        from kvinterp.patching import PRESETS
-
         if self.preset is None:
             return self
+        from kvinterp.patching import PRESETS
+
         if self.preset not in PRESETS:
             raise unknown("preset", self.preset, PRESETS)
         values = dict(PRESETS[self.preset])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,24 @@ from kvinterp.errors import InputError, shown
 from kvinterp.models import zoo
 from kvinterp.models.checkpoint import reason
 
-__all__ = ["cached_folder", "local_folder", "reach"]
+__all__ = ["cached_folder", "check_reached", "local_folder", "reach"]
 
 HUB_SECONDS = 2.0
 """How long the hub may take to say that it is there; a name that is misspelt should not cost the retries of a download."""
+
+
+def check_reached(name: str) -> None:
+    """Raises where a model cannot be had from here by its name: asked before anything slow is imported.
+
+    Args:
+        name: What the user called it. What has a colon, as the user's own code has, or is a ``.json`` is not looked at.
+
+    Raises:
+        InputError: As :func:`local_folder` and :func:`reach` say.
+    """
+    own = (":" in name and not name.startswith("zoo:")) or name.endswith(".json")
+    if not own and local_folder(name) is None:
+        reach(name)
 
 
 def local_folder(name: str) -> Path | None:
@@ -58,7 +75,7 @@ def reach(name: str) -> dict[str, Any]:
     if constants.HF_HUB_OFFLINE:
         return {"local_files_only": True}
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
+        _within(HUB_SECONDS, lambda: get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS))
     # The errors of a connection depend on the library that makes it, which changes between versions.
     except Exception as error:
         if not here:
@@ -66,6 +83,27 @@ def reach(name: str) -> dict[str, Any]:
             raise _not_found(name, f"{why}: {reason(error)}") from error
         return {"local_files_only": True}
     return {}
+
+
+def _within(seconds: float, ask: Callable[[], Any]) -> None:
+    """Asks, and waits no longer: a library's timeout is that of each try, and a name server's answer has none."""
+    heard: queue.Queue[BaseException | None] = queue.Queue()
+
+    def work() -> None:
+        try:
+            ask()
+            heard.put(None)
+        # Raised again where it is waited for.
+        except BaseException as error:
+            heard.put(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        error = heard.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"it did not answer within {seconds:g} seconds") from None
+    if error is not None:
+        raise error
 
 
 def cached_folder(name: str) -> Path | None:
