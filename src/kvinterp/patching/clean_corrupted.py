@@ -141,7 +141,7 @@ def activation_patching(
     )
     with located(f"model {adapter.facts.name}"), own_threads(adapter), torch.no_grad():
         path = path_named("recompute")
-        give = {"record": stored_sites(adapter, site), "layers": rows, "positions": "all", "logits": "keep"}
+        give: dict[str, Any] = {"record": stored_sites(adapter, site), "layers": rows, "positions": "all", "logits": "keep"}
         donor = run(adapter, tokens[0], path, max_new_tokens=1, **give)
         pure, found = PureRecompute(adapter, path), []
         base = pure.capture(tokens[1])
