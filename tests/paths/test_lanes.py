@@ -21,7 +21,7 @@ def compared(adapter: Any, lanes: Any = (Runner, Runner), kernels: str = "split_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["native", "hooked"])
+@pytest.mark.parametrize("kind", ["native", pytest.param("hooked", marks=pytest.mark.long)])
 def test_what_is_remembered_is_what_would_be_computed(load: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = load(Case("zoo:gqa2-mini", kind), "float16")
     decodes = [
