@@ -276,7 +276,7 @@ def test_the_page_says_what_the_verdict_says(passing: kv.auditing.Audit, failing
         assert f'<div class="answer {mark}"><strong>{made.verdict.reading.splitlines()[0]}' in text
         assert "the audit was made without further checks" in text
         assert "fixed order: equal checks" in text
-        assert "<script" not in text
+        assert text.count("<script") == 1, "the page's own"
     text = page(failing)
     assert "first wrong: layer" in text
     assert '<tr class="here"><td>1</td>' in text
@@ -327,7 +327,7 @@ def test_the_page_names_the_step_it_shows_and_escapes_the_model(failing: kv.audi
             checks=(Check(EVIL, "failed", EVIL, 0.5, 1e-9, 3, EVIL),),
         )
     )
-    assert EVIL not in failing_page
+    assert failing_page.count("<script") == 1, "the page's own"
     assert failing_page.count("&lt;script&gt;") >= 7
 
 

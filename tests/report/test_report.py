@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
-from kvinterp.files import write_whole
 from kvinterp.reading.numbers import number
 from kvinterp.reading.precision import fall_of
 from kvinterp.reading.results import right_answers
-from kvinterp.report.compare import file_name, ladder_of, overview_of, write_report
+from kvinterp.report.compare import Gallery, file_name, ladder_of, overview_of, write_report
+from kvinterp.report.page import Picture
 from kvinterp.results import Result
 from synthetic import comparison, failed, prompts, result
 
@@ -63,11 +62,7 @@ def made(size: float = 1e-3, flip: int | None = None, **changed: Any) -> Result:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are files of one line: for tests of words, which are most of the page."""
 
-    def saved(figure: Figure, path: Path) -> Path:
-        write_whole(path, b"a figure")
-        return path
-
-    monkeypatch.setattr("kvinterp.report.compare.save", saved)
+    monkeypatch.setattr(Gallery, "add", lambda self, name, figure, caption: Picture(caption, b"a figure"))
 
 
 def test_the_answer_of_an_ordinary_run(tmp_path: Path, quick: None) -> None:
@@ -119,18 +114,21 @@ def test_texts_of_models_and_prompts_are_text(tmp_path: Path) -> None:
     bad = dataclasses.replace(whole, failures=failed(1).failures.assign(message=ATTACK, id=ATTACK))
     shown = page(tmp_path, result(bad, Path(ATTACK), prompts=hostile, left_out={"pattern": ATTACK}))
     assert shown.tags.count("script") == 1, "the page's own"
-    assert shown.tags.count("img") == len(list((tmp_path / "figures").glob("*.png")))
+    assert shown.tags.count("svg") == len(list((tmp_path / "figures").glob("*.png")))
     assert shown.text.count("<script>alert('x')</script>") >= 5
 
 
 def test_the_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
     shown = page(tmp_path, made(), made(kind="hooked"), made(protocol="free"))
     assert shown.wanted
-    assert all(value.startswith("data:image/png;base64,") for value in shown.wanted)
+    # Marks and pictures of points within the figures.
+    assert all(value.startswith(("data:image/png;base64,", "#")) for value in shown.wanted)
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     # The page's one script, which its policy names, asks for nothing: tests/report/test_pages_in_a_browser.py.
     html = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
-    assert not re.search(r"https?:|url\(|@import|<link|<script|<iframe", re.sub(r"base64,[^\"]*", "", html))
+    assert not re.search(
+        r"https?:(?!//www\.w3\.org/2000/svg\")|url\((?!#)|@import|<link|<script|<iframe", re.sub(r"base64,[^\"]*", "", html)
+    )
     assert "default-src 'none'" in html.replace("&#39;", "'")
     assert 'name="viewport"' in html
 
@@ -140,7 +138,7 @@ def test_every_figure_is_on_the_page_and_on_disk(tmp_path: Path) -> None:
     names = {p.name for p in (tmp_path / "figures").glob("*.png")}
     kinds = [f"mistral-mini-{k}-{f}.png" for k in ("native", "hooked") for f in ("kl_by_step", "attention_by_head")]
     assert {*kinds, "mistral-mini-drift_by_layer.png", "precision_ladder.png"} <= names
-    assert shown.tags.count("img") == len(names)
+    assert shown.tags.count("svg") == len(names)
 
 
 def test_one_result_has_plain_figure_names(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kvinterp.reading.vocabulary import EMBEDDING
 from kvinterp.report.figures import draw_ladder
 from kvinterp.report.page import Answer, Bullets, Column, Pairs, Picture, Table, Text, render
 from kvinterp.report.style import png, sheet
+from kvinterp.report.svg import inline
 
 if TYPE_CHECKING:
     from kvinterp.auditing.audit import Audit
@@ -204,7 +205,7 @@ def _ladder(rungs: Sequence[PrecisionRun]) -> list[Picture]:
     with sheet(5.6, 3.7) as figure:
         axes = draw_ladder(figure, {r.name: r.unit for r in native}, lines)
         axes.set(xlabel="dtype of weights and arithmetic", ylabel="relative difference")
-    return [Picture("The precision ladder", png(figure))]
+    return [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]
 
 
 def _rung_row(run: PrecisionRun) -> dict[str, Any]:

@@ -363,13 +363,15 @@ class Experiment(abc.ABC):
     def _drawn(self, outcome: Outcome, folder: Path) -> list[Path]:
         """The figures, and the page with them."""
         from kvinterp.report.experiment import write_experiment
+        from kvinterp.report.style import keeping
 
-        files = self.figures(outcome, folder)
-        if not self.PAGE:
-            return files
-        question = inspect.cleandoc(sys.modules[type(self).__module__].__doc__ or "")
-        said = (question, self.sentences(outcome), outcome.tables, files)
-        page = write_experiment(folder.parent, *said, self.chosen(), outcome.summary.get("provenance") or {})
+        with keeping():
+            files = self.figures(outcome, folder)
+            if not self.PAGE:
+                return files
+            question = inspect.cleandoc(sys.modules[type(self).__module__].__doc__ or "")
+            said = (question, self.sentences(outcome), outcome.tables, files)
+            page = write_experiment(folder.parent, *said, self.chosen(), outcome.summary.get("provenance") or {})
         return [*files, page]
 
     def _cut_off(self, folder: Any, cells: Sequence[Cell], error: BaseException) -> None:

@@ -272,9 +272,11 @@ class Study(Experiment):
 
     def _drawn(self, outcome: Outcome, folder: Path) -> list[Path]:
         from kvinterp.report.study import write_study
+        from kvinterp.report.style import keeping
 
-        drawn = self.drawn_by_part(outcome, folder)
-        page = write_study(folder.parent, outcome, drawn, self.chosen())
+        with keeping():
+            drawn = self.drawn_by_part(outcome, folder)
+            page = write_study(folder.parent, outcome, drawn, self.chosen())
         return [*(file for files in drawn.values() for file in files), *page]
 
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:

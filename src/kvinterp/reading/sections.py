@@ -206,7 +206,7 @@ def kv_said(main: Sequence[Result]) -> Said:
     gone = {", ".join(place_of(r)): let_go(r.comparison) for r in leading(main)}
     done = [
         "K and V of every position that both paths hold, as attention reads them, were compared at every step, layer and KV "
-        "head. The figure shows the prompt that decoded the most tokens, averaged over steps and KV heads; white is no "
+        "head. The figure shows the prompt that decoded the most tokens, averaged over steps and KV heads; blank is no "
         "difference at all" + (", and hatched what they both held at no step from 1 on" if any(gone.values()) else "") + "."
     ]
     found = {", ".join(place_of(r)): _kv(r.comparison) for r in leading(main) if not r.comparison.kv_positions.empty}

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from kvinterp.reading.chains import similarity_named
 from kvinterp.reading.numbers import counted
 from kvinterp.report.axes import legend_outside, whole_numbers
+from kvinterp.report.ink import ink_on
 from kvinterp.report.style import SERIES, line_of, of_models, save, series_of, sheet
 
 __all__ = ["save_chain_figures"]
@@ -95,16 +96,8 @@ def _map(found: Mapping[str, Any]) -> Figure:
         axes.grid(visible=False)
         for (down, along), value in np.ndenumerate(table.to_numpy()):
             if np.isfinite(value):
-                dark = abs(value) > 0.6 * limit
-                axes.text(
-                    along,
-                    down,
-                    f"{value:+.2f}",
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color="#ffffff" if dark else "#000000",
-                )
+                color = ink_on(image.cmap(image.norm(value)))
+                axes.text(along, down, f"{value:+.2f}", ha="center", va="center", fontsize=7, color=color)
         axes.set_yticks(range(len(table)), table.index, fontsize=7)
         axes.set_xticks(range(table.shape[1]), table.columns, rotation=30, ha="right", fontsize=7)
         axes.set_title("Final similarity minus that without a policy")

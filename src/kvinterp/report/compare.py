@@ -33,7 +33,8 @@ from kvinterp.reading.vocabulary import glossary
 from kvinterp.report.experiment import made_with_parts
 from kvinterp.report.figures import FIGURES, Labelled, figure_named, overview, precision_ladder
 from kvinterp.report.page import Answer, Column, Pairs, Picture, Section, Table, Text, render
-from kvinterp.report.style import save
+from kvinterp.report.style import keeping, save
+from kvinterp.report.svg import picture
 from kvinterp.results import Result
 
 __all__ = [
@@ -66,7 +67,8 @@ class Gallery:
 
     def add(self, name: str, figure: Figure, caption: str) -> Picture:
         """Saves one figure as ``name.png``."""
-        return Picture(caption, save(figure, self.folder / f"{name}.png").read_bytes())
+        with keeping():
+            return picture(save(figure, self.folder / f"{name}.png"), caption)
 
 
 def write_report(results: Sequence[Result], out: str | Path, flips: Result | None = None) -> Path:

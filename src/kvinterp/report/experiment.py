@@ -12,7 +12,8 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 from kvinterp._version import __version__
 from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted, number
-from kvinterp.report.page import Answer, Column, Pairs, Picture, Table, Text, render
+from kvinterp.report.page import Answer, Column, Pairs, Table, Text, render
+from kvinterp.report.svg import picture
 
 __all__ = ["made_with_parts", "said", "shown", "write_experiment"]
 
@@ -36,7 +37,7 @@ def write_experiment(
         question: What was asked; its first line is the heading.
         sentences: What was found, the most important first.
         tables: The tables by name.
-        figures: Their PNGs.
+        figures: Their PNGs; drawn as SVG where they were saved within :func:`kvinterp.report.style.keeping`.
         chosen: The choices.
         about: The provenance: of one model, or of each by its name.
 
@@ -48,7 +49,7 @@ def write_experiment(
     several = about if about and all(isinstance(each, Mapping) for each in about.values()) else {"": about}
     models = dict.fromkeys(str(each.get("model", name)) for name, each in several.items())
     parts: list[Any] = [Answer(lines)] if lines else []
-    parts += [Picture(path.stem.replace("_", " "), path.read_bytes()) for path in figures if path.suffix == ".png"]
+    parts += [picture(path, path.stem.replace("_", " ")) for path in figures if path.suffix == ".png"]
     parts += [Text("The tables", look="h2"), *(shown(name, table) for name, table in tables.items())]
     if more.strip():
         parts += [Text("What was asked", look="h2"), *map(Text, more.strip().split("\n\n"))]

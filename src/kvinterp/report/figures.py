@@ -33,6 +33,7 @@ from kvinterp.report.axes import (
     whole_numbers,
     zero_aware,
 )
+from kvinterp.report.ink import ink_on
 from kvinterp.report.style import CMAP, line_of, series_of, sheet, signed, small_print
 
 __all__ = [
@@ -211,10 +212,8 @@ def _mark_cells(axes: Axes, values: np.ndarray, norm: LogNorm) -> None:
     size = 7 if values.shape[1] <= 8 else 5.5
     for row, column in np.ndindex(*values.shape):
         value = values[row, column]
-        red, green, blue, _ = colormaps[CMAP](norm(value)) if value > 0 else (1.0, 1.0, 1.0, 1.0)
-        dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
         shown = "0" if value == 0 else short(value, 0)
-        color = "#ffffff" if dark else "#000000"
+        color = ink_on(colormaps[CMAP](norm(value))) if value > 0 else "#000000"
         axes.text(column, row, shown, ha="center", va="center", fontsize=size, color=color)
 
 
@@ -222,7 +221,7 @@ def _mark_cells(axes: Axes, values: np.ndarray, norm: LogNorm) -> None:
 
 
 def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
-    """Relative error of K and of V by layer and absolute position, in the example that decoded most; white is exactly 0."""
+    """Relative error of K and of V by layer and absolute position, in the example that decoded most; blank is exactly 0."""
     (label, comparison) = next(iter(comparisons.items()))
     every = comparison.same_text(comparison.kv_positions)
     if every.empty:
@@ -244,7 +243,7 @@ def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
         table = table.reindex(columns=range(table.columns.min(), table.columns.max() + 1))
         layers, positions = table.index, table.columns
         extent = (positions[0] - 0.5, positions[-1] + 0.5, -0.5, len(layers) - 0.5)
-        # White on hatched: where nothing is drawn no row was held by both.
+        # Blank on hatched: where nothing is drawn no row was held by both.
         axes.patch.set(hatch="//////", facecolor="#ededed", edgecolor="#a0a0a0", linewidth=0)
         mapped(axes, np.where(table.isna(), np.nan, 1.0), None, ListedColormap(["#ffffff"]), extent=extent)
         errors = np.ma.masked_where(~(table.to_numpy() > 0), table.to_numpy())
@@ -259,7 +258,7 @@ def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
     whole_numbers(panels[-1].xaxis)
     panels[-1].set_xlabel(f"absolute cache position (example {example}; dashes: the prompt's {prompt} tokens end)")
     if (means > 0).any():
-        color_bar(target, image, panels, "mean relative error\n(log scale; white is exactly 0)")
+        color_bar(target, image, panels, "mean relative error\n(log scale; blank is exactly 0)")
     place_title(panels[0], _led(label, kv_title(means, prompt, of)), beside=0.7)
 
 

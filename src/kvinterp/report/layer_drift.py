@@ -118,7 +118,7 @@ def heads_figure(heads: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
             axis.set(xlabel="query head")
             axis.set_title(_bare(model), fontsize=9)
         grid[0][0].set_ylabel("layer")
-        color_bar(inner, image, list(grid[0]), "mean attention KL (nats);\nwhite: exactly 0")
+        color_bar(inner, image, list(grid[0]), "mean attention KL (nats);\nblank: exactly 0")
         for axis, model in zip(grid[1], models, strict=True):
             mine = correlations[correlations["model"] == model]
             for index, kind in enumerate(("within", "across", "within - across")):

@@ -18,6 +18,7 @@ from kvinterp.reading.localisation import localisation_title
 from kvinterp.reading.numbers import percent
 from kvinterp.report.axes import mapped, whole_numbers
 from kvinterp.report.decomposition import decomposition_figure
+from kvinterp.report.ink import ink_on
 from kvinterp.report.recovery import DIVERGING, recovery_figure
 from kvinterp.report.style import of_models, save, sheet
 
@@ -99,6 +100,6 @@ def _write(axis: Any, x: int, y: int, value: float, written: bool) -> None:
     if not np.isfinite(value):
         axis.text(x, y, "n/a" if written else "×", ha="center", va="center", fontsize=6, color="#555555")
         return
-    color = "#ffffff" if abs(value) > 0.55 else "#000000"
+    color = ink_on(DIVERGING((value + 1) / 2))
     text = percent(value) if written else "−" if value < -0.005 else ""
     axis.text(x, y, text, ha="center", va="center", fontsize=6.5, color=color)

@@ -58,11 +58,16 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A figure: its caption, its PNG, and the name by which a link finds it."""
+    """A figure: its caption, its PNG, the name by which a link finds it, and what a page shows of it.
+
+    The SVG is of our own making (:func:`kvinterp.report.svg.inline`), and stands in the page as it is; without one, and in
+    a notebook, whose ground no page knows, the PNG is shown.
+    """
 
     caption: str
     png: bytes
     name: str = ""
+    svg: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from kvinterp.reading.numbers import percent
 from kvinterp.reading.patching import recovery_title, step_title
 from kvinterp.reading.vocabulary import RECOVERED
 from kvinterp.report.axes import mapped, place_title, whole_numbers
+from kvinterp.report.ink import ink_on
 from kvinterp.report.style import SERIES, made_with, save, sheet
 
 __all__ = [
@@ -168,8 +169,7 @@ def _write_cell(axes: Axes, row: int, column: int, value: float, written: bool) 
         return
     mark = "▼" if value < -1 else "▲" if value > 1 else ""
     text = f"{percent(value)}{mark}" if written else mark or ("−" if value < -0.005 else "")
-    color = "#ffffff" if abs(value) > 0.55 else "#000000"
-    axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
+    axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink_on(DIVERGING((value + 1) / 2)))
 
 
 def _draw_marks(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mapping[str, Any]) -> None:

@@ -13,7 +13,8 @@ from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted, number, sentence, upper
 from kvinterp.report.experiment import made_with_parts, said, shown
 from kvinterp.report.latex import latex_of, markdown_of
-from kvinterp.report.page import Answer, Bullets, Column, Links, Pairs, Picture, Table, Text, render
+from kvinterp.report.page import Answer, Bullets, Column, Links, Pairs, Table, Text, render
+from kvinterp.report.svg import picture
 
 __all__ = ["write_study"]
 
@@ -55,7 +56,7 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
         own = {name: tables[name] for name in part.experiment.TABLES if name in found.tables and name not in shown_already}
         shown_already |= set(own)
         parts += [Text(upper(part.label.replace("-", " ")), look="h2", name=_anchor(part.label)), Bullets(lines)]
-        parts += [Picture(_caption(path), path.read_bytes(), f"figure-{path.stem}") for path in drawn[part]]
+        parts += [picture(path, _caption(path), f"figure-{path.stem}") for path in drawn[part]]
         parts += [shown(name, table) for name, table in own.items()]
         parts.append(_cells(part, tables["cells"]))
     parts += [Text("What was chosen", look="h2"), Pairs({name: said(value) for name, value in chosen.items()}, "beside")]

@@ -27,6 +27,8 @@ __all__ = [
     "SERIES",
     "Series",
     "drawn_as",
+    "keeping",
+    "kept",
     "line_of",
     "looks",
     "made_with",
@@ -64,7 +66,8 @@ RC: Any = {
     "text.parse_math": False,
     "text.usetex": False,
 }
-CMAP = "cividis"
+CMAP = "cividis_r"
+"""Of maps: nearest to the ground is least, on a light page and on a dark one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +79,14 @@ class Series:
     line: Any
 
 
-#: Okabe and Ito's colours (https://jfly.uni-koeln.de/color/), the darker ones first.
+#: Okabe and Ito's colours (https://jfly.uni-koeln.de/color/), darkened to a contrast of 4 with white, the darker ones first.
 SERIES = (
     Series("#0072B2", "o", "-"),
-    Series("#D55E00", "s", (0, (4, 2))),
-    Series("#009E73", "^", (0, (1, 1.2))),
+    Series("#CC5A00", "s", (0, (4, 2))),
+    Series("#008F68", "^", (0, (1, 1.2))),
     Series("#000000", "D", (0, (5, 1.5, 1, 1.5))),
-    Series("#CC79A7", "v", (0, (6, 2))),
-    Series("#E69F00", "P", (0, (2, 2))),
+    Series("#B85A8C", "v", (0, (6, 2))),
+    Series("#A87400", "P", (0, (2, 2))),
 )
 
 
@@ -151,7 +154,10 @@ def save(figure: Figure, path: str | Path) -> Path:
     place = Path(path)
     place = place.with_name(prefix + place.name)
     write_whole(place, png(figure))
-    if formats:
+    held = _KEPT.get()
+    if held is not None:
+        held[place] = figure
+    if formats or held is not None:
         # What was laid out once stays where it is.
         figure.set_layout_engine("none")
     for name in formats:
@@ -175,6 +181,24 @@ def saving(prefix: str = "", formats: tuple[str, ...] = ()) -> Iterator[None]:
         yield
     finally:
         _SAVED.reset(token)
+
+
+_KEPT: ContextVar[dict[Path, Figure] | None] = ContextVar("kept", default=None)
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[None]:
+    """Within it every figure that is saved is kept, by its file, for the page that will show it."""
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+def kept(path: Path) -> Figure | None:
+    """The figure of a file that was saved within :func:`keeping`."""
+    return (_KEPT.get() or {}).get(path)
 
 
 def drawn_as(figure: Figure, name: str) -> bytes:

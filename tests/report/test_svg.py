@@ -1,0 +1,126 @@
+"""Figures within a page: one drawing that is legible on white and in the dark, whatever it shows, and nothing but a drawing."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from browser import EVIL
+from matplotlib.image import imread
+
+from kvinterp.report.ink import DARK, INK, contrast, ink_on, luminance, on_dark, on_dark_hex
+from kvinterp.report.recovery import DIVERGING
+from kvinterp.report.style import CMAP, SERIES, drawn_as, keeping, save, sheet
+from kvinterp.report.svg import inline, picture
+
+GROUND = float(luminance(np.array([int(DARK[n : n + 2], 16) / 255 for n in (1, 3, 5)])))
+
+
+def test_every_line_is_legible_on_both_grounds() -> None:
+    for series in SERIES:
+        assert contrast(series.color, "#ffffff") >= 4, series
+        assert contrast(on_dark_hex(series.color.lower()), DARK) >= 4, series
+
+
+def test_the_dark_mirrors_the_contrast_of_every_colour() -> None:
+    """The law that all figures rest on: with the ground, and so of any two colours with each other, as it was on white."""
+    rgb = np.random.default_rng(0).uniform(size=(500, 3))
+    rgb = rgb[luminance(rgb) > 0.01]
+    dark = on_dark(rgb)
+    assert ((dark >= 0) & (dark <= 1)).all()
+    np.testing.assert_allclose((luminance(dark) + 0.05) / (GROUND + 0.05), 1.05 / (luminance(rgb) + 0.05), rtol=1e-9)
+    # The hue is kept: the channels keep their order.
+    assert (dark.argmax(-1) == rgb.argmax(-1)).all()
+    assert on_dark_hex("#ffffff") == DARK
+    assert on_dark_hex("#000000") == INK
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+
+
+@pytest.mark.parametrize("name", [CMAP, "diverging"])
+def test_what_stands_in_a_cell_is_legible_on_both_grounds(name: str) -> None:
+    from matplotlib import colormaps
+
+    cells = (DIVERGING if name == "diverging" else colormaps[name])(np.linspace(0, 1, 64))
+    for cell in cells:
+        shade, ink = "#" + "".join(f"{round(255 * c):02x}" for c in cell[:3]), ink_on(cell)
+        assert contrast(ink, shade) >= 4.4
+        assert contrast(on_dark_hex(ink), on_dark_hex(shade)) >= 3
+
+
+def drawn(title: str = "a title", name: str = "one", marks: int = 9) -> str:
+    with sheet(5.6, 3.0) as figure:
+        left, right = figure.subplots(1, 2)
+        left.plot(np.arange(marks), np.arange(marks) % 7, "o-", color=SERIES[0].color, label=title)
+        left.set(xlabel="a step", ylabel=title)
+        left.legend()
+        right.set_title(title)
+        figure.colorbar(right.imshow(np.eye(3), cmap=CMAP), ax=right)
+        # Each drawing lays out anew, a little otherwise.
+        drawn_as(figure, "svg")
+        figure.set_layout_engine("none")
+        before = drawn_as(figure, "svg")
+        svg = inline(figure, name)
+        assert drawn_as(figure, "svg") == before, "the figure is left as it was"
+    return svg
+
+
+def test_names_are_text_and_nothing_is_loaded_or_run() -> None:
+    svg = drawn(f"{EVIL} \x00\x1b $x$ & \ufffe")
+    root = ElementTree.fromstring(svg)
+    assert {element.tag.rpartition("}")[2] for element in root.iter()} <= {
+        "svg", "style", "g", "defs", "clipPath", "path", "rect", "use", "text", "tspan", "image",
+    }  # fmt: skip
+    texts = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
+    assert sum(EVIL in text and "$x$ &" in text for text in texts) == 3
+    assert not any(key.startswith("on") for element in root.iter() for key in element.attrib)
+    links = [element.get("href", "#") for element in root.iter()]
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in links)
+    assert not re.search(r"https?:(?!//www\.w3\.org/2000/svg\")|@import|url\((?!#)", svg)
+
+
+def test_ids_of_two_figures_do_not_meet() -> None:
+    one, other = drawn(name="one"), drawn(name="other one")
+    found = [set(re.findall(r' id="([^"]+)"', svg)) for svg in (one, other)]
+    assert found[0]
+    assert not found[0] & found[1]
+    for svg, ids in zip((one, other), found, strict=True):
+        refers = set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', svg))
+        assert {a or b for a, b in refers} == ids, "what is referred to is there, and nothing else has an id"
+
+
+def test_no_ground_and_no_colour_of_its_own() -> None:
+    svg = drawn()
+    body = svg[svg.index("</style>") :]
+    assert not re.search(r"(?<!,)#[0-9a-f]{6}", re.sub(r"base64,[^\"]*", "", body)), "every colour is a variable"
+    assert "var(--ffffff" not in body, "no white ground"
+    assert svg.count('class="on-light"') == svg.count('class="on-dark"') >= 1
+    dark = re.findall(r'href="data:image/png;base64,\s*([^"]+)"[^>]*class="on-dark"', svg) or re.findall(
+        r'class="on-dark"[^>]*href="data:image/png;base64,\s*([^"]+)"', svg
+    )
+    points = imread(io.BytesIO(base64.b64decode(dark[0])))[..., :3]
+    # Zeros and ones: the least is near the dark ground, the most far from it.
+    assert luminance(points).min() < 0.04
+    assert luminance(points).max() > 0.7
+
+
+def test_many_marks_are_drawn_as_a_picture() -> None:
+    few, many = drawn(marks=2000), drawn(marks=20_000)
+    assert "<use" in few
+    assert len(many) < 150_000
+    assert many.count("<image") > few.count("<image")
+
+
+def test_a_figure_is_shown_as_svg_where_it_was_kept(tmp_path: Path) -> None:
+    with sheet(3, 2) as figure:
+        figure.subplots().plot([1, 2])
+    assert picture(save(figure, tmp_path / "a.png"), "caption").svg == ""
+    with keeping():
+        shown = picture(save(figure, tmp_path / "b.png"), "caption", "name")
+        assert shown.svg.startswith("<svg")
+        assert shown.png == (tmp_path / "b.png").read_bytes()
+    assert picture(tmp_path / "b.png", "caption").svg == ""
