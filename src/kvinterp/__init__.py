@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvinterp.comparison import Comparison, compare, compare_traces
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
+    from kvinterp.experiments.keeping import load
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
     from kvinterp.patching import (
         Patch,
@@ -42,6 +43,7 @@ _HOMES = {
     "comparison": ("Comparison", "compare", "compare_traces"),
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
+    "experiments.keeping": ("load",),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
     "patching": (
         *(
@@ -98,6 +100,7 @@ __all__ = [
     "decompose",
     "donor_trace",
     "kernels_table",
+    "load",
     "load_model",
     "load_prompts",
     "localise",

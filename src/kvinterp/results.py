@@ -8,24 +8,37 @@ before is removed last, and what kvinterp did not write neither replaced nor rem
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pyarrow import ArrowException
 
+from kvinterp._version import __version__
 from kvinterp.cells import ADVICE, Parts, differences, has_parts, remove_parts, unlike
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
-from kvinterp.files import Record, digest_of, read_json, strict_json, told, whole, write_whole
+from kvinterp.files import Record, digest_of, is_there, read_json, strict_json, told, whole, write_whole
 from kvinterp.folders import SUMMARY, check_free
 from kvinterp.locks import Lock
 
-__all__ = ["Result", "ResultFolder", "load_result", "prompt_lines", "prompts_digest"]
+__all__ = [
+    "Result",
+    "ResultFolder",
+    "load_result",
+    "prompt_lines",
+    "prompts_digest",
+    "read_summary",
+    "read_tables",
+    "reading",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,20 +193,66 @@ def load_result(folder: str | Path) -> Result:
         InputError: The folder holds none that can be read.
     """
     path = Path(folder)
-    with told(path):
-        summary = read_json(path / SUMMARY)
-    if summary is None:
-        raise InputError(f"folder {str(path)!r} holds no readable summary.json: give a folder that kvinterp wrote.")
-    try:
-        for name, digest in (summary.get("sha256") or {}).items():
-            if name in TABLES and digest_of(path / f"{name}.parquet") != digest:
-                raise ValueError(f"{name}.parquet is not the one that summary.json was written with")
-        tables = {name: pd.read_parquet(path / f"{name}.parquet") for name in TABLES}
+    summary = read_summary(path)
+    tables = read_tables(path, summary, TABLES)
+    with reading(path, summary):
         failures = pd.DataFrame(summary["failures"], columns=["example", "id", "message"])
-        comparison = Comparison(**tables, failures=failures, about=summary["provenance"])
-        return Result(path, comparison, load_prompts(path / "prompts.jsonl"), summary)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"folder {str(path)!r} holds no readable result ({error}): make it again.") from error
+        failures = failures.astype({"example": "int64", "id": str, "message": str})
+        prompts = load_prompts(path / "prompts.jsonl") if is_there(path / "prompts.jsonl") else []
+        made = {name: tables[name] for name in TABLES}
+        comparison = Comparison(**made, failures=failures, about=summary["provenance"], prompts=prompts)
+        return Result(path, comparison, prompts, summary)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What ``summary.json`` in a folder says.
+
+    Raises:
+        InputError: There is none that can be read.
+    """
+    with told(folder):
+        summary = read_json(folder / SUMMARY)
+    if summary is None:
+        raise InputError(f"folder {str(folder)!r} holds no readable summary.json: give a folder that kvinterp wrote.")
+    return summary
+
+
+def read_tables(folder: Path, summary: Mapping[str, Any], needed: Iterable[str] = ()) -> dict[str, pd.DataFrame]:
+    """The tables that a summary was written with, by name.
+
+    Args:
+        folder: Where they are.
+        summary: What is there in ``summary.json``.
+        needed: Tables that have to be there besides.
+
+    Raises:
+        InputError: One is missing, cannot be read, or is not the one that the summary was written with.
+    """
+    with reading(folder, summary):
+        digests = dict(summary.get("sha256") or {})
+        for name, digest in digests.items():
+            # A summary may come from anybody: no name leads out of the folder.
+            if not re.fullmatch(r"\w+", name):
+                raise ValueError(f"{name!r} is no name of a table")
+            if digest_of(folder / f"{name}.parquet") != digest:
+                raise ValueError(f"{name}.parquet is not the one that summary.json was written with")
+        return {name: pd.read_parquet(folder / f"{name}.parquet") for name in dict.fromkeys((*digests, *needed))}
+
+
+@contextlib.contextmanager
+def reading(folder: Path, summary: Mapping[str, Any]) -> Iterator[None]:
+    """Turns whatever is wrong with the files of a result into one sentence."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArrowException) as error:
+        about = summary.get("provenance")
+        held = about.get("kvinterp", __version__) if isinstance(about, Mapping) else __version__
+        other = f", or read it with kvinterp {held}, which wrote it" if held != __version__ else ""
+        missing = error.filename if isinstance(error, FileNotFoundError) and error.filename else ""
+        why = (
+            f"{Path(missing).name} is not there" if missing else str(error).splitlines()[0][:300] if str(error) else "empty"
+        )
+        raise InputError(f"folder {str(folder)!r} holds no readable result ({why}): make it again{other}.") from error
 
 
 def prompt_lines(prompts: Sequence[Prompt]) -> str:

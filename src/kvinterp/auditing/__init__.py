@@ -8,13 +8,14 @@ To be read in this order:
 - what takes a difference away: ``causes``, ``judging``;
 - what else a cache is used for: ``exercises``, on ``feeding`` and ``bench``: ``batches``, ``lengths``, ``generation`` and
   ``caches``;
-- all of it: ``audit``, ``verdict``, and ``report`` for readers;
+- all of it: ``audit``, ``verdict``, ``everything``, and ``report`` for readers;
 - beside it: ``causality``, ``building`` (models made for an audit), ``operations`` and ``shape_dependence`` (the kernels table).
 """
 
-from kvinterp.auditing.audit import CHECKS, LENGTHS, RUNGS, Audit, audit
+from kvinterp.auditing.audit import CHECKS, LENGTHS, RUNGS, audit
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.building import random_model, users_model
+from kvinterp.auditing.everything import Audit
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
 from kvinterp.auditing.verdict import VERDICTS, Verdict

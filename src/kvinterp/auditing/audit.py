@@ -17,6 +17,7 @@ from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.comparing import difference
+from kvinterp.auditing.everything import Audit
 from kvinterp.auditing.exercises import exercise
 from kvinterp.auditing.judging import RungJudge
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
@@ -24,7 +25,7 @@ from kvinterp.auditing.lengths import CHUNK_NAMES
 from kvinterp.auditing.measure import climb
 from kvinterp.auditing.onset import onset
 from kvinterp.auditing.values import grid_module
-from kvinterp.auditing.verdict import VERDICTS, Evidence, Verdict, judge
+from kvinterp.auditing.verdict import VERDICTS, Evidence, judge
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
@@ -35,7 +36,7 @@ from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.provenance import provenance
 
-__all__ = ["CHECKS", "LENGTHS", "RUNGS", "Audit", "audit"]
+__all__ = ["CHECKS", "LENGTHS", "RUNGS", "audit"]
 
 RUNGS = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (5, 63, 64, 65, 96, 97, 128)
@@ -52,33 +53,6 @@ LONGEST_EDGE = 512
 AFFORDED, A_KEY = 1.2e10, 4e4
 """Products of two numbers that one rung may make one by one for a fixed order, about a quarter of a minute on one core; and as
 how many of them one key of one layer's attention counts, which is added up by itself."""
-
-
-@dataclasses.dataclass
-class Audit:
-    """Everything an audit measured; ``verdict`` is its conclusion.
-
-    Attributes:
-        verdict: The conclusion.
-        rungs: What each precision showed.
-        plan: What was run.
-        about: Provenance.
-    """
-
-    verdict: Verdict
-    rungs: list[PrecisionRun]
-    plan: Plan
-    about: dict[str, Any]
-
-    def rung(self, name: str) -> PrecisionRun | None:
-        """One rung by name, or None."""
-        return next((r for r in self.rungs if r.name == name), None)
-
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes verdict.json, audit.html and the tables as CSV; returns the folder."""
-        from kvinterp.auditing.report import write
-
-        return write(self, Path(folder))
 
 
 def audit(
@@ -141,7 +115,8 @@ def audit(
             plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
             seen = _Auditor(adapter, plan, dtypes, sweep, checks, progress or (lambda _: None)).run()
             about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
-        result = Audit(judge(seen, allow), list(seen.rungs.values()), plan, about)
+        verdict = dataclasses.replace(judge(seen, allow), about=about)
+        result = Audit(verdict, list(seen.rungs.values()), plan, about)
         if out is not None:
             result.save(out)
     return result if detail == "everything" else result.verdict

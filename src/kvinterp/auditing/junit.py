@@ -13,7 +13,7 @@ from kvinterp.auditing.verdict import CANNOT_TELL
 from kvinterp.reading.verdict import failed, reading_parts
 
 if TYPE_CHECKING:
-    from kvinterp.auditing.audit import Audit
+    from kvinterp.auditing.everything import Audit
     from kvinterp.auditing.ladder import PrecisionRun
 
 __all__ = ["junit_xml"]

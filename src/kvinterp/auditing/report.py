@@ -13,6 +13,7 @@ import pandas as pd
 from kvinterp.errors import InputError
 from kvinterp.files import Record, check_writable, refuse_foreign, told, write_whole
 from kvinterp.locks import Lock
+from kvinterp.models.adapter import DTYPES
 from kvinterp.reading import verdict as say
 from kvinterp.reading.vocabulary import EMBEDDING
 from kvinterp.report.figures import draw_ladder
@@ -21,11 +22,24 @@ from kvinterp.report.style import png, sheet
 from kvinterp.report.svg import inline
 
 if TYPE_CHECKING:
-    from kvinterp.auditing.audit import Audit
+    from matplotlib.figure import Figure
+
+    from kvinterp.auditing.everything import Audit
     from kvinterp.auditing.ladder import PrecisionRun
     from kvinterp.auditing.verdict import Verdict
 
-__all__ = ["check_own", "layer_table", "page", "put", "texts_of", "write"]
+__all__ = [
+    "check_own",
+    "ladder_figure",
+    "layer_table",
+    "page",
+    "page_of",
+    "put",
+    "save_verdict",
+    "tables_of",
+    "texts_of",
+    "write",
+]
 
 TABLES = ("steps", "local", "sweep", "chunks")
 _ABOUT = {"verb": "audit"}
@@ -66,12 +80,19 @@ def write(audit: Audit, folder: Path) -> Path:
 def texts_of(audit: Audit) -> dict[str, str]:
     """Page, tables and verdict by the names of their files."""
     texts = {"audit.html": page(audit)}
+    texts |= {f"{name}.csv": table.to_csv(index=False) for name, table in tables_of(audit).items()}
+    # The verdict last: where it is, everything is.
+    return {**texts, "verdict.json": audit.verdict.to_json()}
+
+
+def tables_of(audit: Audit) -> dict[str, pd.DataFrame]:
+    """The tables of all precisions, those of one below those of another; none that is empty."""
+    found = {}
     for name in TABLES:
         frames = [getattr(rung, name).assign(rung=rung.name) for rung in audit.rungs if len(getattr(rung, name))]
         if frames:
-            texts[f"{name}.csv"] = pd.concat(frames, ignore_index=True).to_csv(index=False)
-    # The verdict last: where it is, everything is.
-    return {**texts, "verdict.json": audit.verdict.to_json()}
+            found[name] = pd.concat(frames, ignore_index=True)
+    return found
 
 
 def put(texts: Mapping[str, str], folder: Path) -> Path:
@@ -103,9 +124,35 @@ def layer_table(audit: Audit, order: str = "native") -> pd.DataFrame:
     return pd.DataFrame(columns).rename_axis("layer")
 
 
+def save_verdict(verdict: Verdict, folder: Path) -> Path:
+    """Writes verdict and page alone, over an earlier audit's.
+
+    Raises:
+        InputError: It cannot be written, or it is of a version that did not say what it was made with.
+    """
+    if not verdict.about:
+        raise InputError("this verdict does not say what it was made with: make the audit again.")
+    return put({"audit.html": page_of(verdict, [Text(say.BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
+
+
 def page(audit: Audit) -> str:
     """The page, self-contained; whatever comes from the model is escaped."""
     verdict, own = audit.verdict, audit.about["dtype"]
+    blocks = [
+        Text(say.BLOCKS, look="note"),
+        *_layers(audit, verdict.first_layer if verdict.exit_code else None),
+        *_last_token(audit.rung(own), own),
+    ]
+    return page_of(verdict, blocks)
+
+
+def page_of(verdict: Verdict, blocks: Sequence[Any]) -> str:
+    """The page of a verdict.
+
+    Args:
+        verdict: The verdict.
+        blocks: What is shown of every block: parts of a page.
+    """
     first, why, _ = say.reading_parts(verdict)
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
@@ -113,19 +160,17 @@ def page(audit: Audit) -> str:
         Text("What was exercised, and what not", look="h2"),
         *_exercised(verdict),
         Text("The ladder", look="h2"),
-        *_ladder(audit.rungs),
+        *_ladder(verdict.evidence),
         Text(say.LADDER, look="note"),
-        _table([*map(_rung_row, audit.rungs)]),
+        _table([_rung_row(name, found) for name, found in verdict.evidence.items()]),
         Text("First tensor that differs, given equal inputs", look="h3"),
         *_first_tensors(verdict),
         Text("Block by block, given equal inputs", look="h2"),
-        Text(say.BLOCKS, look="note"),
-        *_layers(audit, verdict.first_layer if verdict.exit_code else None),
-        *_last_token(audit.rung(own), own),
+        *blocks,
         Text("Made with", look="h2"),
-        _pairs(audit.about),
+        _pairs(verdict.about),
     ]
-    return render("audit", f"Audit of {audit.about['model']}", parts)
+    return render("audit", f"Audit of {verdict.about['model']}", parts)
 
 
 # The verdict and what was exercised ------------------------------------------------------------------------------------
@@ -190,38 +235,48 @@ def _table(rows: Sequence[Mapping[str, Any]], here: str | None = None, text: str
 # The ladder ------------------------------------------------------------------------------------------------------------
 
 
-def _ladder(rungs: Sequence[PrecisionRun]) -> list[Picture]:
-    """Differences by precision beside the unit roundoff of each; rounding falls with it."""
-    native = sorted((r for r in rungs if r.name == str(r.dtype).removeprefix("torch.")), key=lambda r: -r.unit)
-    if not native:
-        return []
+def ladder_figure(evidence: Mapping[str, Mapping[str, Any]]) -> Figure | None:
+    """Differences by precision beside the unit roundoff of each; rounding falls with it. None where no precision was run.
+
+    Args:
+        evidence: That of a verdict.
+    """
+    named = {name: found["unit_roundoff"] for name, found in evidence.items() if name in DTYPES}
+    units = dict(sorted(named.items(), key=lambda item: -item[1]))
+    if not units:
+        return None
     lines: dict[str, dict[str, float]] = {
-        label: {r.name: value for r in native if (value := r.summary()[name]) is not None and math.isfinite(value)}
+        label: {rung: v for rung in units if (v := evidence[rung][name]) is not None and math.isfinite(v)}
         for name, label in (
             ("relative_logit", "logits, free-running (relative)"),
             ("block_error", "largest block error given equal inputs (relative)"),
         )
     }
     with sheet(5.6, 3.7) as figure:
-        axes = draw_ladder(figure, {r.name: r.unit for r in native}, lines)
+        axes = draw_ladder(figure, units, lines)
         axes.set(xlabel="dtype of weights and arithmetic", ylabel="relative difference")
-    return [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]
+    return figure
 
 
-def _rung_row(run: PrecisionRun) -> dict[str, Any]:
-    found, left = run.summary(), run.summary()["fixed_order_block_error"]
+def _ladder(evidence: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
+    figure = ladder_figure(evidence)
+    return [] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]
+
+
+def _rung_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    left = found["fixed_order_block_error"]
     checked = f"{found['fixed_order_bitwise_equal']} of {found['fixed_order_checks']}"
     return {
-        "rung": run.name,
+        "rung": name,
         "unit roundoff": found["unit_roundoff"],
         "bitwise equal steps": f"{found['bitwise_equal_steps']} of {found['steps']}",
         "largest logit difference": found["max_abs_logit"],
         "null control": found["null_max_abs_logit"],
         "largest KL (nats)": found["max_kl"],
         "worst block, unit roundoffs": found["block_error_in_unit_roundoffs"],
-        "its prompt's rows": found["prompt_rows_error_in_unit_roundoffs"] if len(run.chunks) else None,
-        "fixed order: equal checks": "not run" if run.fixed is None else checked,
-        "fixed order: worst block": None if left is None else left / run.unit,
+        "its prompt's rows": found["prompt_rows_error_in_unit_roundoffs"],
+        "fixed order: equal checks": "not run" if left is None else checked,
+        "fixed order: worst block": None if left is None else left / found["unit_roundoff"],
         "fixed order: largest logit difference": found["fixed_order_max_abs_logit"],
         "NaN or Inf": found["nonfinite"].get("module", ""),
     }

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
@@ -25,6 +25,7 @@ from kvinterp.auditing.ladder import prefix_plan
 from kvinterp.auditing.operations import BACKENDS, Operation, Variant, collect
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_whole, given_list, whole_number
+from kvinterp.kept import Kept, signed
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
@@ -42,8 +43,8 @@ LARGEST = 16_384
 """The most rows or keys that are worth the memory: a product of that many with itself is a gigabyte in float32."""
 
 
-@dataclasses.dataclass
-class KernelsTable:
+@dataclasses.dataclass(repr=False)
+class KernelsTable(Kept):
     """What was found.
 
     Attributes:
@@ -56,9 +57,31 @@ class KernelsTable:
         about: Provenance.
     """
 
+    VERB: ClassVar = "kernels"
+
     table: pd.DataFrame
     first: dict[str, Any] | None
     about: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """What it is of, in one line; the table is an attribute."""
+        operations = self.table.groupby(["operation", "shape"]).ngroups
+        about = self.about
+        return f"<KernelsTable of {about['model']}, {about['dtype']}, {about['kernels']} kernels: {operations} operations>"
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """Its table with what it was made with, the first operation that differs, and what they say."""
+        summary = {"first": self.first, "reading": str(self).splitlines(), "provenance": self.about}
+        return signed({"kernels": self.table}, self.about), summary
+
+    @classmethod
+    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> KernelsTable:
+        """The table as it was written."""
+        return cls(tables["kernels"], summary["first"], tables["kernels"].attrs)
+
+    def overview(self) -> pd.DataFrame:
+        """The same as :meth:`summary`."""
+        return self.summary()
 
     def summary(self) -> pd.DataFrame:
         """One row an operation and varied dimension: the smallest size at which it differs, and the worst ULP."""

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import pandas as pd
 import torch
 
 from kvinterp.auditing.accounting import Account
@@ -13,8 +19,14 @@ from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ONE_BY_ONE, Judged
 from kvinterp.auditing.ladder import PrecisionRun, band
 from kvinterp.auditing.values import narrower
+from kvinterp.errors import InputError
 from kvinterp.files import strict_json
+from kvinterp.inputs import check_choice
+from kvinterp.kept import Held, Kept
 from kvinterp.reading import verdict as say
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["CANNOT_TELL", "GOOD", "VERDICTS", "Evidence", "Verdict", "judge"]
 
@@ -36,8 +48,8 @@ NOWHERE: Place = (None, None, "", "")
 """The place of what has none."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Verdict(Kept):
     """What an audit found.
 
     Attributes:
@@ -54,7 +66,10 @@ class Verdict:
         notes: What a reader should know beside the verdict.
         reading: PASS or FAIL and the word, then short lines.
         allowed: Whether the word is one that the caller allows.
+        about: Provenance.
     """
+
+    VERB: ClassVar = "audit"
 
     verdict: str
     first_layer: int | None
@@ -66,6 +81,11 @@ class Verdict:
     notes: tuple[str, ...]
     reading: str
     allowed: str = "no"
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Its first line."""
+        return f"<Verdict: {' '.join(self.reading.splitlines()[0].split())}>"
 
     @property
     def exit_code(self) -> int:
@@ -78,8 +98,95 @@ class Verdict:
         """The same fields as JSON, with the exit code; infinities as text."""
         return strict_json({"exit_code": self.exit_code, **dataclasses.asdict(self)})
 
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Verdict:
+        """Reads the verdict.json that an audit wrote.
+
+        Raises:
+            InputError: There is none that can be read.
+        """
+        place = Path(folder)
+        try:
+            fields = _with_infinities(json.loads((place / "verdict.json").read_text(encoding="utf-8")))
+            del fields["exit_code"]
+            checks = tuple(Check(**check) for check in fields.pop("checks"))
+            found = cls(**{**fields, "notes": tuple(fields["notes"])}, checks=checks)
+            if found.verdict not in VERDICTS or not isinstance(found.about, dict):
+                raise ValueError(f"{found.verdict!r} is no verdict")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"folder {str(place)!r} holds no readable verdict.json ({error}): it is damaged or of another version of "
+                "kvinterp; make the audit again."
+            ) from error
+        object.__setattr__(found, "held", Held(place, {}, {}))
+        return found
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """What each precision showed and what was exercised, and the fields of the JSON."""
+        checks = pd.DataFrame([dataclasses.asdict(check) for check in self.checks])
+        return {"rungs": self.overview(), "checks": checks}, dataclasses.asdict(self)
+
+    def overview(self) -> pd.DataFrame:
+        """One row a precision: how far apart the logits and the blocks are."""
+        names = (
+            "unit_roundoff",
+            "steps",
+            "bitwise_equal_steps",
+            "max_abs_logit",
+            "max_kl",
+            "block_error_in_unit_roundoffs",
+        )
+        return pd.DataFrame([{"rung": name, **{n: held[n] for n in names}} for name, held in self.evidence.items()])
+
+    def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
+        """Writes verdict.json and the page, over an earlier audit's; returns the folder.
+
+        Args:
+            folder: The folder.
+            existing: ``"overwrite"``: an audit writes its own folder again.
+        """
+        from kvinterp.auditing.report import save_verdict
+
+        check_choice("existing", existing, ("overwrite",))
+        return save_verdict(self, Path(folder))
+
+    def report(self, folder: str | os.PathLike[str] | None = None, existing: str = "overwrite") -> Path:
+        """The page; the one that is there where it was read from a folder, which also shows every block.
+
+        Args:
+            folder: Where to; unless given where it is kept, or else a new folder among the system's temporary ones.
+            existing: As for :meth:`save`.
+
+        Returns:
+            The page's path.
+        """
+        if folder is None and self.held is not None and (self.held.folder / "audit.html").is_file():
+            return self.held.folder / "audit.html"
+        kept = None if self.held is None else self.held.folder
+        return self.save(folder or kept or tempfile.mkdtemp(prefix="kvinterp-"), existing) / "audit.html"
+
+    def figures(self) -> dict[str, Figure]:
+        """The ladder of precisions."""
+        from kvinterp.auditing.report import ladder_figure
+
+        figure = ladder_figure(self.evidence)
+        return {} if figure is None else {"precision_ladder": figure}
+
+    def sentences(self) -> list[str]:
+        """The reading, line by line."""
+        return [line for line in self.reading.splitlines() if line]
+
     def __str__(self) -> str:
         return self.reading
+
+
+def _with_infinities(value: Any) -> Any:
+    """What :func:`strict_json` made a text of as numbers again."""
+    if isinstance(value, dict):
+        return {name: _with_infinities(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_infinities(inner) for inner in value]
+    return float(value) if value in ("inf", "-inf") else value
 
 
 @dataclasses.dataclass

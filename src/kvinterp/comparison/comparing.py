@@ -152,10 +152,18 @@ def compare(
                 finished,
             )
     made = Comparison.joined(parts)
+    made.prompts = _as_prompts(items, names)
     made.origin = Origin(
         weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, dict(zip(numbers, tokens, strict=True))
     )
     return made
+
+
+def _as_prompts(items: Sequence[Any], names: Sequence[str]) -> list[Prompt]:
+    """What was asked, as the tables name it; empty where token ids were given, which have no text of their own."""
+    if not all(isinstance(item, Prompt | str) for item in items):
+        return []
+    return [item if isinstance(item, Prompt) else Prompt(name, item) for item, name in zip(items, names, strict=True)]
 
 
 class NewestActivations(SiteHook):

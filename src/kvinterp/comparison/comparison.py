@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 from torch import nn
 
 from kvinterp import metrics
 from kvinterp.comparison.tables import Differences
+from kvinterp.data import Prompt
 from kvinterp.errors import InputError
+from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, wrap
 from kvinterp.reading.where import where
 
@@ -52,7 +54,7 @@ class Origin:
 
 
 @dataclasses.dataclass(repr=False)
-class Comparison:
+class Comparison(Kept):
     """How far apart two paths are. Every table is tidy: a row a number, named columns; divergences are in nats.
 
     Attributes:
@@ -71,8 +73,11 @@ class Comparison:
             relative_error, ulp_mean, ulp_max, after_flip.
         failures: Examples left out because NaN or Inf appeared: example, id, message.
         about: Paths, protocol, strategy and provenance.
-        origin: Model and prompts, where it was made in this process; None where it was read from disk.
+        origin: Model and token ids, where it was made in this process; None where it was read from disk.
+        prompts: The prompts, in the order of the example numbers, where they are known.
     """
+
+    VERB: ClassVar = "compare"
 
     steps: pd.DataFrame
     examples: pd.DataFrame
@@ -84,6 +89,7 @@ class Comparison:
     failures: pd.DataFrame
     about: dict[str, Any]
     origin: Origin | None = dataclasses.field(default=None, repr=False, compare=False)
+    prompts: Sequence[Prompt] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the model, which is not the comparison's to keep."""
@@ -116,6 +122,21 @@ class Comparison:
             "failures": self.failures.to_dict("records"),
             "provenance": {k: v for k, v in self.about.items() if k not in ("paths", "protocol", "strategy")},
         }
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """Its tables, each with what it was made with, and what ``summary.json`` holds."""
+        numbers = self.summary()
+        counts = {name: numbers.pop(name) for name in ("examples", "steps", "failed")}
+        seen = counts["examples"] + counts["failed"]
+        counts["planned"] = len(self.prompts) or seen
+        front = {name: numbers.pop(name) for name in ("paths", "protocol", "strategy")}
+        reading, interrupted = self.where().splitlines(), seen < counts["planned"]
+        summary = {**front, "counts": counts, "interrupted": interrupted, "reading": reading, **numbers}
+        return signed({name: getattr(self, name) for name in TABLES}, self.about), {**summary, "provenance": self.about}
+
+    def overview(self) -> pd.DataFrame:
+        """One row a prompt, without its texts."""
+        return self.examples.drop(columns=["text_a", "text_b"], errors="ignore")
 
     def same_text(self, table: pd.DataFrame) -> pd.DataFrame:
         """The rows of a table at which both paths hold the same text: all but those after a flip in the free protocol.

@@ -112,4 +112,4 @@ def _example_row(example: int, name: str, prompt_tokens: int, steps: pd.DataFram
 
 
 def _no_failures() -> pd.DataFrame:
-    return pd.DataFrame({"example": np.zeros(0, np.int64), "id": np.zeros(0, object), "message": np.zeros(0, object)})
+    return pd.DataFrame({"example": np.zeros(0, np.int64), "id": pd.Series(dtype=str), "message": pd.Series(dtype=str)})

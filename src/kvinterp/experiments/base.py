@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.errors import InputError
+from kvinterp.experiments.outcome import Outcome
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
     from kvinterp.cells import Cell, Engine, Made, Parts
     from kvinterp.models import Adapter
@@ -79,39 +80,6 @@ def model() -> Any:
 
 
 # Experiments -----------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Outcome:
-    """What an experiment found.
-
-    Attributes:
-        result: What its reduction made of the cells: a ``Comparison`` with its prompts, a ``Sweep``, ...
-        tables: The tables by the names of their files.
-        summary: What ``summary.json`` holds.
-        texts: Other files by their names.
-        folder: Where it was written; None where it was not.
-        files: What was written.
-        exit_code: That of the command.
-    """
-
-    result: Any
-    tables: Mapping[str, pd.DataFrame] = dataclasses.field(default_factory=dict)
-    summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    folder: Path | None = None
-    files: Sequence[Path] = ()
-    exit_code: int = 0
-
-    def told(self) -> dict[str, Any]:
-        """What ``--json`` prints: folder, exit code, and what ``summary.json`` holds."""
-        from kvinterp.files import read_json
-        from kvinterp.folders import SUMMARY
-
-        # The file says more: the digests of the tables, which were written after this was made.
-        written = [read_json(file) for file in self.files if file.name == SUMMARY]
-        held = next(filter(None, written), self.summary)
-        return {"folder": self.folder and str(self.folder), "exit_code": self.exit_code, **held}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,8 +164,42 @@ class Experiment(abc.ABC):
         return list(imported(self.READING)(outcome.summary)) if self.READING else []
 
     def read(self, folder: Path) -> Outcome:
-        """A finished result as it is in its folder."""
-        raise InputError(f"a result of {self.verb()!r} cannot be taken up again: pass existing='overwrite'.")
+        """A finished result as it is in its folder.
+
+        Raises:
+            InputError: A table is missing or damaged, or is of another version of kvinterp.
+        """
+        from kvinterp.results import read_summary, read_tables, reading
+
+        summary = read_summary(folder)
+        tables = read_tables(folder, summary)
+        with reading(folder, summary):
+            choices = summary.get("choices", summary["settings"])
+            return self._of(self.again(tables, summary), summary["settings"], choices, folder)
+
+    @classmethod
+    def held(cls, folder: Path) -> Experiment:
+        """The experiment whose result is in a folder; one that reads without its choices has its defaults."""
+        return cls()
+
+    def _of(
+        self,
+        outcome: Outcome,
+        settings: Mapping[str, Any],
+        choices: Mapping[str, Any] | None = None,
+        folder: Path | None = None,
+    ) -> Outcome:
+        outcome.verb, outcome.settings, outcome.folder = self.verb(), settings, folder
+        outcome.choices = self.chosen() if choices is None else choices
+        return outcome
+
+    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
+        """Its figures by name; nothing is written."""
+        from kvinterp.report.style import gathering
+
+        with gathering() as found:
+            self.figures(outcome, Path("figures"))
+        return found
 
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
         """Prints what the command prints.
@@ -333,7 +335,9 @@ class Experiment(abc.ABC):
             held.enter_context(loading_once())
             cells = self.cells()
             if out is None:
-                return self.reduce(self._made(cells, None, how), {}, None)
+                made = self._made(cells, None, how)
+                settings = self.asked()
+                return self._of(self.reduce(made, settings, None), settings)
             folder = ResultFolder(out, self.settings(), names, how.existing, mark)
             if folder.finished:
                 return self.read(Path(out))
@@ -342,7 +346,7 @@ class Experiment(abc.ABC):
             except BaseException as error:
                 self._cut_off(folder, cells, error)
                 raise
-            return self._written(folder, self.reduce(made, folder.settings, folder.path), how.figures)
+            return self.written(folder, self.reduce(made, folder.settings, folder.path), how.figures)
 
     def _made(self, cells: list[Cell], parts: Parts | None, how: How) -> dict[str, Made]:
         """What the cells of both stages gave; the second's are added to the list, for whoever is cut off among them."""
@@ -354,14 +358,24 @@ class Experiment(abc.ABC):
         cells += more
         return made | run_cells(more, *given)
 
-    def _written(self, folder: Any, outcome: Outcome, figures: str = "none", ending: str = "finished") -> Outcome:
-        outcome.folder = folder.path
-        draw = (lambda place: self._drawn(outcome, place)) if figures == "drawn" else None
-        outcome.files = folder.finish(outcome.tables, outcome.summary, outcome.texts, draw, ending)
+    def written(self, folder: Any, outcome: Outcome, figures: str = "none", ending: str = "finished") -> Outcome:
+        """Writes it into its folder, a :class:`kvinterp.results.ResultFolder`, which is then finished."""
+        self._of(outcome, folder.settings, outcome.choices or None, folder.path)
+        draw = (lambda place: self.drawn_into(outcome, place)) if figures == "drawn" else None
+        summary = {**outcome.summary, "choices": outcome.choices, "settings": folder.settings, "sha256": {}}
+        if "reading" not in summary:
+            # Kept as they are said now: what is read again has no NaN, which JSON does not know.
+            summary["reading"] = self.sentences(outcome)
+        outcome.files = folder.finish(outcome.tables, summary, outcome.texts, draw, ending)
         return outcome
 
-    def _drawn(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """The figures, and the page with them."""
+    def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """The figures, and the page with them.
+
+        Args:
+            outcome: What was found.
+            folder: The folder of the figures; the page lies beside it.
+        """
         from kvinterp.report.experiment import write_experiment
         from kvinterp.report.style import keeping
 
@@ -371,12 +385,12 @@ class Experiment(abc.ABC):
                 return files
             question = inspect.cleandoc(sys.modules[type(self).__module__].__doc__ or "")
             said = (question, self.sentences(outcome), outcome.tables, files)
-            page = write_experiment(folder.parent, *said, self.chosen(), outcome.summary.get("provenance") or {})
+            page = write_experiment(folder.parent, *said, outcome.choices, outcome.summary.get("provenance") or {})
         return [*files, page]
 
     def _cut_off(self, folder: Any, cells: Sequence[Cell], error: BaseException) -> None:
         if self.PARTIAL == "yes" and isinstance(error, KeyboardInterrupt):
             done = {cell.key: part for cell in cells if (part := folder.parts.read(cell.key)) is not None}
             if done:
-                self._written(folder, self.reduce(done, folder.settings, folder.path), ending="interrupted")
+                self.written(folder, self.reduce(done, folder.settings, folder.path), ending="interrupted")
         folder.withdraw()

@@ -140,7 +140,12 @@ class Chain(Experiment):
         rows = {name: _plain(tables[name]) for name in ("deltas", "cycles", "attractors")}
         chosen = {name: getattr(self, name) for name in ("hops", "seeds", "embedder")}
         summary = {**rows, **chosen, "control": CONTROL, "null": NULL, "provenance": about, "settings": settings}
-        return Outcome({**tables, "about": about, "embedder": self.embedder}, tables, summary)
+        return self.again(tables, summary)
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The tables, with what their figures say besides."""
+        more = {"about": summary["provenance"], "embedder": summary["embedder"]}
+        return Outcome({**tables, **more}, tables, summary)
 
     def _checked(self) -> tuple[list[Prompt], dict[str, str], list[float]]:
         """Texts, arms and temperatures, once everything that can be was looked at."""

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kvinterp.cells import Cell, Made
+    from kvinterp.comparison import Comparison
     from kvinterp.models import Adapter
 
 __all__ = ["Compare"]
@@ -81,6 +84,12 @@ class Compare(Experiment):
             log.warning("prompt %s is left out: %s", row["id"], row["message"])
         return [] if outcome.result.comparison.steps.empty else [write_report([outcome.result], folder.parent)]
 
+    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
+        """The figures that the tables can give."""
+        from kvinterp.report import figures
+
+        return figures({"": outcome.result.comparison})
+
     def sentences(self, outcome: Outcome) -> list[str]:
         """Where the paths differ."""
         from kvinterp.errors import KvinterpError
@@ -101,8 +110,10 @@ class Compare(Experiment):
         """The comparison in a folder."""
         from kvinterp.results import load_result
 
-        result = load_result(folder)
-        return Outcome(result, summary=result.summary, folder=folder)
+        found = load_result(folder)
+        settings = found.summary.get("settings") or {}
+        outcome = Outcome(found, found.comparison.written()[0], found.summary)
+        return self._of(outcome, settings, found.summary.get("choices", settings), folder)
 
     @property
     def _adapter(self) -> Adapter:
@@ -151,7 +162,7 @@ def compared(
 ) -> None:
     """Compares some of the prompts, and keeps each as its batch is finished."""
     from kvinterp.cells import loaded
-    from kvinterp.comparison import PARTS, Comparison, compare
+    from kvinterp.comparison import PARTS, compare
     from kvinterp.data import load_prompts
 
     adapter = loaded(model)
@@ -174,32 +185,23 @@ def outcome_of(
     made: Mapping[str, Made], prompts: Sequence[Any], settings: Mapping[str, Any], folder: Path | None = None
 ) -> Outcome:
     """The comparison of all examples that are finished, in the order of their numbers."""
-    from kvinterp.comparison import PARTS, TABLES, Comparison
-    from kvinterp.results import Result, prompt_lines
+    from kvinterp.comparison import PARTS, Comparison
 
     comparison = Comparison.joined([Comparison(**tables, about=about) for tables, about in made.values()])
     ordered = {n: getattr(comparison, n).sort_values("example", kind="stable", ignore_index=True) for n in PARTS}
-    comparison = dataclasses.replace(comparison, **ordered)
-    for name in TABLES:
-        # A table that has lost its folder still says what it was made with.
-        getattr(comparison, name).attrs = comparison.about
-    numbers = comparison.summary()
-    counts = {name: numbers.pop(name) for name in ("examples", "steps", "failed")}
-    counts["planned"] = len(prompts)
-    front = {name: numbers.pop(name) for name in ("paths", "protocol", "strategy")}
-    summary = {
-        **front,
-        "counts": counts,
-        "interrupted": counts["examples"] + counts["failed"] < len(prompts),
-        "reading": comparison.where().splitlines(),
-        **numbers,
-        "provenance": comparison.about,
-        "settings": settings,
-        "sha256": {},
-    }
-    tables = {name: getattr(comparison, name) for name in TABLES}
-    result = Result(folder or Path(), comparison, list(prompts), summary)
-    return Outcome(result, tables, summary, {"prompts.jsonl": prompt_lines(prompts)})
+    return outcome_with(dataclasses.replace(comparison, **ordered, prompts=list(prompts)), settings, folder)
+
+
+def outcome_with(comparison: Comparison, settings: Mapping[str, Any], folder: Path | None = None) -> Outcome:
+    """A comparison as what an experiment found."""
+    from kvinterp.results import Result, prompt_lines
+
+    tables, summary = comparison.written()
+    summary |= {"settings": settings, "sha256": {}}
+    prompts = list(comparison.prompts)
+    result = Result(folder or Path(), comparison, prompts, summary)
+    # Where token ids were compared there are no prompts to keep.
+    return Outcome(result, tables, summary, {"prompts.jsonl": prompt_lines(prompts)} if prompts else {})
 
 
 def places(out: Path, runs: Path) -> list[str]:

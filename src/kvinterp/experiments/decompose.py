@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from kvinterp.cells import Cell, Made
 
 __all__ = ["Decompose"]
@@ -50,7 +52,13 @@ class Decompose(Experiment):
         tables = joined(made)
         about = next(about for _, about in made.values())
         found = Decomposition(tables["decomposition"], tables["layers"], about)
-        return Outcome(found, tables, found.summary())
+        return Outcome(found, *found.written())
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The split from its tables."""
+        from kvinterp.patching import Decomposition
+
+        return Outcome(Decomposition.read(tables, summary), tables, summary)
 
 
 def decomposed(

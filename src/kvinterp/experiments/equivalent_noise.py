@@ -81,11 +81,14 @@ class EquivalentNoise(Experiment):
             "max_new_tokens": self.max_new_tokens,
             "provenance": provenance(adapter),
         }
-        return Outcome(
-            (table, wholes, about),
-            {"equivalent_noise": table},
-            {"settings": settings, **about, "policies": wholes.to_dict("records"), "places": _ranges(table)},
-        )
+        of_policies = {"policies": wholes.to_dict("records"), "places": _ranges(table)}
+        return self.again({"equivalent_noise": table}, {"settings": settings, **about, **of_policies})
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The table, with each policy's K and V as a whole."""
+        import pandas as pd
+
+        return Outcome((tables["equivalent_noise"], pd.DataFrame(summary["policies"]), summary), tables, summary)
 
 
 # One policy ------------------------------------------------------------------------------------------------------------

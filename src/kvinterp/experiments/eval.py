@@ -117,7 +117,11 @@ class Eval(Experiment):
         }
         summary["reading"] = said_of_eval(summary)
         samples = tables["samples"]
-        return Outcome(summary, {"results": results, "samples": samples, "changed": changed(samples, paths)}, summary)
+        return self.again({"results": results, "samples": samples, "changed": changed(samples, paths)}, summary)
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The tables; the figure is of the summary."""
+        return Outcome(summary, tables, summary)
 
     def _checked(self) -> list[str]:
         """The names of the tasks, once everything that can be was looked at."""

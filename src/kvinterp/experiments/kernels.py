@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvinterp.experiments.base import Experiment, Outcome, option, shared
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from kvinterp.cells import Cell, Made
 
 __all__ = ["Kernels"]
@@ -53,8 +55,13 @@ class Kernels(Experiment):
 
         tables, about = made["kernels"]
         found = KernelsTable(tables["kernels"], about["first"], about["provenance"])
-        summary = {"first": found.first, "reading": str(found), "provenance": found.about}
-        return Outcome(found, tables, summary)
+        return Outcome(found, *found.written())
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The table as it was written."""
+        from kvinterp.auditing import KernelsTable
+
+        return Outcome(KernelsTable.read(tables, summary), tables, summary)
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """Which operations depend on the shape they are called with."""

@@ -179,6 +179,10 @@ class KvError(Experiment):
             "provenance": provenance(adapter, strategy=self.strategy),
         }
         tables = {"scores": scores, "contrasts": contrasts, "examples": runs, "noise": noise}
+        return self.again(tables, summary)
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The tables, with the summary that their figures are signed with."""
         return Outcome((tables, summary), tables, summary)
 
     def _contrasts(self, designs: Mapping[str, Design]) -> Iterator[tuple[str, dict[tuple[str, str], float]]]:

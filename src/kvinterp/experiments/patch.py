@@ -11,6 +11,8 @@ from kvinterp.errors import unknown
 from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from kvinterp.cells import Cell, Made
 
 __all__ = ["Patch"]
@@ -80,7 +82,13 @@ class Patch(Experiment):
             tables["controls"] = tables["controls"].loc[planted.sort_values(kind="stable").index].reset_index(drop=True)
         work = {name: sum(about["work"][name] for about in abouts) for name in abouts[0]["work"]}
         found = Sweep(**tables, about={**abouts[0], "work": work})
-        return Outcome(found, tables, found.summary())
+        return Outcome(found, *found.written())
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The sweep from its tables."""
+        from kvinterp.patching import Sweep
+
+        return Outcome(Sweep.read(tables, summary), tables, summary)
 
 
 _PASSED = ("prompts", "site", "direction", "steps", "protocol", "distance", "examples", "max_new_tokens", "controls")

@@ -270,7 +270,8 @@ class Study(Experiment):
         """What is said first."""
         return list(outcome.summary["reading"])
 
-    def _drawn(self, outcome: Outcome, folder: Path) -> list[Path]:
+    def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """The figures of its experiments, the page, and the tables for a paper."""
         from kvinterp.report.study import write_study
         from kvinterp.report.style import keeping
 
@@ -358,5 +359,5 @@ class Study(Experiment):
         study = cls.held(folder)
         with Lock(folder):
             outcome = study.read(folder)
-            outcome.files = study._drawn(outcome, folder / "figures")
+            outcome.files = study.drawn_into(outcome, folder / "figures")
         return outcome

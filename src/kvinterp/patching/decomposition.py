@@ -20,8 +20,8 @@ suffix, which a causal model must not see).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 from kvinterp import metrics
 from kvinterp.errors import UnsupportedError, located
 from kvinterp.inputs import among, check_choice, check_instance, check_whole, encode_all
+from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
@@ -38,13 +39,13 @@ from kvinterp.patching.side_by_side import check_finite
 from kvinterp.patching.splitting import DIFFERENCES, Shown, Split, leading_part
 from kvinterp.paths import ExecutionPath
 from kvinterp.provenance import provenance
-from kvinterp.reading.vocabulary import PARTS
+from kvinterp.reading.vocabulary import ANEW, PARTS
 
 __all__ = ["Decomposition", "check_splittable", "decompose", "measured"]
 
 
-@dataclasses.dataclass
-class Decomposition:
+@dataclasses.dataclass(repr=False)
+class Decomposition(Kept):
     """The split at every step, in nats, and layer by layer.
 
     Attributes:
@@ -58,9 +59,34 @@ class Decomposition:
         about: Provenance.
     """
 
+    VERB: ClassVar = "decompose"
+
     steps: pd.DataFrame
     layers: pd.DataFrame
     about: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """What it is of, in one line; the tables are attributes."""
+        paths, examples = self.about["paths"], self.steps["example"].nunique() if len(self.steps) else 0
+        of = f"{paths['cached']} against {paths['recompute']}, {len(self.steps)} steps of {examples} prompts"
+        return f"<Decomposition of {self.about['provenance']['model']}: {of}>"
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """Its tables, each with what it was made with, and its summary."""
+        return signed({"decomposition": self.steps, "layers": self.layers}, self.about), self.summary()
+
+    @classmethod
+    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Decomposition:
+        """The decomposition of its tables."""
+        return cls(tables["decomposition"], tables["layers"], tables["decomposition"].attrs)
+
+    def overview(self) -> pd.DataFrame:
+        """One row a part, and one for the whole: mean KL and L2 over the decode steps, beside its null."""
+        means, rows = self.summary(), []
+        for part in ("total", *PARTS, *ANEW):
+            row = {"part": part, "kl": means[part], "l2": means[f"{part}_l2"], "null_l2": means.get(f"null_{part}_l2")}
+            rows.append({**row, "most_of_steps": means["most"].get(part, 0) if part in PARTS else None})
+        return pd.DataFrame(rows).astype({"null_l2": float, "most_of_steps": "Int64"})
 
     def summary(self) -> dict[str, Any]:
         """Means over the decode steps of every example (step 0 is the same computation on both paths), and counts.

@@ -16,13 +16,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 from torch import Tensor
 
 from kvinterp.errors import located
 from kvinterp.inputs import check_instance, encode
+from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.decomposition import check_splittable, measured
@@ -32,6 +33,7 @@ from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.splitting import KeysValues, Rows, Shown, Split, StreamRunner
 from kvinterp.paths import ExecutionPath
+from kvinterp.provenance import provenance
 from kvinterp.reading.vocabulary import PARTS
 from kvinterp.recording import PathHook
 
@@ -42,8 +44,8 @@ PLACES_OF = {"fresh": ("row", "unembedding"), "anew": ("prompt",), "kept": ("kv"
 COLUMNS = ["place", "layer", "l2", "share"]
 
 
-@dataclasses.dataclass
-class Cause:
+@dataclasses.dataclass(repr=False)
+class Cause(Kept):
     """What makes the difference at the first decode step.
 
     Attributes:
@@ -55,7 +57,10 @@ class Cause:
         table: One row a place and layer: its L2 length and its share; the shares of all places add up to 1.
         split: KL and L2 of every part and null at this step, as a row of :attr:`Decomposition.steps`.
         suffix: Tokens behind the prefix in the nulls.
+        about: Paths and provenance.
     """
+
+    VERB: ClassVar = "localise"
 
     part: str
     place: str
@@ -64,6 +69,30 @@ class Cause:
     table: pd.DataFrame
     split: Mapping[str, Any]
     suffix: int
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """What it is, in one line; the shares are in ``table``."""
+        layer = f", layer {self.layer}" * (self.layer >= 0)
+        of = f" of {self.about['provenance']['model']}" if self.about else ""
+        return f"<Cause{of}: part {self.part}, place {self.place}{layer}, share {self.share:.0%}>"
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """The shares of all places, the split as a table of one row, and the rest."""
+        found = {name: getattr(self, name) for name in ("part", "place", "layer", "share", "suffix")}
+        tables = {"places": self.table, "split": pd.DataFrame([self.split])}
+        return signed(tables, self.about), {**found, "reading": str(self).splitlines(), **self.about}
+
+    @classmethod
+    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Cause:
+        """The cause as it was written."""
+        found = {name: summary[name] for name in ("part", "place", "layer", "share", "suffix")}
+        (split,) = tables["split"].to_dict("records")
+        return cls(**found, table=tables["places"], split=split, about=tables["places"].attrs)
+
+    def overview(self) -> pd.DataFrame:
+        """One row a place and layer: its length and its share."""
+        return self.table
 
     def __str__(self) -> str:
         """Two or three sentences: what makes it, and how long its null is."""
@@ -128,7 +157,10 @@ def localise(
     tokens = encode(adapter, prompt, 2 + suffix)
     paths = two_paths(cached, recompute, "this search", dtype)
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
-        return _Search(adapter, paths, tokens, suffix, plant).cause()
+        found = _Search(adapter, paths, tokens, suffix, plant).cause()
+    sides = dict(zip(("cached", "recompute"), map(str, paths), strict=True))
+    found.about = {"paths": sides, "provenance": provenance(adapter, plant=None if plant is None else str(plant))}
+    return found
 
 
 class _Search:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -12,6 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.kept import Kept, signed
 from kvinterp.patching.side_by_side import Advanced, PlannedLane, Setting
 
 __all__ = ["Sweep", "Tables"]
@@ -22,8 +23,8 @@ OVER_EXAMPLES = ("mean", "median", "low_quartile", "high_quartile", "interval_lo
 """The columns of an aggregate; NaN where no example defines a recovery."""
 
 
-@dataclasses.dataclass
-class Sweep:
+@dataclasses.dataclass(repr=False)
+class Sweep(Kept):
     """Recovery of every patch of a sweep: ``1 - D(patched, donor) / D(unpatched, donor)``.
 
     Attributes:
@@ -42,14 +43,40 @@ class Sweep:
         about: Paths, protocol, distance (the first), distances, provenance, and the work
             done: forwards and blocks of the recompute path.
         logits: For each example ``[step, path, vocab]``, where asked for: the donor, the unpatched path, then the patches
-            in the order of the table.
+            in the order of the table. They are kept in no folder.
     """
+
+    VERB: ClassVar = "patch"
 
     recovery: pd.DataFrame
     steps: pd.DataFrame
     controls: pd.DataFrame
     about: dict[str, Any]
     logits: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """What it is of, in one line; the tables are attributes."""
+        about = self.about
+        of = f"{about['sweep']} sweep of {about['site']} {about['direction']}"
+        patches = self.recovery[LABELS].drop_duplicates() if len(self.recovery) else self.recovery
+        examples = self.recovery["example"].nunique() if len(self.recovery) else 0
+        return f"<Sweep of {about['provenance']['model']}: {of}, {len(patches)} patches on {examples} prompts>"
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """Its tables, each with what it was made with, and its summary."""
+        tables = {"recovery": self.recovery, "steps": self.steps, "controls": self.controls}
+        return signed(tables, self.about), self.summary()
+
+    @classmethod
+    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Sweep:
+        """The sweep of its tables."""
+        # Without controls there is a table without columns, whose labels Parquet does not keep.
+        controls = tables["controls"] if tables["controls"].shape[1] else pd.DataFrame()
+        return cls(tables["recovery"], tables["steps"], controls, tables["recovery"].attrs)
+
+    def overview(self) -> pd.DataFrame:
+        """One row a patch: recovery over the prompts."""
+        return self.aggregate()
 
     def aggregate(self) -> pd.DataFrame:
         """Over examples, for each patch: mean, median, quartiles and a bootstrap interval of the mean recovery.

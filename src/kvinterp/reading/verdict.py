@@ -284,6 +284,10 @@ BLOCKS = (
     "The largest error of each block in any row that was checked, in unit roundoffs of each precision. A "
     "large one is no verdict by itself: what takes it away is."
 )
+BLOCKS_ELSEWHERE = (
+    "This page was made of the verdict alone. What every block showed is on the page of kvinterp audit, and in "
+    "kv.audit(model, detail='everything')."
+)
 CHECKS = (
     "Error: the largest difference of the logits, cached against recomputed, relative to the largest logit. "
     "Beside it the same between two recomputations without a cache."

@@ -27,6 +27,7 @@ __all__ = [
     "SERIES",
     "Series",
     "drawn_as",
+    "gathering",
     "keeping",
     "kept",
     "line_of",
@@ -131,12 +132,17 @@ def signed(figure: Figure, text: str, abouts: Sequence[Mapping[str, Any]]) -> No
     figure.provenance = list(abouts)  # type: ignore[attr-defined]  # kept for save()
 
 
-def png(figure: Figure) -> bytes:
-    """A figure as PNG, with the full provenance in its text fields."""
+def png(figure: Figure, dots: int = 160) -> bytes:
+    """A figure as PNG, with the full provenance in its text fields.
+
+    Args:
+        figure: A figure made here.
+        dots: Dots an inch.
+    """
     about = json.dumps(getattr(figure, "provenance", []))
     drawn = io.BytesIO()
     with looks():
-        figure.savefig(drawn, format="png", dpi=160, metadata={"Software": "kvinterp", "Description": about})
+        figure.savefig(drawn, format="png", dpi=dots, metadata={"Software": "kvinterp", "Description": about})
     return drawn.getvalue()
 
 
@@ -153,6 +159,10 @@ def save(figure: Figure, path: str | Path) -> Path:
     prefix, formats = _SAVED.get()
     place = Path(path)
     place = place.with_name(prefix + place.name)
+    gathered = _GATHERED.get()
+    if gathered is not None:
+        gathered[place.stem] = figure
+        return place
     write_whole(place, png(figure))
     held = _KEPT.get()
     if held is not None:
@@ -199,6 +209,20 @@ def keeping() -> Iterator[None]:
 def kept(path: Path) -> Figure | None:
     """The figure of a file that was saved within :func:`keeping`."""
     return (_KEPT.get() or {}).get(path)
+
+
+_GATHERED: ContextVar[dict[str, Figure] | None] = ContextVar("gathered", default=None)
+
+
+@contextlib.contextmanager
+def gathering() -> Iterator[dict[str, Figure]]:
+    """Within it no figure is written: each is held by the name that its file would have."""
+    found: dict[str, Figure] = {}
+    token = _GATHERED.set(found)
+    try:
+        yield found
+    finally:
+        _GATHERED.reset(token)
 
 
 def drawn_as(figure: Figure, name: str) -> bytes:

@@ -1,0 +1,257 @@
+"""What stands behind a result that is kept, shown and read again (:class:`kvinterp.kept.Kept`): folders, figures, pages, cards.
+
+A result is kept as its command keeps it, so that whatever was found in a notebook is a folder of the command line, and the
+other way round.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.errors import InputError, unexpected, unknown
+from kvinterp.experiments.base import Experiment, Outcome
+from kvinterp.experiments.registry import experiment_named, experiments
+from kvinterp.kept import Held, Kept
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from kvinterp.cells import Cell, Made
+
+__all__ = ["card", "experiment_of", "figures", "latex", "load", "outcome_of", "report", "save", "sentences"]
+
+_SENTENCES, _DOTS = 4, 80
+"""How many sentences a card has, and how many dots an inch its picture."""
+_MADE = ("model", "kind", "dtype", "attention", "protocol", "strategy", "seed", "max_new_tokens", "kernels", "sizes")
+"""What provenance says of the choices."""
+_NO_CHOICES = ("provenance", "work", "distances", "paths")
+"""What a result knows about itself that nobody chose, or that stands elsewhere."""
+
+
+class Localise(Experiment):
+    """Where is the difference at the first decode step made?"""
+
+    TABLES: ClassVar = ("places", "split")
+
+    @classmethod
+    def verb(cls) -> str:
+        """The function's name: it is no command."""
+        return "localise"
+
+    def cells(self) -> list[Cell]:
+        """None: it is found by :func:`kvinterp.localise` alone."""
+        return []
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """Nothing, without cells."""
+        return Outcome(None)
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The cause as it was written."""
+        from kvinterp.patching import Cause
+
+        return Outcome(Cause.read(tables, summary), tables, summary)
+
+    def sentences(self, outcome: Outcome) -> list[str]:
+        """What the cause says of itself."""
+        return str(outcome.result).splitlines()
+
+
+def experiment_of(verb: str) -> type[Experiment]:
+    """The experiment that keeps the results of a command.
+
+    Raises:
+        InputError: There is no such command.
+    """
+    if verb == Localise.verb():
+        return Localise
+    if verb not in experiments():
+        raise unknown("experiment", verb, experiments())
+    return experiment_named(verb)
+
+
+def outcome_of(found: Kept, folder: Path | None = None) -> Outcome:
+    """A result as what its command found.
+
+    Args:
+        found: The result.
+        folder: Where it will be written; where it is kept unless given.
+    """
+    if isinstance(found, Outcome):
+        return found
+    experiment, held = experiment_of(found.VERB), found.held
+    choices = _choices(found) if held is None else held.choices
+    settings = {"verb": found.VERB, **choices} if held is None else held.settings
+    if found.VERB == "compare":
+        from kvinterp.experiments.compare import outcome_with
+
+        place = folder or (None if held is None else held.folder)
+        outcome = outcome_with(found, settings, place)  # type: ignore[arg-type]
+    else:
+        outcome = Outcome(found, *found.written())
+    outcome.verb, outcome.settings, outcome.choices = experiment.verb(), settings, choices
+    return outcome
+
+
+def _choices(found: Any) -> dict[str, Any]:
+    """What is known of the choices of a result that no command made."""
+    about = found.about
+    made, own = about.get("provenance", about), about if "provenance" in about else {}
+    paths = about.get("paths", {})
+    named = {name: made[name] for name in _MADE if name in made}
+    return {**named, **paths, **{name: value for name, value in own.items() if name not in _NO_CHOICES}}
+
+
+# Folders ---------------------------------------------------------------------------------------------------------------
+
+
+def save(found: Kept, folder: str | os.PathLike[str], existing: str = "error") -> Path:
+    """Does what :meth:`Kept.save` says."""
+    return _written(found, _folder(folder), existing, "none")
+
+
+def report(found: Kept, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
+    """Does what :meth:`Kept.report` says."""
+    from kvinterp.locks import Lock
+
+    held = found.held
+    if folder is None:
+        place = held.folder if held is not None else Path(tempfile.mkdtemp(prefix="kvinterp-"))
+    else:
+        place = _folder(folder)
+    if held is None or held.folder.resolve() != place.resolve() or existing != "error":
+        place = _written(found, place, existing, "drawn")
+    else:
+        outcome = outcome_of(found)
+        with Lock(place):
+            experiment_of(outcome.verb).held(place).drawn_into(outcome, place / "figures")
+    return place / "report.html"
+
+
+def _folder(given: Any) -> Path:
+    if not isinstance(given, str | os.PathLike) or not str(given).strip():
+        raise unexpected("folder", given, "the name of a folder")
+    return Path(given)
+
+
+def _written(found: Kept, folder: Path, existing: str, figures: str) -> Path:
+    from kvinterp.folders import SUMMARY
+    from kvinterp.results import ResultFolder
+
+    outcome = outcome_of(found, folder)
+    experiment = experiment_of(outcome.verb)()
+    names = [*(f"{name}.parquet" for name in outcome.tables), *outcome.texts, "report.html", SUMMARY]
+    names += [f"figures/{name}*" for name in experiment.drawn()]
+    place = ResultFolder(folder, outcome.settings, names, existing, {"verb": outcome.verb, **outcome.choices})
+    if not place.finished:
+        try:
+            experiment.written(place, outcome, figures)
+        except BaseException:
+            place.withdraw()
+            raise
+    found.held = Held(folder, outcome.settings, outcome.choices)
+    return folder
+
+
+def load(folder: str | os.PathLike[str]) -> Any:
+    """Reads what ``save`` or a command of kvinterp wrote into a folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        What is kept there: a :class:`Comparison`, a :class:`Sweep`, a :class:`Decomposition`, a :class:`KernelsTable`, a
+        :class:`Verdict`, a :class:`Trace`, what :func:`kvinterp.localise` found, or the :class:`Outcome` of an experiment, with
+        its ``tables`` and its ``summary``.
+
+    Raises:
+        InputError: It holds none of these, or one that is damaged or of another version.
+
+    Example:
+        >>> kv.load("out/compare").where()  # doctest: +SKIP
+    """
+    from kvinterp.files import is_file, read_json
+    from kvinterp.folders import SUMMARY
+
+    place = _folder(folder)
+    if not place.is_dir():
+        raise InputError(f"folder {str(place)!r} does not exist: give one that kvinterp wrote.")
+    if not is_file(place / SUMMARY):
+        return _without_a_summary(place)
+    summary = read_json(place / SUMMARY) or {}
+    verb = (summary.get("settings") or {}).get("verb") if isinstance(summary.get("settings"), dict) else None
+    if not isinstance(verb, str):
+        raise InputError(
+            f"folder {str(place)!r} holds a summary.json that does not say what wrote it: it is damaged, another tool's, or of "
+            "an earlier version of kvinterp; make the result again."
+        )
+    outcome = experiment_of(verb).held(place).read(place)
+    found = outcome.result if isinstance(outcome.result, Kept) else outcome
+    if verb == "compare":
+        found = outcome.result.comparison
+    found.held = Held(place, outcome.settings, outcome.choices)
+    return found
+
+
+def _without_a_summary(place: Path) -> Any:
+    from kvinterp.files import is_file
+    from kvinterp.recording import Trace
+
+    if is_file(place / "verdict.json"):
+        from kvinterp.auditing import Verdict
+
+        return Verdict.load(place)
+    if is_file(place / "trace.json"):
+        return Trace.load(place)
+    under = sorted(str(path.parent) for path in place.glob("runs/*/summary.json"))
+    if under:
+        raise InputError(f"folder {str(place)!r} holds {len(under)} results: load one of them, such as {under[0]!r}.")
+    raise InputError(f"folder {str(place)!r} holds no result: give one that kvinterp wrote, with a summary.json in it.")
+
+
+# What is shown ---------------------------------------------------------------------------------------------------------
+
+
+def figures(found: Kept) -> dict[str, Figure]:
+    """Does what :meth:`Kept.figures` says."""
+    outcome = outcome_of(found)
+    return experiment_of(outcome.verb)().drawings(outcome)
+
+
+def sentences(found: Kept) -> list[str]:
+    """Does what :meth:`Kept.sentences` says."""
+    outcome = outcome_of(found)
+    said = outcome.summary.get("reading")
+    lines = experiment_of(outcome.verb)().sentences(outcome) if said is None else said
+    return [line for line in lines if line]
+
+
+def latex(found: Kept, table: str | None = None) -> str:
+    """Does what :meth:`Kept.to_latex` says."""
+    from kvinterp.report.latex import latex_of
+
+    if table is None:
+        return latex_of(found.VERB or outcome_of(found).verb, found.overview(), repr(found)[1:-1])
+    tables, _ = found.written()
+    if table not in tables:
+        raise unknown("table", table, tables)
+    return latex_of(table, tables[table], f"{table}: {repr(found)[1:-1]}")
+
+
+def card(found: Kept) -> str:
+    """A card for a notebook: one line, the first sentences, and the first figure, small."""
+    from kvinterp.report.page import Answer, Picture, Text, fragment
+    from kvinterp.report.style import png
+
+    lines = found.sentences()
+    more = f"{len(lines) - _SENTENCES} more in .sentences()" if len(lines) > _SENTENCES else ""
+    parts: list[Any] = [Text(repr(found)[1:-1]), Answer(lines[:_SENTENCES])]
+    for name, figure in found.figures().items():
+        parts.append(Picture(name.replace("_", " "), png(figure, _DOTS)))
+        break
+    return fragment(*parts, *([Text(more)] if more else []))

@@ -1,0 +1,70 @@
+"""What an experiment found, as a result that can be kept, shown and read again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvinterp.errors import InputError
+from kvinterp.kept import Kept
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Outcome"]
+
+
+@dataclasses.dataclass(repr=False)
+class Outcome(Kept):
+    """What an experiment found.
+
+    Attributes:
+        result: What its reduction made of the cells: a ``Comparison`` with its prompts, a ``Sweep``, ...
+        tables: The tables by the names of their files.
+        summary: What ``summary.json`` holds.
+        texts: Other files by their names.
+        folder: Where it was written; None where it was not.
+        files: What was written.
+        exit_code: That of the command.
+        verb: The command.
+        settings: Everything that decides what the tables hold.
+        choices: What was chosen, as the page shows it.
+    """
+
+    result: Any
+    tables: Mapping[str, pd.DataFrame] = dataclasses.field(default_factory=dict)
+    summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    folder: Path | None = None
+    files: Sequence[Path] = ()
+    exit_code: int = 0
+    verb: str = ""
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    choices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """What it is of, in one line; the tables are in ``tables``."""
+        tables = ", ".join(f"{name} ({len(table)} rows)" for name, table in self.tables.items())
+        return f"<Outcome of {self.verb or 'an experiment'}: {tables or 'no tables'}>"
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """Its tables and its summary."""
+        return dict(self.tables), dict(self.summary)
+
+    def overview(self) -> pd.DataFrame:
+        """The first of its tables."""
+        for table in self.tables.values():
+            return table
+        raise InputError(f"{self!r} has no table to show.")
+
+    def told(self) -> dict[str, Any]:
+        """What ``--json`` prints: folder, exit code, and what ``summary.json`` holds."""
+        from kvinterp.files import read_json
+        from kvinterp.folders import SUMMARY
+
+        # The file says more: the digests of the tables, which were written after this was made.
+        written = [read_json(file) for file in self.files if file.name == SUMMARY]
+        held = next(filter(None, written), self.summary)
+        return {"folder": self.folder and str(self.folder), "exit_code": self.exit_code, **held}

@@ -1,0 +1,269 @@
+"""Results as objects: kept as the command keeps them, read again to the bit, shown small, and damaged ones told in a sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import kvinterp as kv
+from kvinterp.comparison import Comparison
+from kvinterp.errors import InputError
+from kvinterp.experiments import Compare
+from kvinterp.experiments.decompose import Decompose
+from kvinterp.experiments.patch import Patch
+from kvinterp.kept import Kept
+from kvinterp.report.latex import latex_number
+from kvinterp.results import load_result
+from synthetic import comparison, prompts
+
+MODEL = "zoo:gqa2-mini"
+OTHER = "recompute[kernels=split_k(4,float16)]"
+"""A path that differs by construction, whatever the processor's kernels do."""
+
+pytestmark = pytest.mark.xdist_group("kept")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return kv.load_model(MODEL, kind="native")
+
+
+@pytest.fixture(scope="module")
+def found(model: Any) -> dict[str, Kept]:
+    """One of each."""
+    asked, how = kv.load_prompts("arithmetic:2"), {"max_new_tokens": 3, "progress": "none"}
+    return {
+        "compare": kv.compare(model, asked, b=OTHER, **how),
+        "patch": kv.sweep(model, asked, "kv", direction="into-cached", recompute=OTHER, controls="quick", **how),
+        "patch without controls": kv.sweep(model, asked, controls="none", **how),
+        "decompose": kv.decompose(model, asked, recompute=OTHER, **how),
+        "localise": kv.localise(model, asked[0], recompute=OTHER),
+        "localise nothing": kv.localise(model, asked[0], dtype="float64"),
+        "kernels": kv.kernels_table(model, sizes=(1, 2)),
+    }
+
+
+ALL = ("compare", "patch", "patch without controls", "decompose", "localise", "localise nothing", "kernels")
+
+
+def same(one: Kept, other: Kept) -> None:
+    """Everything but where it is kept is the same, to the bit, with dtypes and NaN."""
+    assert type(one) is type(other)
+    for name, value in vars(one).items():
+        held = getattr(other, name)
+        if isinstance(value, pd.DataFrame):
+            pd.testing.assert_frame_equal(value, held, check_exact=True, obj=name)
+        elif name not in ("held", "origin", "logits"):
+            assert held == value, name
+
+
+@pytest.mark.parametrize("which", ALL)
+def test_what_is_saved_is_read_again_to_the_bit(found: dict[str, Kept], which: str, tmp_path: Path) -> None:
+    """Twice: what was read is written as it was, choices included."""
+    made = found[which]
+    read = kv.load(made.save(tmp_path / "once"))
+    same(made, read)
+    again = kv.load(read.save(tmp_path / "twice"))
+    same(made, again)
+    one, other = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("once", "twice"))
+    assert one["settings"] == other["settings"]
+    assert one["choices"] == other["choices"]
+    assert sorted(path.name for path in (tmp_path / "once").iterdir() if path.name[0] != ".") == sorted(
+        [*(f"{name}.parquet" for name in made.written()[0]), "summary.json", *["prompts.jsonl"] * (which == "compare")]
+    )
+
+
+@pytest.mark.parametrize("which", ALL)
+def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Kept], which: str, tmp_path: Path) -> None:
+    made = found[which]
+    assert re.fullmatch(r"<\w+ .{10,140}>", repr(made)), repr(made)
+    assert MODEL in repr(made)
+    card = made._repr_html_()
+    assert len(card) < 250_000
+    assert card.count("<img") == min(1, len(made.figures()))
+    assert "<table" not in card
+    assert made.sentences()[0].replace("'", "&#39;") in card
+    page = made.report(tmp_path / "page")
+    assert page == tmp_path / "page" / "report.html"
+    # The page of a comparison has sentences of its own.
+    said = "split_k(4,float16)" if which == "compare" else made.sentences()[0].replace("'", "&#39;")
+    assert said in page.read_text()
+    assert "runs/*" not in page.read_text()
+    drawn = {path.stem for path in (tmp_path / "page").glob("figures/*.png")}
+    assert drawn == set(made.figures())
+    same(made, kv.load(tmp_path / "page"))
+
+
+def test_a_page_is_written_again_where_the_result_is_kept(found: dict[str, Kept], tmp_path: Path) -> None:
+    folder = found["decompose"].save(tmp_path / "out")
+    before = (folder / "summary.json").read_bytes()
+    read = kv.load(folder)
+    page = read.report()
+    assert page.parent == folder
+    page.write_text(page.read_text() + "<!-- mine -->")
+    with pytest.raises(InputError, match=r"'report\.html', which kvinterp did not write or which was changed since"):
+        read.report()
+    assert (folder / "summary.json").read_bytes() == before
+    with pytest.raises(InputError, match="already holds a result"):
+        found["patch"].report(folder)
+    assert kv.load(folder).VERB == "decompose"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "kind"),
+    [
+        (Compare(MODEL, "arithmetic:2", b=OTHER, max_new_tokens=3), kv.Comparison),
+        (Patch(MODEL, prompts="arithmetic:2", max_new_tokens=3, controls="none"), kv.Sweep),
+        (Decompose(MODEL, "arithmetic:2", max_new_tokens=3), kv.patching.Decomposition),
+    ],
+    ids=["compare", "patch", "decompose"],
+)
+def test_what_the_command_line_wrote_is_read(experiment: Any, kind: type[Kept], tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    ran = experiment.run(folder, progress="none")
+    page = (folder / "report.html").read_text()
+    read = kv.load(folder)
+    assert isinstance(read, kind)
+    for name, table in ran.tables.items():
+        held = read.written()[0][name]
+        # Parquet does not keep of which type the labels of no columns are.
+        pd.testing.assert_frame_equal(table, held, check_exact=True, check_column_type=table.shape[1] > 0, obj=name)
+    assert read.sentences() == [line for line in experiment.sentences(ran) if line]
+    assert read.report().read_text() == page, "the page is the one that the command wrote"
+
+
+def test_what_was_saved_is_a_folder_of_the_command_line(found: dict[str, Kept], tmp_path: Path) -> None:
+    folder = found["compare"].save(tmp_path / "out")
+    held = load_result(folder)
+    assert [prompt.id for prompt in held.prompts] == list(found["compare"].examples["id"])
+    assert held.summary["settings"]["b"] == OTHER
+    asked = Compare(MODEL, "arithmetic:2", b=OTHER, max_new_tokens=3)
+    with pytest.raises(InputError, match="already holds a result"):
+        asked.run(folder, progress="none")
+    asked.run(folder, "overwrite", progress="none")
+    assert kv.load(folder).report().is_file()
+
+
+def test_an_outcome_of_any_experiment_is_kept_too(tmp_path: Path) -> None:
+    """A run that kept everything in memory, saved afterwards, is the folder that the command would have written."""
+    asked = Decompose(MODEL, "arithmetic:1", max_new_tokens=3)
+    made = asked.run(None, progress="none")
+    made.save(tmp_path / "saved")
+    asked.run(tmp_path / "ran", progress="none")
+    saved, ran = (kv.load(tmp_path / name) for name in ("saved", "ran"))
+    same(saved, ran)
+    assert saved.held.choices == ran.held.choices
+
+
+# What cannot be read ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_result_is_told_in_a_sentence(tmp_path: Path) -> None:
+    whole = comparison((0, 1)).save(tmp_path / "whole")
+
+    def broken(name: str, change: Any) -> Path:
+        shutil.copytree(whole, tmp_path / name)
+        change(tmp_path / name)
+        return tmp_path / name
+
+    def changed(**more: Any) -> Any:
+        def change(folder: Path) -> None:
+            summary = json.loads((folder / "summary.json").read_text())
+            (folder / "summary.json").write_text(json.dumps({**summary, **more}))
+
+        return change
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    settings = {"verb": "compare"}
+    for given, said in {
+        tmp_path / "nowhere": "does not exist",
+        tmp_path / "file": "does not exist",
+        tmp_path / "empty": "holds no result",
+        "": "expected the name of a folder",
+        None: "expected the name of a folder",
+        broken("other tool", changed(settings=None)): "does not say what wrote it",
+        broken("no json", lambda folder: (folder / "summary.json").write_text("{")): "does not say what wrote it",
+        broken("odd verb", changed(settings={"verb": "../x"})): "unknown experiment",
+        broken("odd table", changed(sha256={"../whole/steps": "0"})): "is no name of a table",
+        broken(
+            "damaged", lambda folder: (folder / "steps.parquet").write_bytes(b"PAR1")
+        ): "is not the one that summary.json",
+        broken("unsigned", changed(sha256={})): None,
+        broken(
+            "later", changed(sha256=[1], settings=settings, provenance={"kvinterp": "99.0"})
+        ): "read it with kvinterp 99.0",
+        broken("no table", lambda folder: (folder / "heads.parquet").unlink()): "heads.parquet is not there",
+    }.items():
+        if said is None:
+            (given / "steps.parquet").write_bytes(b"PAR1")
+            said = "holds no readable result"
+        with pytest.raises(InputError, match=re.escape(said)) as told:
+            kv.load(given)
+        assert "\n" not in str(told.value)
+        assert len(str(told.value)) < 600
+    assert isinstance(kv.load(whole), Comparison)
+
+
+def test_nothing_is_written_over_files_that_are_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "steps.parquet").write_text("mine")
+    with pytest.raises(InputError, match=r"steps\.parquet"):
+        comparison().save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["steps.parquet"]
+    assert (tmp_path / "steps.parquet").read_text() == "mine"
+
+
+def test_markup_in_names_and_prompts_stays_text(tmp_path: Path) -> None:
+    made = comparison((0,), model="<script>alert(1)</script>")
+    made.prompts = prompts(1, "<img src=x onerror=alert(2)>")
+    for text in (made._repr_html_(), made.report(tmp_path / "out").read_text()):
+        assert "<script>alert" not in text
+        assert "<img src=x" not in text
+    assert kv.load(tmp_path / "out").prompts == made.prompts
+
+
+# Papers ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_number_survives_in_a_paper(tmp_path: Path) -> None:
+    made = comparison((0, 1), size=1e-7)
+    assert latex_number(1e-7) == r"$1.00\times10^{-7}$"
+    for text in (made.to_latex(), made.to_latex("steps")):
+        assert r"\times10^{-" in text
+        assert "0.000000" not in text
+        assert text.startswith(r"\begin{longtable}")
+    with pytest.raises(InputError, match=r"unknown table 'step'.*steps"):
+        made.to_latex("step")
+
+
+# The audit -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_is_kept_with_a_page_of_its_own(model: Any, tmp_path: Path) -> None:
+    """The JSON is the round trip: what is read says the very same; its page is the command's but for the blocks."""
+    found = kv.audit(
+        model, rungs=("float32", "float64"), lengths=(5,), steps=2, sweep="no", checks="none", detail="everything"
+    )
+    for made, name in ((found, "all"), (found.verdict, "verdict")):
+        read = kv.load(made.save(tmp_path / name))
+        assert read.to_json() == found.verdict.to_json()
+        assert read.verdict == found.verdict.verdict
+        assert read.sentences() == found.sentences() == made.sentences()
+        assert read.report() == tmp_path / name / "audit.html"
+        assert (f"{read.about['weights']}" in read.report().read_text()) == (made.sentences()[0] in made._repr_html_())
+        assert list(made.figures()) == list(read.figures()) == ["precision_ladder"]
+        assert len(made.overview()) == len(read.overview()) == 3
+        assert "rung & unit" in read.to_latex()
+    whole, alone = ((tmp_path / name / "audit.html").read_text() for name in ("all", "verdict"))
+    cut = "Block by block"
+    assert whole.partition(cut)[0] == alone.partition(cut)[0]
+    assert "This page was made of the verdict alone" in alone
+    (tmp_path / "all" / "verdict.json").write_text('{"verdict": "fine"}')
+    with pytest.raises(InputError, match=r"holds no readable verdict\.json"):
+        kv.load(tmp_path / "all")
