@@ -31,6 +31,7 @@ from pyarrow import ArrowException
 
 from kvinterp.errors import InputError
 from kvinterp.files import PARTIAL, differences, is_plain, is_there, read_json, replaced, strict_json, told
+from kvinterp.progress import Tell, unshared
 
 __all__ = [
     "ADVICE",
@@ -91,7 +92,7 @@ class Cell:
 def run_cells(
     cells: Sequence[Cell],
     parts: Parts | _InMemory | None = None,
-    tell: Callable[[str], None] | None = None,
+    tell: Tell | None = None,
     progress: str = "bar",
     unit: str = "parts",
     engine: Engine | None = None,
@@ -115,7 +116,7 @@ def run_cells(
     missing = [cell for cell in cells if cell.key not in made]
     if made:
         log.info("going on in %s: %d of %d %s are already there", parts.path, len(made), len(cells), unit)
-    offered = {"keep": parts.keep, "tell": tell or (lambda _: None), "progress": progress}
+    offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
     (engine or locally)(missing, offered)
     for cell in missing:
         part = parts.read(cell.key)
@@ -150,7 +151,8 @@ def run_alike(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
     takes = inspect.signature(function).parameters
     given = {name: offered[name] for name in offered if name in takes}
     if "keep" in given:
-        function(keys=[cell.key for cell in cells], **cells[0].settings, **given)
+        with unshared():
+            function(keys=[cell.key for cell in cells], **cells[0].settings, **given)
         return
     for cell in cells:
         if cell.told:

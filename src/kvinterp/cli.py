@@ -8,7 +8,6 @@ everything else on standard error.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -16,7 +15,7 @@ import inspect
 import logging
 import signal
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,11 +24,12 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvinterp._version import __version__
 from kvinterp.command import leave, told, wrong_use
-from kvinterp.console import VisibleFormatter, echo, escaped, rows_of
+from kvinterp.console import echo, rows_of
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import NOTHING, OPTION, Experiment
 from kvinterp.experiments.registry import experiment_named, experiments, question_of
 from kvinterp.listing import listed
+from kvinterp.progress import shown
 
 __all__ = ["app", "main"]
 
@@ -103,7 +103,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         _speak()
         asked = experiment(**given | lists)
-        with _status() as tell:
+        with shown() as tell:
             outcome = asked.run(out, "overwrite" if overwrite else "error", tell=tell)
         asked.say(outcome, echo)
         return {"verb": asked.verb(), **outcome.told()}
@@ -172,38 +172,26 @@ def _numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | N
 # What runs, and what is logged -----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """Says on stderr what runs now: in one line that changes, or line by line where there is no terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda now: echo(now, err=True)
-        return
-    with contextlib.ExitStack() as held:
-        shown: list[Any] = []
-
-        def tell(now: str) -> None:
-            # Only once there is something to say: a bar of progress and a status do not share a line.
-            if not shown:
-                shown.append(held.enter_context(console.status("")))
-            shown[0].update(escaped(now))
-
-        yield tell
-
-
 def _speak() -> None:
     """Shows kvinterp's own log lines on stderr."""
     log = logging.getLogger("kvinterp")
-    # Made anew for every command: standard error may be another stream by now.
-    for handler in [h for h in log.handlers if h.get_name() == "kvinterp.cli"]:
+    for handler in [h for h in log.handlers if h.get_name() == _Spoken.NAME]:
         log.removeHandler(handler)
-    handler = logging.StreamHandler()
-    handler.set_name("kvinterp.cli")
-    handler.setFormatter(VisibleFormatter("%(message)s"))
-    log.addHandler(handler)
+    log.addHandler(_Spoken())
     log.setLevel(logging.INFO)
+
+
+class _Spoken(logging.Handler):
+    """Log lines on what is standard error when they are said: a bar of progress makes room for them."""
+
+    NAME = "kvinterp.cli"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_name(self.NAME)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        echo(self.format(record), err=True)
 
 
 # report and list -------------------------------------------------------------------------------------------------------
@@ -220,6 +208,23 @@ def _report(
     outcome = study.reported(folder)  # type: ignore[attr-defined]
     study().say(outcome, echo)
     return {"verb": "report", **outcome.told()}
+
+
+@app.command("show")
+@told("nothing was opened")
+def _show(
+    folder: Annotated[Path, typer.Argument(parser=_folder_named, metavar="FOLDER", help="A folder that a command wrote.")],
+    no_open: Annotated[bool, typer.Option("--no-open", help="Say where the page is, and open nothing.")] = False,
+) -> Mapping[str, Any]:
+    """Open the page of a result in the browser, whichever command wrote it."""
+    from kvinterp.showing import opened, page_of
+
+    page = page_of(folder)
+    seen = not no_open and opened(page)
+    echo(page)
+    if not (no_open or seen):
+        echo("no browser could be started: open the page yourself.", err=True)
+    return {"verb": "show", "folder": str(folder), "exit_code": 0, "page": str(page), "opened": seen}
 
 
 _LISTED = ("models", "kinds", "sites", "strategies", "policies", "metrics", "kernels", "protocols", "experiments")

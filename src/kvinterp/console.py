@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from kvinterp.errors import visible
@@ -10,7 +9,7 @@ from kvinterp.errors import visible
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["VisibleFormatter", "echo", "escaped", "rows_of", "table_of"]
+__all__ = ["echo", "escaped", "rows_of", "table_of"]
 
 
 def echo(text: object = "", err: bool = False) -> None:
@@ -23,14 +22,6 @@ def echo(text: object = "", err: bool = False) -> None:
     import typer
 
     typer.echo(visible(text), err=err)
-
-
-class VisibleFormatter(logging.Formatter):
-    """Formats log lines with their control characters shown."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        return visible(super().format(record))
 
 
 def escaped(text: object) -> str:

@@ -21,9 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvinterp.cells import Cell, groups, imported, loading_once, locally, run_alike
+from kvinterp.cells import Cell, Engine, groups, imported, loading_once, locally, run_alike
 from kvinterp.errors import InputError, KvinterpError
 from kvinterp.files import differences
+from kvinterp.progress import Pace, listening
 from kvinterp.spec import named, read
 
 __all__ = ["ENGINES", "Local", "Ray", "Remaining", "engine_named"]
@@ -34,8 +35,6 @@ _TRIES = 3
 """How often a worker may end under the same cell."""
 _SHARES = 4
 """Into how many pieces at least a worker's share of the cells is cut, so that none waits long for the last."""
-_SECONDS = 5.0
-"""Least time between two lines about what remains."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,47 +120,30 @@ class Remaining:
 
     Attributes:
         engine: The engine that does them.
+        unit: What a cell is of, in the plural.
+        logged: ``"everything"``, or ``"warnings"`` where lines about each piece of work would be too many.
         clock: Gives seconds.
     """
 
-    engine: Callable[[Sequence[Cell], Mapping[str, Any]], None]
+    engine: Engine
+    unit: str = "cells"
+    logged: str = "everything"
     clock: Callable[[], float] = time.monotonic
 
     def __call__(self, cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
         """Does the cells."""
-        functions = {cell.key: cell.function for cell in cells}
-        left, count, took = Counter(functions.values()), Counter[str](), dict.fromkeys(functions.values(), 0.0)
-        now, last, said = "", self.clock(), -math.inf
-
-        def say() -> None:
-            nonlocal said
-            done, seconds = count.total(), sum(took.values())
-            mean = {name: took[name] / count[name] if count[name] else seconds / max(1, done) for name in left}
-            more = (
-                f", about {_duration(sum(left[name] * mean[name] for name in left))} left" if 0 < done < len(cells) else ""
-            )
-            offered["tell"](f"{done} of {len(cells)} cells{more}{f': {now}' if now else ''}")
-            said = self.clock()
+        pace = Pace({cell.key: cell.function for cell in cells}, self.unit, offered["tell"], self.clock)
 
         def keep(key: str, *made: Any) -> None:
-            nonlocal last
             offered["keep"](key, *made)
-            name, at = functions[key], self.clock()
-            left[name], count[name], took[name], last = left[name] - 1, count[name] + 1, took[name] + at - last, at
-            if at - said >= _SECONDS or count.total() == len(cells):
-                say()
+            pace.done(key)
 
-        def tell(text: str) -> None:
-            nonlocal now
-            now = text
-            if self.clock() - said >= _SECONDS:
-                say()
-
-        # Lines about each piece of work would stand between these; warnings stay.
         quiet = _Quiet()
-        log.addFilter(quiet)
+        if self.logged == "warnings":
+            log.addFilter(quiet)
         try:
-            self.engine(cells, {**offered, "keep": keep, "tell": tell, "progress": "none"})
+            with listening(pace.say):
+                self.engine(cells, {**offered, "keep": keep, "tell": pace.say})
         finally:
             log.removeFilter(quiet)
 
@@ -169,13 +151,6 @@ class Remaining:
 class _Quiet(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.WARNING
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes / 60:.1f} h"
 
 
 def _down(value: float) -> float:

@@ -7,22 +7,21 @@ the harness's own class for transformers models, so that a plain path gives its 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvinterp.behaviour.decoding import Likelihood, likelihoods, prefilled, write
 from kvinterp.errors import InputError, shown
 from kvinterp.models import Adapter
 from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopK, TopP, path_named
+from kvinterp.progress import counting
 
 __all__ = ["PathLM", "strategy_of"]
 
@@ -131,7 +130,7 @@ class PathLM(TemplateLM):
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         texts: dict[int, str] = {}
-        with self._bar(len(requests), "writing") as done:
+        with counting(len(requests), "writing", "request", self._progress) as done:
             for given, numbers in alike.items():
                 how = dict(normalize_gen_kwargs(json.loads(given), MOST_TOKENS))
                 texts |= self._texts({number: requests[number].args[0] for number in numbers}, how, done)
@@ -160,7 +159,7 @@ class PathLM(TemplateLM):
         asked = [self._fitting(context, continuation) for _, context, continuation in requests]
         wanted = {number: pair for number, pair in enumerate(asked) if pair[1]}
         self._count([(len(c), prefilled(self.path, len(c), self.through), len(t)) for c, t in wanted.values()])
-        with self._bar(len(wanted), "scoring") as done:
+        with counting(len(wanted), "scoring", "request", self._progress) as done:
             how: dict[str, Any] = {"through": self.through, "batch_size": self.batch_size, "done": done}
             made = likelihoods(self.adapter, self.path, list(wanted.values()), **how)
         # Nothing is certain to follow.
@@ -185,11 +184,6 @@ class PathLM(TemplateLM):
         self.counts["answered_by_prefill"] += sum(
             alone and length == head and answer == 1 for length, head, answer in shapes
         )
-
-    @contextlib.contextmanager
-    def _bar(self, total: int, what: str) -> Iterator[Callable[[int], object]]:
-        with tqdm(total=total, desc=what, unit="request", disable=None if self._progress == "bar" else True) as bar:
-            yield bar.update
 
 
 def strategy_of(how: Mapping[str, Any]) -> Strategy:

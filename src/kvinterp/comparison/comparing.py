@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison, Origin
@@ -43,6 +42,7 @@ from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.policies import Place
+from kvinterp.progress import counting
 from kvinterp.provenance import provenance
 from kvinterp.reading.vocabulary import PROTOCOLS
 from kvinterp.recording import SiteHook
@@ -133,10 +133,10 @@ def compare(
         if lanes == (Runner, Runner):
             # With lanes of its own it is one of many, whose caller says what is done.
             say(forecast(adapter.facts, pair.sites, len(pair.layers), [len(t) for t in tokens], pair.length, cache_errors))
-        with tqdm(total=len(tokens), desc="comparing", unit="prompt", disable=None if progress == "bar" else True) as bar:
+        with counting(len(tokens), "comparing", "prompt", progress) as counted:
 
             def finished(indices: Sequence[int], made: Sequence[Comparison]) -> None:
-                bar.update(len(indices))
+                counted(len(indices))
                 if done is not None:
                     done(Comparison.joined(made))
 

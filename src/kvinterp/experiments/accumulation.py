@@ -14,6 +14,7 @@ from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.cells import Cell
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.models import dtype_named
+from kvinterp.progress import each
 
 __all__ = ["Accumulation", "accumulation_error"]
 
@@ -65,7 +66,7 @@ def accumulation_error(
     sums: list[tuple[str, int, int | None]] = [("scores", length, head_dim) for head_dim in head_dims for length in lengths]
     sums += [("values", length, None) for length in lengths]
     rows = []
-    for product, length, head_dim in sums:
+    for product, length, head_dim in each(sums, "adding up,", "sum"):
         terms = length if head_dim is None else head_dim
         drawn = [torch.randn(2, samples, terms, generator=generator) for generator in generators]
         # Every seed's sums side by side: what is added up one after another is as many terms, not as many seeds.

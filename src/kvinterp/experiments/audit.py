@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,6 +24,7 @@ from kvinterp.experiments.base import NOTHING, Experiment, How, Outcome, argumen
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
     from kvinterp.models import Adapter
+    from kvinterp.progress import Tell
 
 __all__ = ["Audit"]
 
@@ -146,7 +147,7 @@ class Audit(Experiment):
 
 
 def audited(
-    model: Mapping[str, Any], prompts: str | None, tell: Callable[[str], None], **settings: Any
+    model: Mapping[str, Any], prompts: str | None, tell: Tell, rungs: Sequence[str], **settings: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The audit of a model, as texts."""
     from kvinterp.auditing import audit
@@ -163,13 +164,28 @@ def audited(
             found = audit(
                 adapter,
                 given,
+                rungs=rungs,
                 **settings,
                 detail="everything",
-                progress=lambda now: tell(f"auditing {adapter.facts.name}: {now}"),
+                progress=_share(tell, adapter.facts.name, len(rungs)),
             )
     verdict = found.verdict
     said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code}
     return {}, {**said, "texts": texts_of(found), "junit": junit_xml(found)}
+
+
+def _share(tell: Tell, model: str, rungs: int) -> Callable[[str], None]:
+    """Tells what an audit does next and about which share is done: nearly all of it is its rungs, each in two orders."""
+    done = 0.0
+
+    def said(now: str) -> None:
+        nonlocal done
+        tell(f"auditing {model}: {now}", min(done, 0.99))
+        done += 0.001 if now in CHECKS or now in ("exercises", "float64 beside") else 0.49 / max(1, rungs)
+
+    from kvinterp.auditing.exercises import CHECKS
+
+    return said
 
 
 @contextlib.contextmanager

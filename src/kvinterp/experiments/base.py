@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvinterp.cells import Cell, Engine, Made, Parts
     from kvinterp.models import Adapter
+    from kvinterp.progress import Tell
 
 __all__ = ["NOTHING", "OPTION", "Experiment", "How", "Outcome", "argument", "model", "option", "shared"]
 
@@ -90,7 +91,7 @@ class How:
     existing: str
     progress: str
     figures: str
-    tell: Callable[[str], None] | None
+    tell: Tell | None
     engine: Engine | None = None
 
 
@@ -116,6 +117,8 @@ class Experiment(abc.ABC):
     """The import name of what says in sentences what the summary holds."""
     UNIT: ClassVar[str] = "parts"
     """What a cell is of, in the plural."""
+    LOGGED: ClassVar[str] = "everything"
+    """What is logged while its cells are done: ``"everything"`` or ``"warnings"``."""
     INTERRUPTED: ClassVar[str] = "what was finished is on disk; the same command goes on from there"
     """What an interruption leaves behind."""
     PARTIAL: ClassVar[str] = "no"
@@ -288,7 +291,7 @@ class Experiment(abc.ABC):
         progress: str = "bar",
         *,
         figures: str = "drawn",
-        tell: Callable[[str], None] | None = None,
+        tell: Tell | None = None,
         engine: str = "local",
     ) -> Outcome:
         """Answers it, or the rest of it.
@@ -296,9 +299,9 @@ class Experiment(abc.ABC):
         Args:
             out: A folder, in which an interrupted run can go on; None keeps everything in memory.
             existing: What to do about what is already there, see :data:`kvinterp.folders.EXISTING`.
-            progress: ``"bar"`` or ``"none"``.
+            progress: ``"bar"`` (on a terminal or in a notebook, unless ``tell`` is given) or ``"none"``.
             figures: ``"drawn"`` or ``"none"``: whether figures and page are written too.
-            tell: Told what runs now.
+            tell: Told what runs now, and which share is done where that is known.
             engine: Where the cells are done: ``"local"``, in this process; ``"ray"`` or ``"ray(4)"``, by workers of Ray.
 
         Raises:
@@ -310,9 +313,13 @@ class Experiment(abc.ABC):
         settled.check_reached()
         from kvinterp.cells import has_parts
         from kvinterp.engines import engine_named
+        from kvinterp.progress import shown
 
         try:
-            return settled.answered(How(out, existing, progress, figures, tell, engine_named(engine)))
+            with contextlib.ExitStack() as held:
+                if tell is None and progress == "bar":
+                    tell = held.enter_context(shown(elsewhere="nothing"))
+                return settled.answered(How(out, existing, progress, figures, tell, engine_named(engine)))
         except KeyboardInterrupt as error:
             if out is None or not has_parts(Path(out)):
                 error.args = (NOTHING,)
@@ -346,13 +353,19 @@ class Experiment(abc.ABC):
             except BaseException as error:
                 self._cut_off(folder, cells, error)
                 raise
+            if how.tell is not None:
+                how.tell("writing tables, figures and page")
             return self.written(folder, self.reduce(made, folder.settings, folder.path), how.figures)
 
     def _made(self, cells: list[Cell], parts: Parts | None, how: How) -> dict[str, Made]:
         """What the cells of both stages gave; the second's are added to the list, for whoever is cut off among them."""
-        from kvinterp.cells import run_cells
+        from kvinterp.cells import locally, run_cells
+        from kvinterp.engines import Remaining
 
-        given = (parts, how.tell, how.progress, self.UNIT, how.engine)
+        engine = how.engine or locally
+        if how.tell is not None:
+            engine = Remaining(engine, self.UNIT, self.LOGGED)
+        given = (parts, how.tell, how.progress, self.UNIT, engine)
         made = run_cells(cells, *given)
         more = self.then(made)
         cells += more

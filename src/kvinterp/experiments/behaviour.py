@@ -28,6 +28,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import Cached, Recompute, Runner, strategy_named
 from kvinterp.paths.lanes import Memory, Suffixed
+from kvinterp.progress import each
 from kvinterp.reading.results import judged
 
 __all__ = ["Behaviour", "decodes_of"]
@@ -176,7 +177,6 @@ def paths_of(kernels: str) -> tuple[str, str]:
 def decoded(
     keys: Sequence[str],
     keep: Callable[..., None],
-    tell: Callable[[str], None],
     model: Mapping[str, Any],
     prompts: str,
     strategies: Sequence[str],
@@ -192,11 +192,11 @@ def decoded(
     """
     adapter = loaded(model)
     given = list(enumerate(load_prompts(prompts)))[first : first + most]
-    tell(f"decodes of {adapter.facts.name}, examples {first} to {first + len(given) - 1}")
     made: dict[str, list[dict[str, pd.DataFrame]]] = {key: [] for key in keys}
     # Looked at once: whether the weights are those that were loaded takes longer than a step.
     with own_threads(adapter):
-        for some in [given] if batch_size > 1 else [[one] for one in given]:
+        blocks = [given] if batch_size > 1 else [[one] for one in given]
+        for some in each(blocks, f"decodes of {adapter.facts.name}, examples {first} to {first + len(given) - 1},", "part"):
             memory = Memory() if batch_size == 1 else None
             for key in keys:
                 turn, seed = map(int, key.split("-")[-2:])

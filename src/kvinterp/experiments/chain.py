@@ -194,17 +194,17 @@ def measured(
 ) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
     """The chains of one text."""
     import pandas as pd
-    from tqdm.auto import tqdm
 
     from kvinterp.behaviour.chains import cosines, embedder_named, played, share_kept, tokens_of
     from kvinterp.cells import loaded
+    from kvinterp.progress import counting
 
     adapter = loaded(model)
     embed = embedder_named(embedder, adapter)
     ask = tokens_of(adapter, template, chat, system)
     how: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    with tqdm(total=hops * len(seeds), desc=arm, unit="hop", disable=None if progress == "bar" else True) as bar:
-        chains = played(adapter, path, text, number, seeds, hops, ask, **how, done=bar.update)
+    with counting(hops * len(seeds), arm, "hop", progress) as done:
+        chains = played(adapter, path, text, number, seeds, hops, ask, **how, done=done)
     rows = []
     for seed, chain in zip(seeds, chains, strict=True):
         similar = cosines(embed(chain))

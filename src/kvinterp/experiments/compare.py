@@ -157,7 +157,6 @@ def compared(
     prompts: str,
     record: Sequence[str],
     left_out: Mapping[str, str],
-    progress: str = "none",
     **settings: Any,
 ) -> None:
     """Compares some of the prompts, and keeps each as its batch is finished."""
@@ -178,7 +177,7 @@ def compared(
             keep(numbers[number], {name: t[t["example"] == number] for name, t in tables.items()}, part.about)
 
     chosen = [given[number] for number in numbers]
-    compare(adapter, chosen, examples=list(numbers), record=record, progress=progress, done=done, **settings)
+    compare(adapter, chosen, examples=list(numbers), record=record, progress="none", done=done, **settings)
 
 
 def outcome_of(

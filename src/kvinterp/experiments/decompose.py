@@ -67,17 +67,14 @@ def decomposed(
     model: Mapping[str, Any],
     prompts: str,
     max_new_tokens: int,
-    progress: str = "none",
 ) -> None:
     """Decomposes some of the prompts, and keeps what each gave."""
-    from tqdm.auto import tqdm
-
     from kvinterp.cells import loaded
     from kvinterp.data import load_prompts
     from kvinterp.patching import decompose
 
     adapter, given = loaded(model), load_prompts(prompts)
-    for key in tqdm(keys, "decomposing", unit="prompt", disable=None if progress == "bar" else True):
+    for key in keys:
         only = [int(key.rpartition("-")[2])]
         found = decompose(adapter, given, max_new_tokens=max_new_tokens, only=only, progress="none")
         keep(key, {"decomposition": found.steps, "layers": found.layers}, found.about)

@@ -103,7 +103,7 @@ class Demo(Experiment):
             self._check_free(folder, how.existing)
             record = Record(folder)
             record.open()
-            results = self._runs(folder / "runs", how.existing, how.progress)
+            results = self._runs(folder / "runs", how)
             flips = results.pop(FLIPS)
             if how.existing == "overwrite":
                 # The old page and its figures go last, when what they showed is replaced.
@@ -158,16 +158,19 @@ class Demo(Experiment):
         if self.picture is not None:
             check_writable(self.picture.parent, "--picture")
 
-    def _runs(self, folder: Path, existing: str, progress: str) -> dict[str, Result]:
+    def _runs(self, folder: Path, how: How) -> dict[str, Result]:
+        from kvinterp.progress import Pace
+
         plan = {**self.plan(), FLIPS: self.flips()}
-        results = {}
+        pace = Pace({name: run.dtype for name, run in plan.items()}, "comparisons", how.tell or (lambda *_: None))
+        kept, results = "overwrite" if how.existing == "overwrite" else "use", {}
         for number, (name, run) in enumerate(plan.items(), start=1):
             if name == FLIPS:
                 log.info("and one in which tokens flip: %s, %s beside %s", run.model, run.a, run.b)
             else:
                 log.info("%d of %d: %s, %s, %s, %s", number, len(plan) - 1, run.model, run.kind, run.dtype, run.protocol)
-            kept = "overwrite" if existing == "overwrite" else "use"
-            results[name] = run.run(folder / name, kept, progress, figures="none").result
+            results[name] = run.run(folder / name, kept, how.progress, figures="none", tell=pace.say).result
+            pace.done(name)
         return results
 
 

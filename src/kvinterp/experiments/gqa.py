@@ -18,6 +18,7 @@ from kvinterp.metrics.drift import relative_l2
 from kvinterp.metrics.kv import relative_error
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
+from kvinterp.progress import each
 
 __all__ = ["Gqa", "gqa_spread"]
 
@@ -73,7 +74,7 @@ def gqa_spread(
     for model in models:
         adapter = wrap(model).at(torch.float64)
         facts = adapter.facts
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(each(prompts, f"planting errors in {facts.name},", "prompt")):
             tokens = torch.tensor([list(prompt)], device=adapter.device)
             clean = _attention_of(adapter, tokens, layer, None)
             for tensor, head, position in itertools.product(("k", "v"), range(facts.kv_heads), positions):

@@ -18,6 +18,7 @@ from kvinterp.experiments.of_models import OfModels, encoded
 from kvinterp.metrics.kv import relative_error, ulp_error
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import kernels_named
+from kvinterp.progress import each
 
 __all__ = ["KvWrite", "kv_write_error"]
 
@@ -57,7 +58,7 @@ def kv_write_error(
     """
     adapter = wrap(model)
     rows = []
-    for mode, (number, prompt) in itertools.product(kernels, enumerate(prompts)):
+    for mode, (number, prompt) in each(list(itertools.product(kernels, enumerate(prompts))), "K and V,", "prompt"):
         if len(prompt) <= steps:
             raise InputError(f"prompt {number} has {len(prompt)} tokens: expected more than steps={steps}.")
         tokens = torch.tensor([list(prompt)], device=adapter.device)

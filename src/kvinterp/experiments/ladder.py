@@ -18,6 +18,7 @@ from kvinterp.experiments.base import option
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.inputs import check_whole
 from kvinterp.models import dtype_named
+from kvinterp.progress import each
 
 __all__ = ["LADDER", "Ladder", "precision_ladder"]
 
@@ -86,7 +87,7 @@ def precision_ladder(
         of rms_logit squared). A prompt that could not be compared has ``failed`` and no numbers.
     """
     rows = []
-    for (dtype, kernels), protocol in itertools.product(rungs, protocols):
+    for (dtype, kernels), protocol in each(list(itertools.product(rungs, protocols)), "ladder,", "rung"):
         tail = f"[kernels={kernels}]@{dtype}"
         result = compare(
             model,

@@ -133,7 +133,6 @@ def measured(
     seed: int,
     max_new_tokens: int,
     suffix: int,
-    progress: str = "none",
 ) -> None:
     """Compares the paths on some examples of one model, and keeps what each gave.
 
@@ -161,7 +160,7 @@ def measured(
             tables["null"] = null_drift(adapter, given[example], mine.steps, paths[1], suffix).assign(example=example)
             keep(numbers[int(example)], {name: t.assign(model=adapter.facts.name) for name, t in tables.items()}, {})
 
-    told: dict[str, Any] = {**settings, "progress": progress, "record": sites, "done": done}
+    told: dict[str, Any] = {**settings, "record": sites, "done": done}
     compare(adapter, [given[number] for number in numbers], *paths, examples=list(numbers), **told)
 
 

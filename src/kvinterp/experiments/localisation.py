@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
-from tqdm.auto import tqdm
 
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.comparison import Comparison, compare
@@ -209,7 +208,6 @@ def ranked(
     prompts: str,
     paths: Mapping[str, str],
     max_new_tokens: int,
-    progress: str = "none",
 ) -> None:
     """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
     adapter, given = loaded(model), load_prompts(prompts)
@@ -229,7 +227,7 @@ def ranked(
             keep(numbers[row["example"]], {"table": table})
 
     chosen = [given[number] for number in numbers]
-    settings: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": progress}
+    settings: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
     compare(adapter, chosen, *paths.values(), examples=list(numbers), done=done, **settings)
 
 
@@ -242,11 +240,10 @@ def localised(
     max_new_tokens: int,
     parts: Sequence[str],
     first: int,
-    progress: str = "none",
 ) -> None:
     """Patches and splits some of the chosen examples, and keeps what each gave."""
     adapter, given = loaded(model), load_prompts(prompts)
-    for key in tqdm(keys, "patching", unit="prompt", disable=None if progress == "bar" else True):
+    for key in keys:
         only = [int(key.rpartition("-")[2])]
         tables, told = list[dict[str, pd.DataFrame]](), dict[str, Any]()
         for part in parts:

@@ -105,8 +105,6 @@ def patched(
     **settings: Any,
 ) -> None:
     """Sweeps over some of the prompts that are patched, and keeps what each gave."""
-    from tqdm.auto import tqdm
-
     from kvinterp.cells import loaded
     from kvinterp.data import load_prompts
     from kvinterp.patching import highest_kl, sweep
@@ -122,7 +120,7 @@ def patched(
             max_new_tokens=settings["max_new_tokens"],
             progress=progress,
         )
-    for key in tqdm(keys, "patching", unit="prompt", disable=None if progress == "bar" else True):
+    for key in keys:
         place = int(key.rpartition("-")[2])
         # The planted causes are a matter of the model: they are looked for once.
         wanted = "quick" if controls == "all" and place else controls

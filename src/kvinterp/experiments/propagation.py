@@ -15,6 +15,7 @@ from kvinterp.experiments.of_models import OfModels, encoded
 from kvinterp.metrics.drift import l2_distance, relative_l2
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
+from kvinterp.progress import each
 
 __all__ = ["Propagation", "propagation"]
 
@@ -52,7 +53,7 @@ def propagation(
     dtype: Any = dtype_named(rounding)
     count = adapter.facts.layers
     rows = []
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(each(prompts, "rounding one layer,", "prompt")):
         tokens = torch.tensor([list(prompt)], device=adapter.device)
         clean = _residuals(adapter, tokens, None)
         for source in range(count) if sources is None else sources:

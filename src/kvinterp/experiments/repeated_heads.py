@@ -28,6 +28,7 @@ from kvinterp.experiments.of_models import OfModels
 from kvinterp.inputs import check_whole
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.paths import run
+from kvinterp.progress import each
 
 __all__ = ["RepeatedHeads", "repeated_heads", "with_repeated_heads"]
 
@@ -91,7 +92,7 @@ def repeated_heads(copies: Mapping[int, Adapter], prompts: Any, steps: int) -> p
     original, rows = copies[1], []
     sharing = original.facts.query_heads // original.facts.kv_heads
     sites = [s for s in recordable(original, None, range(original.facts.layers))[0] if s in ("resid_post", "pattern")]
-    for prompt in prompts:
+    for prompt in each(prompts, "copies with more KV heads,", "prompt"):
         exact = {times: _exact(adapter, prompt) for times, adapter in copies.items()}
         for kernels in KERNELS:
             fed: list[int] | None = None

@@ -55,6 +55,7 @@ class Study(Experiment):
 
     FILES: ClassVar = ("study.md", "tables.tex", "prompts.jsonl")
     UNIT: ClassVar = "cells"
+    LOGGED: ClassVar = "warnings"
     PARTIAL: ClassVar = "yes"
     INTERRUPTED: ClassVar = (
         "what was finished is on disk, and 'kvinterp report' makes the page of what has tables already; the same command goes on "
@@ -144,9 +145,9 @@ class Study(Experiment):
 
     def answered(self, how: How) -> Outcome:
         """As any experiment, with what remains said; a finished study with the same settings is read."""
-        from kvinterp.engines import Remaining, engine_named
+        from kvinterp.engines import engine_named
 
-        engine = Remaining(engine_named(self.engine) if self.engine != "local" or how.engine is None else how.engine)
+        engine = engine_named(self.engine) if self.engine != "local" or how.engine is None else how.engine
         existing = "use" if how.existing == "error" else how.existing
         return super().answered(dataclasses.replace(how, engine=engine, existing=existing))
 

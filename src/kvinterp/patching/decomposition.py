@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
 
 from kvinterp import metrics
 from kvinterp.errors import UnsupportedError, located
@@ -38,6 +37,7 @@ from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import check_finite
 from kvinterp.patching.splitting import DIFFERENCES, Shown, Split, leading_part
 from kvinterp.paths import ExecutionPath
+from kvinterp.progress import each
 from kvinterp.provenance import provenance
 from kvinterp.reading.vocabulary import ANEW, PARTS
 
@@ -156,7 +156,7 @@ def decompose(
     layers: list[dict[str, Any]] = []
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
         chosen = range(len(tokens)) if only is None else among("only", only, range(len(tokens)))
-        for example in tqdm(chosen, "decomposing", unit="prompt", disable=None if progress == "bar" else True):
+        for example in each(chosen, "decomposing", "prompt", progress):
             for step, shown in Split(adapter, paths, tokens[example], max_new_tokens, suffix, plant).steps():
                 place = {"example": example, "step": step}
                 steps.append(place | measured(shown, f"example {example}, step {step}"))

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from kvinterp.errors import InputError, located
 from kvinterp.inputs import among, check_choice, check_known, check_text, check_whole, chosen_layers, encode_all
@@ -29,6 +28,7 @@ from kvinterp.patching.side_by_side import (
 )
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
+from kvinterp.progress import each
 from kvinterp.provenance import autocast, provenance
 
 __all__ = ["DIRECTIONS", "DISTANCES", "PRESETS", "SWEEPS", "Sweep", "highest_kl", "sweep"]
@@ -167,7 +167,7 @@ def sweep(
     made = Tables(setting, str(steps))
     every = lanes + (_controls(adapter, lanes, spot, steps) if controls != "none" else [])
     with located(f"model {adapter.facts.name}, {direction}"), own_threads(adapter):
-        for example in tqdm(chosen, "patching", unit="prompt", disable=None if progress == "bar" else True):
+        for example in each(chosen, "patching", "prompt", progress):
             other = not_the_same(tokens, example, adapter.facts.vocabulary)
             advanced = advance_beside(setting, every, tokens[example], other)
             check_finite(advanced.distances, f"example {example}")
@@ -230,7 +230,7 @@ def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: i
     unpatched = dataclasses.replace(setting, direction="into-recompute", distance="kl", logits="discard")
     means: list[float] = []
     with located(f"model {setting.adapter.facts.name}"), own_threads(setting.adapter):
-        for prompt in tqdm(tokens, "choosing", unit="prompt", disable=None if progress == "bar" else True):
+        for prompt in each(tokens, "choosing", "prompt", progress):
             after_prefill = advance_beside(unpatched, [], prompt, prompt).distances[0, 1:, 0]
             check_finite(after_prefill, f"example {len(means)}")
             means.append(float(after_prefill.mean()) if len(after_prefill) else 0.0)
