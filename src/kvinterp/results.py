@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.cells import ADVICE, Parts, differences, has_parts, remove_parts, unlike
-from kvinterp.comparison import TABLES, Comparison
+from kvinterp.comparison import COLUMNS, TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
 from kvinterp.files import Record, digest_of, read_json, strict_json, told, whole, write_whole
@@ -26,6 +26,10 @@ from kvinterp.folders import SUMMARY, check_free
 from kvinterp.locks import Lock
 
 __all__ = ["Result", "ResultFolder", "load_result", "prompt_lines", "prompts_digest"]
+
+
+LATER = ("tokens", "attention_rows")
+"""Tables that a result of an older kvinterp does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +192,14 @@ def load_result(folder: str | Path) -> Result:
         for name, digest in (summary.get("sha256") or {}).items():
             if name in TABLES and digest_of(path / f"{name}.parquet") != digest:
                 raise ValueError(f"{name}.parquet is not the one that summary.json was written with")
-        tables = {name: pd.read_parquet(path / f"{name}.parquet") for name in TABLES}
+        # A result of an older kvinterp has no table of tokens and none of attention rows.
+        older = {
+            name for name in LATER if not (path / f"{name}.parquet").exists() and name not in summary.get("sha256", {})
+        }
+        tables = {
+            name: pd.DataFrame(columns=COLUMNS[name]) if name in older else pd.read_parquet(path / f"{name}.parquet")
+            for name in TABLES
+        }
         failures = pd.DataFrame(summary["failures"], columns=["example", "id", "message"])
         comparison = Comparison(**tables, failures=failures, about=summary["provenance"])
         return Result(path, comparison, load_prompts(path / "prompts.jsonl"), summary)
