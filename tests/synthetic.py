@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvinterp.comparison import TABLES, Comparison
+from kvinterp.comparison import COLUMNS, TABLES, Comparison
 from kvinterp.data import Prompt
 from kvinterp.metrics.massive import SUFFIX
 from kvinterp.results import Result
@@ -68,8 +68,33 @@ def comparison(
         "kv_steps": by_step(every).assign(let_go_a=0.0, let_go_b=0.0),
         "kv_positions": by_position(every),
         "kv": every.iloc[:0],
+        **_texts(joined["steps"], joined["examples"], heads),
     }
     return Comparison(**joined, failures=failures(), about=about(**changed))
+
+
+def _texts(steps: pd.DataFrame, examples: pd.DataFrame, heads: int) -> dict[str, pd.DataFrame]:
+    """The tokens of prompts and paths, and the attention rows of each example's last step."""
+    tokens, rows = [], []
+    for example in examples.to_dict("records"):
+        mine, prompt = steps[steps["example"] == example["example"]], int(example["prompt_tokens"])
+        paths = {"prompt": [*range(prompt)], "a": [*mine["token_a"]], "b": [*mine["token_b"]]}
+        tokens += [
+            {"example": example["example"], "path": path, "position": at, "token": token, "text": f" {token}"}
+            for path, found in paths.items()
+            for at, token in enumerate(found, 0 if path == "prompt" else prompt)
+        ]
+        last = mine.iloc[-1] if len(mine) else None
+        rows += [
+            {**{name: last[name] for name in ("example", "step", "after_flip")}, "layer": 1, "head": head, "position": at}
+            | {"a": np.float32(0.5 / (at + 1)), "b": np.float32(0.5 / (at + 1) + 1e-4)}
+            for head in range(heads)
+            for at in range(0 if last is None else prompt + int(last["step"]))
+        ]
+    return {
+        "tokens": pd.DataFrame(tokens, columns=["example", "path", "position", "token", "text"]),
+        "attention_rows": pd.DataFrame(rows, columns=[*COLUMNS["attention_rows"]]),
+    }
 
 
 def failures(*examples: int) -> pd.DataFrame:

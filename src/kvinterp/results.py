@@ -22,7 +22,7 @@ from pyarrow import ArrowException
 
 from kvinterp._version import __version__
 from kvinterp.cells import ADVICE, Parts, differences, has_parts, remove_parts, unlike
-from kvinterp.comparison import TABLES, Comparison
+from kvinterp.comparison import COLUMNS, TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
 from kvinterp.files import Record, digest_of, is_there, read_json, strict_json, told, whole, write_whole
@@ -39,6 +39,10 @@ __all__ = [
     "read_tables",
     "reading",
 ]
+
+
+LATER = ("tokens", "attention_rows")
+"""Tables that a result of an older kvinterp does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +198,11 @@ def load_result(folder: str | Path) -> Result:
     """
     path = Path(folder)
     summary = read_summary(path)
-    tables = read_tables(path, summary, TABLES)
+    # A result of an older kvinterp has no table of tokens and none of attention rows.
+    listed = summary.get("sha256") or {}
+    older = {name for name in LATER if name not in listed and not (path / f"{name}.parquet").exists()}
+    tables = read_tables(path, summary, [name for name in TABLES if name not in older])
+    tables |= {name: pd.DataFrame(columns=COLUMNS[name]) for name in older}
     with reading(path, summary):
         failures = pd.DataFrame(summary["failures"], columns=["example", "id", "message"])
         failures = failures.astype({"example": "int64", "id": str, "message": str})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
+from kvinterp.comparison.choices import Choices
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
 from kvinterp.comparison.recordable import COMPARED, recordable
@@ -252,8 +253,12 @@ class _Pair:
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
         given = fed_to_all(self.continuation, 2, len(prompts), prompt.device)
         newest = [NewestActivations(target, self.wanted) for target in self.targets]
-        differences = Differences(self.layers, range(facts.query_heads), range(facts.kv_heads), self.cache_errors)
-        collected, flipped = Collected(), torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
+        differences = Differences(
+            self.layers, range(facts.query_heads), range(facts.kv_heads), self.cache_errors,
+            same_text=self.protocol == "matched",
+        )  # fmt: skip
+        collected, choices = Collected(), Choices()
+        flipped = torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
         made = zip(self.lanes, self.paths, newest, strict=True)
         runners = [lane(self.adapter, path, prompt, self.length, [hook]) for lane, path, hook in made]
         about = {**self.about, "caches": {side: runner.cache for side, runner in zip("ab", runners, strict=True)}}
@@ -261,6 +266,8 @@ class _Pair:
         with runners[0], runners[1]:
             for now in lockstep(runners, self.length, choose, follows=follows, given=given, ends=ends):
                 collected.add(now)
+                choices.add(now.logits, now.chosen)
+                other = now.chosen[0] != now.chosen[1]
                 differences.add(
                     now.number,
                     indices,
@@ -268,17 +275,18 @@ class _Pair:
                     (collected.tokens_only(now.logits[0]), collected.tokens_only(now.logits[1])),
                     (newest[0].seen, newest[1].seen),
                     flipped.to(torch.int8).masked_fill(now.over, -1),
+                    other & ~flipped,
                 )
-                flipped = flipped | (now.chosen[0] != now.chosen[1])
+                flipped = flipped | other
+        decided = choices.of_rows(choose.distances)
         frames = differences.frames(indices)
         stops = [] if ends is None else ends.tolist()
         # Numbered by lane first; each prompt asks for both lanes' rows.
-        rows = [[*zip(*of_lanes, strict=True)] for of_lanes in collected.lists()]
+        lists = [[*zip(*of_lanes, strict=True)] for of_lanes in collected.lists()]
+        made_of = [[each[row] for each in lists] for row in range(len(indices))]
         return [
-            self._one(
-                example, names[row], prompts[row], [each[row] for each in rows], collected.padding, frames, stops, about
-            )
-            for row, example in enumerate(indices)
+            self._one(*each, collected.padding, frames, stops, about)
+            for each in zip(indices, names, prompts, made_of, decided, strict=True)
         ]
 
     def _one(
@@ -287,6 +295,7 @@ class _Pair:
         name: str,
         prompt: Sequence[int],
         collected: Sequence[Any],
+        decided: Mapping[str, np.ndarray],
         padding: Tensor | None,
         frames: dict[str, pd.DataFrame],
         stops: Sequence[int],
@@ -300,7 +309,7 @@ class _Pair:
                 return failed(example, name, message, frames, about)
         a, b = (np.asarray(tokens[:count]) for tokens in chosen)
         texts = (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
-        return of_example(example, name, prompt, frames, (a, b), texts, about)
+        return of_example(example, name, prompt, frames, (a, b), texts, about, decided, self.adapter.pieces)
 
 
 def _compared(adapter: Adapter, record: str | Sequence[str] | None, layers: Iterable[int] | None) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import pandas as pd
 from torch import nn
 
 from kvinterp import metrics
+from kvinterp.comparison.attention_rows import within
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
@@ -20,12 +21,13 @@ from kvinterp.reading.where import where
 
 __all__ = ["COLUMNS", "PARTS", "TABLES", "Comparison", "Origin"]
 
-TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv")
+TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv", "tokens", "attention_rows")
 PARTS = (*TABLES, "failures")
 """The tables of a comparison, and with them the list of what could not be compared."""
 COLUMNS: dict[str, tuple[str, ...]] = {
     **Differences.columns(),
     "examples": ("example", "id", "prompt_tokens", "steps", "flip_index", "token_divergence", "mean_kl"),
+    "tokens": ("example", "path", "position", "token", "text"),
     "failures": ("example", "id", "message"),
 }
 """The columns without which a table is not one of a comparison."""
@@ -59,7 +61,11 @@ class Comparison(Kept):
 
     Attributes:
         steps: One row an example and step: token_a, token_b, kl, js, max_abs_logit, rms_logit, top1_agree, margin_a,
-            margin_b (logits), top_probability_difference, flipped, after_flip.
+            margin_b (logits), top_probability_difference, flipped, after_flip; probability_a and probability_b, what each path
+            gave its own chosen token (softmax of the logits: no temperature, no cut); boundary_a and boundary_b, how far that
+            choice was from another one in what the strategy decides by: for ``greedy`` the margin, in logits; for top_k and top_p
+            the distance from the number drawn to the nearer end of the token's stretch of cumulative probability, in [0, 1], NaN
+            where no other token could be drawn. NaN where nothing is known.
         examples: One row an example: flip_index, token_divergence, mean_kl, mean_kl_before_flip, mean_kl_after_flip.
         layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance, the same without
             the three largest dimensions (l2_without_top3, ...), after_flip.
@@ -71,6 +77,11 @@ class Comparison(Kept):
         kv_positions: The same by absolute position instead of step, over the steps from 1 on, those after the flip apart.
         kv: Only with ``cache_errors="whole"``: one row an example, step, tensor, layer, KV head and absolute position:
             relative_error, ulp_mean, ulp_max, after_flip.
+        tokens: One row an example, path (``prompt``, ``a``, ``b``) and absolute position: token, text. A chosen token stands at
+            the position that it has if it is fed, so that of a step at prompt_tokens + step.
+        attention_rows: What the newest query attended to, at the step of each example's first flip and at its steps of largest KL
+            on the same text (three at most, within a budget: :mod:`kvinterp.comparison.attention_rows`): one row an example,
+            step, layer, query head and absolute position: a, b (probabilities), after_flip.
         failures: Examples left out because NaN or Inf appeared: example, id, message.
         about: Paths, protocol, strategy and provenance.
         origin: Model and token ids, where it was made in this process; None where it was read from disk.
@@ -86,6 +97,8 @@ class Comparison(Kept):
     kv_steps: pd.DataFrame
     kv_positions: pd.DataFrame
     kv: pd.DataFrame
+    tokens: pd.DataFrame
+    attention_rows: pd.DataFrame
     failures: pd.DataFrame
     about: dict[str, Any]
     origin: Origin | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -176,6 +189,7 @@ class Comparison(Kept):
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
         tables = {n: pd.concat([getattr(p, n) for p in parts], ignore_index=True) for n in PARTS}
+        tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
         return cls(**tables, about=first | _caches([part.about for part in parts]))
 
 

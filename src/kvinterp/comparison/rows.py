@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,10 @@ import pandas as pd
 
 from kvinterp.comparison.comparison import Comparison
 
-__all__ = ["failed", "of_example"]
+__all__ = ["DECIDED", "failed", "of_example"]
+
+DECIDED = ("probability_a", "probability_b", "boundary_a", "boundary_b")
+"""The columns of the steps that say what decided a token."""
 
 
 def of_example(
@@ -21,6 +24,8 @@ def of_example(
     tokens: tuple[np.ndarray, np.ndarray],
     texts: tuple[str, str],
     about: dict[str, Any],
+    decided: Mapping[str, np.ndarray] | None = None,
+    pieces: Callable[[Sequence[int]], list[str]] | None = None,
 ) -> Comparison:
     """The comparison of one example.
 
@@ -32,9 +37,13 @@ def of_example(
         tokens: The tokens each path chose, as many as count.
         texts: The same as text.
         about: What it was made with.
+        decided: What decided the tokens: columns of :class:`kvinterp.comparison.choices.Choices`; unknown for None.
+        pieces: Gives the text of each token alone; token ids are their own text for None.
     """
     mine = _mine(frames, example, len(tokens[0]))
+    mine["tokens"] = _token_rows(example, prompt, tokens, pieces or (lambda ids: [*map(str, ids)]))
     steps = _with_tokens(mine["steps"], *tokens)
+    steps = steps.assign(**_decided(steps, decided or {}, about))
     row = _example_row(example, name, len(prompt), steps, {"text_a": texts[0], "text_b": texts[1]})
     return _made(mine, steps, pd.DataFrame([row]), _no_failures(), about)
 
@@ -42,7 +51,10 @@ def of_example(
 def failed(example: int, name: str, message: str, frames: Mapping[str, pd.DataFrame], about: dict[str, Any]) -> Comparison:
     """The comparison of an example that could not be compared: nothing but the message."""
     empty = {table: frame.iloc[:0] for table, frame in frames.items()}
-    steps = _with_tokens(empty["steps"], np.zeros(0, np.int64), np.zeros(0, np.int64))
+    none = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    empty["tokens"] = _token_rows(example, [], none, lambda _: [])
+    steps = _with_tokens(empty["steps"], *none)
+    steps = steps.assign(**_decided(steps, {}, about))
     # Empty but typed: joined to others, its columns must not turn theirs into objects.
     examples = pd.DataFrame([_example_row(0, "", 0, steps, {"text_a": "", "text_b": ""})]).iloc[:0]
     failure = pd.DataFrame([{"example": example, "id": name, "message": message}])
@@ -67,7 +79,10 @@ def _made(
     failures: pd.DataFrame,
     about: dict[str, Any],
 ) -> Comparison:
-    told = {name: frame if "after_flip" in frame else _with_flip(frame, steps) for name, frame in mine.items()}
+    told = {
+        name: frame if "after_flip" in frame or "step" not in frame else _with_flip(frame, steps)
+        for name, frame in mine.items()
+    }
     heads = _with_source(told["heads"], about)
     return Comparison(**{**told, "steps": steps, "heads": heads}, examples=examples, failures=failures, about=about)
 
@@ -80,6 +95,37 @@ def _with_tokens(steps: pd.DataFrame, a: np.ndarray, b: np.ndarray) -> pd.DataFr
     steps = steps.assign(**extra)
     front = ["example", "step", "token_a", "token_b"]
     return steps[front + [c for c in steps.columns if c not in front]]
+
+
+def _decided(steps: pd.DataFrame, decided: Mapping[str, np.ndarray], about: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What decided the tokens, NaN where it is not known; a greedy choice is as far from another one as its logits' margin."""
+    unknown = np.full(len(steps), np.nan)
+    found = {name: decided.get(name, unknown)[: len(steps)] for name in DECIDED}
+    if about.get("strategy") == "greedy":
+        found |= {f"boundary_{side}": steps[f"margin_{side}"].to_numpy() for side in "ab"}
+    return found
+
+
+def _token_rows(
+    example: int,
+    prompt: Sequence[int],
+    chosen: tuple[np.ndarray, np.ndarray],
+    pieces: Callable[[Sequence[int]], list[str]],
+) -> pd.DataFrame:
+    """The table of tokens: the prompt's, and those that each path chose, at the position that each has if it is fed."""
+    paths = {"prompt": np.asarray(prompt, np.int64), "a": chosen[0], "b": chosen[1]}
+    ids = np.unique(np.concatenate([*paths.values()])).astype(np.int64).tolist()
+    texts = dict(zip(ids, pieces(ids), strict=True))
+    starts = {"prompt": 0, "a": len(prompt), "b": len(prompt)}
+    return pd.DataFrame(
+        {
+            "example": np.full(sum(map(len, paths.values())), example, np.int64),
+            "path": pd.Series(np.repeat([*paths], [*map(len, paths.values())]), dtype=str),
+            "position": np.concatenate([np.arange(len(found)) + starts[path] for path, found in paths.items()]),
+            "token": np.concatenate([*paths.values()]),
+            "text": pd.Series([texts[token] for found in paths.values() for token in found.tolist()], dtype=str),
+        }
+    )
 
 
 def _with_flip(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.comparison.attention_rows import COLUMNS, AttentionRows
 from kvinterp.comparison.cache_errors import CacheErrors, Span
 from kvinterp.comparison.table import Table
 from kvinterp.models.adapter import Site
@@ -80,6 +81,7 @@ class Differences:
         kv_heads: Labels of the KV heads.
         cache_errors: One of :data:`kvinterp.comparison.cache_errors.CACHE_ERRORS`.
         block: Most numbers that wait to be measured together; default: :data:`BLOCK`, by the device.
+        same_text: Whether both paths hold the same text after a flip too, as in the matched protocol.
     """
 
     def __init__(
@@ -89,9 +91,11 @@ class Differences:
         kv_heads: Sequence[int],
         cache_errors: str = "aggregated",
         block: int | None = None,
+        same_text: bool = True,
     ) -> None:
         self.heads, self.kv_heads = list(heads), list(kv_heads)
         self.cache, self.block = CacheErrors(layers, cache_errors), block
+        self.rows, self.same_text = AttentionRows(), same_text
         self.tables = {
             fills.table: Table(("step", *fills.dimensions), [metric.column for metric in metrics.OF_KIND[kind]])
             for kind, fills in metrics.KINDS.items()
@@ -105,7 +109,7 @@ class Differences:
         """The columns of each table, by the names they have in a comparison."""
         empty = cls((), (), ())
         found = {name: (*table.dimensions, *table.values, "after_flip") for name, table in empty.tables.items()}
-        return found | {"kv_positions": tuple(empty.cache.positions((), ()).columns)}
+        return found | {"kv_positions": tuple(empty.cache.positions((), ()).columns), "attention_rows": COLUMNS}
 
     def frames(self, examples: Sequence[int]) -> dict[str, pd.DataFrame]:
         """Everything added, by the names the tables have in a comparison.
@@ -116,7 +120,8 @@ class Differences:
         for kind in metrics.KINDS:
             self._measure(kind)
         frames = {name: table.frame() for name, table in self.tables.items()}
-        return frames | {"kv_positions": self.cache.positions(examples, self.kv_heads)}
+        more = {"kv_positions": self.cache.positions(examples, self.kv_heads), "attention_rows": self.rows.frame(examples)}
+        return frames | more
 
     def add(
         self,
@@ -126,6 +131,7 @@ class Differences:
         logits: tuple[Tensor, Tensor],
         seen: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
         marks: Tensor,
+        flips: Tensor | None = None,
     ) -> None:
         """Adds one step of one batch; nothing of it is kept but copies.
 
@@ -137,8 +143,8 @@ class Differences:
             seen: For each path what it showed at the newest position, sites to tensors with a batch dimension; where rows of
                 the cache were let go of also the positions of those that are left, as site ``ROWS``.
             marks: For each row 1 after its flip, 0 before it, -1 where its text has ended; stays on its device.
+            flips: Which rows flip their first token at this step, on the same device; None where it is not known.
         """
-        self._wait("logits", [_Piece(step, {"example": examples}, (logits[0].clone(), logits[1].clone()))])
         layers_of: dict[str, list[int]] = {}
         for site, layer in seen[0]:
             if (site, layer) in seen[1]:
@@ -157,7 +163,12 @@ class Differences:
             rows = [[path["pattern", layer] for layer in layers] for path in seen]
             widest = max(row.shape[-1] for path in rows for row in path)
             a, b = (_stacked(path, widest) for path in rows)
+            self.rows.add(step, layers, self.heads, end, (a, b), marks, flips)
             self._wait("pattern", [_Piece(step, labels, (a, b))])
+        # After the rows of attention, which are chosen among as soon as the KL is known.
+        self._wait("logits", [_Piece(step, {"example": examples}, (logits[0].clone(), logits[1].clone()))])
+        if self.rows.full:
+            self._measure("logits")
         sites = [site for site in _CACHED if site in layers_of]
         self._wait("kv", [*self._cached(step, examples, end, {site: layers_of[site] for site in sites}, seen, marks)])
 
@@ -227,7 +238,10 @@ class Differences:
             self.cache.add(steps, labels, [piece.span for piece in waiting if piece.span is not None], found)
         else:
             a, b = (path[0][None] if len(path) == 1 else torch.stack(path) for path in paths)
-            self.tables[metrics.KINDS[kind].table].add({"step": steps, **labels}, metrics.measured(kind, a, b))
+            found = metrics.measured(kind, a, b)
+            self.tables[metrics.KINDS[kind].table].add({"step": steps, **labels}, found)
+            if kind == "logits":
+                self.rows.measured(steps, found["kl"], self.same_text)
 
 
 def _in_parts(a: Tensor, b: Tensor, most: int) -> dict[str, Measure | Flag]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
+from kvinterp.comparison.choices import chance
 from kvinterp.comparison.comparison import Comparison
 from kvinterp.comparison.recordable import COMPARED
 from kvinterp.comparison.rows import of_example
@@ -74,7 +75,11 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
         "lets_go": list(thinned),
     }
     chosen = (np.asarray(a.tokens[:count]), np.asarray(b.tokens[:count]))
-    return of_example(0, "0", a.prompt, differences.frames([0]), chosen, ("", ""), about)
+    decided = {
+        f"probability_{side}": chance(logits[:count], torch.from_numpy(tokens).to(logits.device)).cpu().numpy()
+        for side, logits, tokens in zip("ab", (a.logits, b.logits), chosen, strict=True)
+    }
+    return of_example(0, "0", a.prompt, differences.frames([0]), chosen, ("", ""), about, decided)
 
 
 def _check_rows(trace: Trace) -> None:

@@ -26,7 +26,17 @@ log = logging.getLogger("kvinterp")
 class Compare(Experiment):
     """How far apart are two paths of one model, at which step, layer, head and cache position?"""
 
-    TABLES: ClassVar = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv")
+    TABLES: ClassVar = (
+        "steps",
+        "examples",
+        "layers",
+        "heads",
+        "kv_steps",
+        "kv_positions",
+        "kv",
+        "tokens",
+        "attention_rows",
+    )
     FILES: ClassVar = ("report.html", "prompts.jsonl")
     DRAWN: ClassVar = ("kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position", "precision_ladder")
     PAGE: ClassVar = ""

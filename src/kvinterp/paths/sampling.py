@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -14,7 +14,7 @@ from kvinterp.draws import draws
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_seed, whole_number
 
-__all__ = ["STRATEGIES", "Greedy", "Strategy", "TopK", "TopP", "drawing", "strategy_named", "uniforms"]
+__all__ = ["STRATEGIES", "Drawing", "Greedy", "Strategy", "TopK", "TopP", "drawing", "strategy_named", "uniforms"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +28,31 @@ class Strategy:
             logits: Logits of the newest position.
             uniform: One number in [0, 1) for each row, the same on both paths.
         """
+        return self.drawn(logits, uniform)[0]
+
+    def drawn(
+        self, logits: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]
+    ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"]]:
+        """The tokens as :meth:`choose` gives them, and how far each choice was from falling on another token.
+
+        That distance is along the cumulative probability that the number is looked up in: from the number to the nearer end of
+        the chosen token's stretch, in [0, 1]; infinite where no other token could be drawn. (A cut, of k or p, may move too
+        and let other tokens in; of that it says nothing.)
+        """
         weights = _quanta(self.distribution(logits.double()))
         total = weights.cumsum(-1)
         # Vocabulary order, not order of probability: a rounding difference then moves the boundaries by as little.
         drawn = (uniform.double() * total[:, -1]).long()
         chosen = torch.searchsorted(total, drawn[:, None], right=True)[:, 0]
         last = weights.shape[-1] - 1 - weights.flip(-1).gt(0).int().argmax(-1)
-        return torch.minimum(chosen, last)
+        chosen = torch.minimum(chosen, last)
+        above = total.gather(-1, chosen[:, None])[:, 0]
+        below = above - weights.gather(-1, chosen[:, None])[:, 0]
+        # The ends of the whole are no boundary: nothing lies behind them.
+        far = torch.iinfo(total.dtype).max
+        to_below = torch.where(below > 0, drawn - below, far)
+        nearest = torch.minimum(to_below, torch.where(above < total[:, -1], above - drawn, far))
+        return chosen, torch.where(nearest < far, nearest.double() / total[:, -1].double(), torch.inf)
 
     def distribution(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
         """The probabilities it draws from, float64."""
@@ -49,9 +67,11 @@ class Strategy:
 class Greedy(Strategy):
     """The token with the largest logit; the first of equals."""
 
-    def choose(self, logits: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        """The argmax; the random number is not used."""
-        return logits.argmax(-1)
+    def drawn(
+        self, logits: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]
+    ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"]]:
+        """The argmax; nothing is drawn, and no distance is known: a choice among logits is as sure as their margin."""
+        return logits.argmax(-1), torch.full_like(uniform, torch.nan, dtype=torch.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +154,26 @@ def uniforms(seed: int, example: int, steps: int) -> Float[Tensor, " steps"]:
     return torch.from_numpy(draws((check_seed(seed), example), steps))
 
 
-def drawing(
-    strategy: Strategy, seed: int, examples: Sequence[int], steps: int, device: torch.device
-) -> Callable[[Tensor, int], Tensor]:
-    """Chooses the tokens of a batch of examples at a step: every path that asks draws from the same random number."""
-    random = torch.stack([uniforms(seed, example, steps) for example in examples]).to(device)
-    return lambda logits, step: strategy.choose(logits, random[:, step])
+class Drawing:
+    """Chooses the tokens of a batch of examples at a step: every path that asks draws from the same random number.
+
+    Attributes:
+        distances: Of each call, in their order, how far each choice was from another one; see :meth:`Strategy.drawn`.
+    """
+
+    def __init__(self, strategy: Strategy, random: Float[Tensor, "batch steps"]) -> None:
+        self.strategy, self.random, self.distances = strategy, random, list[Tensor]()
+
+    def __call__(self, logits: Float[Tensor, "batch vocab"], step: int) -> Int[Tensor, " batch"]:
+        """The tokens."""
+        tokens, distance = self.strategy.drawn(logits, self.random[:, step])
+        self.distances.append(distance)
+        return tokens
+
+
+def drawing(strategy: Strategy, seed: int, examples: Sequence[int], steps: int, device: torch.device) -> Drawing:
+    """What chooses the tokens of some examples, by their own random numbers."""
+    return Drawing(strategy, torch.stack([uniforms(seed, example, steps) for example in examples]).to(device))
 
 
 COLDEST, HOTTEST = 1e-30, 1e30

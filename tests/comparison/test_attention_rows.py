@@ -1,0 +1,155 @@
+"""Which attention rows are kept, that they are what the paths computed, and what decided each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp.comparison import Comparison, attention_rows
+from kvinterp.models import Adapter
+from kvinterp.paths import strategy_named
+
+OTHER = "cached+int4"
+PROMPTS = ["What is one and one? The answer is", "Anna has 3 apples. She buys"]
+SHORT: dict[str, Any] = {"max_new_tokens": 6, "stop": "length"}
+
+
+@pytest.fixture(scope="module")
+def model() -> Adapter:
+    return kv.load_model("zoo:mistral-mini", kind="native", device="cpu", attention="eager")
+
+
+@pytest.fixture(scope="module")
+def both(model: Adapter) -> Comparison:
+    return kv.compare(model, PROMPTS, b=OTHER, record="pattern", **SHORT)
+
+
+def test_the_rows_are_those_that_the_paths_computed(model: Adapter, both: Comparison) -> None:
+    rows = both.attention_rows
+    assert set(rows["example"]) == {0, 1}
+    step = int(rows.loc[rows["example"] == 0, "step"].iloc[0])
+    fed = both.steps.loc[both.steps["example"] == 0, "token_a"].tolist()[: SHORT["max_new_tokens"] - 1]
+    for side, path in (("a", "cached"), ("b", OTHER)):
+        trace = kv.run(model, PROMPTS[0], path, record="pattern", steps=[step], continuation=fed, **SHORT)
+        kept = rows[(rows["example"] == 0) & (rows["step"] == step)]
+        for (layer, head), found in kept.groupby(["layer", "head"]):
+            whole = trace.records["pattern", layer][0][head].flatten()
+            assert found["position"].tolist() == [*range(len(whole))]
+            assert found[side].tolist() == whole.float().tolist()
+
+
+def test_kept_are_the_first_flip_and_the_largest_kl(both: Comparison) -> None:
+    for example, steps in both.steps.groupby("example"):
+        flips = steps.loc[steps["flipped"] & ~steps["after_flip"], "step"].tolist()
+        ranked = steps.sort_values(["kl", "step"], ascending=[False, True])["step"].tolist()
+        wanted = [*flips, *(step for step in ranked if step not in flips)][: attention_rows.STEPS]
+        rows = both.attention_rows
+        assert sorted(set(rows.loc[rows["example"] == example, "step"])) == sorted(wanted)
+
+
+def test_after_a_flip_another_text_is_not_kept(model: Adapter) -> None:
+    free = kv.compare(model, PROMPTS, b="cached+normal(2)", record="pattern", protocol="free", **SHORT)
+    assert free.steps["after_flip"].any(), "noise of twice the size of K and V must change a token"
+    assert not free.attention_rows["after_flip"].any()
+    assert {*free.examples.dropna(subset="flip_index")["flip_index"]} <= {*free.attention_rows["step"]}
+
+
+def test_batches_and_parts_keep_the_same(model: Adapter, both: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[Comparison] = []
+    kv.compare(model, PROMPTS, b=OTHER, record="pattern", done=parts.append, **SHORT)
+    for table in ("attention_rows", "tokens", "steps"):
+        pd.testing.assert_frame_equal(getattr(Comparison.joined(parts), table), getattr(both, table), check_exact=True)
+    # Nothing waits for long: every step's KL is asked for at once, and the same rows are kept.
+    monkeypatch.setattr(attention_rows, "WAITING", 0)
+    hasty = kv.compare(model, PROMPTS, b=OTHER, record="pattern", **SHORT)
+    pd.testing.assert_frame_equal(hasty.attention_rows, both.attention_rows, check_exact=True)
+
+
+def test_a_budget_keeps_whole_steps_the_first_flips_first(both: Comparison) -> None:
+    steps, rows = both.steps.copy(), both.attention_rows
+    of = [tuple(pair) for pair in rows[["example", "step"]].drop_duplicates().to_numpy()]
+    last = steps.groupby("example")["kl"].idxmin()
+    steps["flipped"] = steps["after_flip"] = False
+    steps.loc[last[1], "flipped"] = True
+    flip = (1, int(steps.loc[last[1], "step"]))
+    steps = steps[[pair in {*of, flip} for pair in zip(steps["example"], steps["step"], strict=True)]]
+    more = pd.concat([rows, rows[(rows["example"] == 1) & (rows["step"] == of[-1][1])].assign(step=flip[1])])
+    more = more.drop_duplicates(["example", "step", "layer", "head", "position"])
+    size = len(more[(more["example"] == 1) & (more["step"] == flip[1])])
+    assert {tuple(pair) for pair in attention_rows.within(more, steps, size)[["example", "step"]].to_numpy()} == {flip}
+    cut = [attention_rows.within(more[more["example"] == n], steps, size + 1) for n in (0, 1)]
+    whole = attention_rows.within(more, steps, size + 1)
+    pd.testing.assert_frame_equal(
+        attention_rows.within(pd.concat(cut), steps, size + 1).reset_index(drop=True), whole.reset_index(drop=True)
+    )
+
+
+def test_of_a_large_example_the_heads_of_largest_kl_are_kept(
+    model: Adapter, both: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = both.attention_rows[both.attention_rows["example"] == 0]
+    width = int(rows["position"].max()) + 1
+    monkeypatch.setattr(attention_rows, "OF_EXAMPLE", 2 * width)
+    few = kv.compare(model, PROMPTS[:1], b=OTHER, record="pattern", **SHORT).attention_rows
+    kept = few.drop_duplicates(["step", "layer", "head"])
+    assert len(kept) == 2
+    of_step = both.heads[(both.heads["example"] == 0) & (both.heads["step"] == kept["step"].iloc[0])]
+    largest = of_step.sort_values("kl", ascending=False, kind="stable").head(2)
+    assert {*zip(kept["layer"], kept["head"], strict=True)} == {*zip(largest["layer"], largest["head"], strict=True)}
+
+
+def test_tokens_are_at_the_position_they_have_when_fed(model: Adapter, both: Comparison) -> None:
+    tokens, steps = both.tokens, both.steps[both.steps["example"] == 0]
+    mine = tokens[tokens["example"] == 0]
+    prompt = mine[mine["path"] == "prompt"]
+    assert prompt["token"].tolist() == list(kv.run(model, PROMPTS[0], **SHORT).prompt)
+    assert "".join(prompt["text"]).endswith(PROMPTS[0].split()[-1])
+    for side in "ab":
+        of = mine[mine["path"] == side]
+        assert of["token"].tolist() == steps[f"token_{side}"].tolist()
+        assert of["position"].tolist() == [len(prompt) + step for step in steps["step"]]
+        assert of["text"].tolist() == model.pieces(steps[f"token_{side}"].tolist())
+
+
+def test_a_probability_is_that_of_the_path_s_own_token(model: Adapter) -> None:
+    drawn = kv.compare(model, PROMPTS[0], b=OTHER, record="", strategy="top_p(0.9,1.0)", **SHORT).steps
+    trace = kv.run(model, PROMPTS[0], logits="keep", strategy="top_p(0.9,1.0)", **SHORT)
+    assert trace.logits is not None
+    wanted = trace.logits.double().softmax(-1)[range(len(drawn)), drawn["token_a"].tolist()]
+    assert drawn["probability_a"].tolist() == wanted.tolist()
+    assert drawn["boundary_a"].dropna().between(0, 1).all()
+    assert drawn["boundary_a"].notna().any()
+
+
+def test_a_greedy_choice_is_as_far_as_its_margin(both: Comparison) -> None:
+    for side in "ab":
+        assert both.steps[f"boundary_{side}"].equals(both.steps[f"margin_{side}"].rename(f"boundary_{side}"))
+
+
+def test_the_distance_is_to_where_another_token_begins() -> None:
+    """Moved by less than the distance the draw falls on the same token, moved by more it falls on another."""
+    logits, rng = torch.randn(200, 9, generator=torch.Generator().manual_seed(0)), np.random.default_rng(0)
+    uniform = torch.from_numpy(rng.uniform(size=200))
+    for text in ("top_k(4,1.0)", "top_p(0.8,0.7)"):
+        strategy = strategy_named(text)
+        chosen, distance = strategy.drawn(logits, uniform)
+        moved = [
+            strategy.choose(logits, (uniform + by).clamp(0, 1 - 1e-12)) for by in (0.999 * distance, -0.999 * distance)
+        ]
+        assert all(torch.equal(chosen, tokens) for tokens in moved)
+        beyond = [
+            strategy.choose(logits, (uniform + by).clamp(0, 1 - 1e-12)) for by in (1.001 * distance, -1.001 * distance)
+        ]
+        assert bool(((beyond[0] != chosen) | (beyond[1] != chosen) | distance.isinf()).all())
+        assert int(distance.isfinite().sum()) > 100
+
+
+def test_where_one_token_alone_can_be_drawn_there_is_no_distance() -> None:
+    chosen, distance = strategy_named("top_k(1,1.0)").drawn(torch.randn(3, 9), torch.tensor([0.0, 0.5, 0.9]).double())
+    assert distance.isinf().all()
+    assert len(chosen) == 3
