@@ -77,7 +77,8 @@ def inline(figure: Figure, name: str) -> str:
     root.attrib.clear()
     root.attrib.update({"viewBox": view, "class": "drawn broad" if width > _BROAD else "drawn", "style": look})
     ElementTree.register_namespace("", _SVG[1:-1])
-    return ElementTree.tostring(root, encoding="unicode")
+    # Within HTML the namespace goes without saying.
+    return ElementTree.tostring(root, encoding="unicode").replace(f' xmlns="{_SVG[1:-1]}"', "", 1)
 
 
 def _made_ready(figure: Figure) -> Iterator[Callable[[], None]]:
