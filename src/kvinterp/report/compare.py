@@ -371,7 +371,7 @@ def _who(models: Mapping[str, Sequence[str]], sides: Mapping[str, int]) -> str:
 
 def _files(results: Sequence[Result], folder: Path) -> list[Any]:
     """Where every number stands: the tables of each result, by links from the page."""
-    rows = []
+    rows: list[list[str | Links]] = []
     for result in results:
         place = "" if result.folder == folder else f"{os.path.relpath(result.folder, folder)}/".replace(os.sep, "/")
         names = [f"{name}.parquet" for name in TABLES if len(getattr(result.comparison, name))]
