@@ -25,7 +25,8 @@ PARTS = [
     Pairs({EVIL: EVIL}),
     Picture(EVIL, b"a figure"),
     Table(HEAD, [[EVIL] * 5], EVIL, EVIL, EVIL),
-    Table([Column(EVIL)], [[Links({EVIL: EVIL})]], EVIL, EVIL, EVIL),
+    Table([Column(EVIL)], [[Links({EVIL: EVIL}, {EVIL: EVIL})]], EVIL, EVIL, EVIL, file=EVIL),
+    Links({EVIL: EVIL}, {EVIL: EVIL}, EVIL),
     Section(EVIL, [EVIL], [EVIL] * 3, [Picture(EVIL, b"a figure")], HEAD, [[EVIL] * 5]),
 ]
 
@@ -42,8 +43,8 @@ def test_every_part_is_text(part: Any) -> None:
 
 def test_every_kind_of_part_was_tried() -> None:
     kinds = {value for value in vars(page).values() if isinstance(value, type) and dataclasses.is_dataclass(value)}
-    # The head of a column and links are within the tables.
-    assert {type(part) for part in PARTS} == kinds - {Column, Links}
+    # The head of a column is within the tables.
+    assert {type(part) for part in PARTS} == kinds - {Column}
 
 
 def test_a_section_shows_what_was_done_and_what_to_see() -> None:
@@ -73,6 +74,17 @@ def test_only_the_scripts_that_are_named_may_run() -> None:
     bare = render("report", "x", scripts=())
     assert "script" not in bare
     assert "default-src 'none'" in bare
+
+
+def test_links_go_to_files_beside_the_page_whatever_their_names() -> None:
+    shown = fragment(Links(files={"a": "runs/x/steps.parquet", "b": "javascript:alert(1)", "c": '//a.b/"c d'}))
+    assert re.findall('href="([^"]*)"', shown) == [
+        "./runs/x/steps.parquet",
+        "./javascript%3Aalert%281%29",
+        ".///a.b/%22c%20d",
+    ]
+    table = Table([Column("x")], [["1"]], file="many.parquet")
+    assert '<a href="./many.parquet">many.parquet</a>' in fragment(table)
 
 
 def test_the_template_is_installed_with_the_package() -> None:

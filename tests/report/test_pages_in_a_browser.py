@@ -7,10 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
+import torch
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_sorting, faults_of
 
+from kvinterp.auditing import audit
+from kvinterp.data import Prompt
+from kvinterp.models import wrap
+from kvinterp.recording import Trace
+from kvinterp.report import attention_comparison, write_report
+from kvinterp.report.attention_page import readable
 from kvinterp.report.experiment import write_experiment
 from kvinterp.report.page import Column, Table, render
+from support import Case
+from synthetic import comparison, result
 
 pytestmark = IN_A_BROWSER
 
@@ -36,6 +46,47 @@ def test_the_page_of_an_experiment(page_opened: Callable[..., Opened], tmp_path:
     check_sorting(opened)
     check_markup(opened)
     opened.quiet()
+
+
+def test_the_page_of_a_comparison(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
+    """Lines, maps and hatching in light and dark; names, prompts and texts that are markup, and one that is long."""
+    whole = [comparison(flip=3, layers=4, heads=8, model=EVIL), comparison(dtype="float32", size=1e-7, model=EVIL)]
+    whole[0].examples[["text_a", "text_b"]] = EVIL, "long" * 200
+    hostile = [Prompt("p0", EVIL), Prompt("p1", "x" * 500)]
+    page = write_report([result(each, tmp_path / f"run {n}", prompts=hostile) for n, each in enumerate(whole)], tmp_path)
+    check_page(page_opened, page)
+    opened = page_opened(page)
+    check_sorting(opened)
+    check_markup(opened)
+    links = opened.page.evaluate("() => [...document.links].map((link) => link.getAttribute('href'))")
+    assert "./run%201/steps.parquet" in links
+    opened.quiet()
+
+
+@pytest.mark.slow
+def test_the_page_of_an_audit(page_opened: Callable[..., Opened], load: Any, tmp_path: Path) -> None:
+    model = wrap(load(Case("zoo:gqa2-mini", "native"), "float32").model, name=EVIL)
+    audit(model, [[*range(3, 30)]], lengths=(9,), steps=2, rungs=("float32", "float64"), checks="none", out=tmp_path)
+    page = tmp_path / "audit.html"
+    check_page(page_opened, page)
+    opened = page_opened(page)
+    check_sorting(opened)
+    check_markup(opened)
+    links = opened.page.evaluate("() => [...document.links].map((link) => link.getAttribute('href'))")
+    assert sorted(links) == sorted(
+        f"./{file.name}" for file in tmp_path.iterdir() if file.suffix in (".csv", ".json") and file.name[0] != "."
+    )
+    opened.quiet()
+
+
+def test_the_page_of_attention(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
+    """circuitsvis draws it; in the dark its pictures are turned round."""
+    rows = [[1.0, 0, 0], [0.25, 0.75, 0], [0.5, 0.25, 0.25]]
+    sides = [torch.tensor([rows]), torch.tensor([[*rows[:2], [0.25, 0.25, 0.5]]])]
+    traces = [Trace("recompute", (0, 1, 2), (0,), (), {("pattern", 0): [side]}, (0,)) for side in sides]
+    page = attention_comparison(*traces, step=0, tokens=[EVIL, "y" * 90, "z"]).save(tmp_path / "page.html")
+    check_page(page_opened, page, prepared=lambda shown: shown.wait_for_selector("body[data-drawn='3']"))
+    check_markup(page_opened(page), readable(EVIL))
 
 
 def test_numbers_are_put_in_order_as_numbers(page_opened: Callable[..., Opened], tmp_path: Path) -> None:

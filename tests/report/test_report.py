@@ -121,8 +121,8 @@ def test_texts_of_models_and_prompts_are_text(tmp_path: Path) -> None:
 def test_the_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
     shown = page(tmp_path, made(), made(kind="hooked"), made(protocol="free"))
     assert shown.wanted
-    # Marks and pictures of points within the figures.
-    assert all(value.startswith(("data:image/png;base64,", "#")) for value in shown.wanted)
+    # Marks and pictures of points within the figures, and links to the files beside the page.
+    assert all(value.startswith(("data:image/png;base64,", "#", "./")) for value in shown.wanted)
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     # The page's one script, which its policy names, asks for nothing: tests/report/test_pages_in_a_browser.py.
     html = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)

@@ -17,7 +17,7 @@ from kvinterp.models.adapter import DTYPES
 from kvinterp.reading import verdict as say
 from kvinterp.reading.vocabulary import EMBEDDING
 from kvinterp.report.figures import draw_ladder
-from kvinterp.report.page import Answer, Bullets, Column, Pairs, Picture, Table, Text, render
+from kvinterp.report.page import Answer, Bullets, Column, Links, Pairs, Picture, Table, Text, render
 from kvinterp.report.style import png, sheet
 from kvinterp.report.svg import inline
 
@@ -143,15 +143,16 @@ def page(audit: Audit) -> str:
         *_layers(audit, verdict.first_layer if verdict.exit_code else None),
         *_last_token(audit.rung(own), own),
     ]
-    return page_of(verdict, blocks)
+    return page_of(verdict, blocks, [f"{name}.csv" for name in tables_of(audit)])
 
 
-def page_of(verdict: Verdict, blocks: Sequence[Any]) -> str:
+def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) -> str:
     """The page of a verdict.
 
     Args:
         verdict: The verdict.
         blocks: What is shown of every block: parts of a page.
+        files: The tables that are written beside it.
     """
     first, why, _ = say.reading_parts(verdict)
     parts = [
@@ -169,6 +170,7 @@ def page_of(verdict: Verdict, blocks: Sequence[Any]) -> str:
         *blocks,
         Text("Made with", look="h2"),
         _pairs(verdict.about),
+        Links(files={name: name for name in (*files, "verdict.json")}, label="Beside this page:"),
     ]
     return render("audit", f"Audit of {verdict.about['model']}", parts)
 

@@ -19,6 +19,7 @@ from kvinterp.report.style import CMAP, line_of, series_of
 
 __all__ = [
     "Height",
+    "broken",
     "color_bar",
     "legend_below",
     "legend_outside",
@@ -54,6 +55,11 @@ def place_title(axes: Axes, text: str, beside: float = 0.9) -> None:
     axes.set_title("\n".join(textwrap.wrap(text, max(20, int(inches * 10)))))
 
 
+def broken(text: str, width: int = 34) -> str:
+    """A label in lines of so many characters, so that no name pushes the axes out of their figure."""
+    return "\n".join(textwrap.wrap(text, width))
+
+
 def whole_numbers(axis: Any, ticks: int = 8) -> None:
     """Ticks of an axis at whole numbers only, so many at most."""
     axis.set_major_locator(MaxNLocator(nbins=ticks, integer=True, min_n_ticks=1))
@@ -74,6 +80,7 @@ def legend_below(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> N
     """A legend under the axes."""
     if len(handles):
         columns = len(labels) if sum(map(len, labels)) < 40 else 2
+        labels = [broken(label, 30) for label in labels]
         axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.45, -0.17), ncols=columns)
 
 
@@ -81,6 +88,7 @@ def legend_outside(target: Figure | Any, axes: Axes, columns: int = 5, side: str
     """A legend of the axes under all axes of a figure, or above them where its small print stands below."""
     handles, labels = axes.get_legend_handles_labels()
     place: Any = f"outside {side} center"
+    labels = [broken(label, 44) for label in labels]
     target.legend(handles, labels, loc=place, ncols=min(len(labels), columns), **how)
 
 
@@ -105,7 +113,7 @@ def zero_aware(axes: Axes, values: Sequence[Any]) -> Height:
         axes.set_ylim(-1, 1)
         axes.yaxis.set_major_locator(FixedLocator([0.0]))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda *_: "exactly 0"))
-        axes.axhspan(-0.25, 0.25, color="#eeeeee", zorder=0)
+        axes.axhspan(-0.25, 0.25, color="#eeeeee", zorder=0, linewidth=0)
         return lambda given: np.asarray(given, dtype=float)
     low, high = np.floor(np.log10(positive.min())), np.ceil(np.log10(positive.max()))
     high = max(high, low + 1)

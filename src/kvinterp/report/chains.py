@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from kvinterp.reading.chains import similarity_named
 from kvinterp.reading.numbers import counted
-from kvinterp.report.axes import legend_outside, whole_numbers
+from kvinterp.report.axes import broken, legend_outside, place_title, whole_numbers
 from kvinterp.report.ink import ink_on
 from kvinterp.report.style import SERIES, line_of, of_models, save, series_of, sheet
 
@@ -50,7 +50,7 @@ def _curves(found: Mapping[str, Any]) -> Figure:
                     line["hop"], line["similarity"], **line_of(index, 1.2), label=arm, markevery=max(1, len(line) // 10)
                 )
             chains = int(table["chains"].max())
-            axes.set_title(f"{model}, temperature {temperature:g}, {counted(chains, 'chain')} an arm")
+            place_title(axes, f"{model}, temperature {temperature:g}, {counted(chains, 'chain')} an arm")
             axes.set_ylabel("similarity to the first text\n(mean, 95% interval)")
             axes.set_ylim(-0.02, 1.04)
         panels[-1].set_xlabel("hop (0 is the text itself)")
@@ -64,7 +64,7 @@ def _deltas(found: Mapping[str, Any]) -> Figure:
     """The final difference of every arm beside no policy, sorted, those of other seeds hollow."""
     deltas: pd.DataFrame = found["deltas"]
     rows = deltas[deltas["arm"] != "cached"].to_dict("records")
-    with sheet(7.4, 1.2 + 0.27 * len(rows)) as figure:
+    with sheet(7.4, 1.6 + 0.27 * len(rows)) as figure:
         axes = figure.subplots()
         for height, row in enumerate(rows):
             null = row["arm"] == "cached, other seeds"
@@ -72,14 +72,18 @@ def _deltas(found: Mapping[str, Any]) -> Figure:
             axes.hlines(height, row["delta_low"], row["delta_high"], color=color, linewidth=1.4)
             axes.plot(row["delta"], height, "o", color=color, markersize=5, markerfacecolor="#ffffff" if null else color)
         axes.axvline(0, color="#888888", linewidth=0.8)
-        axes.set_yticks(range(len(rows)), [f"{r['model']}, {r['arm']}, T {r['temperature']:g}" for r in rows], fontsize=7)
+        axes.set_yticks(range(len(rows)), [_row(r) for r in rows], fontsize=7)
         axes.grid(visible=True, axis="x")
         axes.set_xlabel(
-            "final similarity minus that without a policy\n(mean and 95% interval over chains; hollow: other seeds, the null)"
+            "final similarity minus that without a policy\n(mean and 95% interval over chains;\nhollow: other seeds, the null)"
         )
         axes.set_title("Final differences, sorted")
         of_models(figure, list(found["about"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    return broken(f"{row['model']}, {row['arm']}, T {row['temperature']:g}", 56)
 
 
 def _map(found: Mapping[str, Any]) -> Figure:
@@ -98,9 +102,9 @@ def _map(found: Mapping[str, Any]) -> Figure:
             if np.isfinite(value):
                 color = ink_on(image.cmap(image.norm(value)))
                 axes.text(along, down, f"{value:+.2f}", ha="center", va="center", fontsize=7, color=color)
-        axes.set_yticks(range(len(table)), table.index, fontsize=7)
+        axes.set_yticks(range(len(table)), map(broken, table.index), fontsize=7)
         axes.set_xticks(range(table.shape[1]), table.columns, rotation=30, ha="right", fontsize=7)
-        axes.set_title("Final similarity minus that without a policy")
+        place_title(axes, "Final similarity minus that without a policy", 3.0)
         figure.colorbar(image, ax=axes, label="difference")
         of_models(figure, list(found["about"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure

@@ -5,6 +5,7 @@ Every number is computed from the tables it is given, every sentence is chosen b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from kvinterp.reading.sections import attention_said, drift_said, kl_said, kv_sa
 from kvinterp.reading.vocabulary import glossary
 from kvinterp.report.experiment import made_with_parts
 from kvinterp.report.figures import FIGURES, Labelled, figure_named, overview, precision_ladder
-from kvinterp.report.page import Answer, Column, Pairs, Picture, Section, Table, Text, render
+from kvinterp.report.page import Answer, Column, Links, Pairs, Picture, Section, Table, Text, render
 from kvinterp.report.style import keeping, save
 from kvinterp.report.svg import picture
 from kvinterp.results import Result
@@ -113,7 +114,7 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
         *made_with_parts(
             {r.folder.name: r.comparison.about for r in (*results, *([flips] if flips else []))}, "comparison"
         ),
-        Text(_files(results, folder), look="note"),
+        *_files([*results, *([flips] if flips else [])], folder),
     ]
     title = f"kvinterp: {about['paths']['a']} against {about['paths']['b']}"
     kicker = f"kvinterp {about['kvinterp']} · {', '.join(dict.fromkeys(map(model_of, main)))} · {about['dtype']}"
@@ -368,11 +369,19 @@ def _who(models: Mapping[str, Sequence[str]], sides: Mapping[str, int]) -> str:
     )
 
 
-def _files(results: Sequence[Result], folder: Path) -> str:
-    inside = "runs/*/" if any(r.folder != folder for r in results) else ""
-    filled = [name for name in TABLES if any(len(getattr(r.comparison, name)) for r in results)]
-    tables = ", ".join(f"{inside}{name}.parquet" for name in filled)
-    return (
-        f"Beside this page: figures/*.png, every number above in {tables}, the statistics and settings in "
-        f"{inside}summary.json, and the prompts in {inside}prompts.jsonl."
+def _files(results: Sequence[Result], folder: Path) -> list[Any]:
+    """Where every number stands: the tables of each result, by links from the page."""
+    rows: list[list[str | Links]] = []
+    for result in results:
+        place = "" if result.folder == folder else f"{os.path.relpath(result.folder, folder)}/".replace(os.sep, "/")
+        names = [f"{name}.parquet" for name in TABLES if len(getattr(result.comparison, name))]
+        names += ["summary.json", "prompts.jsonl"]
+        rows.append([result.folder.name, Links(files={name: place + name for name in names})])
+    note = (
+        "Every number above is in the tables beside this page, statistics and settings are in summary.json, the prompts in "
     )
+    return [
+        Text("Files", look="h2"),
+        Text(note + "prompts.jsonl, and the figures in figures/*.png.", look="note"),
+        Table([Column("comparison"), Column("its files")], rows),
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from kvinterp.reading.evaluators import score_named
+from kvinterp.report.axes import broken
 from kvinterp.report.style import of_models, save, series_of, sheet
 
 __all__ = ["save_scores_figure", "scores_figure"]
@@ -41,11 +41,11 @@ def scores_figure(summary: Mapping[str, Any]) -> Figure:
                 if row["low"] is not None:
                     axes.hlines(height, row["low"], row["high"], color=series.color, linewidth=1.6)
                 axes.plot(row["value"], height, series.marker, color=series.color, markersize=5)
-            axes.set_yticks(range(len(paths)), ["\n".join(textwrap.wrap(path, 34)) for path in paths])
+            axes.set_yticks(range(len(paths)), [broken(path) for path in paths])
             axes.set_ylim(len(paths) - 0.5, -0.5)
             axes.grid(visible=True, axis="x")
             axes.grid(visible=False, axis="y")
             better = {True: ", higher is better", False: ", lower is better"}.get(of[0]["higher_is_better"], "")
-            axes.set_title(f"{score_named(of[0])}{better}, {of[0]['documents']} documents", fontsize=8.5)
+            axes.set_title(broken(f"{score_named(of[0])}{better}, {of[0]['documents']} documents", 56), fontsize=8.5)
         of_models(figure, [summary["provenance"]])
     return figure

@@ -108,7 +108,7 @@ def shown(name: str, table: pd.DataFrame) -> Table:
         [number(cell) if is_number else said(cell) for cell, is_number in zip(row, numbers, strict=True)]
         for row in table.head(_ROWS).itertuples(index=False)
     ]
-    return Table(head, rows, folded=f"{name}: {counts}{more}", name=f"table-{name}")
+    return Table(head, rows, folded=f"{name}: {counts}{more}", name=f"table-{name}", file=f"{name}.parquet")
 
 
 def said(value: Any) -> str:

@@ -143,7 +143,7 @@ def bits_figure(scores: pd.DataFrame) -> Figure:
             for axes, metric in zip(row, metrics, strict=True):
                 of = known[(known["metric"] == metric) & (known["reading"] == reading)].sort_values("relative_rms")
                 for policy, here in of.groupby("policy", sort=False):
-                    look, size = looks.get(policy, Series("#999999", ".", "-")), here["bits"].iloc[0]
+                    look, size = looks.get(policy, Series("#808080", ".", "-")), here["bits"].iloc[0]
                     label = f"{policy} ({short(size)} bits)" if size < most else str(policy)
                     shown = {"label": label} if policy in looks else {}
                     axes.plot(here["relative_rms"], here["percent"], look.marker, color=look.color, **shown)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure, FigureBase
 
 from kvinterp.metrics.massive import SUFFIX
 from kvinterp.reading.layer_drift import EVERY_STEP, ONE_STEP, amplification_title, drift_title, heads_title, paper_title
-from kvinterp.report.axes import Height, color_bar, legend_outside, log_norm, mapped, whole_numbers, zero_aware
+from kvinterp.report.axes import Height, broken, color_bar, legend_outside, log_norm, mapped, whole_numbers, zero_aware
 from kvinterp.report.style import line_of, of_models, save, sheet
 
 __all__ = ["save_layer_drift_figures"]
@@ -186,4 +186,4 @@ def _headed(figure: Figure, text: str) -> None:
 
 
 def _bare(name: str) -> str:
-    return name.removeprefix("zoo:")
+    return broken(name.removeprefix("zoo:"), 26)

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter
 from kvinterp.patching import Decomposition, Sweep
 from kvinterp.reading.localisation import localisation_title
 from kvinterp.reading.numbers import percent
-from kvinterp.report.axes import mapped, whole_numbers
+from kvinterp.report.axes import broken, mapped, whole_numbers
 from kvinterp.report.decomposition import decomposition_figure
 from kvinterp.report.ink import ink_on
 from kvinterp.report.recovery import DIVERGING, recovery_figure
@@ -82,7 +82,7 @@ def recovery_map(sweeps: Mapping[tuple[str, str], Sweep]) -> Figure:
             whole_numbers(axis.xaxis, 10)
             axis.set_yticks([])
             axis.set_xlabel("layer")
-            axis.set_title(model.removeprefix("zoo:"), fontsize=9)
+            axis.set_title(broken(model.removeprefix("zoo:"), 24), fontsize=9)
         names = [f"{part}, {sweep} ({distances[part]})" for part, sweep in rows[::-1]]
         panels[0].set_yticks(range(len(rows)), names, fontsize=7.5)
         bar = inner.colorbar(image, ax=list(panels), pad=0.02, aspect=30, extend="both")

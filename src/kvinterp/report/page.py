@@ -11,11 +11,11 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+
+from kvinterp.report.script import script, styles
 
 __all__ = ["Answer", "Bullets", "Column", "Links", "Pairs", "Picture", "Section", "Table", "Text", "fragment", "render"]
 
@@ -72,9 +72,14 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Links in a cell of a table, by what they say: each to the name of something on the page."""
+    """Links, by what they say, to things on the page or to files beside it: a cell of a table, or a line."""
 
-    to: Mapping[str, str]
+    to: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names on the page."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Relative to the page."""
+    label: str = ""
+    """Before the links, where they are a line of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +103,8 @@ class Table:
     """By which a link finds it."""
     look: str = ""
     """``cards``: on a phone each row is a card."""
+    file: str = ""
+    """The file that holds all of it, relative to the page."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +133,7 @@ def render(
     kicker: str = "",
     page: Any = None,
     scripts: Sequence[str] = ("tables",),
+    sheets: Sequence[str] = (),
 ) -> str:
     """A page; every value is escaped.
 
@@ -137,22 +145,16 @@ def render(
         kicker: A line above it.
         page: The attention page's own content; it has its own scripts.
         scripts: The scripts that run on it, by the names of their files in ``static/``: no others can.
+        sheets: Style sheets behind those of the look, named likewise.
     """
     content = {"title": title, "parts": parts, "heading_text": heading or title, "kicker": kicker, "page": page}
-    shell = {"style": _static("css", *_STYLES[look]), "script": _static("js", *scripts)}
+    shell = {"style": styles(*_STYLES[look], *sheets), "script": script(*scripts)}
     return _template().render(look=look, **content, **shell).lstrip()
 
 
 def fragment(*parts: Any) -> str:
     """Parts without a page around them, as a notebook shows them."""
     return _template().render(look="fragment", parts=parts).strip()
-
-
-@functools.cache
-def _static(ending: str, *names: str) -> Markup:
-    folder = resources.files("kvinterp.report").joinpath("static")
-    # The files are ours; nothing of a user's is ever joined to them.
-    return Markup("\n".join(folder.joinpath(f"{name}.{ending}").read_text(encoding="utf-8") for name in names))
 
 
 @functools.cache
