@@ -7,14 +7,14 @@ STAMP := $(VENV)/.made
 TL4 := .venv-tl4
 WORKERS ?= 2
 
-.PHONY: demo test test-slow test-all test-processors test-tl4 check bench figures zoo clean env
+.PHONY: demo test test-slow test-all test-processors test-tl4 check docs bench figures zoo clean env
 
 env: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e ".[dev,notebook]"
+	$(PIP) -e ".[dev,docs,notebook]"
 	touch $@
 
 demo: $(STAMP)
@@ -53,6 +53,11 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The site, as files that open without a server: links are checked, and that nothing is loaded from elsewhere.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python tools/docs/check.py site
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/sweeps.py
@@ -65,4 +70,4 @@ zoo: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m zoo.recipe
 
 clean:
-	rm -rf $(VENV) $(TL4) demo out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(TL4) demo out site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -46,3 +46,37 @@ def test_a_folder_without_a_page(tmp_path: Path, browser: list[str]) -> None:
     wrong("holds no page (report.html or audit.html): give one that kvinterp wrote", "show", tmp_path)
     wrong("is not there: give one that kvinterp wrote", "show", tmp_path / "none")
     assert browser == []
+
+
+def test_a_page_that_is_gone_is_written_again_without_a_model(
+    tmp_path: Path, browser: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What every kind of result comes back as is tests/test_kept.py's; here the command, with all that it says."""
+    out = tmp_path / "out"
+    made = kvinterp("kernels", "--model", "zoo:gqa2-mini", "--sizes", "1,2", "--device", "cpu", "--out", out)
+    assert made.exit_code == 0, made.output
+    page = (out / "report.html").read_text()
+    (out / "report.html").unlink()
+    wrong("holds a result without a page: kvinterp show --rewrite makes one", "show", out)
+    monkeypatch.setattr("kvinterp.models.load.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    made = kvinterp("show", out, "--rewrite", "--no-open", "--json")
+    assert made.exit_code == 0, made.output
+    assert (out / "report.html").read_text() == page
+    found = json.loads(made.stdout)
+    assert found["page"] == str(out / "report.html")
+    assert found["reading"][0] in made.stderr
+    # A table that was changed since is not shown as if it were the result.
+    (out / "kernels.parquet").write_bytes(b"other")
+    wrong("kernels.parquet is not the one", "show", out, "--rewrite")
+    assert browser == []
+
+
+@pytest.mark.slow
+def test_a_demos_page_is_written_again(tmp_path: Path, browser: list[str]) -> None:
+    out = tmp_path / "demo"
+    assert kvinterp("demo", "--smoke", "--out", out).exit_code == 0
+    (out / "report.html").rename(tmp_path / "before.html")
+    made = kvinterp("show", out, "--rewrite")
+    assert made.exit_code == 0, made.output
+    assert (out / "report.html").read_text() == (tmp_path / "before.html").read_text()
+    assert browser == [(out / "report.html").as_uri()]

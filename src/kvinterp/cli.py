@@ -197,34 +197,44 @@ class _Spoken(logging.Handler):
 # report and list -------------------------------------------------------------------------------------------------------
 
 
-@app.command("report")
-@told("the report is not finished; run the same command again")
-def _report(
-    folder: Annotated[Path, typer.Argument(parser=_folder_named, metavar="DIR", help="The folder of a study.")],
-) -> Mapping[str, Any]:
-    """Make a study's figures and page again, without a model."""
-    study = experiment_named("study")
-    _speak()
-    outcome = study.reported(folder)  # type: ignore[attr-defined]
-    study().say(outcome, echo)
-    return {"verb": "report", **outcome.told()}
+_SHOWN = "the page is not finished; run the same command again"
+"""What an interruption leaves behind."""
+Folder = Annotated[Path, typer.Argument(parser=_folder_named, metavar="FOLDER", help="A folder that a command wrote.")]
 
 
 @app.command("show")
-@told("nothing was opened")
+@told(_SHOWN)
 def _show(
-    folder: Annotated[Path, typer.Argument(parser=_folder_named, metavar="FOLDER", help="A folder that a command wrote.")],
+    folder: Folder,
+    rewrite: Annotated[
+        bool, typer.Option("--rewrite", help="First write page and figures again, from the tables, without a model.")
+    ] = False,
     no_open: Annotated[bool, typer.Option("--no-open", help="Say where the page is, and open nothing.")] = False,
 ) -> Mapping[str, Any]:
     """Open the page of a result in the browser, whichever command wrote it."""
-    from kvinterp.showing import opened, page_of
+    from kvinterp.showing import opened, page_of, rewritten
 
-    page = page_of(folder)
+    _speak()
+    said: list[str] = []
+    with shown() as tell:
+        if rewrite:
+            tell("writing page and figures")
+        page, said = rewritten(folder) if rewrite else (page_of(folder), said)
+    for line in (*said, *([""] if said else [])):
+        echo(line)
     seen = not no_open and opened(page)
     echo(page)
     if not (no_open or seen):
         echo("no browser could be started: open the page yourself.", err=True)
-    return {"verb": "show", "folder": str(folder), "exit_code": 0, "page": str(page), "opened": seen}
+    found = {"folder": str(folder), "exit_code": 0, "page": str(page), "opened": seen}
+    return {"verb": "show", **found, **({"reading": said} if rewrite else {})}
+
+
+@app.command("report")
+@told(_SHOWN)
+def _report(folder: Folder) -> Mapping[str, Any]:
+    """The same as show --rewrite --no-open."""
+    return _show.__wrapped__(folder, rewrite=True, no_open=True)  # type: ignore[attr-defined,no-any-return]
 
 
 _LISTED = ("models", "kinds", "sites", "strategies", "policies", "metrics", "kernels", "protocols", "experiments")

@@ -9,7 +9,7 @@ from kvinterp.errors import InputError
 from kvinterp.files import is_file
 from kvinterp.folders import SUMMARY
 
-__all__ = ["opened", "page_of"]
+__all__ = ["opened", "page_of", "rewritten"]
 
 _PAGES = ("report.html", "audit.html")
 
@@ -26,7 +26,9 @@ def page_of(folder: Path) -> Path:
         if is_file(folder / name):
             return folder / name
     if is_file(folder / SUMMARY):
-        raise InputError(f"folder {str(folder)!r} holds a result without a page: --rewrite makes one from its tables.")
+        raise InputError(
+            f"folder {str(folder)!r} holds a result without a page: kvinterp show --rewrite makes one from its tables."
+        )
     raise InputError(f"folder {str(folder)!r} holds no page ({' or '.join(_PAGES)}): give one that kvinterp wrote.")
 
 
@@ -36,3 +38,23 @@ def opened(page: Path) -> bool:
         return webbrowser.open(page.resolve().as_uri())
     except (webbrowser.Error, OSError):
         return False
+
+
+def rewritten(folder: Path) -> tuple[Path, list[str]]:
+    """Writes the page of a folder and its figures again, from its tables; no model is loaded.
+
+    Returns:
+        The page, and what is said first on it. An audit's page, which shows more than its tables hold, is left as it is.
+
+    Raises:
+        InputError: The folder holds no result, one that is damaged, or cannot be written.
+    """
+    from kvinterp.experiments.demo import Demo
+    from kvinterp.experiments.keeping import load
+
+    if not folder.is_dir():
+        raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
+    if (demo := Demo.held_runs(folder)) is not None:
+        return demo
+    found = load(folder)
+    return found.report(), found.sentences()

@@ -317,7 +317,7 @@ def test_a_choice_of_an_experiment_keeps_its_limits(tmp_path: Path, monkeypatch:
 
 def test_the_report_of_what_is_no_study(tmp_path: Path, whole: Path) -> None:
     wrong("is not there", "report", tmp_path / "nothing")
-    wrong("holds no study", "report", tmp_path)
+    wrong("holds no result", "report", tmp_path)
     out = Path(shutil.copytree(whole, tmp_path / "out"))
     table = pd.read_parquet(out / "lengths.parquet")
     table.head(2).to_parquet(out / "lengths.parquet")

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.experiments.outcome import Outcome
+from kvinterp.experiments.outcome import How, Outcome
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from kvinterp.cells import Cell, Engine, Made, Parts
+    from kvinterp.cells import Cell, Made, Parts
     from kvinterp.models import Adapter
     from kvinterp.progress import Tell
 
@@ -81,18 +81,6 @@ def model() -> Any:
 
 
 # Experiments -----------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class How:
-    """How an experiment is run: what :meth:`Experiment.run` was given."""
-
-    out: str | Path | None
-    existing: str
-    progress: str
-    figures: str
-    tell: Tell | None
-    engine: Engine | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,6 +132,26 @@ class Demo(Experiment):
         for line in (*picture, *found, *places(outcome.folder, outcome.folder / "runs" / "*")):
             echo(line)
 
+    @classmethod
+    def held_runs(cls, folder: Path) -> tuple[Path, list[str]] | None:
+        """The page of a demo's folder, made again from its comparisons, and the first line of each; None: it holds none."""
+        from kvinterp.files import is_file
+        from kvinterp.folders import SUMMARY
+        from kvinterp.locks import Lock
+        from kvinterp.report import write_report
+        from kvinterp.results import load_result
+
+        runs = folder / "runs"
+        if is_file(folder / SUMMARY) or not is_file(runs / FLIPS / SUMMARY):
+            return None
+        planned = [
+            name for kinds in (("hooked", "native"), ("bridge",)) for name in dataclasses.replace(cls(), kinds=kinds).plan()
+        ]
+        with Lock(folder):
+            results = [load_result(runs / name) for name in dict.fromkeys(planned) if is_file(runs / name / SUMMARY)]
+            page = write_report(results, folder, load_result(runs / FLIPS))
+        return page, [result.comparison.where().splitlines()[0] for result in results]
+
     def cells(self) -> list[Cell]:
         """None of its own: they are those of its comparisons."""
         return []

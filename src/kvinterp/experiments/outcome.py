@@ -1,4 +1,4 @@
-"""What an experiment found, as a result that can be kept, shown and read again."""
+"""How an experiment is run, and what it found: a result that can be kept, shown and read again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from kvinterp.kept import Kept
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Outcome"]
+    from kvinterp.cells import Engine
+    from kvinterp.progress import Tell
+
+__all__ = ["How", "Outcome"]
 
 
 @dataclasses.dataclass(repr=False)
@@ -68,3 +71,15 @@ class Outcome(Kept):
         written = [read_json(file) for file in self.files if file.name == SUMMARY]
         held = next(filter(None, written), self.summary)
         return {"folder": self.folder and str(self.folder), "exit_code": self.exit_code, **held}
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How an experiment is run: what :meth:`Experiment.run` was given."""
+
+    out: str | Path | None
+    existing: str
+    progress: str
+    figures: str
+    tell: Tell | None
+    engine: Engine | None = None

@@ -58,8 +58,8 @@ class Study(Experiment):
     LOGGED: ClassVar = "warnings"
     PARTIAL: ClassVar = "yes"
     INTERRUPTED: ClassVar = (
-        "what was finished is on disk, and 'kvinterp report' makes the page of what has tables already; the same command goes on "
-        "from there"
+        "what was finished is on disk, and 'kvinterp show --rewrite' makes the page of what has tables already; the same "
+        "command goes on from there"
     )
 
     preset: str = option("zoo", "zoo, quick or paper: sets what is not given.")
@@ -345,20 +345,3 @@ class Study(Experiment):
         outcome = dataclasses.replace(self.found(found, tables, summary), folder=folder)
         said = [] if before is None else judged_anew(before, tables["claims"])
         return dataclasses.replace(outcome, summary={**outcome.summary, "reading": [*self.sentences(outcome), *said]})
-
-    @classmethod
-    def reported(cls, folder: Path) -> Outcome:
-        """Writes figures, page and tables for a paper again, from what is in the folder.
-
-        Raises:
-            InputError: It holds no study, or cannot be written.
-        """
-        from kvinterp.locks import Lock
-
-        if not folder.is_dir():
-            raise InputError(f"folder {str(folder)!r} is not there: give one that 'kvinterp study' wrote.")
-        study = cls.held(folder)
-        with Lock(folder):
-            outcome = study.read(folder)
-            outcome.files = study.drawn_into(outcome, folder / "figures")
-        return outcome
