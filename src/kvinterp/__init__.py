@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
     from kvinterp.patching import (
         Patch,
+        PatchBench,
         Plant,
         Sweep,
         activation_patching,
@@ -48,6 +49,7 @@ _HOMES = {
     "patching": (
         *(
             "Patch",
+            "PatchBench",
             "Plant",
             "Sweep",
             "activation_patching",
@@ -80,6 +82,7 @@ __all__ = [
     "KvinterpError",
     "NonFiniteError",
     "Patch",
+    "PatchBench",
     "Plant",
     "Policy",
     "Prompt",

@@ -2,12 +2,15 @@
 
 from kvinterp.patching.ablation import ABLATIONS, Ablation
 from kvinterp.patching.around import patched
+from kvinterp.patching.asking import DONORS, Asked, PatchAnswer
+from kvinterp.patching.bench import PatchBench
 from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
 from kvinterp.patching.decomposition import Decomposition, decompose
 from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.localising import Cause, localise
 from kvinterp.patching.patch import PATCH_SITES, Patch
+from kvinterp.patching.patch_map import VIEWS, PatchMap
 from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.sweeping import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, highest_kl, sweep
@@ -19,17 +22,23 @@ __all__ = [
     "ANEW",
     "DIRECTIONS",
     "DISTANCES",
+    "DONORS",
     "PARTS",
     "PATCH_SITES",
     "PLACES",
     "PRESETS",
     "SWEEPS",
+    "VIEWS",
     "Ablation",
     "ActivationPatching",
+    "Asked",
     "Cause",
     "Decomposition",
     "Patch",
+    "PatchAnswer",
+    "PatchBench",
     "PatchHook",
+    "PatchMap",
     "Plant",
     "PureRecompute",
     "Sweep",

@@ -1,0 +1,192 @@
+"""A patch by hand as data, and its answer: what one asks of a :class:`kvinterp.patching.PatchBench`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvinterp import metrics
+from kvinterp.errors import InputError
+from kvinterp.inputs import check_choice, check_known
+from kvinterp.models import Adapter
+from kvinterp.patching.ablation import ABLATIONS, Ablation
+from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, Positions
+from kvinterp.patching.side_by_side import DISTANCES, check_finite
+from kvinterp.patching.sweeping import DIRECTIONS
+from kvinterp.recording import Trace
+
+__all__ = ["DONORS", "EVERY", "MEASURED", "Asked", "PatchAnswer", "answer_of"]
+
+EVERY = "every"
+MEASURED = ("kl", "l2")
+"""What is measured of every patch: KL in nats, and the L2 distance of the logits."""
+DONORS = {
+    "path": "the other path, on the same prompt",
+    "prompt": "the same path, on another prompt of as many tokens",
+    **ABLATIONS,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """One patch of one prompt, as data.
+
+    Attributes:
+        site: A site of PATCH_SITES.
+        layer: The layer.
+        head: Query head or KV head, as the site has them; all for None.
+        step: A step, or ``"every"``: every step from ``first`` on.
+        positions: As of a :class:`Patch`; None for the newest, of the cache all.
+        direction: A direction of DIRECTIONS: into which path.
+        donor: A name of DONORS.
+        seed: Seeds the draws of ``"resample"``.
+    """
+
+    site: str = "resid_post"
+    layer: int = 0
+    head: int | None = None
+    step: int | str = EVERY
+    positions: Positions | None = None
+    direction: str = "into-recompute"
+    donor: str = "path"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("direction", self.direction, DIRECTIONS)
+        check_known("donor", self.donor, DONORS)
+        check_known("patch site", self.site, PATCH_SITES)
+        if self.step != EVERY and not (
+            isinstance(self.step, int) and not isinstance(self.step, bool) and self.step >= self.first
+        ):
+            kind = "a decode step from 1 on" if self.first else "a step from 0 on"
+            raise InputError(f"step={self.step!r} was given: expected {kind}, or 'every'.")
+
+    @property
+    def first(self) -> int:
+        """The first step that differs: both paths of one prompt begin with the same forward."""
+        return 1 if self.donor == "path" else 0
+
+    @property
+    def into(self) -> str:
+        """The form of the path that is patched."""
+        return self.direction.removeprefix("into-")
+
+    @property
+    def ablates(self) -> bool:
+        """Whether nothing is restored: rows that no run computed go in."""
+        return self.donor in ABLATIONS
+
+    def patch(self, donor: Trace | Ablation | None = None) -> Patch:
+        """The same as a :class:`Patch`."""
+        positions = self.positions or ("all" if self.site in PATCHED_CACHE else "newest")
+        steps: Any = EVERY if self.step == EVERY else (self.step,)
+        return Patch(self.site, (self.layer,), None if self.head is None else (self.head,), positions, steps, donor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatchAnswer:
+    """What one patch did.
+
+    Distances are means over the steps patched, from what gives (the donor's logits; of an ablation the unpatched ones).
+
+    Attributes:
+        asked: The patch.
+        recovery: ``1 - d_after / d_before``; NaN where there is nothing to recover, as with an ablation.
+        l2_recovery: The same of the L2 distance of the logits, which no single step decides.
+        why: Why ``recovery`` is NaN and what to do instead; else empty.
+        d_before: KL(donor || unpatched), in nats; exactly 0 of an ablation.
+        d_after: KL(donor || patched); of an ablation KL(unpatched || patched), which is what it does.
+        l2_before: L2 distance of the logits, unpatched.
+        l2_after: The same, patched.
+        steps: One row a step patched: step, token (fed at it), recovery, d_before, d_after, l2_recovery.
+        tokens: The top tokens at ``shown_step`` of each run: run (donor, unpatched, patched), rank, token, text, probability,
+            logit.
+        shown_step: The step with the largest distance before; of an ablation after.
+        seconds: How long the answer took.
+    """
+
+    asked: Asked
+    recovery: float
+    l2_recovery: float
+    why: str
+    d_before: float
+    d_after: float
+    l2_before: float
+    l2_after: float
+    steps: pd.DataFrame
+    tokens: pd.DataFrame
+    shown_step: int
+    seconds: float = float("nan")
+
+    def __repr__(self) -> str:
+        """The patch and what it did, in one line."""
+        did = f"KL {self.d_before:.3g} to {self.d_after:.3g} nats over {len(self.steps)} steps"
+        return f"<PatchAnswer to {self.asked}: recovery {self.recovery:.2%}, {did}>"
+
+
+def answer_of(
+    asked: Asked,
+    steps: Sequence[int],
+    logits: Float[Tensor, "run step vocab"],
+    adapter: Adapter,
+    fed: Sequence[int],
+    top: int,
+) -> PatchAnswer:
+    """The answer to a patch.
+
+    Args:
+        asked: The patch.
+        steps: The steps patched.
+        logits: Of what gives, of the unpatched run and of the patched one.
+        adapter: The model, whose tokens they are.
+        fed: The tokens fed, one a step from step 1 on.
+        top: How many of each run's top tokens to show.
+
+    Raises:
+        NonFiniteError: NaN or Inf appeared in the logits.
+    """
+    donor, base, patched = logits
+    (before, after), (l2_before, l2_after) = (
+        [DISTANCES[name](donor, other).double() for other in (base, patched)] for name in MEASURED
+    )
+    means = torch.stack([distances.mean() for distances in (before, after, l2_before, l2_after)])
+    check_finite(means, f"the patch of {asked.site} at layer {asked.layer}")
+    columns = {
+        "step": list(steps),
+        "token": [adapter.decode([fed[step - 1]]) if step else "" for step in steps],
+        "recovery": metrics.recovery(before, after).tolist(),
+        "d_before": before.tolist(),
+        "d_after": after.tolist(),
+        "l2_recovery": metrics.recovery(l2_before, l2_after).tolist(),
+    }
+    shown = int((after if asked.ablates else before).argmax())
+    runs = {"donor": donor[shown], "unpatched": base[shown], "patched": patched[shown]}
+    if asked.ablates:
+        del runs["donor"]
+    return PatchAnswer(
+        asked=asked,
+        recovery=float(metrics.recovery(means[0], means[1])),
+        l2_recovery=float(metrics.recovery(means[2], means[3])),
+        why="" if asked.ablates else metrics.why_undefined(len(steps), float(means[2]), float(means[0])),
+        **dict(zip(("d_before", "d_after", "l2_before", "l2_after"), means.tolist(), strict=True)),
+        steps=pd.DataFrame(columns),
+        tokens=_top_tokens(runs, adapter, top),
+        shown_step=int(steps[shown]),
+    )
+
+
+def _top_tokens(runs: Mapping[str, Float[Tensor, " vocab"]], adapter: Adapter, top: int) -> pd.DataFrame:
+    found: list[dict[str, Any]] = []
+    for run, logits in runs.items():
+        chances = logits.double().softmax(-1)
+        best = logits.topk(min(top, len(logits))).indices.tolist()
+        for rank, (token, text) in enumerate(zip(best, adapter.pieces(best), strict=True), 1):
+            scores = {"probability": float(chances[token]), "logit": float(logits[token])}
+            found.append({"run": run, "rank": rank, "token": token, "text": text, **scores})
+    return pd.DataFrame(found)

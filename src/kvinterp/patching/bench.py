@@ -1,0 +1,270 @@
+"""One patch after another on one model: what does not depend on the patch is run once, so that a question costs its own run.
+
+This is what stands behind the panel in a notebook, and its face without a front end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvinterp import metrics
+from kvinterp.errors import InputError, located
+from kvinterp.inputs import check_whole, encode
+from kvinterp.models import wrap
+from kvinterp.models.threads import own_threads
+from kvinterp.patching.ablation import ZERO, Ablation
+from kvinterp.patching.asking import EVERY, MEASURED, Asked, PatchAnswer, answer_of
+from kvinterp.patching.clean_corrupted import check_aligned
+from kvinterp.patching.donors import mean_donor, resample_donor
+from kvinterp.patching.hook import PatchHook
+from kvinterp.patching.patch import Patch, Positions, stored_sites
+from kvinterp.patching.recompute import PureRecompute
+from kvinterp.patching.side_by_side import DISTANCES, check_finite
+from kvinterp.paths import Runner, path_named, run
+from kvinterp.paths.decode import fed_to_all, lockstep
+from kvinterp.recording import Trace
+
+__all__ = ["PatchBench"]
+
+
+class PatchBench:
+    """Answers one patch after another on one model, in the matched protocol.
+
+    Both paths are fed the tokens the cached path chooses greedily, and so is another prompt that gives.
+
+    Args:
+        model: A model of any kind, or an adapter.
+        max_new_tokens: Most steps; step 0 is the token the prefill decides.
+        kernels: The kernel mode of both paths, as in ``split_k(4,float16)``, under which they differ on any machine.
+
+    Attributes:
+        runs: Runs made so far that do not depend on a patch, the measure of what is remembered.
+    """
+
+    def __init__(self, model: Any, max_new_tokens: int = 12, kernels: str = "native") -> None:
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 2:
+            raise InputError(f"max_new_tokens={max_new_tokens!r} was given: expected at least 2, so that one step decodes.")
+        self.adapter = wrap(model)
+        self.max_new_tokens = max_new_tokens
+        self.runs = 0
+        self._prompt: tuple[int, ...] = ()
+        self._other: tuple[tuple[int, ...], ...] = ()
+        self._traces: dict[Any, Trace] = {}
+        self._pools: dict[Any, Ablation] = {}
+        self._paths = {form: path_named(f"{form}[kernels={kernels}]") for form in ("cached", "recompute")}
+        self._pure = PureRecompute(self.adapter, self._paths["recompute"])
+
+    def ask(
+        self,
+        prompt: Any,
+        site: str = "resid_post",
+        layer: int = 0,
+        head: int | None = None,
+        step: int | str = EVERY,
+        direction: str = "into-recompute",
+        top: int = 5,
+        *,
+        positions: Positions | None = None,
+        donor: str = "path",
+        other: Any = None,
+        seed: int = 0,
+    ) -> PatchAnswer:
+        """Patches and says what it recovers, or what an ablation does.
+
+        Args:
+            prompt: A text, a prompt or token ids.
+            site: As of :class:`Asked`.
+            layer: As of :class:`Asked`.
+            head: As of :class:`Asked`.
+            step: As of :class:`Asked`.
+            direction: As of :class:`Asked`.
+            top: How many of each run's top tokens to show.
+            positions: As of :class:`Asked`.
+            donor: As of :class:`Asked`.
+            other: Another prompt, for the donors ``"prompt"``, ``"mean"`` and ``"resample"``; ``"mean"`` without one is
+                that over the prompt's own positions.
+            seed: As of :class:`Asked`.
+
+        Raises:
+            InputError: Something given does not exist.
+            NonFiniteError: NaN or Inf appeared in the logits.
+            UnsupportedError: This model does not show the site.
+        """
+        started = time.perf_counter()
+        top = check_whole("top", top)
+        asked = Asked(site, layer, head, step, positions, direction, donor, seed)
+        self.turn_to(prompt, other)
+        steps, *logits = self._answered(asked)
+        answer = answer_of(asked, steps, torch.stack(logits), self.adapter, self._fed(), top)
+        return dataclasses.replace(answer, seconds=time.perf_counter() - started)
+
+    def measure(self, asked: Asked) -> dict[str, list[float]] | None:
+        """By each of MEASURED the recovery, or of an ablation the distance it makes: over all steps patched, then at each.
+
+        None where the patch moves nothing. The prompt is the one that :meth:`turn_to` turned to.
+
+        Raises:
+            InputError: Something asked does not exist.
+            NonFiniteError: NaN or Inf appeared in the logits.
+        """
+        if not self._moves(asked):
+            return None
+        _, donor, base, patched = self._answered(asked)
+        found = {}
+        for name in MEASURED:
+            before, after = (DISTANCES[name](donor, other).double() for other in (base, patched))
+            check_finite(torch.stack([before, after]), f"the patch of {asked.site} at layer {asked.layer}")
+            before, after = (torch.cat([distances.mean()[None], distances]) for distances in (before, after))
+            found[name] = (after if asked.ablates else metrics.recovery(before, after)).tolist()
+        return found
+
+    # What does not depend on the patch ---------------------------------------------------------------------------------
+
+    def turn_to(self, prompt: Any, other: Any = None) -> None:
+        """Makes a prompt, and another one that gives, those that are asked about.
+
+        Raises:
+            InputError: One of them is empty, too long or no text of this model.
+        """
+        given = tuple(encode(self.adapter, prompt, self.max_new_tokens))
+        # A blank one in the panel is none.
+        blank = other is None or (isinstance(other, str) and not other.strip())
+        others = () if blank else (tuple(encode(self.adapter, other, self.max_new_tokens)),)
+        if given != self._prompt:
+            self._traces.clear()
+            self._pools.clear()
+            self._pure = PureRecompute(self.adapter, self._paths["recompute"])
+        elif others != self._other:
+            self._traces = {key: trace for key, trace in self._traces.items() if key[1] == "prompt"}
+            self._pools.clear()
+        self._prompt, self._other = given, others
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the prompt in hand."""
+        return self._prompt
+
+    @property
+    def fed(self) -> tuple[int, ...]:
+        """The tokens that both paths are fed, one a step from step 1 on."""
+        if not self._traces:
+            with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
+                self._any("cached")
+        return self._fed()
+
+    def _fed(self) -> tuple[int, ...]:
+        return self._any("cached").fed
+
+    def _any(self, form: str, of: str = "prompt") -> Trace:
+        """A path's run, with whatever it recorded."""
+        found = next((trace for key, trace in self._traces.items() if key[:2] == (form, of)), None)
+        return self._trace(form, of) if found is None else found
+
+    def _trace(self, form: str, of: str, asked: Asked | None = None) -> Trace:
+        # All positions are recorded at one layer only, the newest of every layer.
+        whole = asked is not None and asked.patch().positions != "newest"
+        layer = asked.layer if asked is not None and whole else None
+        site = "" if asked is None else asked.site
+        key = (form, of, site, layer)
+        if key not in self._traces:
+            lead = form == "cached" and of == "prompt" and not any(k[:2] == (form, of) for k in self._traces)
+            fed = None if lead else self._fed()
+            self.runs += 1
+            self._traces[key] = run(
+                self.adapter,
+                list(self._prompt if of == "prompt" else self._other[0]),
+                self._paths[form],
+                max_new_tokens=self.max_new_tokens if fed is None else len(fed) + 1,
+                continuation=fed,
+                stop="end of sequence" if fed is None else "length",
+                record=stored_sites(self.adapter, site) if site else (),
+                layers=None if layer is None else [layer],
+                positions="all" if whole else "newest",
+                logits="keep",
+            )
+        return self._traces[key]
+
+    def _ablation(self, asked: Asked) -> Ablation:
+        key = (asked.donor, asked.site, asked.layer, asked.seed)
+        if asked.donor == "zero":
+            return ZERO
+        if asked.donor == "resample" and not self._other:
+            raise InputError("donor 'resample' draws another prompt's rows and none was given: give other='a text'.")
+        if key not in self._pools:
+            self.runs += 1
+            of, at = [list(tokens) for tokens in self._other or (self._prompt,)], [asked.layer]
+            drawn = asked.donor == "resample"
+            self._pools[key] = (
+                resample_donor(self.adapter, of, asked.site, at, seed=asked.seed)
+                if drawn
+                else mean_donor(self.adapter, of, asked.site, at)
+            )
+        return self._pools[key]
+
+    # What does ---------------------------------------------------------------------------------------------------------
+
+    def _answered(self, asked: Asked) -> tuple[list[int], Tensor, Tensor, Tensor]:
+        """The steps patched, and at each the logits of what gives, of the unpatched run and of the patched one."""
+        PatchHook(self.adapter, [asked.patch()])
+        with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
+            source = self._source(asked)
+            base = self._kept(self._any(asked.into))
+            donor = base if isinstance(source, Ablation) else self._kept(source)
+            steps = list(range(asked.first, len(base))) if asked.step == EVERY else [int(asked.step)]
+            self._check_steps(asked, steps, len(base))
+            patched = self._patched(asked, asked.patch(source), steps)
+        return steps, donor[steps], base[steps], patched
+
+    def _source(self, asked: Asked) -> Trace | Ablation:
+        if asked.ablates:
+            return self._ablation(asked)
+        if asked.donor == "path":
+            return self._trace("recompute" if asked.into == "cached" else "cached", "prompt", asked)
+        if not self._other:
+            raise InputError("donor 'prompt' takes from another prompt and none was given: give other='a text'.")
+        check_aligned(self._other[0], self._prompt)
+        return self._trace(asked.into, "other", asked)
+
+    @staticmethod
+    def _kept(trace: Trace) -> Float[Tensor, "step vocab"]:
+        assert trace.logits is not None, "every run of the bench keeps its logits"
+        return trace.logits
+
+    def _check_steps(self, asked: Asked, steps: Sequence[int], ran: int) -> None:
+        if not steps or steps[-1] >= ran:
+            raise InputError(
+                f"step {steps[-1] if steps else 1} does not exist: the cached path decodes steps 1 to {ran - 1} of this prompt "
+                f"with max_new_tokens={self.max_new_tokens}."
+            )
+        if not self._moves(asked):
+            raise InputError(
+                f"positions={asked.patch().positions!r} of {asked.site!r} patches nothing at "
+                f"{'any step' if asked.step == EVERY else f'step {asked.step}'}: the cached path computes the newest position "
+                "only at a decode step, and no path has positions yet to come; name others, patch kv, or patch into-recompute."
+            )
+
+    def _moves(self, asked: Asked) -> bool:
+        steps = range(asked.first, len(self.fed) + 1) if asked.step == EVERY else [int(asked.step)]
+        patch = dataclasses.replace(asked.patch(), steps=tuple(steps) or (1,))
+        return any(patch.moves(step, len(self._prompt), asked.into) for step in steps)
+
+    def _patched(self, asked: Asked, patch: Patch, steps: Sequence[int]) -> Float[Tensor, "step vocab"]:
+        fed, prompt = self._fed(), list(self._prompt)
+        hook = PatchHook(self.adapter, [patch], None, len(prompt), asked.first)
+        if asked.into == "recompute":
+            if len(steps) == 1:
+                # One prefix for a whole map: what comes before the patched block runs once.
+                self._pure.capture([*prompt, *fed[: steps[0]]])
+            return torch.stack([self._pure.patched([*prompt, *fed[:step]], step, hook) for step in steps])
+        room, row = steps[-1] + 1, torch.tensor([prompt], device=self.adapter.device)
+        with Runner(self.adapter, self._paths["cached"], row, room, [hook]) as runner:
+            given = fed_to_all(fed, 1, 1, row.device)
+            rows = [now.logits[0][0].clone() for now in lockstep([runner], room, given=given)]
+        return torch.stack([rows[step] for step in steps])

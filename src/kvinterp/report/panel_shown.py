@@ -1,0 +1,136 @@
+"""What the panel shows, as plain data: the choices, the answer and the map, every word of them made here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
+from kvinterp.patching.asking import EVERY, MEASURED
+from kvinterp.patching.patch_map import blocks_of
+from kvinterp.reading.patching import asked_said, map_said, recovery_said
+
+__all__ = ["answer_shown", "choices", "map_shown", "plain"]
+
+UNITS = {"kl": "nats", "l2": "in logits"}
+
+
+def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None) -> dict[str, Any]:
+    """Every choice there is, each as [value, words]."""
+    offered: dict[str, Any] = {
+        "model": [[name, name] for name in models],
+        "donor": [[name, f"{name}: {text}"] for name, text in DONORS.items()],
+        "direction": [[name, name] for name in DIRECTIONS],
+        "site": [[name, f"{name}: {text}"] for name, text in PATCH_SITES.items()],
+        "view": [[name, name] for name in VIEWS],
+        "distance": [["kl", "KL, nats"], ["l2", "L2 distance of the logits"]],
+        "layer": [[0, "0"]],
+        "head": [[None, "all"]],
+        "step": [[EVERY, "all"]],
+        "positions": [["newest", "newest"], ["all", "all"]],
+    }
+    if bench is None or asked is None:
+        return offered
+    count, kind = bench.adapter.facts.heads_of(asked.site)
+    every = f"all {count} {kind}s at once" if count else "this site has no heads"
+    last = len(bench.fed)
+    pieces = bench.adapter.pieces([*bench.prompt, *bench.fed])
+    texts = [repr(piece) for piece in pieces[len(bench.prompt) :]]
+    steps = [
+        [step, f"{step}: fed {texts[step - 1]}" if step else "0: the prefill"] for step in range(asked.first, last + 1)
+    ]
+    blocks = [[plain(span), _block(span, pieces)] for span in blocks_of(bench)]
+    return offered | {
+        "layer": [[layer, str(layer)] for layer in range(bench.adapter.facts.layers)],
+        "head": [[None, every], *([head, str(head)] for head in range(count))],
+        "step": [[EVERY, f"all: steps {asked.first} to {last}, each patched"], *steps],
+        "positions": [
+            ["newest", "newest: the one that decides the next token"],
+            ["all", "all that the step computes; of K and V all that it reads"],
+            *blocks,
+        ],
+    }
+
+
+def answer_shown(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[str, Any]:
+    """What a patch did, with the distance asked for first."""
+    asked = answer.asked
+    lead, rest = recovery_said(answer)
+    giving = {"path": f"{'cached' if asked.into == 'recompute' else 'recompute'} path", "prompt": "other prompt"}
+    titles = {
+        "donor": f"donor: {giving.get(asked.donor, '')}",
+        "unpatched": f"unpatched {asked.into} path",
+        "patched": f"patched {asked.into} path",
+    }
+    lists = []
+    for run, rows in answer.tokens.groupby("run", sort=False):
+        shown = [[repr(row.text), f"{row.probability:.4g}", f"{row.logit:.5g}"] for row in rows.itertuples()]
+        lists.append({"title": titles[str(run)], "rows": shown})
+    distances: dict[str, tuple[str, float, float, float]] = {
+        "kl": ("KL, nats", answer.d_before, answer.d_after, answer.recovery),
+        "l2": ("L2 of the logits", answer.l2_before, answer.l2_after, answer.l2_recovery),
+    }
+    order = [measure, *(name for name in MEASURED if name != measure)]
+    return {
+        "lead": lead,
+        "rest": rest,
+        "said": asked_said(asked, bench.adapter.facts.heads_of(asked.site), len(bench.fed)),
+        "distances": [[distances[name][0], *map(_number, distances[name][1:])] for name in order],
+        "lists": lists,
+        "step": f"Most likely tokens at step {answer.shown_step}{', where the KL is largest' * (len(answer.steps) > 1)}",
+        "seconds": f"answered in {answer.seconds:.2f} s",
+    }
+
+
+def map_shown(made: PatchMap, measure: str, asked: Asked) -> dict[str, Any]:
+    """A map as far as it is filled, by one distance, with the cell of the patch that is shown."""
+    bench = made.bench
+    pieces = bench.adapter.pieces([*bench.prompt, *bench.fed])
+
+    def label(value: Any) -> str:
+        return "all" if value in (None, EVERY) else _block(value, pieces) if isinstance(value, tuple) else str(value)
+
+    filled = [[_finite(value) for value in row] for row in made.values[measure]]
+    empty = [[None] * len(made.columns)] * (len(made.rows) - made.filled)
+    fields = made.fields
+    chosen = [
+        axis.index(getattr(asked, field)) if getattr(asked, field) in axis else -1
+        for axis, field in zip((made.rows, made.columns), fields, strict=True)
+    ]
+    ablates = made.asked.ablates
+    return {
+        "name": str(id(made)),
+        "view": made.view,
+        "fields": list(fields),
+        "values": [[plain(value) for value in axis] for axis in (made.rows, made.columns)],
+        "rows": [label(value) for value in made.rows],
+        "columns": [label(value) for value in made.columns],
+        "cells": filled + empty,
+        "filled": made.filled,
+        "chosen": chosen if min(chosen) >= 0 else None,
+        "title": map_said(measure, ablates),
+        "unit": UNITS[measure] if ablates else f"recovery of the {'KL' if measure == 'kl' else 'L2 distance'}",
+        "scale": "sequential" if ablates else "diverging",
+        "limits": None if ablates else [-1, 1],
+        "beyond": 0 if ablates else sum(value is not None and abs(value) > 1 for row in filled for value in row),
+    }
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON has it: a tuple becomes a list."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _finite(value: float | None) -> float | None:
+    """The value as JSON has it: without NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _number(value: float) -> str:
+    return "undefined" if math.isnan(value) else "0" if value == 0 else f"{value:.4g}"
+
+
+def _block(span: Any, pieces: list[str]) -> str:
+    text = "".join(pieces[slice(*span)])
+    return f"{span[0]}–{span[1] - 1} {text if len(text) <= 12 else text[:11] + '…'!s}"

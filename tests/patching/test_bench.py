@@ -1,0 +1,222 @@
+"""Patching by hand without a front end: the bench gives the sweep's numbers and remembers what it may; so do its maps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp import metrics
+from kvinterp.errors import InputError
+from kvinterp.patching import VIEWS, Asked, PatchMap
+from kvinterp.patching.planted import Planted
+from support import Case, plain_forward
+
+PROMPT = "Question: Nora has 8 boxes and Jack has 5. How many more?\nAnswer:"
+OTHER = "Question: Nora has 7 boxes and Jack has 5. How many more?\nAnswer:"
+STEPS = 6
+NATIVE = Case("zoo:gqa2-mini", "native", "sdpa")
+
+
+@pytest.fixture(scope="module")
+def model(load: Any) -> Any:
+    return load(Case("zoo:mistral-mini", "hooked"), "float16")
+
+
+@pytest.mark.hooked
+@pytest.mark.each
+@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
+@pytest.mark.parametrize(
+    ("site", "layer", "head", "step"),
+    [
+        ("resid_post", 2, None, "every"),
+        ("kv", 3, 1, "every"),
+        ("z", 2, 1, 3),
+        ("cache_v", 1, None, 2),
+        ("pattern", 3, 5, 4),
+    ],
+)
+def test_the_bench_gives_the_numbers_of_a_sweep(
+    model: Any, site: str, layer: int, head: int | None, step: int | str, direction: str
+) -> None:
+    answer = kv.PatchBench(model, STEPS).ask(PROMPT, site, layer, head, step, direction)
+    swept = kv.sweep(
+        model,
+        PROMPT,
+        site,
+        "single" if head is None else "heads",
+        layers=[layer],
+        direction=direction,
+        steps="every" if step == "every" else (step,),
+        max_new_tokens=STEPS,
+        controls="none",
+        progress="none",
+    )
+    row = swept.recovery[swept.recovery["head"] == (-1 if head is None else head)].iloc[0]
+    assert (answer.d_before, answer.d_after) == (row["d_before"], row["d_after"])
+    assert answer.recovery == row["recovery"] or not row["defined"]
+    assert len(answer.steps) == row["steps"]
+
+
+@pytest.mark.hooked
+def test_what_does_not_depend_on_the_patch_is_run_once(model: Any) -> None:
+    bench = kv.PatchBench(model, STEPS)
+    first = bench.ask(PROMPT, "resid_post", 1)
+    assert bench.runs == 2, "one run a path"
+    for layer in range(model.facts.layers):
+        bench.ask(PROMPT, "resid_post", layer, step=2)
+    assert bench.runs == 2, "other layers and steps of the same site cost the patched run alone"
+    bench.ask(PROMPT, "z", 1, 0)
+    assert bench.runs == 3, "another site is recorded once"
+    bench.ask(PROMPT, "resid_post", 1, donor="prompt", other=OTHER)
+    assert bench.runs == 4, "and so is another prompt"
+    bench.ask(PROMPT, "resid_post", 2, donor="prompt", other=OTHER)
+    assert bench.runs == 4
+    bench.ask("Question: another?\nAnswer:", "resid_post", 1)
+    assert bench.runs == 6
+    again = bench.ask(PROMPT, "resid_post", 1)
+    assert again.steps.equals(first.steps)
+    assert again.tokens.equals(first.tokens)
+
+
+@pytest.mark.hooked
+def test_the_last_residual_gives_the_donors_logits(model: Any) -> None:
+    """At the last layer nothing follows but the unembedding, which is what the control calls the floor."""
+    bench = kv.PatchBench(model, STEPS)
+    # So that the paths differ on every machine, and before the unembedding.
+    bench._paths["cached"] = kv.Cached(Planted(1, 256.0))
+    answer = bench.ask(PROMPT, "resid_post", model.facts.layers - 1)
+    assert answer.d_before > 0, "the paths do not differ here: the test shows nothing"
+    assert answer.recovery > 0.99
+    assert answer.steps["d_before"].idxmax() == answer.steps.index[answer.steps["step"] == answer.shown_step][0]
+    for run in ("donor", "unpatched", "patched"):
+        top = answer.tokens[answer.tokens["run"] == run]
+        assert top["logit"].is_monotonic_decreasing
+        assert top["rank"].tolist() == [1, 2, 3, 4, 5]
+        assert (top["probability"] > 0).all()
+        assert top["probability"].sum() <= 1 + 1e-12
+
+
+# Donors that are not the other path ------------------------------------------------------------------------------------
+
+
+def test_another_prompt_at_the_prefill_is_activation_patching(load: Any) -> None:
+    model = load(NATIVE)
+    found = kv.activation_patching(model, OTHER, PROMPT, "resid_post", layers=(1,), progress="none")
+    bench = kv.PatchBench(model, STEPS)
+    for column in (found.differ[0], len(found.columns) - 1):
+        asked = {"step": 0, "positions": (column, column + 1), "donor": "prompt", "other": OTHER}
+        for direction in ("into-recompute", "into-cached"):
+            answer = bench.ask(PROMPT, "resid_post", 1, direction=direction, **asked)
+            assert (answer.d_before, answer.d_after) == (found.corrupted, float(found.values[0, column]))
+            assert answer.recovery == float(found.recovery[0, column])
+
+
+@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
+@pytest.mark.parametrize("donor", ["zero", "mean", "resample"])
+def test_an_ablation_is_kv_patched_around_the_forward(load: Any, donor: str, direction: str) -> None:
+    model = load(NATIVE)
+    answer = kv.PatchBench(model, STEPS).ask(
+        PROMPT, "z", 1, 2, 0, direction, positions="all", donor=donor, other=OTHER, seed=5
+    )
+    given = {
+        "zero": "zero",
+        "mean": kv.mean_donor(model, OTHER, "z"),
+        "resample": kv.resample_donor(model, OTHER, "z", seed=5),
+    }
+    tokens = torch.tensor([model.encode(PROMPT)])
+    plain = plain_forward(model.model, tokens)[0, -1]
+    with kv.patched(model.model, kv.Patch("z", (1,), (2,), "all", donor=given[donor])):
+        logits = plain_forward(model.model, tokens)[0, -1]
+    assert answer.d_after == float(metrics.kl_divergence(plain, logits)) > 0
+    assert answer.d_before == 0
+    assert answer.recovery != answer.recovery, "an ablation restores nothing"
+    assert answer.asked.ablates
+    assert set(answer.tokens["run"]) == {"unpatched", "patched"}
+
+
+# Maps ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_cell_of_a_map_is_the_answer_to_its_patch(load: Any, view: str, direction: str) -> None:
+    bench = kv.PatchBench(load(NATIVE), 3)
+    bench.turn_to(PROMPT, OTHER)
+    made = PatchMap(bench, Asked("v" if view != "block by layer" else "kv", direction=direction, donor="prompt"), view)
+    while made.filled < len(made.rows):
+        made.fill_row()
+    row, column = len(made.rows) - 2, len(made.columns) - 1
+    for at in ((row, column), (row, 0), (0, column)):
+        asked = made.at(*at)
+        where = {
+            name: getattr(asked, name) for name in ("site", "layer", "head", "step", "positions", "direction", "donor")
+        }
+        answer = bench.ask(PROMPT, other=OTHER, **where)
+        assert made.values["kl"][at[0]][at[1]] == answer.recovery
+        assert made.values["l2"][at[0]][at[1]] == answer.l2_recovery
+
+
+def test_a_map_leaves_out_what_moves_nothing(load: Any) -> None:
+    bench = kv.PatchBench(load(NATIVE), 3)
+    bench.turn_to(PROMPT)
+    made = PatchMap(bench, Asked("resid_post", direction="into-cached", donor="zero", step=1), "block by layer")
+    while made.filled < len(made.rows):
+        made.fill_row()
+    spots = dict(zip(map(str, made.rows), made.values["kl"], strict=True))
+    assert spots[str(made.rows[2])] == [None] * len(made.columns), (
+        "a decode step of the cached path computes no earlier position"
+    )
+    assert spots["newest"] == spots["all"]
+    assert None not in spots["newest"]
+
+
+# What does not exist ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"site": "resid_pots"}, "did you mean 'resid_post'"),
+        ({"layer": 9}, "layer 9 does not exist"),
+        ({"site": "z", "head": 8}, "query head 8 does not exist"),
+        ({"site": "kv", "head": 2}, "KV head 2 does not exist"),
+        ({"head": 0}, "has no heads"),
+        ({"step": 0}, "expected a decode step from 1 on"),
+        ({"step": -1, "donor": "zero"}, "expected a step from 0 on"),
+        ({"step": STEPS}, rf"step {STEPS} does not exist: the cached path decodes steps 1 to {STEPS - 1}"),
+        ({"direction": "sideways"}, "direction='sideways' was given"),
+        ({"donor": "prompts"}, "did you mean 'prompt'"),
+        ({"donor": "prompt"}, "none was given: give other='a text'"),
+        ({"donor": "resample"}, "none was given: give other='a text'"),
+        ({"donor": "prompt", "other": PROMPT + " 5"}, "and positions are matched by number"),
+        ({"direction": "into-cached", "positions": (0, 3)}, r"positions=\(0, 3\) of 'resid_post' patches nothing"),
+        ({"top": 0}, "top=0"),
+    ],
+)
+def test_what_does_not_exist_is_one_sentence(load: Any, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        kv.PatchBench(load(Case("zoo:mistral-mini", "native", "sdpa")), STEPS).ask(PROMPT, **asked)
+
+
+def test_a_bench_needs_a_decode_step(load: Any) -> None:
+    with pytest.raises(InputError, match="at least 2"):
+        kv.PatchBench(load(NATIVE), 1)
+    with pytest.raises(InputError, match="a map by head needs a site with heads"):
+        bench = kv.PatchBench(load(NATIVE), 2)
+        bench.turn_to(PROMPT)
+        PatchMap(bench, Asked("resid_post"), "layer by head")
+
+
+def test_nan_is_one_sentence() -> None:
+    model = kv.load_model("zoo:gqa2-mini", kind="native", dtype="float32", device="cpu")
+    bench = kv.PatchBench(model, 3)
+    bench.ask(PROMPT)
+    with torch.no_grad():
+        model.blocks[1].mlp.down_proj.weight.fill_(torch.nan)
+    with pytest.raises(kv.NonFiniteError, match="NaN or Inf appeared"):
+        bench.ask(PROMPT)
+    with pytest.raises(kv.NonFiniteError):
+        kv.PatchBench(model, 3).ask(PROMPT)
