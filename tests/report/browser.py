@@ -161,30 +161,36 @@ def check_markup(opened: Opened, *texts: str) -> None:
 
 
 def check_sorting(opened: Opened) -> None:
-    """Every head of every table of two rows and more sorts its rows, by click and by Enter, and turns them round again."""
-    tables = opened.page.evaluate(_UNFOLDED)
-    assert tables, "the page has no table that could be sorted"
-    for number, columns in tables:
-        for column in range(columns):
-            head = opened.page.locator("table.sortable").nth(number).locator("thead th").nth(column)
-            head.click()
-            up = opened.page.evaluate(_COLUMN, [number, column])
-            head.press("Enter")
-            down = opened.page.evaluate(_COLUMN, [number, column])
-            assert (up["sorted"], down["sorted"]) == ("ascending", "descending")
-            assert sorted(up["cells"]) == sorted(down["cells"])
-            assert up["cells"][0] != down["cells"][0] or len(set(up["cells"])) < 3 or up["empty"], f"{up} {down}"
+    """Every head of every table of two rows and more sorts its rows and turns them round again: by a click and by Enter."""
+    found = opened.page.evaluate(_SORTED)
+    assert found, "the page has no table that could be sorted"
+    head = opened.page.locator("table.sortable th").first
+    head.click()
+    head.press("Enter")
+    for before, up, down in found:
+        assert (up["sorted"], down["sorted"]) == ("ascending", "descending")
+        assert sorted(before["cells"]) == sorted(up["cells"]) == sorted(down["cells"])
+        said = {cell for cell in up["cells"] if cell not in ("", "–")}
+        assert len(said) < 2 or len(said) != len(up["cells"]) or up["cells"] != down["cells"], up
+    assert head.get_attribute("aria-sort") in ("ascending", "descending")
 
 
-_UNFOLDED = """() => {
+_SORTED = """() => {
   for (const folded of document.querySelectorAll("details")) folded.open = true;
-  return [...document.querySelectorAll("table.sortable")].map((table, n) => [n, table.tHead.rows[0].cells.length]);
-}"""
-_COLUMN = """([number, column]) => {
-  const table = document.querySelectorAll("table.sortable")[number];
-  const cells = [...table.tBodies[0].rows].map((row) => row.cells[column].textContent.trim());
-  const head = table.tHead.rows[0].cells[column];
-  return { cells, sorted: head.getAttribute("aria-sort"), empty: cells.some((cell) => !cell || cell === "–") };
+  const found = [];
+  for (const table of document.querySelectorAll("table.sortable"))
+    [...table.tHead.rows[0].cells].forEach((head, column) => {
+      const now = () => ({
+        cells: [...table.tBodies[0].rows].map((row) => row.cells[column].textContent.trim()),
+        sorted: head.getAttribute("aria-sort"),
+      });
+      const before = now();
+      head.click();
+      const up = now();
+      head.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+      found.push([before, up, now()]);
+    });
+  return found;
 }"""
 
 _FAULTS = (Path(__file__).parent / "faults.js").read_text(encoding="utf-8")

@@ -383,5 +383,5 @@ def _files(results: Sequence[Result], folder: Path) -> list[Any]:
     return [
         Text("Files", look="h2"),
         Text(note + "prompts.jsonl, and the figures in figures/*.png.", look="note"),
-        Table([Column("comparison"), Column("its files")], rows),
+        Table([Column("comparison"), Column("its files")], rows, look="cards"),
     ]
