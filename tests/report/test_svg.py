@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from browser import EVIL
 from matplotlib.image import imread
+from PIL import Image
 
 from kvinterp.report.ink import DARK, INK, contrast, ink_on, luminance, on_dark, on_dark_hex
 from kvinterp.report.recovery import DIVERGING
 from kvinterp.report.style import CMAP, SERIES, drawn_as, keeping, save, sheet
-from kvinterp.report.svg import inline, picture
+from kvinterp.report.svg import _address, _pictures, inline, picture
 
 GROUND = float(luminance(np.array([int(DARK[n : n + 2], 16) / 255 for n in (1, 3, 5)])))
 
@@ -69,6 +70,7 @@ def drawn(title: str = "a title", name: str = "one", marks: int = 9) -> str:
     return svg
 
 
+@pytest.mark.filterwarnings("ignore:Glyph", "ignore:constrained_layout")
 def test_names_are_text_and_nothing_is_loaded_or_run() -> None:
     svg = drawn(f"{EVIL} \x00\x1b $x$ & \ufffe")
     root = ElementTree.fromstring(svg)
@@ -99,8 +101,8 @@ def test_no_ground_and_no_colour_of_its_own() -> None:
     assert not re.search(r"(?<!,)#[0-9a-f]{6}", re.sub(r"base64,[^\"]*", "", body)), "every colour is a variable"
     assert "var(--ffffff" not in body, "no white ground"
     assert svg.count('class="on-light"') == svg.count('class="on-dark"') >= 1
-    dark = re.findall(r'href="data:image/png;base64,\s*([^"]+)"[^>]*class="on-dark"', svg) or re.findall(
-        r'class="on-dark"[^>]*href="data:image/png;base64,\s*([^"]+)"', svg
+    dark = re.findall(r'class="on-dark"[^>]*href="data:image/png;base64,\s*([^"]+)"', svg) or re.findall(
+        r'href="data:image/png;base64,\s*([^"]+)"[^>]*class="on-dark"', svg
     )
     points = imread(io.BytesIO(base64.b64decode(dark[0])))[..., :3]
     # Zeros and ones: the least is near the dark ground, the most far from it.
@@ -108,8 +110,19 @@ def test_no_ground_and_no_colour_of_its_own() -> None:
     assert luminance(points).max() > 0.7
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (40, 7)])
+def test_a_map_keeps_every_colour(shape: tuple[int, int]) -> None:
+    points = (255 * np.random.default_rng(0).uniform(size=(*shape, 4))).astype(np.uint8)
+    points[0, 0] = 255
+    kept = Image.open(io.BytesIO(base64.b64decode(_address(points).partition(",")[2]))).convert("RGBA")
+    np.testing.assert_array_equal(np.asarray(kept), points)
+    light, dark = (Image.open(io.BytesIO(base64.b64decode(each.partition(",")[2]))) for each in _pictures(_address(points)))
+    np.testing.assert_array_equal(np.asarray(light.convert("RGBA")), points)
+    assert "#{:02x}{:02x}{:02x}".format(*dark.convert("RGBA").getpixel((0, 0))[:3]) == DARK
+
+
 def test_many_marks_are_drawn_as_a_picture() -> None:
-    few, many = drawn(marks=2000), drawn(marks=20_000)
+    few, many = drawn(marks=900), drawn(marks=20_000)
     assert "<use" in few
     assert len(many) < 150_000
     assert many.count("<image") > few.count("<image")

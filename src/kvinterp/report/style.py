@@ -230,7 +230,7 @@ def drawn_as(figure: Figure, name: str) -> bytes:
     undated = {"Date": None} if name == "svg" else {"CreationDate": None}
     drawn = io.BytesIO()
     with looks(), matplotlib.rc_context({"svg.hashsalt": "kvinterp", "svg.fonttype": "none", "pdf.fonttype": 42}):
-        figure.savefig(drawn, format=name, metadata={"Creator": "kvinterp", **undated})
+        figure.savefig(drawn, format=name, dpi=144, metadata={"Creator": "kvinterp", **undated})
     return drawn.getvalue()
 
 

@@ -30,8 +30,10 @@ __all__ = ["inline", "picture"]
 
 _SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 _FONTS = "font-family:'DejaVu Sans', Verdana, 'Bitstream Vera Sans', Arial, sans-serif"
-_MANY = 3000
+_MANY = 1000
 """Marks and segments from which on an artist's are drawn as a picture of points."""
+_LARGE = 50_000
+"""Points from which on a picture has 128 colours at most: one of marks, and not a map of few cells."""
 _BROAD = 7.5
 """Inches from which on a figure has a row of the page to itself."""
 
@@ -71,6 +73,7 @@ def inline(figure: Figure, name: str) -> str:
                 parent.remove(child)
     _name_ids(root, re.sub(r"[^\w-]", "-", name))
     _follow(root)
+    _shorten(root)
     width, height = figure.get_size_inches()
     look = f"--inches:{width:g};stroke-linejoin:round;stroke-linecap:butt;fill:{_variable('#000000')};{_FONTS}"
     view = root.get("viewBox", f"0 0 {72 * width:g} {72 * height:g}")
@@ -107,21 +110,36 @@ def _changed(artist: Any, what: str, value: Any) -> Callable[[], None]:
 
 
 def _name_ids(root: ElementTree.Element, name: str) -> None:
-    """Ids that something refers to begin with the figure's name; the others go."""
-    refers = re.compile(r"url\(#([^)]+)\)")
-    wanted: set[str] = set()
+    """Ids that something refers to are the figure's name and a number; the others go."""
+    named: dict[str, str] = {}
+
+    def new(found: str) -> str:
+        return named.setdefault(found, f"{name}-{len(named)}")
+
     for element in root.iter():
-        link = element.attrib.pop(_LINK, None) or element.attrib.pop("href", None)
+        link = element.attrib.pop(_LINK, None)
         if link is not None:
-            wanted |= {link[1:]} if link.startswith("#") else set()
-            element.set("href", f"#{name}-{link[1:]}" if link.startswith("#") else link)
+            element.set("href", f"#{new(link[1:])}" if link.startswith("#") else link)
         for key, value in element.attrib.items():
-            wanted |= set(refers.findall(value))
-            element.set(key, refers.sub(rf"url(#{name}-\1)", value))
+            element.set(key, re.sub(r"url\(#([^)]+)\)", lambda found: f"url(#{new(found[1])})", value))
     for element in root.iter():
         found = element.attrib.pop("id", None)
-        if found in wanted:
-            element.set("id", f"{name}-{found}")
+        if found in named:
+            element.set("id", named[found])
+
+
+def _shorten(root: ElementTree.Element) -> None:
+    """Without blanks between elements; the look of marks that are alike stands once, above them."""
+    for parent in root.iter():
+        for child in parent:
+            child.tail = None
+        if len(parent):
+            parent.text = None
+        looks = {child.get("style") for child in parent}
+        if len(parent) > 1 and len(looks) == 1 and {child.tag for child in parent} == {f"{_SVG}use"} and None not in looks:
+            parent.set("style", f"{parent.get('style', '')};{looks.pop()}".lstrip(";"))
+            for child in parent:
+                del child.attrib["style"]
 
 
 def _follow(root: ElementTree.Element) -> None:
@@ -142,9 +160,9 @@ def _follow(root: ElementTree.Element) -> None:
                 )
         for place, child in reversed([*enumerate(parent)]):
             if child.tag == f"{_SVG}image":
-                dark = ElementTree.Element(child.tag, {**child.attrib, "class": "on-dark"})
-                dark.set("href", _dark_picture(child.get("href", "")))
-                child.set("class", "on-light")
+                on_white, mirrored = _pictures(child.get("href", ""))
+                dark = ElementTree.Element(child.tag, {**child.attrib, "class": "on-dark", "href": mirrored})
+                child.attrib.update({"class": "on-light", "href": on_white})
                 parent.insert(place + 1, dark)
     light, night = (
         "".join(f"--{color[1:]}:{to(color)};" for color in sorted(colors)) for to in (lambda color: color, on_dark_hex)
@@ -161,10 +179,23 @@ def _variable(color: str) -> str:
     return f"var(--{color[1:]},{color})"
 
 
-def _dark_picture(address: str) -> str:
-    """A PNG within an address, in the colours of the dark ground."""
-    points = np.asarray(Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2]))).convert("RGBA")) / 255
+def _pictures(address: str) -> tuple[str, str]:
+    """A PNG within an address, and the same in the colours of the dark ground."""
+    light = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2]))).convert("RGBA")
+    if light.width * light.height > _LARGE:
+        light = light.quantize(128, Image.Quantize.FASTOCTREE).convert("RGBA")
+    points = np.asarray(light) / 255
     dark = np.concatenate([on_dark(points[..., :3]), points[..., 3:]], axis=-1)
+    return _address(np.asarray(light)), _address((255 * dark).round().astype(np.uint8))
+
+
+def _address(points: np.ndarray) -> str:
+    """Points as the address of a PNG: by a list of their colours, where those are few."""
+    colors, numbers = np.unique(points.reshape(-1, 4), axis=0, return_inverse=True)
+    picture = Image.fromarray(points)
+    if len(colors) <= 256:
+        picture = Image.fromarray(numbers.reshape(points.shape[:2]).astype(np.uint8), mode="P")
+        picture.putpalette(colors.tobytes(), "RGBA")
     written = io.BytesIO()
-    Image.fromarray((255 * dark).round().astype(np.uint8)).save(written, format="png", optimize=True)
+    picture.save(written, format="png", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
