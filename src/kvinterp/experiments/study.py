@@ -320,20 +320,11 @@ class Study(Experiment):
         Raises:
             InputError: A table is missing, or is not the one that the summary was written with.
         """
-        import pandas as pd
-
-        from kvinterp.files import digest_of, read_json
-        from kvinterp.folders import SUMMARY
         from kvinterp.reading.study import judged_anew
+        from kvinterp.results import read_summary, read_tables
 
-        summary, tables = read_json(folder / SUMMARY) or {}, {}
-        try:
-            for name, digest in summary["sha256"].items():
-                if digest_of(folder / f"{name}.parquet") != digest:
-                    raise ValueError(f"{name}.parquet is not the one that summary.json was written with")
-                tables[name] = pd.read_parquet(folder / f"{name}.parquet")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"folder {str(folder)!r} holds no readable study ({error}): make it again.") from error
+        summary = read_summary(folder)
+        tables = read_tables(folder, summary)
         kinds = [part.kind for part in self.parts]
         found = {
             part: part.experiment.again(tables_of_part(part, tables, kinds), summary["parts"][part.label])
@@ -344,4 +335,5 @@ class Study(Experiment):
         tables["claims"] = claims_table({name: table for name, table in tables.items() if name != "claims"})
         outcome = dataclasses.replace(self.found(found, tables, summary), folder=folder)
         said = [] if before is None else judged_anew(before, tables["claims"])
-        return dataclasses.replace(outcome, summary={**outcome.summary, "reading": [*self.sentences(outcome), *said]})
+        read = dataclasses.replace(outcome, summary={**outcome.summary, "reading": [*self.sentences(outcome), *said]})
+        return self._of(read, summary["settings"], folder=folder)

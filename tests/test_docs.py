@@ -1,0 +1,84 @@
+"""The documentation says what there is: every command and public name has its place, and every command that is written is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import kvinterp
+from kvinterp.cli import app
+from kvinterp.experiments.registry import experiments
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "docs" / name for name in ("commands.md", "compare.md", "patch.md", "decompose.md")]
+PAGES += sorted((ROOT / "docs" / "start").glob("*.md"))
+
+
+def commands() -> list[list[str]]:
+    """Every kvinterp command of the pages."""
+    blocks = [
+        block for page in PAGES for block in re.findall(r"(?ms)^```bash\n(.*?)^```", page.read_text(encoding="utf-8"))
+    ]
+    lines = [line.partition("|")[0] for line in "\n".join(blocks).splitlines() if line.startswith("kvinterp ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def test_every_command_that_is_written_is_one() -> None:
+    root: Any = typer.main.get_command(app)
+    asked = commands()
+    assert len(asked) > 15
+    for name, *rest in asked:
+        root.commands[name].make_context(name, rest)
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"(?m)^::: kvinterp\.(\w+)$", page)
+    assert sorted(named) == sorted(set(kvinterp.__all__) - {"__version__"})
+
+
+def test_every_command_is_on_the_page_of_all_commands() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    table = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    missing = [name for name in (*experiments(), "show", "list") if not re.search(rf"`{name}[` ]", table)]
+    assert not missing
+
+
+def test_a_page_that_asks_for_something_elsewhere_is_found(tmp_path: Path) -> None:
+    """What `make docs` checks of the built site."""
+    spec = importlib.util.spec_from_file_location("docs_check", ROOT / "tools" / "docs" / "check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check)
+    (tmp_path / "own.js").write_text("")
+    (tmp_path / "index.html").write_text(
+        '<script src="own.js"></script><a href="https://elsewhere">a link is no request</a>'
+    )
+    assert check.wrong(tmp_path) == []
+    (tmp_path / "index.html").write_text(
+        '<script src="https://cdn.example/x.js"></script><link rel="stylesheet" href="//fonts.example/a.css"><img alt="" src="no.png">'
+    )
+    (tmp_path / "site.css").write_text(
+        "@import 'https://fonts.example/b.css'; a { background: url(https://x.example/c.png) }"
+    )
+    said = check.wrong(tmp_path)
+    assert [line.split(" loads ")[1] for line in said] == [
+        "https://cdn.example/x.js",
+        "//fonts.example/a.css",
+        "no.png, which is not there",
+        "https://fonts.example/b.css",
+        "https://x.example/c.png",
+    ]
+
+
+@pytest.mark.parametrize("page", list((ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
+def test_figures_that_are_shown_are_there(page: Path) -> None:
+    for shown in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / shown).is_file(), shown
