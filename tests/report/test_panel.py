@@ -174,6 +174,22 @@ def test_without_anywidget_the_error_says_what_to_install(monkeypatch: pytest.Mo
         patch_panel("zoo:mistral-mini", PROMPT)
 
 
+def test_what_a_browser_sends_comes_as_one_message_and_is_answered_as_one(panel: PatchPanel) -> None:
+    """As ipywidgets hears it: the answer is one update, with no trait that the browser has to wait for."""
+    sent: list[set[str]] = []
+    panel.widget.send_state = lambda key=None: sent.append({key} if isinstance(key, str) else set(key))
+    asked = {**panel.widget.asked, "layer": 2, "positions": [3, 5]}
+    panel.widget._handle_msg({"content": {"data": {"method": "update", "state": {"asked": asked}}}})
+    whole = [names for names in sent if "answered" in names]
+    assert len(whole) == 1
+    assert {"answer", "map", "tried"} <= whole[0]
+    assert panel.answer is not None
+    assert (panel.answer.asked.layer, panel.answer.asked.positions) == (2, (3, 5))
+    wanted = {"map": panel.widget.map["name"], "row": 0, "number": 1}
+    panel.widget._handle_msg({"content": {"data": {"method": "update", "state": {"wanted": wanted}}}})
+    assert panel.widget.map["filled"] == 1
+
+
 # The browser -----------------------------------------------------------------------------------------------------------
 
 BEGIN = """
@@ -250,10 +266,8 @@ class TestInABrowser:
         assert page.evaluate("sent.at(-1).asked.step") == 2
         assert panel.answer is not None
         row = page.locator("table.kv-plain").first.locator("tbody tr").first.inner_text().split("\t")
-        assert row == [
-            "KL, nats",
-            *(f"{v:.4g}" for v in (panel.answer.d_before, panel.answer.d_after, panel.answer.recovery)),
-        ]
+        numbers = [f"{value:.4g}" for value in (panel.answer.d_before, panel.answer.d_after)]
+        assert row == ["KL, nats", *numbers, f"{panel.answer.recovery:.2%}"]
         assert page.locator("[data-at='1 3']").get_attribute("aria-selected") == "true"
         captions = page.locator(".kv-lists caption").all_inner_texts()
         assert captions == ["donor: other prompt", "unpatched recompute path", "patched recompute path"]
