@@ -107,12 +107,12 @@ def cost(name, kind, rounds):
     for _ in range(rounds):
         bench = kv.PatchBench(adapter, STEPS)
         ways = {
-            "plain": lambda: plain_loop(adapter, prompt, LAYER),
-            "first": lambda: bench.ask(prompt, "resid_post", LAYER),
-            "next": lambda: bench.ask(prompt, "resid_post", LAYER + 1),
-            "map": lambda: filled(bench, prompt),
+            "plain": (plain_loop, adapter, prompt, LAYER),
+            "first": (bench.ask, prompt, "resid_post", LAYER),
+            "next": (bench.ask, prompt, "resid_post", LAYER + 1),
+            "map": (filled, bench, prompt),
         }
-        measured.append({way: timed(work) for way, work in ways.items()})
+        measured.append({way: timed(*work) for way, work in ways.items()})
     answer = kv.PatchBench(adapter, STEPS).ask(prompt, "resid_post", LAYER)
     plain = [float(value) for value in plain_loop(adapter, prompt, LAYER)]
     cells = adapter.facts.layers * len(answer.steps)
@@ -170,7 +170,9 @@ def main():
     console = Console(width=200)
     console.print(shown(results, options.rounds))
     longest = statistics.median([row["seconds"]["first"]["median"] for row in results])
-    console.print(f"median over the models of the first answer: {longest:.2f} s; all of it took {time.perf_counter() - began:.0f} s")
+    console.print(
+        f"median over the models of the first answer: {longest:.2f} s; all of it took {time.perf_counter() - began:.0f} s"
+    )
     adapter = kv.load_model("zoo:mistral-mini", kind="native", dtype="float32", device="cpu")
     keep(options.out, "panel", {"cost": results, "provenance": provenance(adapter, steps=STEPS, rounds=options.rounds)})
 

@@ -29,7 +29,7 @@ TRAITS = ("asked", "wanted", "choices", "answer", "map", "tried", "error", "answ
 
 @pytest.fixture
 def panel(load: Any) -> PatchPanel:
-    return patch_panel(load(NATIVE), PROMPT, other=OTHER, max_new_tokens=STEPS).choose(donor="prompt")
+    return patch_panel(load(NATIVE), PROMPT, other=OTHER, max_new_tokens=STEPS).choose(donor="prompt", distance="kl")
 
 
 # What Python says ------------------------------------------------------------------------------------------------------
@@ -385,6 +385,28 @@ def test_a_page_made_of_the_notebook_keeps_the_picture(panel: PatchPanel, tmp_pa
     cells = kept.locator("td[style]")
     assert cells.count() == len(panel.widget.map["rows"]) * len(panel.widget.map["columns"])
     assert len({cells.nth(at).evaluate("(cell) => getComputedStyle(cell).backgroundColor") for at in range(8)}) > 1
+    assert [said for said in opened.console if "ERR_INTERNET_DISCONNECTED" not in said and "require" not in said] == []
+
+
+@pytest.mark.long
+@pytest.mark.hooked
+@pytest.mark.browser
+@pytest.mark.xdist_group("browser")
+def test_a_page_made_of_the_third_notebook_shows_the_picture(tmp_path: Path, page_opened: Any) -> None:
+    """Run by nbclient, exported by nbconvert, opened without a kernel and without a network."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    nbconvert = pytest.importorskip("nbconvert")
+    source = Path(__file__).parents[2] / "notebooks" / "03_interactive_patching.ipynb"
+    notebook = nbformat.read(source, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert notebook.metadata["widgets"], "the state of widgets is saved, as JupyterLab saves it"
+    path = tmp_path / "03.html"
+    path.write_text(nbconvert.HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
+    opened = page_opened(path)
+    kept = opened.page.locator(".kvinterp-picture")
+    assert kept.is_visible()
+    assert "as it last stood" in kept.inner_text()
+    assert kept.locator("td[style]").count() > 20
     assert [said for said in opened.console if "ERR_INTERNET_DISCONNECTED" not in said and "require" not in said] == []
 
 
