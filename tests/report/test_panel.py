@@ -29,7 +29,7 @@ TRAITS = ("asked", "wanted", "choices", "answer", "map", "tried", "error", "answ
 
 @pytest.fixture
 def panel(load: Any) -> PatchPanel:
-    return patch_panel(load(NATIVE), PROMPT, other=OTHER, max_new_tokens=STEPS).choose(donor="prompt")
+    return patch_panel(load(NATIVE), PROMPT, other=OTHER, max_new_tokens=STEPS).choose(donor="prompt", distance="kl")
 
 
 # What Python says ------------------------------------------------------------------------------------------------------
@@ -174,6 +174,22 @@ def test_without_anywidget_the_error_says_what_to_install(monkeypatch: pytest.Mo
         patch_panel("zoo:mistral-mini", PROMPT)
 
 
+def test_what_a_browser_sends_comes_as_one_message_and_is_answered_as_one(panel: PatchPanel) -> None:
+    """As ipywidgets hears it: the answer is one update, with no trait that the browser has to wait for."""
+    sent: list[set[str]] = []
+    panel.widget.send_state = lambda key=None: sent.append({key} if isinstance(key, str) else set(key))
+    asked = {**panel.widget.asked, "layer": 2, "positions": [3, 5]}
+    panel.widget._handle_msg({"content": {"data": {"method": "update", "state": {"asked": asked}}}})
+    whole = [names for names in sent if "answered" in names]
+    assert len(whole) == 1
+    assert {"answer", "map", "tried"} <= whole[0]
+    assert panel.answer is not None
+    assert (panel.answer.asked.layer, panel.answer.asked.positions) == (2, (3, 5))
+    wanted = {"map": panel.widget.map["name"], "row": 0, "number": 1}
+    panel.widget._handle_msg({"content": {"data": {"method": "update", "state": {"wanted": wanted}}}})
+    assert panel.widget.map["filled"] == 1
+
+
 # The browser -----------------------------------------------------------------------------------------------------------
 
 BEGIN = """
@@ -250,10 +266,8 @@ class TestInABrowser:
         assert page.evaluate("sent.at(-1).asked.step") == 2
         assert panel.answer is not None
         row = page.locator("table.kv-plain").first.locator("tbody tr").first.inner_text().split("\t")
-        assert row == [
-            "KL, nats",
-            *(f"{v:.4g}" for v in (panel.answer.d_before, panel.answer.d_after, panel.answer.recovery)),
-        ]
+        numbers = [f"{value:.4g}" for value in (panel.answer.d_before, panel.answer.d_after)]
+        assert row == ["KL, nats", *numbers, f"{panel.answer.recovery:.2%}"]
         assert page.locator("[data-at='1 3']").get_attribute("aria-selected") == "true"
         captions = page.locator(".kv-lists caption").all_inner_texts()
         assert captions == ["donor: other prompt", "unpatched recompute path", "patched recompute path"]
@@ -371,6 +385,28 @@ def test_a_page_made_of_the_notebook_keeps_the_picture(panel: PatchPanel, tmp_pa
     cells = kept.locator("td[style]")
     assert cells.count() == len(panel.widget.map["rows"]) * len(panel.widget.map["columns"])
     assert len({cells.nth(at).evaluate("(cell) => getComputedStyle(cell).backgroundColor") for at in range(8)}) > 1
+    assert [said for said in opened.console if "ERR_INTERNET_DISCONNECTED" not in said and "require" not in said] == []
+
+
+@pytest.mark.long
+@pytest.mark.hooked
+@pytest.mark.browser
+@pytest.mark.xdist_group("browser")
+def test_a_page_made_of_the_third_notebook_shows_the_picture(tmp_path: Path, page_opened: Any) -> None:
+    """Run by nbclient, exported by nbconvert, opened without a kernel and without a network."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    nbconvert = pytest.importorskip("nbconvert")
+    source = Path(__file__).parents[2] / "notebooks" / "03_interactive_patching.ipynb"
+    notebook = nbformat.read(source, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert notebook.metadata["widgets"], "the state of widgets is saved, as JupyterLab saves it"
+    path = tmp_path / "03.html"
+    path.write_text(nbconvert.HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
+    opened = page_opened(path)
+    kept = opened.page.locator(".kvinterp-picture")
+    assert kept.is_visible()
+    assert "as it last stood" in kept.inner_text()
+    assert kept.locator("td[style]").count() > 20
     assert [said for said in opened.console if "ERR_INTERNET_DISCONNECTED" not in said and "require" not in said] == []
 
 

@@ -51,7 +51,8 @@ class PatchPanel:
         self._busy = False
         self.answer: PatchAnswer | None = None
         self.map: PatchMap | None = None
-        start = {"model": next(iter(models)), "prompt": prompt, "other": other, "view": next(iter(VIEWS)), "distance": "kl"}
+        # L2 first, as in a sweep: where paths differ by rounding, KL is that of one uncertain step.
+        start = {"model": next(iter(models)), "prompt": prompt, "other": other, "view": next(iter(VIEWS)), "distance": "l2"}
         asked = {field.name: field.default for field in dataclasses.fields(Asked)}
         self.widget = _widget_class()(choices=choices(self._models, None, None), asked={**start, **asked})
         self.widget.observe(lambda _: self._hear(self._update), "asked")

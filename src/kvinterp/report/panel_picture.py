@@ -67,11 +67,14 @@ def _heat(made: Mapping[str, Any]) -> Markup:
         ]
         rows.append(Markup("<tr><th>{}</th>{}</tr>").format(row, Markup("").join(cells)))
     left = len(made["rows"]) - made["filled"]
-    said = f"{made['title']}; {made['unit']}. " + ("– is no value. " if any(None in row for row in made["cells"]) else "")
-    said += f"The last {left} rows were not filled. " if left else ""
-    said += "The framed cell is the patch above." if made["chosen"] else ""
+    notes = [
+        made["title"] + ("." if made["limits"] else f", {made['unit']}."),
+        "– is no value." if any(None in row for row in made["cells"][: made["filled"]]) else "",
+        f"{left} of {len(made['rows'])} rows were not filled." if left else "",
+        "The framed cell is the patch above." if made["chosen"] else "",
+    ]
     table = Markup("<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>")
-    return _p(said.strip()) + _wide(table.format(head, Markup("").join(rows)))
+    return _p(" ".join(filter(None, notes))) + _wide(table.format(head, Markup("").join(rows)))
 
 
 def _cell(value: float | None, limit: float, chosen: bool, digits: str) -> Markup:
@@ -83,7 +86,9 @@ def _cell(value: float | None, limit: float, chosen: bool, digits: str) -> Marku
     colour = [round(low + (high - low) * part) for low, high in zip(WHITE, end, strict=True)]
     ink = "#fff" if part > 0.55 else "#111"
     style = Markup("background:rgb({},{},{});color:{}{}").format(*colour, ink, Markup(frame))
-    return Markup('<td style="{}">{}</td>').format(style, format(value, digits))
+    return Markup('<td style="{}">{}</td>').format(
+        style, format(round(value, 2) + 0.0 if digits == ".2f" else value, digits)
+    )
 
 
 def _wide(table: Markup) -> Markup:

@@ -76,7 +76,7 @@ def answer_shown(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[s
         "lead": lead,
         "rest": rest,
         "said": asked_said(asked, bench.adapter.facts.heads_of(asked.site), len(bench.fed)),
-        "distances": [[distances[name][0], *map(_number, distances[name][1:])] for name in order],
+        "distances": [_row(*distances[name]) for name in order],
         "lists": lists,
         "step": f"Most likely tokens at step {answer.shown_step}{', where the KL is largest' * (len(answer.steps) > 1)}",
         "seconds": f"answered in {answer.seconds:.2f} s",
@@ -127,8 +127,12 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def _row(name: str, before: float, after: float, recovery: float) -> list[str]:
+    return [name, _number(before), _number(after), "undefined" if math.isnan(recovery) else f"{recovery:.2%}"]
+
+
 def _number(value: float) -> str:
-    return "undefined" if math.isnan(value) else "0" if value == 0 else f"{value:.4g}"
+    return "0" if value == 0 else f"{value:.4g}"
 
 
 def _block(span: Any, pieces: list[str]) -> str:
