@@ -1,16 +1,16 @@
 """How large a page of many prompts is, how soon it opens and how soon a click is answered, in headless Chromium.
 
 The base of the ratio is what the page would be without a script: the same tables with a figure drawn beforehand for every
-token (its map of heads as SVG), a few of them measured and the rest reckoned. The tables are made up, so no model runs:
+token (its map of heads as SVG). Two such pages, of some hundred and of some thousand figures, are measured, and a page of all
+of them is reckoned along the line through the two. The tables are made up, so no model runs:
 
-    python benchmarks/page.py                       # 200 prompts of 128 steps; writes benchmarks/results/page.json
-    python benchmarks/page.py --prompts 20 --steps 32 --out /tmp/page.json
+    python benchmarks/page.py                       # 200 prompts of 128 steps; writes benchmarks/results/page-MACHINE.json
+    python benchmarks/page.py --prompts 20 --steps 32 --out /tmp
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import shutil
 import statistics
@@ -21,16 +21,21 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
+from kept import keep
 from playwright.sync_api import Page, sync_playwright
+from rich.console import Console
+from rich.table import Table
 
 from kvinterp._version import __version__
 from kvinterp.comparison import COLUMNS, PARTS, Comparison
+from kvinterp.provenance import device_name
 from kvinterp.report.page import Text, render
 from kvinterp.report.tokens import SCRIPTS, SHEETS, changes
 
 WORDS = [" the", " of", " and", "\n", " answer", " is", " 12", ".", " a", " cat", "s", " 7", "=", " so", " one", " who"]
-DRAWN = 200
-"""How many figures the plain page is made of before the rest is reckoned."""
+DRAWN = (200, 2000)
+"""How many figures the plain pages are made of, from which one of all is reckoned."""
 
 
 def made_up(prompts: int, steps: int, layers: int, heads: int, prompt: int = 64) -> Comparison:
@@ -110,10 +115,9 @@ def _rows(steps: pd.DataFrame, layers: int, heads: int, prompt: int, rng: np.ran
     return pd.concat(blocks, ignore_index=True)
 
 
-def plain(made: Comparison, layers: int, heads: int) -> tuple[str, float]:
-    """A page of pre-drawn maps of some tokens, and how many bytes a token takes."""
-    chosen = made.steps.head(DRAWN)
-    heads_of = made.heads.merge(chosen[["example", "step"]], on=["example", "step"])
+def plain(made: Comparison, layers: int, heads: int, count: int) -> str:
+    """A page of the pre-drawn maps of so many tokens."""
+    heads_of = made.heads.merge(made.steps.head(count)[["example", "step"]], on=["example", "step"])
     figures = []
     for (example, step), found in heads_of.groupby(["example", "step"]):
         cells = "".join(
@@ -124,9 +128,12 @@ def plain(made: Comparison, layers: int, heads: int) -> tuple[str, float]:
         figures.append(
             f'<h3>{example}, step {step}</h3><svg viewBox="0 0 {12 * heads} {12 * layers}" width="200">{cells}</svg>'
         )
-    page = render("report", "plain", [Text("plain")])
-    whole = page.replace("</main>", "".join(figures) + "</main>")
-    return whole, (len(whole) - len(page)) / len(figures)
+    return render("report", "plain", [Text("plain")]).replace("</main>", "".join(figures) + "</main>")
+
+
+def along(few: float, many: float, whole: int) -> float:
+    """What there would be of all figures, on the line through what there is of a few and of many."""
+    return few + (many - few) / (DRAWN[1] - DRAWN[0]) * (whole - DRAWN[0])
 
 
 def opened(page: Page, path: Path, ready: str) -> float:
@@ -145,70 +152,79 @@ ANSWERED = """(place) => new Promise((done) => {
 })"""
 
 
-def measured(page: str, base: str, figures: int, whole: int, repeats: int) -> dict[str, Any]:
-    """Seconds of both pages, the plain one's reckoned up to all tokens."""
+CHOSEN = """() => {
+  const select = document.querySelector("#kv-changes select"), begun = performance.now();
+  select.value = 7;
+  select.dispatchEvent(new Event("change"));
+  return new Promise((done) => requestAnimationFrame(() => setTimeout(() => done((performance.now() - begun) / 1000))));
+}"""
+
+
+def measured(page: str, bases: tuple[str, str], repeats: int) -> dict[str, list[float]]:
+    """Seconds: the page and the two plain ones opened, and in the page a token, a head and another prompt chosen."""
     found = shutil.which("chromium") or shutil.which("chromium-browser")
+    seconds: dict[str, list[float]] = {name: [] for name in ("opened", "token", "head", "prompt", "few", "many")}
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
-        paths = Path(folder) / "page.html", Path(folder) / "plain.html"
-        for path, text in zip(paths, (page, base), strict=True):
+        paths = [Path(folder) / f"{name}.html" for name in ("page", "few", "many")]
+        for path, text in zip(paths, (page, *bases), strict=True):
             path.write_text(text, encoding="utf-8")
         browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         context = browser.new_context(offline=True)
-        seconds: dict[str, list[float]] = {"open": [], "plain": [], "token": [], "head": [], "prompt": []}
+        # Side by side, so that a slow moment of the machine falls on all.
         for _ in range(repeats):
             tab = context.new_page()
-            seconds["open"].append(opened(tab, paths[0], "#kv-changes[data-drawn]"))
+            seconds["opened"].append(opened(tab, paths[0], "#kv-changes[data-drawn]"))
             seconds["token"].append(tab.evaluate(ANSWERED, ".kv-strips [data-at='0 9']"))
             seconds["head"].append(tab.evaluate(ANSWERED, ".kv-heat [data-at='0 0']"))
-            select = "#kv-changes select"
-            chosen = f"() => {{ const s = document.querySelector('{select}'), t = performance.now(); s.value = 7;"
-            chosen += " s.dispatchEvent(new Event('change')); return new Promise((done) => requestAnimationFrame(() =>"
-            chosen += " setTimeout(() => done((performance.now() - t) / 1000)))); }"
-            seconds["prompt"].append(tab.evaluate(chosen))
+            seconds["prompt"].append(tab.evaluate(CHOSEN))
             tab.close()
-            tab = context.new_page()
-            seconds["plain"].append(opened(tab, paths[1], "svg"))
-            tab.close()
+            for name, path in zip(("few", "many"), paths[1:], strict=True):
+                tab = context.new_page()
+                seconds[name].append(opened(tab, path, "svg"))
+                tab.close()
         browser.close()
-    said = {name: {"median": statistics.median(values), "all": values} for name, values in seconds.items()}
-    said["plain"]["figures"] = figures
-    said["plain"]["reckoned for all"] = said["plain"]["median"] * whole / figures
-    return said
+    return seconds
 
 
 def main() -> None:
     """Measures and writes what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "page.json")
+    for name, value in {"prompts": 200, "steps": 128, "layers": 4, "heads": 8, "repeats": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     given = parser.parse_args()
     made = made_up(given.prompts, given.steps, given.layers, given.heads)
     begun = time.perf_counter()
     page = render("report", "page", changes({"": made}), scripts=SCRIPTS, sheets=SHEETS)
     written = time.perf_counter() - begun
-    base, each = plain(made, given.layers, given.heads)
+    bases = [plain(made, given.layers, given.heads, count) for count in DRAWN]
     whole = given.prompts * given.steps
-    seconds = measured(page, base, min(DRAWN, whole), whole, given.repeats)
+    seconds = measured(page, (bases[0], bases[1]), given.repeats)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    size, base = len(page.encode()), along(*(len(text.encode()) for text in bases), whole)
+    opening = along(medians["few"], medians["many"], whole)
     found = {
-        "kvinterp": __version__,
-        "machine": {"processor": platform.processor() or platform.machine(), "python": platform.python_version()},
         "tables": {name: getattr(given, name) for name in ("prompts", "steps", "layers", "heads")},
-        "bytes": {"page": len(page.encode()), "plain, reckoned": each * whole},
-        "seconds": {"written": written, **seconds},
-        "ratio": {
-            "bytes": len(page.encode()) / (each * whole),
-            "seconds to opened": seconds["open"]["median"] / seconds["plain"]["reckoned for all"],
+        "bytes": {"page": size, f"plain page of {whole} figures, reckoned": base, "ratio": size / base},
+        "seconds": {"to write": written, "medians": medians, "all": seconds},
+        "seconds to opened": {
+            "page": medians["opened"],
+            f"plain page of {whole} figures, reckoned from {DRAWN[0]} and {DRAWN[1]}": opening,
+            "ratio": medians["opened"] / opening,
+        },
+        "provenance": {
+            "kvinterp": __version__,
+            "device": device_name(torch.device("cpu")),
+            "python": platform.python_version(),
         },
     }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({name: found[name] for name in ("bytes", "ratio")}, indent=1))
-    for name, value in seconds.items():
-        print(f"{name}: median {value['median']:.3f} s of {given.repeats}")
+    keep(given.out, "page", found)
+    table = Table("what", "page", "reckoned plain page", "ratio", title=f"{given.prompts} prompts of {given.steps} steps")
+    table.add_row("bytes", f"{size:,}", f"{base:,.0f}", f"{size / base:.3f}")
+    table.add_row("seconds to opened", f"{medians['opened']:.2f}", f"{opening:.2f}", f"{medians['opened'] / opening:.3f}")
+    for name in ("token", "head", "prompt"):
+        table.add_row(f"seconds to a {name} chosen", f"{medians[name]:.3f}", "", "")
+    Console().print(table)
 
 
 if __name__ == "__main__":
