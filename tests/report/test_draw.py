@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import IN_A_BROWSER, Opened
 
 from kvinterp.errors import InputError
 from kvinterp.report.script import script, styles
 
-CHROMIUM = Path("/usr/bin/chromium")
-sync_api = pytest.importorskip("playwright.sync_api")
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium to draw in")
+pytestmark = IN_A_BROWSER
 
 EVIL = "<img src=x onerror=document.body.remove()></script>"
 MAP = {
@@ -28,29 +27,20 @@ MAP = {
 }
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as play:
-        chromium = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"])
-        yield chromium
-        chromium.close()
-
-
 @pytest.fixture
-def drawn(browser: Any) -> Iterator[Any]:
+def drawn(page_opened: Callable[..., Opened], tmp_path: Path) -> Iterator[Any]:
     """An empty page with the functions of draw.js in sight; whatever it logs as an error fails the test."""
-    page = browser.new_page()
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     names = ("heatmap", "scaleOf", "shade", "number")
     code = script("draw") + f"\nObject.assign(globalThis, {{ {', '.join(names)} }}); globalThis.picked = [];"
-    style = f"<style>{styles('draw')}</style>"
-    page.set_content(f'<!DOCTYPE html><body>{style}<div id="root">before</div><script type="module">{code}</script>')
-    page.wait_for_function("globalThis.picked !== undefined")
-    yield page
-    page.close()
-    assert not errors
+    path = tmp_path / "page.html"
+    style = f"<meta charset='utf-8'><style>{styles('draw')}</style>"
+    path.write_text(
+        f'<!DOCTYPE html>{style}<div id="root">before</div><script type="module">{code}</script>', encoding="utf-8"
+    )
+    opened = page_opened(path)
+    opened.page.wait_for_function("globalThis.picked !== undefined")
+    yield opened.page
+    opened.quiet()
 
 
 def test_a_script_that_is_not_there_is_named() -> None:

@@ -13,7 +13,20 @@ from typing import Any
 import pytest
 
 from kvinterp.report import page
-from kvinterp.report.page import Answer, Bullets, Column, Links, Pairs, Picture, Section, Table, Text, fragment, render
+from kvinterp.report.page import (
+    Answer,
+    Bullets,
+    Column,
+    Links,
+    Packed,
+    Pairs,
+    Picture,
+    Section,
+    Table,
+    Text,
+    fragment,
+    render,
+)
 
 EVIL = "<script>alert('x')</script>&\"quoted\""
 HEAD = [Column(EVIL, kind) for kind in ("", "number", "text", "pre", "code")]
@@ -27,6 +40,7 @@ PARTS = [
     Table(HEAD, [[EVIL] * 5], EVIL, EVIL, EVIL),
     Table([Column(EVIL)], [[Links({EVIL: EVIL}, {EVIL: EVIL})]], EVIL, EVIL, EVIL, file=EVIL),
     Links({EVIL: EVIL}, {EVIL: EVIL}, EVIL),
+    Packed(EVIL, {EVIL: b"data"}),
     Section(EVIL, [EVIL], [EVIL] * 3, [Picture(EVIL, b"a figure")], HEAD, [[EVIL] * 5]),
 ]
 

@@ -12,7 +12,7 @@ from kvinterp.reading.results import judged, kind_of, model_of
 if TYPE_CHECKING:
     from kvinterp.results import Result
 
-__all__ = ["flips_said"]
+__all__ = ["flips_said", "share_said"]
 
 
 def flips_said(result: Result) -> tuple[list[str], list[str], list[list[str]]]:
@@ -56,15 +56,20 @@ def flips_said(result: Result) -> tuple[list[str], list[str], list[list[str]]]:
 _ANSWER = {True: "right", False: "wrong", None: "not judged"}
 
 
-def _count(flips: int, decodes: int) -> str:
+def share_said(part: int, whole: int) -> str:
+    """The interval of a share; empty of one, which has none worth the name."""
+    if whole < 2:
+        return ""
     # scipy.stats takes a moment to load, and only this sentence needs it.
     from scipy import stats
 
-    interval = stats.binomtest(flips, decodes).proportion_ci(method="wilson")
-    return (
-        f"A token flipped in {flips} of {counted(decodes, 'decode')} (95% interval of the share "
-        f"{interval.low:.0%} to {interval.high:.0%})."
-    )
+    interval = stats.binomtest(part, whole).proportion_ci(method="wilson")
+    return f"95% interval of the share {interval.low:.0%} to {interval.high:.0%}"
+
+
+def _count(flips: int, decodes: int) -> str:
+    interval = share_said(flips, decodes)
+    return f"A token flipped in {flips} of {counted(decodes, 'decode')}{f' ({interval})' if interval else ''}."
 
 
 def _changed(rows: list[dict[str, Any]]) -> list[str]:

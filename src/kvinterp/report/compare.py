@@ -36,6 +36,7 @@ from kvinterp.report.figures import FIGURES, Labelled, figure_named, overview, p
 from kvinterp.report.page import Answer, Column, Links, Pairs, Picture, Section, Table, Text, render
 from kvinterp.report.style import keeping, save
 from kvinterp.report.svg import picture
+from kvinterp.report.tokens import SCRIPTS, SHEETS, changes
 from kvinterp.results import Result
 
 __all__ = [
@@ -107,6 +108,7 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
     ]
     parts = [
         Answer(answer_of(main, rungs)),
+        *changes(_called([*main, *([flips] if flips is not None and not flips.comparison.steps.empty else [])])),
         *(section for section in sections if section is not None),
         *_texts(main),
         Text("How to read this", look="h2"),
@@ -119,8 +121,18 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
     title = f"kvinterp: {about['paths']['a']} against {about['paths']['b']}"
     kicker = f"kvinterp {about['kvinterp']} · {', '.join(dict.fromkeys(map(model_of, main)))} · {about['dtype']}"
     path = folder / "report.html"
-    write_whole(path, render("report", title, parts, question_of(useful), kicker))
+    write_whole(path, render("report", title, parts, question_of(useful), kicker, scripts=SCRIPTS, sheets=SHEETS))
     return path
+
+
+def _called(results: Sequence[Result]) -> dict[str, Comparison]:
+    """The comparisons by what tells them apart; by nothing where there is one."""
+    names = [(model_of(r), kind_of(r), r.comparison.about["dtype"], r.comparison.about["protocol"]) for r in results]
+    paths = [" against ".join(r.comparison.about["paths"].values()) for r in results]
+    differ = len({*paths}) > 1
+    labels = [", ".join((*name, *([path] if differ else []))) for name, path in zip(names, paths, strict=True)]
+    found = {label: result.comparison for label, result in zip(labels, results, strict=True)}
+    return {"": results[0].comparison} if len(results) == 1 else found
 
 
 def overview_of(results: Sequence[Result]) -> Figure:

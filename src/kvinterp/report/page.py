@@ -17,7 +17,20 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvinterp.report.script import script, styles
 
-__all__ = ["Answer", "Bullets", "Column", "Links", "Pairs", "Picture", "Section", "Table", "Text", "fragment", "render"]
+__all__ = [
+    "Answer",
+    "Bullets",
+    "Column",
+    "Links",
+    "Packed",
+    "Pairs",
+    "Picture",
+    "Section",
+    "Table",
+    "Text",
+    "fragment",
+    "render",
+]
 
 # Parts: each is shown by the macro that bears its name -----------------------------------------------------------------
 
@@ -117,6 +130,14 @@ class Section:
     pictures: Sequence[Picture] = ()
     head: Sequence[Column] = ()
     rows: Sequence[Sequence[str]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Data that the page's script draws, compressed, by what the reader calls them; see :mod:`kvinterp.report.packing`."""
+
+    name: str
+    blobs: Mapping[str, bytes]
 
 
 # Rendering -------------------------------------------------------------------------------------------------------------

@@ -77,13 +77,14 @@ function paint(target, value, scale) {
 function legend(scale, unit, unitOf = "") {
   const parts = [];
   const item = (look, text) => parts.push(element("span", {}, element("i", { class: look }), text));
+  const end = (value) => element("b", {}, number(value));
   const named = [unitOf, unit].filter(Boolean).join(", ");
   if (!scale.empty && scale.kind !== "diverging") {
     const how = scale.kind === "log" ? ", log scale" : "";
-    parts.push(element("span", {}, number(scale.low), element("i", { class: "kv-ramp" }), `${number(scale.high)} (${named}${how})`));
+    parts.push(element("span", {}, end(scale.low), element("i", { class: "kv-ramp" }), end(scale.high), `(${named}${how})`));
   } else if (!scale.empty) {
     const bar = element("i", { class: "kv-ramp kv-arms" });
-    parts.push(element("span", {}, number(scale.low), bar, `${number(scale.high)} (${named}; the middle is 0)`));
+    parts.push(element("span", {}, end(scale.low), bar, end(scale.high), `(${named}; the middle is 0)`));
   }
   if (scale.kind === "log" && scale.zeros) item("kv-zero", `exactly 0 (${scale.zeros})`);
   if (scale.missing) item("kv-missing", `no value (${scale.missing})`);
@@ -182,4 +183,120 @@ function heatmap(root, { rows, columns, values, title = "", unit = "", scale = "
   if (title) root.append(element("p", { class: "kv-title" }, title));
   root.append(element("div", { class: "kv-wide" }, table), said, legend(of, unit));
   return { choose, cell };
+}
+
+/** Tokens in lines that are read as text: each is coloured by its number, and picked by mouse or keyboard.
+ *
+ * root: is emptied first. lines: a list of { name, tokens, scale }, tokens being { text, value, said, look, below }: value
+ * undefined is no colour, said is what is told of it, look are classes, below is a second text under the first. picked tokens are
+ * told to onpick(line, index). Returns { choose(line, index) }.
+ */
+function strips(root, { lines, title = "", chosen = null, onpick = null }) {
+  const said = element("output", { class: "kv-said" });
+  const grid = [];
+  const body = element("div", { role: "grid", class: "kv-strips", "aria-label": title });
+  lines.forEach((line, row) => {
+    const shown = element("div", { role: "row", class: "kv-strip" }, element("b", { role: "rowheader" }, line.name));
+    grid.push(line.tokens.map((token, at) => {
+      const cell = element("span", { role: "gridcell", tabindex: -1, "data-at": `${row} ${at}`, "aria-label": token.said }, seen(token.text));
+      if (token.look) cell.classList.add(...token.look.split(" "));
+      if (token.value !== undefined) {
+        paint(cell, token.value, line.scale);
+        cell.classList.toggle("kv-strong", shade(token.value, line.scale)[1] > 0.55);
+      }
+      if (token.below !== undefined) cell.append(element("small", {}, seen(token.below)));
+      shown.append(cell);
+      if (token.text.endsWith("\n")) shown.append(element("br"));
+      return cell;
+    }));
+    body.append(shown);
+  });
+  let at = null;
+  const choose = (row, index) => {
+    if (at) grid[at[0]]?.[at[1]]?.removeAttribute("aria-selected");
+    at = [row, index];
+    grid[row]?.[index]?.setAttribute("aria-selected", "true");
+  };
+  const of = (event) => event.target.closest("[data-at]")?.dataset.at.split(" ").map(Number);
+  const tell = (event) => { const on = of(event); if (on) said.textContent = lines[on[0]].tokens[on[1]].said; };
+  const pick = (row, index) => { choose(row, index); if (onpick) onpick(row, index); };
+  body.addEventListener("mouseover", tell);
+  body.addEventListener("focusin", (event) => { roving(event); tell(event); });
+  body.addEventListener("click", (event) => { const on = of(event); if (on) pick(...on); });
+  const longest = Math.max(0, ...lines.map((line) => line.tokens.length));
+  const cell = (row, index) => grid[row]?.[Math.min(index, grid[row].length - 1)];
+  body.addEventListener("keydown", keys(cell, lines.length, longest, pick));
+  if (chosen) choose(...chosen);
+  const first = (chosen && grid[chosen[0]]?.[chosen[1]]) || grid.flat()[0];
+  if (first) first.tabIndex = 0;
+  root.replaceChildren(body, said);
+  root.classList.add("kv");
+  return { choose };
+}
+
+/** A token's text with what cannot be seen made visible. */
+function seen(text) {
+  return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "(empty)";
+}
+
+/** Numbers by name as horizontal bars from 0. */
+function bars(root, { labels, values, title = "", unit = "", rowName = "" }) {
+  const most = Math.max(0, ...values.filter(known));
+  const body = element("tbody");
+  labels.forEach((label, at) => {
+    const bar = element("i", { role: "img", "aria-label": number(values[at]), class: known(values[at]) ? "kv-bar" : "kv-bar kv-missing" });
+    bar.style.width = known(values[at]) && most > 0 ? `${(100 * values[at]) / most}%` : "0";
+    body.append(element("tr", {}, element("th", { scope: "row" }, `${rowName} ${label}`.trim()), element("td", {}, bar),
+      element("td", { class: "kv-number" }, number(values[at]))));
+  });
+  const caption = element("p", { class: "kv-title" }, unit ? `${title} (${unit})` : title);
+  root.replaceChildren(caption, element("table", { class: "kv-bars", "aria-label": title }, body));
+  root.classList.add("kv");
+}
+
+/** The head and the columns of data that Python packed (report/packing.py). */
+async function unpacked(base64) {
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let at = 0; at < text.length; at += 1) bytes[at] = text.charCodeAt(at);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const buffer = await new Response(stream).arrayBuffer();
+  const all = new Uint8Array(buffer);
+  const length = new DataView(buffer).getUint32(0, true);
+  const head = JSON.parse(new TextDecoder().decode(all.subarray(4, 4 + length)));
+  const columns = {};
+  let start = 4 + length;
+  for (const [name, kind, size] of head.columns) {
+    const Kind = { u1: Uint8Array, u2: Uint16Array, i2: Int16Array, u4: Uint32Array }[kind];
+    const column = new Kind(size);
+    const wide = Kind.BYTES_PER_ELEMENT;
+    const flat = new Uint8Array(column.buffer);
+    for (let plane = 0; plane < wide; plane += 1) {
+      for (let at = 0; at < size; at += 1) flat[at * wide + plane] = all[start + plane * size + at];
+    }
+    start += size * wide;
+    columns[name] = column;
+  }
+  return { ...head, columns };
+}
+
+/** The number of a three-digit code of packing.py. */
+function decoded(code) {
+  if (code === 0) return 0;
+  if (code === 65535) return null;
+  if (code === 65534) return Infinity;
+  return ofDigits(code, -40);
+}
+
+/** The number of a signed code. */
+function decodedSigned(code) {
+  if (code === 0) return 0;
+  if (code === -32768) return null;
+  return code < 0 ? -ofDigits(-code, -24) : ofDigits(code, -24);
+}
+
+function ofDigits(code, least) {
+  const exponent = Math.floor((code - 1) / 900) + least;
+  // Read as decimal text: no rounding of its own is added.
+  return Number(`${((code - 1) % 900) + 100}e${exponent - 2}`);
 }

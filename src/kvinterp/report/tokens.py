@@ -1,0 +1,288 @@
+"""What changed, token by token: the data of one comparison as a page holds them, and the parts of a page that show them.
+
+The page's script draws on demand (``static/page.js``): the texts of both paths coloured by KL, for a chosen token its map of
+heads and its drift by layer, for a chosen head its attention on both paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvinterp.comparison import Comparison
+from kvinterp.comparison.attention_rows import within
+from kvinterp.reading.changed import boundary_of, changed_said, flips_of, kept_said, no_boundary, square_said
+from kvinterp.reading.numbers import number, upper
+from kvinterp.reading.results import site_of
+from kvinterp.report.packing import packed, signed_codes, three_digits
+from kvinterp.report.page import Column, Links, Packed, Table, Text, fragment, render
+
+__all__ = ["SCRIPTS", "SHEETS", "changes", "packed_comparison", "tokens_fragment"]
+
+SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)
+"""What a page with these parts runs, and its styles."""
+
+MAP_NUMBERS, ROW_NUMBERS = 2**20, 2**17
+"""Most numbers of maps and drift in a page, and most attention probabilities a path: about two megabytes, and less than one."""
+FLIPS, CALLS = 100, 8
+"""Most rows of the tables."""
+
+_OF = ["example", "step"]
+
+
+def changes(found: Mapping[str, Comparison]) -> list[Any]:
+    """The parts of a page about what changed: sentences, flips first, and the texts to click on.
+
+    Args:
+        found: Comparisons with at least one step each, by what the reader calls them (one may be called ``""``).
+    """
+    parts: list[Any] = [Text("What changed", look="h2", name="changed")]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for label, comparison in found.items():
+        alike.setdefault(tuple(changed_said(comparison)), []).append(label)
+    parts += [Text(" ".join(said), label="; ".join(filter(None, labels))) for said, labels in alike.items()]
+    parts += _flip_table(found) or _call_table(found)
+    share = max(len(found), 1)
+    blobs = {
+        label: packed_comparison(comparison, MAP_NUMBERS // share, ROW_NUMBERS // share)
+        for label, comparison in found.items()
+    }
+    return [*parts, Packed("kv-changes", blobs)]
+
+
+def _flip_table(found: Mapping[str, Comparison]) -> list[Any]:
+    """Each prompt's first flip, and folded away the later ones, which only equal inputs have."""
+    first, later = list[list[Any]](), list[list[Any]]()
+    for place, (label, comparison) in enumerate(found.items()):
+        texts, seen = _texts(comparison), set()
+        for row in flips_of(comparison).to_dict("records"):
+            cells = [*_label(label, found), *_cells(row, texts, place)]
+            cells += [*_numbers(row, ("probability", "boundary")), number(row["kl"])]
+            (later if row["example"] in seen else first).append(cells)
+            seen.add(row["example"])
+    if not first:
+        return []
+    meanings = dict.fromkeys(map(boundary_of, found.values()))
+    units = {unit for _, unit in meanings if unit}
+    distance = f"distance, {units.pop()}" if len(units) == 1 else "distance"
+    head = [*_head(found), Column("prompt, step"), Column("path a chose", "code"), Column("path b chose", "code")]
+    head += [Column(f"{what}, {side}", "number") for what in ("probability", distance) for side in "ab"]
+    head += [Column("KL, nats", "number")]
+    cut = f"The first {FLIPS} of {len(first)} are shown. " if len(first) > FLIPS else ""
+    meaning = "; or ".join(text for text, _ in meanings)
+    note = f"{cut}Probability: what each path gave the token that it chose. Distance: {meaning}. Both to three digits."
+    folded = f"{min(len(later), FLIPS)} of the {len(later)} flips after a prompt's first"
+    more = [Table(head, later[:FLIPS], folded=folded)] if later else []
+    return [Table(head, first[:FLIPS], name="flips"), Text(note, look="note"), *more]
+
+
+def _call_table(found: Mapping[str, Comparison]) -> list[Any]:
+    """Where nothing flips: the prompts by their largest KL."""
+    rows = []
+    for place, (label, comparison) in enumerate(found.items()):
+        texts, steps = _texts(comparison), comparison.same_text(comparison.steps)
+        ids = comparison.examples.set_index("example")["id"]
+        for row in steps.loc[steps.groupby("example")["kl"].idxmax()].to_dict("records"):
+            shown = _cells({**row, "id": ids[row["example"]]}, texts, place)[:2]
+            rows.append((row["kl"], [*_label(label, found), *shown, number(row["kl"]), *_numbers(row, ("boundary",))]))
+    rows = sorted((row for row in rows if row[0] > 0), key=lambda each: -each[0])[:CALLS]
+    if not rows:
+        return []
+    head = [*_head(found), Column("prompt, step"), Column("token", "code")]
+    head += [Column(name, "number") for name in ("KL, nats", "distance, a", "distance, b")]
+    said = "; or ".join(dict.fromkeys(boundary_of(comparison)[0] for comparison in found.values()))
+    return [
+        Text("Instead of flips, each prompt's step of largest KL, the largest first:"),
+        Table(head, [cells for _, cells in rows]),
+        Text(f"Distance: {said}.", look="note"),
+    ]
+
+
+def _head(found: Mapping[str, Comparison]) -> list[Column]:
+    return [Column("comparison")] if len(found) > 1 else []
+
+
+def _label(label: str, found: Mapping[str, Comparison]) -> list[str]:
+    return [label] if len(found) > 1 else []
+
+
+def _cells(row: Mapping[str, Any], texts: Mapping[int, str], place: int) -> list[Any]:
+    link = Links({f"{row['id']}, step {int(row['step'])}": f"at-{place}-{int(row['example'])}-{int(row['step'])}"})
+    return [link, *(repr(texts.get(int(row[f"token_{side}"]), str(row[f"token_{side}"]))) for side in "ab")]
+
+
+def _numbers(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return [number(row.get(f"{name}_{side}", np.nan)) for name in names for side in "ab"]
+
+
+def _texts(comparison: Comparison) -> dict[int, str]:
+    """The text of every token id that there is a text of."""
+    tokens = comparison.tokens
+    return dict(zip(tokens["token"].astype(int), tokens["text"].astype(str), strict=True))
+
+
+def tokens_fragment(comparison: Comparison) -> str:
+    """The texts to click on, as a notebook shows them: a page of its own in a frame, which needs nothing from outside.
+
+    Args:
+        comparison: A comparison with at least one step.
+    """
+    paths = comparison.about["paths"]
+    page = render(
+        "report",
+        "what changed",
+        changes({"": comparison}),
+        f"{paths['a']} against {paths['b']}",
+        scripts=SCRIPTS,
+        sheets=SHEETS,
+    )
+    return fragment(Text(page, look="frame"))
+
+
+# The data of one comparison --------------------------------------------------------------------------------------------
+
+
+def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int = ROW_NUMBERS) -> bytes:
+    """Everything that is drawn of one comparison, as :func:`kvinterp.report.packing.packed` gives it.
+
+    Args:
+        comparison: The comparison.
+        maps: Most numbers of maps and drift.
+        rows: Most attention probabilities a path.
+    """
+    steps = comparison.steps.sort_values(_OF, ignore_index=True)
+    texts = _Texts(_texts(comparison))
+    columns = _of_steps(steps, texts)
+    prompts, columns["prompt_text"] = _prompts(comparison, steps, texts)
+    mapped, of_maps = _maps(comparison, steps, maps)
+    shown, of_rows = _attention(comparison, steps, rows)
+    said, unit = boundary_of(comparison)
+    head = {
+        **{name: comparison.about[name] for name in ("paths", "protocol", "strategy")},
+        "prompts": prompts,
+        "texts": texts.found,
+        "unit": unit,
+        "distance": upper(said),
+        "no_distance": no_boundary(comparison),
+        "said": kept_said(comparison, len(of_maps["map_step"]), len({*of_rows["row_step"].tolist()})),
+        "square": square_said(comparison),
+        "patterns": not comparison.heads.empty,
+        **mapped,
+        **shown,
+    }
+    return packed(head, {**columns, **of_maps, **of_rows})
+
+
+class _Texts:
+    """The texts of tokens, each once, by number."""
+
+    def __init__(self, texts: Mapping[int, str]) -> None:
+        self._texts, self._places, self.found = texts, dict[int, int](), list[str]()
+
+    def places(self, tokens: pd.Series) -> np.ndarray:
+        """The number of the text of each token."""
+        return np.fromiter(map(self._place, tokens.astype(int)), "<u4", len(tokens))
+
+    def _place(self, token: int) -> int:
+        if token not in self._places:
+            self._places[token] = len(self.found)
+            self.found.append(self._texts.get(token, str(token)))
+        return self._places[token]
+
+
+def _of_steps(steps: pd.DataFrame, texts: _Texts) -> dict[str, np.ndarray]:
+    unknown = pd.Series(np.nan, steps.index)
+    numbers = ("kl", "max_abs_logit", "probability_a", "probability_b", "boundary_a", "boundary_b", "margin_a", "margin_b")
+    flags = steps["flipped"].astype(np.uint8) + 2 * steps["after_flip"].astype(np.uint8)
+    return {
+        **{f"text_{side}": texts.places(steps[f"token_{side}"]) for side in "ab"},
+        **{name: three_digits(steps.get(name, unknown)) for name in numbers},
+        "flags": flags.to_numpy(np.uint8),
+    }
+
+
+def _prompts(comparison: Comparison, steps: pd.DataFrame, texts: _Texts) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """Each prompt, with where its rows begin, and the texts of all of their tokens."""
+    starts = steps.groupby("example")["step"].agg(["size"])
+    starts["start"] = starts["size"].cumsum() - starts["size"]
+    tokens = comparison.tokens[comparison.tokens["path"] == "prompt"].sort_values(["example", "position"])
+    lengths = tokens.groupby("example").size()
+    ends = lengths.cumsum()
+    found = []
+    for row in comparison.examples.sort_values("example").to_dict("records"):
+        example = row["example"]
+        if example not in starts.index:
+            continue
+        count = int(lengths.get(example, 0))
+        found.append({
+            "id": str(row["id"]),
+            "example": int(example),
+            "start": int(starts.loc[example, "start"]),
+            "steps": int(starts.loc[example, "size"]),
+            "tokens": int(row["prompt_tokens"]),
+            "prompt": [int(ends.get(example, 0)) - count, count],
+        })  # fmt: skip
+    return found, texts.places(tokens["token"])
+
+
+def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The KL of each head and the drift of each layer at as many steps as there is room for."""
+    heads, site = comparison.heads, site_of(comparison)
+    drift = comparison.layers[comparison.layers["site"] == site] if site else comparison.layers
+    names = {
+        "map_layers": sorted(heads["layer"].unique().tolist()),
+        "map_heads": sorted(heads["head"].unique().tolist()) if len(heads) else [],
+        "drift_layers": sorted(drift["layer"].unique().tolist()) if len(drift) else [],
+    }
+    size = len(names["map_layers"]) * len(names["map_heads"]) + len(names["drift_layers"])
+    kept = _first(comparison, steps, most // size if size else 0)
+    chosen = steps.loc[kept, _OF]
+    return {**names, "site": site}, {
+        "map_step": kept.astype("<u4"),
+        "map": three_digits(_grid(heads, chosen, "kl", layer=names["map_layers"], head=names["map_heads"])),
+        "drift": three_digits(_grid(drift, chosen, "relative_l2", layer=names["drift_layers"])),
+    }
+
+
+def _first(comparison: Comparison, steps: pd.DataFrame, most: int) -> np.ndarray:
+    """Which steps come first: first flips, then by KL on the same text, then the others; in their order."""
+    same = ~steps["after_flip"].astype(bool) if comparison.about["protocol"] == "free" else pd.Series(True, steps.index)
+    first = steps["flipped"].astype(bool) & ~steps["after_flip"].astype(bool)
+    order = pd.DataFrame({"first": first, "same": same, "kl": steps["kl"]})
+    ranked = order.sort_values(["first", "same", "kl"], ascending=False, kind="stable").index[:most]
+    return np.sort(ranked.to_numpy())
+
+
+def _grid(table: pd.DataFrame, chosen: pd.DataFrame, value: str, **labels: list[int]) -> np.ndarray:
+    """A column of a table as ``[step, *labels]``, NaN where there is none."""
+    grid = np.full((len(chosen), *map(len, labels.values())), np.nan)
+    if grid.size:
+        places = chosen.assign(place=np.arange(len(chosen)))
+        found = table[[*_OF, *labels, value]].merge(places, on=_OF)
+        at = [np.searchsorted(names, found[label]) for label, names in labels.items()]
+        grid[(found["place"].to_numpy(), *at)] = found[value]
+    return grid
+
+
+def _attention(comparison: Comparison, steps: pd.DataFrame, most: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The attention rows there is room for: one a step, layer and head, with where its keys begin."""
+    rows = comparison.attention_rows
+    if len(rows):
+        rows = within(rows, steps, most).sort_values([*_OF, "layer", "head", "position"], ignore_index=True)
+        rows = rows.merge(steps[_OF].assign(place=np.arange(len(steps))), on=_OF)
+    groups = rows.groupby(["place", "layer", "head"], sort=True)["position"].agg(["min", "size"]) if len(rows) else None
+    index = [] if groups is None else [groups.index.get_level_values(at).to_numpy("<u4") for at in range(3)]
+    a, b = (three_digits(rows[side] if len(rows) else []) for side in "ab")
+    none = np.zeros(0, "<u4")
+    return {}, {
+        **{f"row_{name}": index[at] if index else none for at, name in enumerate(("step", "layer", "head"))},
+        "row_first": none if groups is None else groups["min"].to_numpy("<u4"),
+        "row_size": none if groups is None else groups["size"].to_numpy("<u4"),
+        "row_a": a,
+        # Both paths read nearly alike: what b's number is beyond a's is mostly 0, which takes no room.
+        "row_b": b - a,
+        "row_difference": signed_codes(rows["a"].astype(float) - rows["b"].astype(float) if len(rows) else []),
+    }
