@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
+import pandas as pd
 import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_sorting
 
+from kvinterp.claims import COLUMNS
+from kvinterp.experiments.demo import SMOKE
 from kvinterp.experiments.registry import experiment_named
 from kvinterp.models import zoo
+from kvinterp.report.evaluators import save_scores_figure
+from kvinterp.report.experiment import write_experiment
+from kvinterp.report.study import write_study
+from kvinterp.report.style import keeping, save, sheet
+from synthetic import ABOUT
 
 pytestmark = [*IN_A_BROWSER, pytest.mark.long]
 
@@ -62,11 +73,68 @@ def page_of(verb: str, folder: Path) -> Path:
     return page
 
 
-@pytest.mark.parametrize("verb", VERBS)
+def demo_of(folder: Path) -> Path:
+    SMOKE.run(folder, progress="none")
+    return folder / "report.html"
+
+
+def eval_of(folder: Path) -> Path:
+    """Made up, since the harness takes long to load: scores with and without an interval, of paths with long names."""
+    paths = ["cached", "cached+uniform(-1,1,on=k,layers=0.1.2.3)[prefill=stored,kernels=split_k(4,float16)]"]
+    rows = [
+        {"task": task, "metric": "acc", "filter": "none", "path": path, "documents": 8, "higher_is_better": better}
+        | {"value": 0.5, "low": 0.25 if task == EVIL else None, "high": 0.75}
+        for task, better in ((EVIL, True), ("kv_reads", None))
+        for path in paths
+    ]
+    about = {**ABOUT, "model": NAME}
+    with keeping():
+        files = save_scores_figure({"results": rows, "paths": paths, "provenance": about}, folder / "figures")
+        tables = {"results": pd.DataFrame(rows)}
+        return write_experiment(folder, "What does it cost?", [f"{NAME} is 3."], tables, files, {"path": paths[1]}, about)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """An experiment of a study that drew and tabled one thing."""
+
+    label: str = "lengths"
+    name: str = "lengths"
+    kind: str = "native"
+
+    @property
+    def experiment(self) -> Any:
+        return SimpleNamespace(TABLES=("lengths",))
+
+
+def study_of(folder: Path) -> Path:
+    """Made up: claims as cards, each with links to its figure and table, and an experiment with markup in all it says."""
+    claim = dict.fromkeys(COLUMNS, EVIL) | {"paper_protocol": 0.5, "matched": 1e-7, "n": 12, "low": 0.25, "high": 0.75}
+    lengths = pd.DataFrame({"model": [NAME] * 3, "tokens": [1, 2, 3]})
+    part = Part()
+    cells = {"experiment": "lengths", "kind": "native", "key": ["a", "b"], "function": "a:b", "settings": EVIL}
+    tables = {"claims": pd.DataFrame([claim | {"table": "lengths"}] * 2), "cells": pd.DataFrame(cells), "lengths": lengths}
+    summary = {"reading": [f"{EVIL} rows."], "provenance": {NAME: {**ABOUT, "model": NAME}}}
+    found = SimpleNamespace(tables={"lengths": lengths}, summary=summary)
+    with keeping(), sheet(4, 3) as figure:
+        figure.subplots().plot([1, 2, 3])
+        drawn = {part: [save(figure, folder / "figures" / "lengths.png")]}
+        outcome = SimpleNamespace(tables=tables, summary=summary, result={part: found})
+        return next(path for path in write_study(folder, outcome, drawn, {"models": NAME}) if path.suffix == ".html")
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "demo", "eval", "study"])
 def test_the_page_of_a_verb(page_opened: Callable[..., Opened], tmp_path: Path, verb: str) -> None:
-    page = page_of(verb, tmp_path)
+    other = {"demo": demo_of, "eval": eval_of, "study": study_of}.get(verb)
+    page = page_of(verb, tmp_path) if other is None else other(tmp_path)
     check_page(page_opened, page)
     opened = page_opened(page)
     check_sorting(opened)
-    check_markup(opened, NAME)
+    if verb != "demo":
+        check_markup(opened, NAME)
     opened.quiet()
+    missing = [link for link in opened.page.evaluate(_LINKS) if not (page.parent / unquote(link)).exists()]
+    assert other is not None or not missing, "a link to a file leads nowhere"
+
+
+_LINKS = "() => [...document.links].map((link) => link.getAttribute('href')).filter((link) => !link.startsWith('#'))"
