@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,13 @@ import pytest
 import torch
 
 import kvinterp as kv
+from kvinterp.cells import Parts
 from kvinterp.comparison import Comparison, attention_rows
+from kvinterp.experiments import Compare
 from kvinterp.models import Adapter
 from kvinterp.paths import strategy_named
+from kvinterp.report.tokens import packed_comparison
+from kvinterp.results import load_result
 
 OTHER = "cached+int4"
 PROMPTS = ["What is one and one? The answer is", "Anna has 3 apples. She buys"]
@@ -153,3 +158,21 @@ def test_where_one_token_alone_can_be_drawn_there_is_no_distance() -> None:
     chosen, distance = strategy_named("top_k(1,1.0)").drawn(torch.randn(3, 9), torch.tensor([0.0, 0.5, 0.9]).double())
     assert distance.isinf().all()
     assert len(chosen) == 3
+
+
+def test_a_run_that_was_cut_off_gives_the_same_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Compare("zoo:mqa-mini", "arithmetic:2", b=OTHER, record="pattern", max_new_tokens=3, device="cpu")
+    keep = Parts.keep
+
+    def cut(self: Parts, *part: Any) -> None:
+        keep(self, *part)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Parts, "keep", cut)
+    with pytest.raises(KeyboardInterrupt):
+        asked.run(tmp_path / "cut", figures="none")
+    monkeypatch.undo()
+    made = [asked.run(tmp_path / name, figures="none").result.comparison for name in ("cut", "whole")]
+    read = load_result(tmp_path / "whole").comparison
+    assert {packed_comparison(each) for each in (*made, read)} == {packed_comparison(made[1])}
+    assert set(made[0].attention_rows["example"]) == {0, 1}

@@ -13,9 +13,10 @@ from kvinterp.reading.changed import (
     flips_of,
     kept_said,
     no_boundary,
+    none_changed_said,
     square_said,
 )
-from kvinterp.report.page import Table
+from kvinterp.report.page import Table, Text
 from kvinterp.report.tokens import changes
 from synthetic import comparison
 
@@ -97,6 +98,7 @@ def test_what_the_page_holds_is_said() -> None:
     assert "3 of 15 steps" in kept_said(found, 3, 0)[0]
     assert "No attention row was kept" in kept_said(found, 15, 0)[-1]
     assert "1 of 15 steps are here" in kept_said(found, 15, 1)[-1]
+    assert none_changed_said({"x": made(), "y": made("top_p(0.9,1.0)")})[1:] == ["They are: x; y."]
     found.heads = found.heads.iloc[:0]
     assert kept_said(found, 15, 0) == [
         "No attention pattern was recorded, so there is no map of heads and no attention to show."
@@ -108,9 +110,13 @@ def test_what_the_page_holds_is_said() -> None:
 def test_equal_comparisons_are_one_sentence_and_flips_come_first() -> None:
     parts = changes({"one": made(), "other": made(), "third": made(flip=1)})
     said = [part for part in parts if getattr(part, "label", "")]
-    assert [part.label for part in said] == ["one; other", "third"]
+    assert [part.label for part in said] == ["third"]
+    text = " ".join(part.text for part in parts if isinstance(part, Text))
+    assert "No token flips in 2 comparisons: both paths choose the same token at all 30 steps of 6 decodes." in text
+    assert "one has the closest call. The closest call is step 2 of p1" in text
+    assert "They are: one; other." in text
     tables = [part for part in parts if isinstance(part, Table)]
-    assert [row[0] for row in tables[0].rows] == ["third"] * 3
+    assert [row[-1] for row in tables[0].rows] == ["third"] * 3
     assert not any(isinstance(part, Table) for part in changes({"": same()}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -12,7 +13,16 @@ from kvinterp.reading.numbers import counted, number, prompts_said
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
 
-__all__ = ["boundary_of", "changed_said", "closest", "flips_of", "kept_said", "no_boundary", "square_said"]
+__all__ = [
+    "boundary_of",
+    "changed_said",
+    "closest",
+    "flips_of",
+    "kept_said",
+    "no_boundary",
+    "none_changed_said",
+    "square_said",
+]
 
 
 def flips_of(comparison: Comparison) -> pd.DataFrame:
@@ -83,6 +93,21 @@ def changed_said(comparison: Comparison) -> list[str]:
     return [f"{told}{none}.{after if other else ''}"]
 
 
+def none_changed_said(found: Mapping[str, Comparison]) -> list[str]:
+    """What is said of several comparisons in none of which a token flips: all at once, with the closest call of all."""
+    steps = sum(len(comparison.same_text(comparison.steps)) for comparison in found.values())
+    decodes = sum(len(comparison.examples) for comparison in found.values())
+    calls = {label: row for label, comparison in found.items() if (row := closest(comparison)) is not None}
+    said = [
+        f"No token flips in {len(found)} comparisons: both paths choose the same token at {_every(steps)} of {decodes} decodes."
+    ]
+    # A greedy margin and a distance along a cumulative probability are not compared with each other.
+    if len({boundary_of(found[label])[1] for label in calls}) == 1:
+        label = min(calls, key=lambda name: calls[name]["distance"])
+        said += [f"Of these, {label} has the closest call.", *_closest(found[label])]
+    return [*said, f"They are: {'; '.join(found)}."]
+
+
 def _every(steps: int) -> str:
     return "the one step" if steps == 1 else f"all {steps} steps"
 
@@ -112,7 +137,11 @@ def kept_said(comparison: Comparison, maps: int, rows: int) -> list[str]:
         rows: Of how many steps it holds attention rows.
     """
     steps, said = len(comparison.steps), []
-    if comparison.heads.empty:
+    if comparison.heads.empty and comparison.layers.empty:
+        said.append(
+            "No activation was recorded: there is neither a map of heads nor a drift by layer, and no attention to show."
+        )
+    elif comparison.heads.empty:
         said.append("No attention pattern was recorded, so there is no map of heads and no attention to show.")
     elif "pattern" in comparison.derived:
         said.append("Attention patterns were derived, from queries and keys, beside a kernel that shows none.")

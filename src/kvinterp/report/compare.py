@@ -127,11 +127,14 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
 
 def _called(results: Sequence[Result]) -> dict[str, Comparison]:
     """The comparisons by what tells them apart; by nothing where there is one."""
-    names = [(model_of(r), kind_of(r), r.comparison.about["dtype"], r.comparison.about["protocol"]) for r in results]
-    paths = [" against ".join(r.comparison.about["paths"].values()) for r in results]
-    differ = len({*paths}) > 1
-    labels = [", ".join((*name, *([path] if differ else []))) for name, path in zip(names, paths, strict=True)]
-    found = {label: result.comparison for label, result in zip(labels, results, strict=True)}
+    found = {}
+    usual = results[0].comparison.about
+    for result in results:
+        about = result.comparison.about
+        name = [model_of(result), kind_of(result), about["protocol"]]
+        name += [about["dtype"]] if about["dtype"] != usual["dtype"] else []
+        name += [" against ".join(about["paths"].values())] if about["paths"] != usual["paths"] else []
+        found[", ".join(name)] = result.comparison
     return {"": results[0].comparison} if len(results) == 1 else found
 
 

@@ -14,7 +14,15 @@ import pandas as pd
 
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.attention_rows import within
-from kvinterp.reading.changed import boundary_of, changed_said, flips_of, kept_said, no_boundary, square_said
+from kvinterp.reading.changed import (
+    boundary_of,
+    changed_said,
+    flips_of,
+    kept_said,
+    no_boundary,
+    none_changed_said,
+    square_said,
+)
 from kvinterp.reading.numbers import number, upper
 from kvinterp.reading.results import site_of
 from kvinterp.report.packing import packed, signed_codes, three_digits
@@ -40,10 +48,12 @@ def changes(found: Mapping[str, Comparison]) -> list[Any]:
         found: Comparisons with at least one step each, by what the reader calls them (one may be called ``""``).
     """
     parts: list[Any] = [Text("What changed", look="h2", name="changed")]
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for label, comparison in found.items():
-        alike.setdefault(tuple(changed_said(comparison)), []).append(label)
-    parts += [Text(" ".join(said), label="; ".join(filter(None, labels))) for said, labels in alike.items()]
+    same = {label: comparison for label, comparison in found.items() if flips_of(comparison).empty}
+    # Flips first, in the list that is chosen from too.
+    found = {label: comparison for label, comparison in found.items() if label not in same} | same
+    folded = same if len(same) > 1 else {}
+    parts += [Text(" ".join(changed_said(each)), label=label) for label, each in found.items() if label not in folded]
+    parts += [Text(" ".join(none_changed_said(folded)))] if folded else []
     parts += _flip_table(found) or _call_table(found)
     share = max(len(found), 1)
     blobs = {
@@ -59,8 +69,8 @@ def _flip_table(found: Mapping[str, Comparison]) -> list[Any]:
     for place, (label, comparison) in enumerate(found.items()):
         texts, seen = _texts(comparison), set()
         for row in flips_of(comparison).to_dict("records"):
-            cells = [*_label(label, found), *_cells(row, texts, place)]
-            cells += [*_numbers(row, ("probability", "boundary")), number(row["kl"])]
+            cells = [*_cells(row, texts, place), *_numbers(row, ("probability", "boundary")), number(row["kl"])]
+            cells += _label(label, found)
             (later if row["example"] in seen else first).append(cells)
             seen.add(row["example"])
     if not first:
@@ -68,9 +78,9 @@ def _flip_table(found: Mapping[str, Comparison]) -> list[Any]:
     meanings = dict.fromkeys(map(boundary_of, found.values()))
     units = {unit for _, unit in meanings if unit}
     distance = f"distance, {units.pop()}" if len(units) == 1 else "distance"
-    head = [*_head(found), Column("prompt, step"), Column("path a chose", "code"), Column("path b chose", "code")]
+    head = [Column("prompt, step"), Column("path a chose", "code"), Column("path b chose", "code")]
     head += [Column(f"{what}, {side}", "number") for what in ("probability", distance) for side in "ab"]
-    head += [Column("KL, nats", "number")]
+    head += [Column("KL, nats", "number"), *_head(found)]
     cut = f"The first {FLIPS} of {len(first)} are shown. " if len(first) > FLIPS else ""
     meaning = "; or ".join(text for text, _ in meanings)
     note = f"{cut}Probability: what each path gave the token that it chose. Distance: {meaning}. Both to three digits."
@@ -87,12 +97,12 @@ def _call_table(found: Mapping[str, Comparison]) -> list[Any]:
         ids = comparison.examples.set_index("example")["id"]
         for row in steps.loc[steps.groupby("example")["kl"].idxmax()].to_dict("records"):
             shown = _cells({**row, "id": ids[row["example"]]}, texts, place)[:2]
-            rows.append((row["kl"], [*_label(label, found), *shown, number(row["kl"]), *_numbers(row, ("boundary",))]))
+            rows.append((row["kl"], [*shown, number(row["kl"]), *_numbers(row, ("boundary",)), *_label(label, found)]))
     rows = sorted((row for row in rows if row[0] > 0), key=lambda each: -each[0])[:CALLS]
     if not rows:
         return []
-    head = [*_head(found), Column("prompt, step"), Column("token", "code")]
-    head += [Column(name, "number") for name in ("KL, nats", "distance, a", "distance, b")]
+    head = [Column("prompt, step"), Column("token", "code")]
+    head += [*(Column(name, "number") for name in ("KL, nats", "distance, a", "distance, b")), *_head(found)]
     said = "; or ".join(dict.fromkeys(boundary_of(comparison)[0] for comparison in found.values()))
     return [
         Text("Instead of flips, each prompt's step of largest KL, the largest first:"),

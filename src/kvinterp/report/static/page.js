@@ -126,9 +126,9 @@ function drawStep(root, comparison, row, onhead) {
   const { map_layers: layers, map_heads: heads, drift_layers: drifts } = comparison;
   root.replaceChildren();
   if (at === undefined) {
-    root.append(element("p", {}, comparison.patterns || drifts.length
-      ? "The map of this step is not in the page, which has room for some: first flips and the largest KL first."
-      : "No activation was recorded: there is neither a map of heads nor a drift by layer."));
+    if (comparison.patterns || drifts.length) {
+      root.append(element("p", {}, "The map of this step is not in the page, which has room for some: first flips and the largest KL first."));
+    }
     return;
   }
   if (heads.length) {
@@ -199,7 +199,6 @@ function drawComparison(root, comparison) {
     const where = comparison.other(row) ? ", after the flip: each path reads a text of its own, and what follows compares the two" : "";
     detail.replaceChildren(element("h3", {}, `${prompt.id}, step ${step}${where}`), facts(comparison, row), beside, attention);
     drawStep(beside, comparison, row, (layer, head) => drawHead(attention, comparison, prompt, step, layer, head));
-    if (!comparison.patterns) attention.append(element("p", { class: "kv-note" }, "No attention pattern was recorded."));
   };
   const showPrompt = (at, step = order[at].step) => {
     ({ prompt } = order[at]);
