@@ -229,9 +229,11 @@ def _words(value: Any) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], here: str | None = None, text: str = "") -> Table:
-    """A table; the row whose first cell is ``here`` stands out, and the column of text is broken into lines."""
+    """A table; the row whose first cell is ``here`` stands out, and the column of text is broken into lines; on a phone
+    a row with a text is a card.
+    """
     head = [Column(name, "text" if name == text else "") for name in (rows[0] if rows else ())]
-    return Table(head, [list(map(_number, row.values())) for row in rows], here)
+    return Table(head, [list(map(_number, row.values())) for row in rows], here, look="cards" if text else "")
 
 
 # The ladder ------------------------------------------------------------------------------------------------------------
