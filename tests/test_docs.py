@@ -20,6 +20,16 @@ PAGES = [ROOT / "docs" / name for name in ("commands.md", "compare.md", "patch.m
 PAGES += sorted((ROOT / "docs" / "start").glob("*.md"))
 
 
+def tool(name: str) -> Any:
+    """One of the files beside the site, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "tools" / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
 def commands() -> list[list[str]]:
     """Every kvinterp command of the pages."""
     blocks = [
@@ -38,9 +48,12 @@ def test_every_command_that_is_written_is_one() -> None:
 
 
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    """One that was not given a place stands at its end."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'kvinterp[docs]'")
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    named = re.findall(r"(?m)^::: kvinterp\.(\w+)$", page)
-    assert sorted(named) == sorted(set(kvinterp.__all__) - {"__version__"})
+    for given in (page, page.replace("::: kvinterp.sweep\n", "")):
+        named = re.findall(r"(?m)^::: kvinterp\.(\w+)$", tool("hooks").completed(given))
+        assert sorted(named) == sorted(set(kvinterp.__all__) - {"__version__"})
 
 
 def test_every_command_is_on_the_page_of_all_commands() -> None:
@@ -52,11 +65,7 @@ def test_every_command_is_on_the_page_of_all_commands() -> None:
 
 def test_a_page_that_asks_for_something_elsewhere_is_found(tmp_path: Path) -> None:
     """What `make docs` checks of the built site."""
-    spec = importlib.util.spec_from_file_location("docs_check", ROOT / "tools" / "docs" / "check.py")
-    assert spec is not None
-    assert spec.loader is not None
-    check = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(check)
+    check = tool("check")
     (tmp_path / "own.js").write_text("")
     (tmp_path / "index.html").write_text(
         '<script src="own.js"></script><a href="https://elsewhere">a link is no request</a>'

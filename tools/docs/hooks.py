@@ -1,14 +1,16 @@
-"""What mkdocs is told beside its own file: figures stand in the repository's ``figures/``."""
+"""What mkdocs is told beside its own file: figures stand in ``figures/``, every public name on the page of the API."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-FIGURES = Path(__file__).parents[2] / "figures"
+ROOT = Path(__file__).parents[2]
+FIGURES = ROOT / "figures"
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -20,8 +22,23 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """A page in the repository links to ``../figures/``, so that it shows them there too; on the site they lie beside it."""
+    if page.file.src_uri == "api.md":
+        markdown = completed(markdown)
     up = "../" * page.file.src_uri.count("/")
     return re.sub(r"\]\((?:\.\./)+figures/", f"]({up}figures/", markdown)
+
+
+def completed(markdown: str) -> str:
+    """The page of the API, with the public names that have no place on it yet at its end."""
+    tree = ast.parse((ROOT / "src" / "kvinterp" / "__init__.py").read_text(encoding="utf-8"))
+    (public,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+    )
+    placed = set(re.findall(r"(?m)^::: kvinterp\.(\w+)$", markdown))
+    rest = [name for name in public if name not in placed and not name.startswith("_")]
+    return "\n".join([markdown, *(["## More", ""] if rest else []), *(f"::: kvinterp.{name}" for name in rest)])
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
