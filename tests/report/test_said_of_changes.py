@@ -113,7 +113,7 @@ def test_equal_comparisons_are_one_sentence_and_flips_come_first() -> None:
     assert [part.label for part in said] == ["third"]
     text = " ".join(part.text for part in parts if isinstance(part, Text))
     assert "No token flips in 2 comparisons: both paths choose the same token at all 30 steps of 6 decodes." in text
-    assert "one has the closest call. The closest call is step 2 of p1" in text
+    assert "The closest call of all, in one, is step 2 of p1: path a's token is 0.125 logits ahead" in text
     assert "They are: one; other." in text
     tables = [part for part in parts if isinstance(part, Table)]
     assert [row[-1] for row in tables[0].rows] == ["third"] * 3

@@ -78,7 +78,7 @@ class Demo(Experiment):
         """
         return Compare(
             "zoo:mqa-mini", f"arithmetic:{self.flip_problems}", a="cached[cache=quantized(8,fp8)]", kind="native",
-            protocol="free", dtype=self.dtype, max_new_tokens=self.max_new_tokens, record="",
+            protocol="free", dtype=self.dtype, max_new_tokens=self.max_new_tokens, record="resid_post,pattern",
         )  # fmt: skip
 
     def settled(self) -> Demo:

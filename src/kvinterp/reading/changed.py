@@ -104,7 +104,7 @@ def none_changed_said(found: Mapping[str, Comparison]) -> list[str]:
     # A greedy margin and a distance along a cumulative probability are not compared with each other.
     if len({boundary_of(found[label])[1] for label in calls}) == 1:
         label = min(calls, key=lambda name: calls[name]["distance"])
-        said += [f"Of these, {label} has the closest call.", *_closest(found[label])]
+        said += _closest(found[label], f"The closest call of all, in {label},")
     return [*said, f"They are: {'; '.join(found)}."]
 
 
@@ -112,13 +112,13 @@ def _every(steps: int) -> str:
     return "the one step" if steps == 1 else f"all {steps} steps"
 
 
-def _closest(comparison: Comparison) -> list[str]:
+def _closest(comparison: Comparison, lead: str = "The closest call") -> list[str]:
     row = closest(comparison)
     if row is None:
         none = no_boundary(comparison)
         return [] if none == "not recorded" else [f"There was no close call: at {_every(len(comparison.steps))} {none}."]
     side, distance = row["side"], number(row["distance"])
-    at = f"The closest call is step {int(row['step'])} of {row['id']}:"
+    at = f"{lead} is step {int(row['step'])} of {row['id']}:"
     difference = f"the largest difference of any logit there is {number(row['max_abs_logit'])}"
     if comparison.about["strategy"] == "greedy":
         return [f"{at} path {side}'s token is {distance} logits ahead of its next best, and {difference}."]
