@@ -334,13 +334,18 @@ class TestInABrowser:
         assert page.locator("[role=gridcell]").count() > 0
         opened.quiet()
 
-    def test_nothing_is_cut_off_and_markup_stays_text(self, shown: Any, panel: PatchPanel, page_opened: Any) -> None:
-        panel.choose(prompt=f"{EVIL} 1", other=f"{EVIL} 2").fill()
+    def test_nothing_is_cut_off_and_markup_stays_text(
+        self, shown: Any, panel: PatchPanel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert panel.map is not None
+        monkeypatch.setattr(panel.map.bench.adapter, "pieces", lambda tokens: [EVIL] * len(tokens))
+        panel.choose(prompt=f"{EVIL} 1", other=f"{EVIL} 2", view="block by layer").fill()
         assert panel.widget.error == ""
+        assert "<img" not in panel.picture()
         opened = shown()
         page = opened.page
         settled(page)
-        check_markup(opened, "<img")
+        check_markup(opened, repr(EVIL))
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             for width in (1280, 420):
