@@ -14,7 +14,7 @@ from kvinterp._version import __version__
 if TYPE_CHECKING:
     from kvinterp.auditing import KernelsTable, Verdict, kernels_table
     from kvinterp.auditing.audit import audit
-    from kvinterp.comparison import Comparison, compare, compare_traces
+    from kvinterp.comparison import Comparison, Comparisons, compare, compare_traces
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.experiments.keeping import load
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "auditing": ("KernelsTable", "Verdict", "audit", "kernels_table"),
-    "comparison": ("Comparison", "compare", "compare_traces"),
+    "comparison": ("Comparison", "Comparisons", "compare", "compare_traces"),
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
     "experiments.keeping": ("load",),
@@ -75,6 +75,7 @@ __all__ = [
     "Adapter",
     "Cached",
     "Comparison",
+    "Comparisons",
     "ExecutionPath",
     "Greedy",
     "InputError",

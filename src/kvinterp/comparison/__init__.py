@@ -4,6 +4,7 @@ from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparing import compare
 from kvinterp.comparison.comparison import COLUMNS, PARTS, TABLES, Comparison
 from kvinterp.comparison.recordable import DEFAULT_RECORD, recordable
+from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.traces import compare_traces
 from kvinterp.metrics.statistics import mean_error
 from kvinterp.reading.vocabulary import PROTOCOLS
@@ -16,6 +17,7 @@ __all__ = [
     "PROTOCOLS",
     "TABLES",
     "Comparison",
+    "Comparisons",
     "compare",
     "compare_traces",
     "mean_error",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import weakref
@@ -19,6 +20,7 @@ from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
 from kvinterp.comparison.recordable import COMPARED, recordable
 from kvinterp.comparison.rows import failed, of_example
+from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, UnsupportedError, located
@@ -57,7 +59,7 @@ def compare(
     model: Any,
     prompts: Any,
     a: str | ExecutionPath = "cached",
-    b: str | ExecutionPath = "recompute",
+    b: str | ExecutionPath | Sequence[str | ExecutionPath] = "recompute",
     *,
     protocol: str = "matched",
     strategy: str | Strategy = "greedy",
@@ -73,14 +75,15 @@ def compare(
     progress: str = "bar",
     done: Callable[[Comparison], None] | None = None,
     lanes: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
-) -> Comparison:
+) -> Any:
     """Runs two paths side by side on the same prompts and compares them at every step.
 
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list: texts, :class:`Prompt`, or token ids.
         a: The leading path: in the matched protocol both are fed the tokens it chooses.
-        b: The path it is compared with.
+        b: The path it is compared with; of a list each, which gives :class:`Comparisons`: in the matched protocol all of them
+            run beside one run of ``a``, and each pair gets the numbers that it gets alone.
         protocol: ``"matched"`` or ``"free"``; see PROTOCOLS.
         strategy: How tokens are chosen; both paths draw from the same random number at each step.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
@@ -97,14 +100,20 @@ def compare(
         cache_errors: ``"aggregated"`` gives the errors of K and V by step and by position separately; ``"whole"`` every
             position at every step besides, which is quadratic in the steps.
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
-        done: Told of every finished batch.
+        done: Told of every finished batch of a pair.
         lanes: What advances each path, made as a :class:`kvinterp.paths.Runner` is; another one has no sites to compare.
+
+    Returns:
+        A :class:`Comparison`; of a list of paths :class:`Comparisons`.
 
     Raises:
         InputError: Something given does not exist or does not fit.
         UnsupportedError: This kind of model cannot give a site.
     """
-    adapter, path_a, path_b, strategy = wrap(model), path_named(a), path_named(b), strategy_named(strategy)
+    adapter, path_a, strategy = wrap(model), path_named(a), strategy_named(strategy)
+    several = isinstance(b, list | tuple)
+    others = tuple(map(path_named, b)) if isinstance(b, list | tuple) else (path_named(b),)
+    _check_others(path_a, others)
     check_choice("protocol", protocol, tuple(PROTOCOLS))
     check_choice("stop", stop, ("end of sequence", "length"))
     check_choice("progress", progress, ("bar", "none"))
@@ -123,41 +132,49 @@ def compare(
         raise InputError(f"{len(items)} prompts came with the example numbers {numbers}: give each prompt one of its own.")
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
     names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
-    with located(f"model {adapter.facts.name}, {path_a} against {path_b}"), own_threads(adapter):
+    with located(f"model {adapter.facts.name}, {path_a} against {', '.join(map(str, others))}"), own_threads(adapter):
         sites, layers = _compared(adapter, record, layers), chosen_layers(adapter, layers)
         if sites and lanes != (Runner, Runner):
             raise InputError(f"lanes of their own were given, which show no site, with record={record!r}: pass record=''.")
-        pair = _Pair(
-            adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, forced, stop, sites, layers, cache_errors,
-            lanes,
-        )  # fmt: skip
+        # In the free protocol a text is over as soon as one of its two paths ends it: each pair runs by itself.
+        together = [(path_a, *others)] if protocol == "matched" else [(path_a, other) for other in others]
+        runs = [
+            _Paths(
+                adapter, paths, protocol, strategy, seed, max_new_tokens, forced, stop, sites, layers, cache_errors, lanes
+            )
+            for paths in together
+        ]
         if lanes == (Runner, Runner):
             # With lanes of its own it is one of many, whose caller says what is done.
-            say(forecast(adapter.facts, pair.sites, len(pair.layers), [len(t) for t in tokens], pair.length, cache_errors))
-        with counting(len(tokens), "comparing", "prompt", progress) as counted:
+            say(forecast(adapter.facts, sites, len(layers), [len(t) for t in tokens], runs[0].length, cache_errors))
+        parts: list[Comparison] = []
+        with counting(len(tokens) * len(runs), "comparing", "prompt", progress) as counted:
 
-            def finished(indices: Sequence[int], made: Sequence[Comparison]) -> None:
+            def finished(indices: Sequence[int], made: Sequence[Sequence[Comparison]]) -> None:
                 counted(len(indices))
-                if done is not None:
-                    done(Comparison.joined(made))
+                for pair in zip(*made, strict=True) if done is not None else ():
+                    done(Comparison.joined(pair))  # type: ignore[misc]  # asked a line above
 
-            parts = in_batches(
-                adapter,
-                (path_a, path_b),
-                tokens,
-                max_new_tokens,
-                batch_size,
-                lambda batch: pair.batch(
-                    [numbers[i] for i in batch], [tokens[i] for i in batch], [names[i] for i in batch]
-                ),
-                finished,
-            )
-    made = Comparison.joined(parts)
-    made.prompts = _as_prompts(items, names)
-    made.origin = Origin(
-        weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, dict(zip(numbers, tokens, strict=True))
-    )
-    return made
+            for run in runs:
+
+                def work(batch: Sequence[int], run: _Paths = run) -> list[list[Comparison]]:
+                    return run.batch([numbers[i] for i in batch], [tokens[i] for i in batch], [names[i] for i in batch])
+
+                made = in_batches(adapter, run.paths, tokens, max_new_tokens, batch_size, work, finished)
+                parts += [Comparison.joined(pair) for pair in zip(*made, strict=True)]
+    ids = dict(zip(numbers, tokens, strict=True))
+    for part in parts:
+        part.prompts = _as_prompts(items, names)
+        part.origin = Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids)
+    return Comparisons(parts) if several else parts[0]
+
+
+def _check_others(a: ExecutionPath, others: Sequence[ExecutionPath]) -> None:
+    if not others:
+        raise InputError("b=[] was given: expected a path, or a list of at least one.")
+    twice = next((path for path in others if others.count(path) > 1), None)
+    if twice is not None:
+        raise InputError(f"b names {str(twice)!r} twice: give each path once.")
 
 
 def _as_prompts(items: Sequence[Any], names: Sequence[str]) -> list[Prompt]:
@@ -209,11 +226,11 @@ class NewestActivations(SiteHook):
 
 
 @dataclasses.dataclass
-class _Pair:
-    """Two paths of one model and how they are fed."""
+class _Paths:
+    """Paths of one model, the first beside each other one, and how they are fed."""
 
     adapter: Adapter
-    paths: tuple[ExecutionPath, ExecutionPath]
+    paths: tuple[ExecutionPath, ...]
     protocol: str
     strategy: Strategy
     seed: int
@@ -230,14 +247,18 @@ class _Pair:
         self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
         for target in self.targets:
             NewestActivations(target, self.wanted)
-        self.about = provenance(
+        self.abouts = [self._about(other) for other in range(1, len(self.paths))]
+
+    def _about(self, other: int) -> dict[str, Any]:
+        paths, targets = (self.paths[0], self.paths[other]), (self.targets[0], self.targets[other])
+        return provenance(
             self.adapter,
-            paths={"a": str(self.paths[0]), "b": str(self.paths[1])},
+            paths=dict(zip("ab", map(str, paths), strict=True)),
             protocol=self.protocol,
             strategy=str(self.strategy),
             seed=self.seed,
-            derived=[site for site in self.sites if any(target.derives(site) for target in self.targets)],
-            lets_go=[side for side, path in zip("ab", self.paths, strict=True) if path.policy.evicts],
+            derived=[site for site in self.sites if any(target.derives(site) for target in targets)],
+            lets_go=[side for side, path in zip("ab", paths, strict=True) if path.policy.evicts],
         )
 
     @property
@@ -245,52 +266,72 @@ class _Pair:
         """Most steps: those that are asked for, or as many as there are tokens to feed."""
         return self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
 
-    def batch(self, indices: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]) -> list[Comparison]:
-        """Runs one batch and returns a comparison for each prompt."""
+    def batch(
+        self, indices: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]
+    ) -> list[list[Comparison]]:
+        """Runs one batch and returns for each prompt a comparison of the first path with each other."""
         facts = self.adapter.facts
         prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
         choose = drawing(self.strategy, self.seed, indices, self.steps, prompt.device)
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
-        given = fed_to_all(self.continuation, 2, len(prompts), prompt.device)
+        others = range(1, len(self.paths))
+        given = fed_to_all(self.continuation, len(self.paths), len(prompts), prompt.device)
         newest = [NewestActivations(target, self.wanted) for target in self.targets]
-        differences = Differences(
-            self.layers, range(facts.query_heads), range(facts.kv_heads), self.cache_errors,
-            same_text=self.protocol == "matched",
-        )  # fmt: skip
+        heads, same_text = (range(facts.query_heads), range(facts.kv_heads)), self.protocol == "matched"
+        differences = [Differences(self.layers, *heads, self.cache_errors, same_text=same_text) for _ in others]
         collected, choices = Collected(), Choices()
-        flipped = torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
-        made = zip(self.lanes, self.paths, newest, strict=True)
+        flipped = [torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device) for _ in others]
+        made = zip((self.lanes[0], *[self.lanes[1]] * len(others)), self.paths, newest, strict=True)
         runners = [lane(self.adapter, path, prompt, self.length, [hook]) for lane, path, hook in made]
-        about = {**self.about, "caches": {side: runner.cache for side, runner in zip("ab", runners, strict=True)}}
-        follows = (0, 0) if self.protocol == "matched" else (0, 1)
-        with runners[0], runners[1]:
+        follows = [0] * len(runners) if self.protocol == "matched" else range(len(runners))
+        with contextlib.ExitStack() as held:
+            for runner in runners:
+                held.enter_context(runner)
             for now in lockstep(runners, self.length, choose, follows=follows, given=given, ends=ends):
                 collected.add(now)
                 choices.add(now.logits, now.chosen)
-                other = now.chosen[0] != now.chosen[1]
-                differences.add(
-                    now.number,
-                    indices,
-                    prompt.shape[1] + now.number,
-                    (collected.tokens_only(now.logits[0]), collected.tokens_only(now.logits[1])),
-                    (newest[0].seen, newest[1].seen),
-                    flipped.to(torch.int8).masked_fill(now.over, -1),
-                    other & ~flipped,
-                )
-                flipped = flipped | other
-        decided = choices.of_rows(choose.distances)
-        frames = differences.frames(indices)
+                logits = [*map(collected.tokens_only, now.logits)]
+                for at, other in enumerate(others):
+                    unlike = now.chosen[0] != now.chosen[other]
+                    differences[at].add(
+                        now.number,
+                        indices,
+                        prompt.shape[1] + now.number,
+                        (logits[0], logits[other]),
+                        (newest[0].seen, newest[other].seen),
+                        flipped[at].to(torch.int8).masked_fill(now.over, -1),
+                        unlike & ~flipped[at],
+                    )
+                    flipped[at] = flipped[at] | unlike
+        decided = [choices.of_rows(choose.distances, other) for other in others]
+        frames = [each.frames(indices) for each in differences]
         stops = [] if ends is None else ends.tolist()
-        # Numbered by lane first; each prompt asks for both lanes' rows.
-        lists = [[*zip(*of_lanes, strict=True)] for of_lanes in collected.lists()]
-        made_of = [[each[row] for each in lists] for row in range(len(indices))]
+        caches = [{"a": runners[0].cache, "b": runners[other].cache} for other in others]
+        abouts = [{**about, "caches": each} for about, each in zip(self.abouts, caches, strict=True)]
+        # Numbered by lane first; each prompt asks for the rows of both lanes of a pair.
+        lists = collected.lists()
         return [
-            self._one(*each, collected.padding, frames, stops, about)
-            for each in zip(indices, names, prompts, made_of, decided, strict=True)
+            [
+                self._one(
+                    (self.paths[0], self.paths[other]),
+                    example,
+                    names[row],
+                    prompts[row],
+                    [(each[0][row], each[other][row]) for each in lists],
+                    decided[at][row],
+                    collected.padding,
+                    frames[at],
+                    stops,
+                    abouts[at],
+                )
+                for at, other in enumerate(others)
+            ]
+            for row, example in enumerate(indices)
         ]
 
     def _one(
         self,
+        paths: tuple[ExecutionPath, ExecutionPath],
         example: int,
         name: str,
         prompt: Sequence[int],
@@ -303,7 +344,7 @@ class _Pair:
     ) -> Comparison:
         chosen, fed, sound = collected
         count = min(length_of(tokens, stops) for tokens in fed)
-        for path, tokens, fine in zip(self.paths, fed, sound, strict=True):
+        for path, tokens, fine in zip(paths, fed, sound, strict=True):
             if not all(fine[:count]):
                 message = first_nonfinite(self.adapter, path, prompt, tokens[: count - 1], padding)
                 return failed(example, name, message, frames, about)

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from kvinterp.errors import InputError, unexpected, unknown
-from kvinterp.experiments.base import Experiment, Outcome
+from kvinterp.experiments.base import Experiment
+from kvinterp.experiments.functions import FUNCTIONS, prompts_of
+from kvinterp.experiments.outcome import Outcome
 from kvinterp.experiments.registry import experiment_named, experiments
 from kvinterp.kept import Held, Kept
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
-
-    from kvinterp.cells import Cell, Made
 
 __all__ = ["card", "experiment_of", "figures", "latex", "load", "outcome_of", "report", "save", "sentences"]
 
@@ -33,43 +31,14 @@ _NO_CHOICES = ("provenance", "work", "distances", "paths")
 """What a result knows about itself that nobody chose, or that stands elsewhere."""
 
 
-class Localise(Experiment):
-    """Where is the difference at the first decode step made?"""
-
-    TABLES: ClassVar = ("places", "split")
-
-    @classmethod
-    def verb(cls) -> str:
-        """The function's name: it is no command."""
-        return "localise"
-
-    def cells(self) -> list[Cell]:
-        """None: it is found by :func:`kvinterp.localise` alone."""
-        return []
-
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
-        """Nothing, without cells."""
-        return Outcome(None)
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The cause as it was written."""
-        from kvinterp.patching import Cause
-
-        return Outcome(Cause.read(tables, summary), tables, summary)
-
-    def sentences(self, outcome: Outcome) -> list[str]:
-        """What the cause says of itself."""
-        return str(outcome.result).splitlines()
-
-
 def experiment_of(verb: str) -> type[Experiment]:
     """The experiment that keeps the results of a command.
 
     Raises:
         InputError: There is no such command.
     """
-    if verb == Localise.verb():
-        return Localise
+    if verb in FUNCTIONS:
+        return FUNCTIONS[verb]
     if verb not in experiments():
         raise unknown("experiment", verb, experiments())
     return experiment_named(verb)
@@ -93,7 +62,7 @@ def outcome_of(found: Kept, folder: Path | None = None) -> Outcome:
         place = folder or (None if held is None else held.folder)
         outcome = outcome_with(found, settings, place)  # type: ignore[arg-type]
     else:
-        outcome = Outcome(found, *found.written())
+        outcome = Outcome(found, *found.written(), texts=prompts_of(found))
     outcome.verb, outcome.settings, outcome.choices = experiment.verb(), settings, choices
     return outcome
 
