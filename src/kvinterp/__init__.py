@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvinterp.comparison import Comparison, Comparisons, compare, compare_traces
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
-    from kvinterp.experiments.keeping import load
+    from kvinterp.experiments.keeping import experiment, load
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
     from kvinterp.patching import (
         Patch,
@@ -44,7 +44,7 @@ _HOMES = {
     "comparison": ("Comparison", "Comparisons", "compare", "compare_traces"),
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
-    "experiments.keeping": ("load",),
+    "experiments.keeping": ("experiment", "load"),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
     "patching": (
         *(
@@ -103,6 +103,7 @@ __all__ = [
     "compare_traces",
     "decompose",
     "donor_trace",
+    "experiment",
     "kernels_table",
     "load",
     "load_model",

@@ -7,13 +7,14 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
+from kvinterp import words
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.choices import Choices
 from kvinterp.comparison.comparison import Comparison, Origin
@@ -55,24 +56,59 @@ log = logging.getLogger("kvinterp")
 __all__ = ["compare"]
 
 
+@overload
+def compare(
+    model: Any,
+    prompts: Any,
+    a: str | ExecutionPath = ...,
+    b: str | ExecutionPath = ...,
+    *,
+    protocol: words.Protocol | str = ...,
+    strategy: words.Strategy | str | Strategy = ...,
+    max_new_tokens: int = ...,
+    seed: int = ...,
+    continuation: Sequence[int] | None = ...,
+    record: words.Site | str | Sequence[words.Site | str] | None = ...,
+    layers: Iterable[int] | None = ...,
+    stop: words.Stop | str = ...,
+    batch_size: int = ...,
+    examples: Sequence[int] | None = ...,
+    cache_errors: words.CacheErrors | str = ...,
+    progress: words.Progress | str = ...,
+    done: Callable[[Comparison], None] | None = ...,
+    lanes: tuple[Callable[..., Any], Callable[..., Any]] = ...,
+) -> Comparison: ...
+
+
+@overload
+def compare(
+    model: Any,
+    prompts: Any,
+    a: str | ExecutionPath = ...,
+    *,
+    b: Sequence[str | ExecutionPath],
+    **given: Any,
+) -> Comparisons: ...
+
+
 def compare(
     model: Any,
     prompts: Any,
     a: str | ExecutionPath = "cached",
     b: str | ExecutionPath | Sequence[str | ExecutionPath] = "recompute",
     *,
-    protocol: str = "matched",
-    strategy: str | Strategy = "greedy",
+    protocol: words.Protocol | str = "matched",
+    strategy: words.Strategy | str | Strategy = "greedy",
     max_new_tokens: int = 48,
     seed: int = 0,
     continuation: Sequence[int] | None = None,
-    record: str | Sequence[str] | None = None,
+    record: words.Site | str | Sequence[words.Site | str] | None = None,
     layers: Iterable[int] | None = None,
-    stop: str = "end of sequence",
+    stop: words.Stop | str = "end of sequence",
     batch_size: int = 1,
     examples: Sequence[int] | None = None,
-    cache_errors: str = "aggregated",
-    progress: str = "bar",
+    cache_errors: words.CacheErrors | str = "aggregated",
+    progress: words.Progress | str = "bar",
     done: Callable[[Comparison], None] | None = None,
     lanes: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
 ) -> Any:

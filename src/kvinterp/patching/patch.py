@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from kvinterp import words
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_instance, check_known, given_list, whole_number
 from kvinterp.models import Adapter
@@ -44,7 +45,7 @@ class Patch:
         InputError: The site, positions or steps are not of a form that exists.
     """
 
-    site: str
+    site: words.PatchSite | str
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     positions: Positions = "newest"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from kvinterp import words
 from kvinterp.errors import InputError, located
 from kvinterp.inputs import among, check_choice, check_known, check_text, check_whole, chosen_layers, encode_all
 from kvinterp.models import Adapter, wrap
@@ -76,25 +77,25 @@ PRESETS: dict[str, dict[str, Any]] = {
 def sweep(
     model: Any,
     prompts: Any,
-    site: str = "resid_post",
-    over: str = "single",
+    site: words.PatchSite | str = "resid_post",
+    over: words.Over | str = "single",
     *,
-    direction: str = "into-recompute",
+    direction: words.Direction | str = "into-recompute",
     steps: str | tuple[int, ...] = "every",
-    protocol: str = "matched",
+    protocol: words.Protocol | str = "matched",
     positions: Positions | None = None,
     layers: Iterable[int] | None = None,
     max_new_tokens: int = 32,
-    distance: str = "l2,kl",
+    distance: words.Distance | str = "l2,kl",
     examples: int | None = None,
     only: Sequence[int] | None = None,
     block: int = 16,
     cached: str | ExecutionPath = "cached",
     recompute: str | ExecutionPath = "recompute",
-    controls: str = "all",
-    logits: str = "discard",
-    stop: str = "end of sequence",
-    progress: str = "bar",
+    controls: words.Controls | str = "all",
+    logits: words.Kept | str = "discard",
+    stop: words.Stop | str = "end of sequence",
+    progress: words.Progress | str = "bar",
 ) -> Sweep:
     """Patches one place at a time and says how much of the difference between the paths each recovers.
 
