@@ -19,12 +19,13 @@ from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.choices import Choices
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
+from kvinterp.comparison.newest import NewestActivations
 from kvinterp.comparison.recordable import COMPARED, recordable
 from kvinterp.comparison.rows import failed, of_example
 from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, UnsupportedError, located
+from kvinterp.errors import InputError, located
 from kvinterp.inputs import (
     check_callable,
     check_choice,
@@ -37,7 +38,7 @@ from kvinterp.inputs import (
 )
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.adapter import Site
-from kvinterp.models.sites import LAYOUTS, ROWS, expand_sites
+from kvinterp.models.hook_names import listed_names, places_of, sites_of
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
@@ -45,11 +46,9 @@ from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
 from kvinterp.paths.vocabulary import end_tokens
-from kvinterp.policies import Place
 from kvinterp.progress import counting
 from kvinterp.provenance import provenance
 from kvinterp.reading.vocabulary import PROTOCOLS
-from kvinterp.recording import SiteHook
 
 log = logging.getLogger("kvinterp")
 
@@ -91,7 +90,8 @@ def compare(
 ) -> Comparisons: ...
 
 
-def compare(
+# Of a list the other options are those of one path, whose names the second signature does not repeat.
+def compare(  # type: ignore[misc]
     model: Any,
     prompts: Any,
     a: str | ExecutionPath = "cached",
@@ -125,9 +125,10 @@ def compare(
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
         seed: Seeds the random numbers.
         continuation: Token ids to feed both paths (matched, one prompt) instead of the leading path's choices.
-        record: Sites to compare, out of the residual sites, pattern and the cache sites (``kv``); ``""`` for none; for None
-            resid_post, pattern and kv, without those that this model cannot give (the log says which and why). Under SDPA,
-            which shows no pattern, it is derived beside the kernel from queries and keys; the tables say so.
+        record: Sites to compare, out of the residual sites, pattern and the cache sites (``kv``), or hooks by TransformerLens's
+            names (``blocks.1.attn.hook_pattern``), which are of one layer; ``""`` for none; for None resid_post, pattern and
+            kv, without those that this model cannot give (the log says which and why). Under SDPA, which shows no pattern, it
+            is derived beside the kernel from queries and keys; the tables say so.
         layers: Layers to compare (default: all).
         stop: ``"end of sequence"`` or ``"length"``.
         batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
@@ -169,14 +170,15 @@ def compare(
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
     names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
     with located(f"model {adapter.facts.name}, {path_a} against {', '.join(map(str, others))}"), own_threads(adapter):
-        sites, layers = _compared(adapter, record, layers), chosen_layers(adapter, layers)
+        sites, wanted = places_of(adapter, _compared(adapter, record, layers), layers)
+        layers = sorted({layer for _, layer in wanted}) if wanted else chosen_layers(adapter, layers)
         if sites and lanes != (Runner, Runner):
             raise InputError(f"lanes of their own were given, which show no site, with record={record!r}: pass record=''.")
         # In the free protocol a text is over as soon as one of its two paths ends it: each pair runs by itself.
         together = [(path_a, *others)] if protocol == "matched" else [(path_a, other) for other in others]
         runs = [
             _Paths(
-                adapter, paths, protocol, strategy, seed, max_new_tokens, forced, stop, sites, layers, cache_errors, lanes
+                adapter, paths, protocol, strategy, seed, max_new_tokens, forced, stop, wanted, layers, cache_errors, lanes
             )
             for paths in together
         ]
@@ -220,47 +222,6 @@ def _as_prompts(items: Sequence[Any], names: Sequence[str]) -> list[Prompt]:
     return [item if isinstance(item, Prompt) else Prompt(name, item) for item, name in zip(items, names, strict=True)]
 
 
-class NewestActivations(SiteHook):
-    """Holds what one path shows at the newest position, until the next step."""
-
-    def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
-        super().__init__(adapter, wanted, "newest", rows="said")
-        self.architecture, self.seen = adapter.facts.architecture, dict[Site, Tensor]()
-
-    @property
-    def reads(self) -> bool:
-        """Whether it hears a site of the cache; of which rows that is, is told where some may be missing."""
-        return bool(self._reads)
-
-    def begin_step(self, step: int) -> None:
-        """Lets go of the step before."""
-        self.seen.clear()
-
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        """Hears what attention is about to read, and of which rows where a policy may have let go of some."""
-        if place.rows is not None:
-            self.seen[ROWS, place.layer] = place.rows
-        super().on_read(place, keys, values)
-
-    def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
-        """Holds the newest row; of a cache site all rows.
-
-        Raises:
-            UnsupportedError: A residual site holds several streams.
-        """
-        layout = LAYOUTS[site]
-        if layout.group == "residual" and tensor.dim() != layout.dimensions:
-            # Gemma 3n, DeepSeek-V4 and others carry several streams, which are mixed at every block.
-            raise UnsupportedError(
-                f"{site} of {self.architecture} is several residual streams side by side, of shape "
-                f"{tuple(tensor.shape)}, and cannot be compared as one: leave it out, as in record='kv'."
-            )
-        if (ROWS, layer) in self.seen and layout.group == "cache":
-            # What is left is moved to the front of a preallocated cache before anyone compares.
-            tensor = tensor.clone()
-        self.seen[site, layer] = tensor if layout.group == "cache" else tensor.select(layout.rows, -1)
-
-
 @dataclasses.dataclass
 class _Paths:
     """Paths of one model, the first beside each other one, and how they are fed."""
@@ -273,13 +234,12 @@ class _Paths:
     steps: int
     continuation: Sequence[int] | None
     stop: str
-    sites: tuple[str, ...]
-    layers: tuple[int, ...]
+    wanted: Sequence[Site]
+    layers: Sequence[int]
     cache_errors: str
     lanes: tuple[Callable[..., Any], Callable[..., Any]]
 
     def __post_init__(self) -> None:
-        self.wanted = [(site, layer) for site in self.sites for layer in self.layers]
         self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
         for target in self.targets:
             NewestActivations(target, self.wanted)
@@ -287,13 +247,14 @@ class _Paths:
 
     def _about(self, other: int) -> dict[str, Any]:
         paths, targets = (self.paths[0], self.paths[other]), (self.targets[0], self.targets[other])
+        sites = dict.fromkeys(site for site, _ in self.wanted)
         return provenance(
             self.adapter,
             paths=dict(zip("ab", map(str, paths), strict=True)),
             protocol=self.protocol,
             strategy=str(self.strategy),
             seed=self.seed,
-            derived=[site for site in self.sites if any(target.derives(site) for target in targets)],
+            derived=[site for site in sites if any(target.derives(site) for target in targets)],
             lets_go=[side for side, path in zip("ab", paths, strict=True) if path.policy.evicts],
         )
 
@@ -395,10 +356,10 @@ def _compared(adapter: Adapter, record: str | Sequence[str] | None, layers: Iter
         for site, reason in left_out.items():
             log.info("%s is not compared: %s", site, reason)
         return found
-    sites = expand_sites(record)
+    sites = sites_of(record)
     wrong = [site for site in sites if site not in COMPARED]
     if wrong:
         raise InputError(
             f"site {wrong[0]!r} cannot be compared: expected one of {', '.join(COMPARED)} or kv; use run() to record it."
         )
-    return sites
+    return tuple(listed_names(record))

@@ -13,6 +13,7 @@ from kvinterp import words
 from kvinterp.errors import InputError, located
 from kvinterp.inputs import among, check_choice, check_known, check_text, check_whole, chosen_layers, encode_all
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.hook_names import site_of
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
@@ -143,6 +144,8 @@ def sweep(
         >>> paper.aggregate()[["sweep", "layer", "mean"]]  # doctest: +SKIP
     """
     adapter = wrap(model)
+    site, own = site_of(site) if isinstance(site, str) else (site, None)
+    layers = own if layers is None else layers
     for name, given, known in (
         ("direction", direction, DIRECTIONS),
         ("protocol", protocol, PROTOCOLS),
