@@ -16,6 +16,7 @@ from kvinterp.models.adapter import DTYPES
 from kvinterp.models.load import ATTENTION
 from kvinterp.models.sites import GROUPS
 from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
+from kvinterp.patching.answers import LOGIT_DIFFERENCE
 from kvinterp.paths import STRATEGIES
 
 TABLES = {
@@ -30,7 +31,7 @@ TABLES = {
     words.PatchSite: PATCH_SITES,
     words.Over: SWEEPS,
     words.Direction: DIRECTIONS,
-    words.Distance: DISTANCES,
+    words.Distance: [*DISTANCES, LOGIT_DIFFERENCE],
     words.ExperimentName: experiments(),
 }
 

@@ -49,7 +49,7 @@ PatchSite = Literal[
 ]  # fmt: skip
 Over = Literal["single", "cumulative", "cumulative-from", "heads", "kv-heads", "blocks"]
 Direction = Literal["into-recompute", "into-cached"]
-Distance = Literal["kl", "l2", "margin"]
+Distance = Literal["kl", "l2", "margin", "logit_difference"]
 Controls = Literal["all", "quick", "none"]
 ExperimentName = Literal[
     "accumulation", "audit", "behaviour", "boundary", "chain", "compare", "decompose", "demo", "equivalent-noise", "eval",
