@@ -13,10 +13,10 @@ from kvinterp.experiments.registry import experiments
 from kvinterp.folders import EXISTING
 from kvinterp.models import KINDS, SITES
 from kvinterp.models.adapter import DTYPES
+from kvinterp.models.answers import LOGIT_DIFFERENCE
 from kvinterp.models.load import ATTENTION
 from kvinterp.models.sites import GROUPS
 from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
-from kvinterp.patching.answers import LOGIT_DIFFERENCE
 from kvinterp.paths import STRATEGIES
 
 TABLES = {

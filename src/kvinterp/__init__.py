@@ -14,7 +14,7 @@ from kvinterp._version import __version__
 if TYPE_CHECKING:
     from kvinterp.auditing import KernelsTable, Verdict, kernels_table
     from kvinterp.auditing.audit import audit
-    from kvinterp.comparison import Comparison, Comparisons, compare, compare_traces
+    from kvinterp.comparison import Comparison, Comparisons, compare, compare_traces, logit_attribution, logit_lens
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.experiments.keeping import experiment, load
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "auditing": ("KernelsTable", "Verdict", "audit", "kernels_table"),
-    "comparison": ("Comparison", "Comparisons", "compare", "compare_traces"),
+    "comparison": ("Comparison", "Comparisons", "compare", "compare_traces", "logit_attribution", "logit_lens"),
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
     "experiments.keeping": ("experiment", "load"),
@@ -109,6 +109,8 @@ __all__ = [
     "load_model",
     "load_prompts",
     "localise",
+    "logit_attribution",
+    "logit_lens",
     "mean_donor",
     "patch_panel",
     "patched",

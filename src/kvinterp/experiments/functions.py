@@ -55,6 +55,32 @@ class _Localise(_OfFunction):
         return Outcome(Cause.read(tables, summary), tables, summary)
 
 
+class _LogitLens(_OfFunction):
+    """Behind which layer does the difference become visible in token space?"""
+
+    VERB: ClassVar = "logit-lens"
+    FIGURES: ClassVar = "kvinterp.report.lens:save_lens_figures"
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The lens of its table."""
+        from kvinterp.comparison import LogitLens
+
+        return Outcome(LogitLens.read(tables, summary), tables, summary)
+
+
+class _LogitAttribution(_OfFunction):
+    """Which layer, head and MLP wrote the difference of the logits?"""
+
+    VERB: ClassVar = "logit-attribution"
+    FIGURES: ClassVar = "kvinterp.report.lens:save_attribution_figures"
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The attribution of its table."""
+        from kvinterp.comparison import LogitAttribution
+
+        return Outcome(LogitAttribution.read(tables, summary), tables, summary)
+
+
 class _Several(_OfFunction):
     """How far apart are a path and several others?"""
 
@@ -91,7 +117,7 @@ class _Several(_OfFunction):
         return {name: drawn[name] for name in self.DRAWN if name in drawn}
 
 
-FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (_Localise, _Several)}
+FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (_Localise, _LogitAttribution, _LogitLens, _Several)}
 """How what a function found is kept, by what the result says that made it."""
 
 

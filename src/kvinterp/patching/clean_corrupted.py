@@ -17,8 +17,8 @@ from kvinterp import metrics
 from kvinterp.errors import InputError, located
 from kvinterp.inputs import check_choice, check_known, check_whole, chosen_layers, encode
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.answers import LOGIT_DIFFERENCE, answer_pair
 from kvinterp.models.threads import own_threads
-from kvinterp.patching.answers import LOGIT_DIFFERENCE, answer_pair
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import PATCH_SITES, Patch, stored_sites
 from kvinterp.patching.recompute import PureRecompute

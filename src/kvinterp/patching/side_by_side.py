@@ -17,8 +17,8 @@ from kvinterp.errors import NonFiniteError
 from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import Site
+from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
 from kvinterp.models.sites import layout_of
-from kvinterp.patching.answers import LOGIT_DIFFERENCE, logit_difference
 from kvinterp.patching.hook import PatchHook, Window
 from kvinterp.patching.lanes import Donor, PureLane, Until
 from kvinterp.patching.patch import Patch, stored_sites

@@ -13,9 +13,9 @@ from kvinterp import words
 from kvinterp.errors import InputError, located
 from kvinterp.inputs import among, check_choice, check_known, check_text, check_whole, chosen_layers, encode_all
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.answers import LOGIT_DIFFERENCE, answer_pair
 from kvinterp.models.hook_names import site_of
 from kvinterp.models.threads import own_threads
-from kvinterp.patching.answers import LOGIT_DIFFERENCE, answer_pair
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.localising import localise
