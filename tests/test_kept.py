@@ -40,6 +40,7 @@ def found(model: Any) -> dict[str, Kept]:
     asked, how = kv.load_prompts("arithmetic:2"), {"max_new_tokens": 3, "progress": "none"}
     return {
         "compare": kv.compare(model, asked, b=OTHER, **how),
+        "several": kv.compare(model, asked, b=[OTHER, "recompute@float64"], record="resid_post", layers=(1,), **how),
         "patch": kv.sweep(model, asked, "kv", direction="into-cached", recompute=OTHER, controls="quick", **how),
         "patch without controls": kv.sweep(model, asked, controls="none", **how),
         "decompose": kv.decompose(model, asked, recompute=OTHER, **how),
@@ -49,7 +50,7 @@ def found(model: Any) -> dict[str, Kept]:
     }
 
 
-ALL = ("compare", "patch", "patch without controls", "decompose", "localise", "localise nothing", "kernels")
+ALL = ("compare", "several", "patch", "patch without controls", "decompose", "localise", "localise nothing", "kernels")
 
 
 def same(one: Kept, other: Kept) -> None:
@@ -59,7 +60,10 @@ def same(one: Kept, other: Kept) -> None:
         held = getattr(other, name)
         if isinstance(value, pd.DataFrame):
             pd.testing.assert_frame_equal(value, held, check_exact=True, obj=name)
-        elif name not in ("held", "origin", "logits"):
+        elif name == "pairs":
+            for mine, others in zip(value, held, strict=True):
+                same(mine, others)
+        elif name not in ("held", "origin", "logits", "_tables"):
             assert held == value, name
 
 
@@ -75,7 +79,11 @@ def test_what_is_saved_is_read_again_to_the_bit(found: dict[str, Kept], which: s
     assert one["settings"] == other["settings"]
     assert one["choices"] == other["choices"]
     assert sorted(path.name for path in (tmp_path / "once").iterdir() if path.name[0] != ".") == sorted(
-        [*(f"{name}.parquet" for name in made.written()[0]), "summary.json", *["prompts.jsonl"] * (which == "compare")]
+        [
+            *(f"{name}.parquet" for name in made.written()[0]),
+            "summary.json",
+            *["prompts.jsonl"] * (which in ("compare", "several")),
+        ]
     )
 
 

@@ -14,10 +14,10 @@ from kvinterp._version import __version__
 if TYPE_CHECKING:
     from kvinterp.auditing import KernelsTable, Verdict, kernels_table
     from kvinterp.auditing.audit import audit
-    from kvinterp.comparison import Comparison, compare, compare_traces
+    from kvinterp.comparison import Comparison, Comparisons, compare, compare_traces, logit_attribution, logit_lens
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
-    from kvinterp.experiments.keeping import load
+    from kvinterp.experiments.keeping import experiment, load
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
     from kvinterp.patching import (
         Patch,
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "auditing": ("KernelsTable", "Verdict", "audit", "kernels_table"),
-    "comparison": ("Comparison", "compare", "compare_traces"),
+    "comparison": ("Comparison", "Comparisons", "compare", "compare_traces", "logit_attribution", "logit_lens"),
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
-    "experiments.keeping": ("load",),
+    "experiments.keeping": ("experiment", "load"),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
     "patching": (
         *(
@@ -75,6 +75,7 @@ __all__ = [
     "Adapter",
     "Cached",
     "Comparison",
+    "Comparisons",
     "ExecutionPath",
     "Greedy",
     "InputError",
@@ -102,11 +103,14 @@ __all__ = [
     "compare_traces",
     "decompose",
     "donor_trace",
+    "experiment",
     "kernels_table",
     "load",
     "load_model",
     "load_prompts",
     "localise",
+    "logit_attribution",
+    "logit_lens",
     "mean_donor",
     "patch_panel",
     "patched",

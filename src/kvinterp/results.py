@@ -204,12 +204,8 @@ def load_result(folder: str | Path) -> Result:
     tables = read_tables(path, summary, [name for name in TABLES if name not in older])
     tables |= {name: pd.DataFrame(columns=COLUMNS[name]) for name in older}
     with reading(path, summary):
-        failures = pd.DataFrame(summary["failures"], columns=["example", "id", "message"])
-        failures = failures.astype({"example": "int64", "id": str, "message": str})
         prompts = load_prompts(path / "prompts.jsonl") if is_there(path / "prompts.jsonl") else []
-        made = {name: tables[name] for name in TABLES}
-        comparison = Comparison(**made, failures=failures, about=summary["provenance"], prompts=prompts)
-        return Result(path, comparison, prompts, summary)
+        return Result(path, Comparison.read(tables, summary, prompts), prompts, summary)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

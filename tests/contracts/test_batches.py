@@ -165,7 +165,7 @@ def test_out_of_memory_in_the_work_itself(load, monkeypatch, caplog):
     model = load(Case("llama-gqa", "native", "eager"))
     from kvinterp.comparison import comparing
 
-    batch = comparing._Pair.batch
+    batch = comparing._Paths.batch
 
     def small(self, indices, prompts, names):
         if len(prompts) > 2:
@@ -173,7 +173,7 @@ def test_out_of_memory_in_the_work_itself(load, monkeypatch, caplog):
         return batch(self, indices, prompts, names)
 
     monkeypatch.setattr("kvinterp.paths.batches._same_bits", lambda *_: True)
-    monkeypatch.setattr(comparing._Pair, "batch", small)
+    monkeypatch.setattr(comparing._Paths, "batch", small)
     told = []
     with caplog.at_level(logging.WARNING, logger="kvinterp"):
         given = kv.compare(

@@ -10,9 +10,11 @@ import torch
 
 import kvinterp as kv
 from kvinterp import metrics
+from kvinterp.errors import InputError
 from kvinterp.patching import PRESETS, PatchHook, highest_kl
 from kvinterp.patching.planted import Planted
 from kvinterp.paths import Runner
+from kvinterp.report import recovery_figure
 from support import PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases, hooks_of, plain_forward
 
 pytestmark = pytest.mark.bits
@@ -638,3 +640,22 @@ def test_logits_that_are_not_numbers_are_an_error_and_not_a_model_without_differ
     ):
         with pytest.raises(kv.NonFiniteError, match=r"example 0.*use a dtype with a wider range"):
             work()
+
+
+@cases([NATIVE])
+def test_the_logit_difference_of_two_answers_is_a_distance(load, case):
+    """TransformerLens's logits_to_logit_diff of what the lanes gave, worked out here from their logits."""
+    model, answers = load(case), (7, 11)
+    found = swept(model, distance="logit_difference", answers=answers, logits="keep", **SPLIT)
+    logits = found.logits[0].double()
+    apart = logits[..., answers[0]] - logits[..., answers[1]]
+    assert (apart[1:, 0] != apart[1:, 1]).any(), "the split makes a difference by construction"
+    for lane, row in enumerate(found.recovery.to_dict("records")):
+        before, after = ((apart[1:, 0] - apart[1:, at]).abs().mean() for at in (1, 2 + lane))
+        assert row["d_before"] == pytest.approx(float(before), rel=1e-12)
+        assert row["d_after"] == pytest.approx(float(after), rel=1e-12, abs=1e-15)
+    assert found.about["distances"] == ["logit_difference", "l2"]
+    assert "logit difference" in " ".join(found.sentences())
+    assert "logit difference" in recovery_figure(found).axes[0].get_ylabel()
+    with pytest.raises(InputError, match="expected two answers of one token each"):
+        swept(model, distance="logit_difference")

@@ -1,9 +1,12 @@
 """How far apart two paths are: run side by side, reduced on the device, told in tidy tables."""
 
+from kvinterp.comparison.attribution import LogitAttribution, logit_attribution
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparing import compare
 from kvinterp.comparison.comparison import COLUMNS, PARTS, TABLES, Comparison
+from kvinterp.comparison.lens import LogitLens, logit_lens
 from kvinterp.comparison.recordable import DEFAULT_RECORD, recordable
+from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.traces import compare_traces
 from kvinterp.metrics.statistics import mean_error
 from kvinterp.reading.vocabulary import PROTOCOLS
@@ -16,8 +19,13 @@ __all__ = [
     "PROTOCOLS",
     "TABLES",
     "Comparison",
+    "Comparisons",
+    "LogitAttribution",
+    "LogitLens",
     "compare",
     "compare_traces",
+    "logit_attribution",
+    "logit_lens",
     "mean_error",
     "recordable",
 ]

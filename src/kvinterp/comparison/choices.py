@@ -32,11 +32,12 @@ class Choices:
         """Adds a step: of each path the logits and the tokens it chose."""
         self._chances.append(torch.stack([*map(chance, logits, chosen)]))
 
-    def of_rows(self, distances: Sequence[Tensor]) -> list[dict[str, np.ndarray]]:
+    def of_rows(self, distances: Sequence[Tensor], other: int = 1) -> list[dict[str, np.ndarray]]:
         """For each row of the batch the columns that go into its table of steps.
 
         Args:
             distances: How far each choice was from another one, path by path and step by step; infinite for never.
+            other: The number of the path beside the first.
         """
         chances = torch.stack(self._chances, -1).cpu().numpy()
         paths = chances.shape[0]
@@ -45,6 +46,6 @@ class Choices:
         far = np.where(np.isinf(far), np.nan, far)
         return [
             {f"{name}_{side}": values[path, row] for name, values in (("probability", chances), ("boundary", far))
-             for path, side in enumerate("ab")}
+             for side, path in (("a", 0), ("b", other))}
             for row in range(chances.shape[1])
         ]  # fmt: skip

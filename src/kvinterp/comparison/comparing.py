@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
+from kvinterp import words
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.choices import Choices
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
+from kvinterp.comparison.newest import NewestActivations
 from kvinterp.comparison.recordable import COMPARED, recordable
 from kvinterp.comparison.rows import failed, of_example
+from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, UnsupportedError, located
+from kvinterp.errors import InputError, located
 from kvinterp.inputs import (
     check_callable,
     check_choice,
@@ -34,7 +38,7 @@ from kvinterp.inputs import (
 )
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.adapter import Site
-from kvinterp.models.sites import LAYOUTS, ROWS, expand_sites
+from kvinterp.models.hook_names import listed_names, places_of, sites_of
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
@@ -42,53 +46,89 @@ from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
 from kvinterp.paths.vocabulary import end_tokens
-from kvinterp.policies import Place
 from kvinterp.progress import counting
 from kvinterp.provenance import provenance
 from kvinterp.reading.vocabulary import PROTOCOLS
-from kvinterp.recording import SiteHook
 
 log = logging.getLogger("kvinterp")
 
 __all__ = ["compare"]
 
 
+@overload
 def compare(
     model: Any,
     prompts: Any,
-    a: str | ExecutionPath = "cached",
-    b: str | ExecutionPath = "recompute",
+    a: str | ExecutionPath = ...,
+    b: str | ExecutionPath = ...,
     *,
-    protocol: str = "matched",
-    strategy: str | Strategy = "greedy",
+    protocol: words.Protocol | str = ...,
+    strategy: words.Strategy | str | Strategy = ...,
+    max_new_tokens: int = ...,
+    seed: int = ...,
+    continuation: Sequence[int] | None = ...,
+    record: words.Site | str | Sequence[words.Site | str] | None = ...,
+    layers: Iterable[int] | None = ...,
+    stop: words.Stop | str = ...,
+    batch_size: int = ...,
+    examples: Sequence[int] | None = ...,
+    cache_errors: words.CacheErrors | str = ...,
+    progress: words.Progress | str = ...,
+    done: Callable[[Comparison], None] | None = ...,
+    lanes: tuple[Callable[..., Any], Callable[..., Any]] = ...,
+) -> Comparison: ...
+
+
+@overload
+def compare(
+    model: Any,
+    prompts: Any,
+    a: str | ExecutionPath = ...,
+    *,
+    b: Sequence[str | ExecutionPath],
+    **given: Any,
+) -> Comparisons: ...
+
+
+# Of a list the other options are those of one path, whose names the second signature does not repeat.
+def compare(  # type: ignore[misc]
+    model: Any,
+    prompts: Any,
+    a: str | ExecutionPath = "cached",
+    b: str | ExecutionPath | Sequence[str | ExecutionPath] = "recompute",
+    *,
+    protocol: words.Protocol | str = "matched",
+    strategy: words.Strategy | str | Strategy = "greedy",
     max_new_tokens: int = 48,
     seed: int = 0,
     continuation: Sequence[int] | None = None,
-    record: str | Sequence[str] | None = None,
+    record: words.Site | str | Sequence[words.Site | str] | None = None,
     layers: Iterable[int] | None = None,
-    stop: str = "end of sequence",
+    stop: words.Stop | str = "end of sequence",
     batch_size: int = 1,
     examples: Sequence[int] | None = None,
-    cache_errors: str = "aggregated",
-    progress: str = "bar",
+    cache_errors: words.CacheErrors | str = "aggregated",
+    progress: words.Progress | str = "bar",
     done: Callable[[Comparison], None] | None = None,
     lanes: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
-) -> Comparison:
+) -> Any:
     """Runs two paths side by side on the same prompts and compares them at every step.
 
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list: texts, :class:`Prompt`, or token ids.
         a: The leading path: in the matched protocol both are fed the tokens it chooses.
-        b: The path it is compared with.
+        b: The path it is compared with; of a list each, which gives :class:`Comparisons`: in the matched protocol all of them
+            run beside one run of ``a``, and each pair gets the numbers that it gets alone.
         protocol: ``"matched"`` or ``"free"``; see PROTOCOLS.
         strategy: How tokens are chosen; both paths draw from the same random number at each step.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
         seed: Seeds the random numbers.
         continuation: Token ids to feed both paths (matched, one prompt) instead of the leading path's choices.
-        record: Sites to compare, out of the residual sites, pattern and the cache sites (``kv``); ``""`` for none; for None
-            resid_post, pattern and kv, without those that this model cannot give (the log says which and why). Under SDPA,
-            which shows no pattern, it is derived beside the kernel from queries and keys; the tables say so.
+        record: Sites to compare, out of the residual sites, pattern and the cache sites (``kv``), or hooks by TransformerLens's
+            names (``blocks.1.attn.hook_pattern``), which are of one layer; ``""`` for none; for None resid_post, pattern and
+            kv, without those that this model cannot give (the log says which and why). Under SDPA, which shows no pattern, it
+            is derived beside the kernel from queries and keys; the tables say so.
         layers: Layers to compare (default: all).
         stop: ``"end of sequence"`` or ``"length"``.
         batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
@@ -97,14 +137,20 @@ def compare(
         cache_errors: ``"aggregated"`` gives the errors of K and V by step and by position separately; ``"whole"`` every
             position at every step besides, which is quadratic in the steps.
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
-        done: Told of every finished batch.
+        done: Told of every finished batch of a pair.
         lanes: What advances each path, made as a :class:`kvinterp.paths.Runner` is; another one has no sites to compare.
+
+    Returns:
+        A :class:`Comparison`; of a list of paths :class:`Comparisons`.
 
     Raises:
         InputError: Something given does not exist or does not fit.
         UnsupportedError: This kind of model cannot give a site.
     """
-    adapter, path_a, path_b, strategy = wrap(model), path_named(a), path_named(b), strategy_named(strategy)
+    adapter, path_a, strategy = wrap(model), path_named(a), strategy_named(strategy)
+    several = isinstance(b, list | tuple)
+    others = tuple(map(path_named, b)) if isinstance(b, list | tuple) else (path_named(b),)
+    _check_others(path_a, others)
     check_choice("protocol", protocol, tuple(PROTOCOLS))
     check_choice("stop", stop, ("end of sequence", "length"))
     check_choice("progress", progress, ("bar", "none"))
@@ -123,41 +169,50 @@ def compare(
         raise InputError(f"{len(items)} prompts came with the example numbers {numbers}: give each prompt one of its own.")
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
     names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
-    with located(f"model {adapter.facts.name}, {path_a} against {path_b}"), own_threads(adapter):
-        sites, layers = _compared(adapter, record, layers), chosen_layers(adapter, layers)
+    with located(f"model {adapter.facts.name}, {path_a} against {', '.join(map(str, others))}"), own_threads(adapter):
+        sites, wanted = places_of(adapter, _compared(adapter, record, layers), layers)
+        layers = sorted({layer for _, layer in wanted}) if wanted else chosen_layers(adapter, layers)
         if sites and lanes != (Runner, Runner):
             raise InputError(f"lanes of their own were given, which show no site, with record={record!r}: pass record=''.")
-        pair = _Pair(
-            adapter, (path_a, path_b), protocol, strategy, seed, max_new_tokens, forced, stop, sites, layers, cache_errors,
-            lanes,
-        )  # fmt: skip
+        # In the free protocol a text is over as soon as one of its two paths ends it: each pair runs by itself.
+        together = [(path_a, *others)] if protocol == "matched" else [(path_a, other) for other in others]
+        runs = [
+            _Paths(
+                adapter, paths, protocol, strategy, seed, max_new_tokens, forced, stop, wanted, layers, cache_errors, lanes
+            )
+            for paths in together
+        ]
         if lanes == (Runner, Runner):
             # With lanes of its own it is one of many, whose caller says what is done.
-            say(forecast(adapter.facts, pair.sites, len(pair.layers), [len(t) for t in tokens], pair.length, cache_errors))
-        with counting(len(tokens), "comparing", "prompt", progress) as counted:
+            say(forecast(adapter.facts, sites, len(layers), [len(t) for t in tokens], runs[0].length, cache_errors))
+        parts: list[Comparison] = []
+        with counting(len(tokens) * len(runs), "comparing", "prompt", progress) as counted:
 
-            def finished(indices: Sequence[int], made: Sequence[Comparison]) -> None:
+            def finished(indices: Sequence[int], made: Sequence[Sequence[Comparison]]) -> None:
                 counted(len(indices))
-                if done is not None:
-                    done(Comparison.joined(made))
+                for pair in zip(*made, strict=True) if done is not None else ():
+                    done(Comparison.joined(pair))  # type: ignore[misc]  # asked a line above
 
-            parts = in_batches(
-                adapter,
-                (path_a, path_b),
-                tokens,
-                max_new_tokens,
-                batch_size,
-                lambda batch: pair.batch(
-                    [numbers[i] for i in batch], [tokens[i] for i in batch], [names[i] for i in batch]
-                ),
-                finished,
-            )
-    made = Comparison.joined(parts)
-    made.prompts = _as_prompts(items, names)
-    made.origin = Origin(
-        weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, dict(zip(numbers, tokens, strict=True))
-    )
-    return made
+            for run in runs:
+
+                def work(batch: Sequence[int], run: _Paths = run) -> list[list[Comparison]]:
+                    return run.batch([numbers[i] for i in batch], [tokens[i] for i in batch], [names[i] for i in batch])
+
+                made = in_batches(adapter, run.paths, tokens, max_new_tokens, batch_size, work, finished)
+                parts += [Comparison.joined(pair) for pair in zip(*made, strict=True)]
+    ids = dict(zip(numbers, tokens, strict=True))
+    for part in parts:
+        part.prompts = _as_prompts(items, names)
+        part.origin = Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids)
+    return Comparisons(parts) if several else parts[0]
+
+
+def _check_others(a: ExecutionPath, others: Sequence[ExecutionPath]) -> None:
+    if not others:
+        raise InputError("b=[] was given: expected a path, or a list of at least one.")
+    twice = next((path for path in others if others.count(path) > 1), None)
+    if twice is not None:
+        raise InputError(f"b names {str(twice)!r} twice: give each path once.")
 
 
 def _as_prompts(items: Sequence[Any], names: Sequence[str]) -> list[Prompt]:
@@ -167,77 +222,40 @@ def _as_prompts(items: Sequence[Any], names: Sequence[str]) -> list[Prompt]:
     return [item if isinstance(item, Prompt) else Prompt(name, item) for item, name in zip(items, names, strict=True)]
 
 
-class NewestActivations(SiteHook):
-    """Holds what one path shows at the newest position, until the next step."""
-
-    def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
-        super().__init__(adapter, wanted, "newest", rows="said")
-        self.architecture, self.seen = adapter.facts.architecture, dict[Site, Tensor]()
-
-    @property
-    def reads(self) -> bool:
-        """Whether it hears a site of the cache; of which rows that is, is told where some may be missing."""
-        return bool(self._reads)
-
-    def begin_step(self, step: int) -> None:
-        """Lets go of the step before."""
-        self.seen.clear()
-
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        """Hears what attention is about to read, and of which rows where a policy may have let go of some."""
-        if place.rows is not None:
-            self.seen[ROWS, place.layer] = place.rows
-        super().on_read(place, keys, values)
-
-    def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
-        """Holds the newest row; of a cache site all rows.
-
-        Raises:
-            UnsupportedError: A residual site holds several streams.
-        """
-        layout = LAYOUTS[site]
-        if layout.group == "residual" and tensor.dim() != layout.dimensions:
-            # Gemma 3n, DeepSeek-V4 and others carry several streams, which are mixed at every block.
-            raise UnsupportedError(
-                f"{site} of {self.architecture} is several residual streams side by side, of shape "
-                f"{tuple(tensor.shape)}, and cannot be compared as one: leave it out, as in record='kv'."
-            )
-        if (ROWS, layer) in self.seen and layout.group == "cache":
-            # What is left is moved to the front of a preallocated cache before anyone compares.
-            tensor = tensor.clone()
-        self.seen[site, layer] = tensor if layout.group == "cache" else tensor.select(layout.rows, -1)
-
-
 @dataclasses.dataclass
-class _Pair:
-    """Two paths of one model and how they are fed."""
+class _Paths:
+    """Paths of one model, the first beside each other one, and how they are fed."""
 
     adapter: Adapter
-    paths: tuple[ExecutionPath, ExecutionPath]
+    paths: tuple[ExecutionPath, ...]
     protocol: str
     strategy: Strategy
     seed: int
     steps: int
     continuation: Sequence[int] | None
     stop: str
-    sites: tuple[str, ...]
-    layers: tuple[int, ...]
+    wanted: Sequence[Site]
+    layers: Sequence[int]
     cache_errors: str
     lanes: tuple[Callable[..., Any], Callable[..., Any]]
 
     def __post_init__(self) -> None:
-        self.wanted = [(site, layer) for site in self.sites for layer in self.layers]
         self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
         for target in self.targets:
             NewestActivations(target, self.wanted)
-        self.about = provenance(
+        self.abouts = [self._about(other) for other in range(1, len(self.paths))]
+
+    def _about(self, other: int) -> dict[str, Any]:
+        paths, targets = (self.paths[0], self.paths[other]), (self.targets[0], self.targets[other])
+        sites = dict.fromkeys(site for site, _ in self.wanted)
+        return provenance(
             self.adapter,
-            paths={"a": str(self.paths[0]), "b": str(self.paths[1])},
+            paths=dict(zip("ab", map(str, paths), strict=True)),
             protocol=self.protocol,
             strategy=str(self.strategy),
             seed=self.seed,
-            derived=[site for site in self.sites if any(target.derives(site) for target in self.targets)],
-            lets_go=[side for side, path in zip("ab", self.paths, strict=True) if path.policy.evicts],
+            derived=[site for site in sites if any(target.derives(site) for target in targets)],
+            lets_go=[side for side, path in zip("ab", paths, strict=True) if path.policy.evicts],
         )
 
     @property
@@ -245,52 +263,72 @@ class _Pair:
         """Most steps: those that are asked for, or as many as there are tokens to feed."""
         return self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
 
-    def batch(self, indices: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]) -> list[Comparison]:
-        """Runs one batch and returns a comparison for each prompt."""
+    def batch(
+        self, indices: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]
+    ) -> list[list[Comparison]]:
+        """Runs one batch and returns for each prompt a comparison of the first path with each other."""
         facts = self.adapter.facts
         prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
         choose = drawing(self.strategy, self.seed, indices, self.steps, prompt.device)
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
-        given = fed_to_all(self.continuation, 2, len(prompts), prompt.device)
+        others = range(1, len(self.paths))
+        given = fed_to_all(self.continuation, len(self.paths), len(prompts), prompt.device)
         newest = [NewestActivations(target, self.wanted) for target in self.targets]
-        differences = Differences(
-            self.layers, range(facts.query_heads), range(facts.kv_heads), self.cache_errors,
-            same_text=self.protocol == "matched",
-        )  # fmt: skip
+        heads, same_text = (range(facts.query_heads), range(facts.kv_heads)), self.protocol == "matched"
+        differences = [Differences(self.layers, *heads, self.cache_errors, same_text=same_text) for _ in others]
         collected, choices = Collected(), Choices()
-        flipped = torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
-        made = zip(self.lanes, self.paths, newest, strict=True)
+        flipped = [torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device) for _ in others]
+        made = zip((self.lanes[0], *[self.lanes[1]] * len(others)), self.paths, newest, strict=True)
         runners = [lane(self.adapter, path, prompt, self.length, [hook]) for lane, path, hook in made]
-        about = {**self.about, "caches": {side: runner.cache for side, runner in zip("ab", runners, strict=True)}}
-        follows = (0, 0) if self.protocol == "matched" else (0, 1)
-        with runners[0], runners[1]:
+        follows = [0] * len(runners) if self.protocol == "matched" else range(len(runners))
+        with contextlib.ExitStack() as held:
+            for runner in runners:
+                held.enter_context(runner)
             for now in lockstep(runners, self.length, choose, follows=follows, given=given, ends=ends):
                 collected.add(now)
                 choices.add(now.logits, now.chosen)
-                other = now.chosen[0] != now.chosen[1]
-                differences.add(
-                    now.number,
-                    indices,
-                    prompt.shape[1] + now.number,
-                    (collected.tokens_only(now.logits[0]), collected.tokens_only(now.logits[1])),
-                    (newest[0].seen, newest[1].seen),
-                    flipped.to(torch.int8).masked_fill(now.over, -1),
-                    other & ~flipped,
-                )
-                flipped = flipped | other
-        decided = choices.of_rows(choose.distances)
-        frames = differences.frames(indices)
+                logits = [*map(collected.tokens_only, now.logits)]
+                for at, other in enumerate(others):
+                    unlike = now.chosen[0] != now.chosen[other]
+                    differences[at].add(
+                        now.number,
+                        indices,
+                        prompt.shape[1] + now.number,
+                        (logits[0], logits[other]),
+                        (newest[0].seen, newest[other].seen),
+                        flipped[at].to(torch.int8).masked_fill(now.over, -1),
+                        unlike & ~flipped[at],
+                    )
+                    flipped[at] = flipped[at] | unlike
+        decided = [choices.of_rows(choose.distances, other) for other in others]
+        frames = [each.frames(indices) for each in differences]
         stops = [] if ends is None else ends.tolist()
-        # Numbered by lane first; each prompt asks for both lanes' rows.
-        lists = [[*zip(*of_lanes, strict=True)] for of_lanes in collected.lists()]
-        made_of = [[each[row] for each in lists] for row in range(len(indices))]
+        caches = [{"a": runners[0].cache, "b": runners[other].cache} for other in others]
+        abouts = [{**about, "caches": each} for about, each in zip(self.abouts, caches, strict=True)]
+        # Numbered by lane first; each prompt asks for the rows of both lanes of a pair.
+        lists = collected.lists()
         return [
-            self._one(*each, collected.padding, frames, stops, about)
-            for each in zip(indices, names, prompts, made_of, decided, strict=True)
+            [
+                self._one(
+                    (self.paths[0], self.paths[other]),
+                    example,
+                    names[row],
+                    prompts[row],
+                    [(each[0][row], each[other][row]) for each in lists],
+                    decided[at][row],
+                    collected.padding,
+                    frames[at],
+                    stops,
+                    abouts[at],
+                )
+                for at, other in enumerate(others)
+            ]
+            for row, example in enumerate(indices)
         ]
 
     def _one(
         self,
+        paths: tuple[ExecutionPath, ExecutionPath],
         example: int,
         name: str,
         prompt: Sequence[int],
@@ -303,7 +341,7 @@ class _Pair:
     ) -> Comparison:
         chosen, fed, sound = collected
         count = min(length_of(tokens, stops) for tokens in fed)
-        for path, tokens, fine in zip(self.paths, fed, sound, strict=True):
+        for path, tokens, fine in zip(paths, fed, sound, strict=True):
             if not all(fine[:count]):
                 message = first_nonfinite(self.adapter, path, prompt, tokens[: count - 1], padding)
                 return failed(example, name, message, frames, about)
@@ -318,10 +356,10 @@ def _compared(adapter: Adapter, record: str | Sequence[str] | None, layers: Iter
         for site, reason in left_out.items():
             log.info("%s is not compared: %s", site, reason)
         return found
-    sites = expand_sites(record)
+    sites = sites_of(record)
     wrong = [site for site in sites if site not in COMPARED]
     if wrong:
         raise InputError(
             f"site {wrong[0]!r} cannot be compared: expected one of {', '.join(COMPARED)} or kv; use run() to record it."
         )
-    return sites
+    return tuple(listed_names(record))

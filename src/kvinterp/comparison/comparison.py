@@ -147,6 +147,15 @@ class Comparison(Kept):
         summary = {**front, "counts": counts, "interrupted": interrupted, "reading": reading, **numbers}
         return signed({name: getattr(self, name) for name in TABLES}, self.about), {**summary, "provenance": self.about}
 
+    @classmethod
+    def read(
+        cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any], prompts: Sequence[Prompt] = ()
+    ) -> Comparison:
+        """The comparison of its tables, of the failures that its summary names, and of its prompts."""
+        failures = pd.DataFrame(summary["failures"], columns=["example", "id", "message"])
+        failures = failures.astype({"example": "int64", "id": str, "message": str})
+        return cls(**{n: tables[n] for n in TABLES}, failures=failures, about=summary["provenance"], prompts=prompts)
+
     def overview(self) -> pd.DataFrame:
         """One row a prompt, without its texts."""
         return self.examples.drop(columns=["text_a", "text_b"], errors="ignore")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
+from kvinterp.models.hook_names import hook_of, listed_names, places_of
 from kvinterp.models.sites import CACHE_SITES, RESIDUAL_SITES, expand_sites
 from kvinterp.recording import SiteHook
 
@@ -27,15 +28,15 @@ def recordable(
         layers: The layers they are recorded at.
 
     Returns:
-        The sites, and for each default one that is left out the reason.
+        The sites (hooks by their own names), and for each default one that is left out the reason.
 
     Raises:
         UnsupportedError: A site was asked for by name and is not there.
     """
     if record is not None:
-        sites = expand_sites(record)
-        _check(adapter, sites, layers)
-        return sites, {}
+        names = listed_names(record)
+        _check(adapter, names, layers)
+        return expand_sites(names) if all(hook_of(name) is None for name in names) else tuple(names), {}
     kept: list[str] = []
     left_out: dict[str, str] = {}
     for name in DEFAULT_RECORD:
@@ -48,4 +49,4 @@ def recordable(
 
 
 def _check(adapter: Adapter, sites: Sequence[str], layers: Sequence[int]) -> None:
-    SiteHook(adapter, [(site, layer) for site in sites for layer in layers])
+    SiteHook(adapter, places_of(adapter, sites, layers)[1])

@@ -135,7 +135,7 @@ class Compare(Experiment):
         from kvinterp.comparison import PROTOCOLS
         from kvinterp.data import load_prompts
         from kvinterp.inputs import check_choice, check_seed, check_whole
-        from kvinterp.models import expand_sites
+        from kvinterp.models.hook_names import sites_of
         from kvinterp.paths import path_named, strategy_named
 
         prompts = load_prompts(self.prompts)
@@ -145,7 +145,7 @@ class Compare(Experiment):
         check_seed(self.seed)
         for name in ("max_new_tokens", "batch_size"):
             check_whole(name, getattr(self, name))
-        expand_sites(self.record or "")
+        sites_of(self.record or "")
         return len(prompts)
 
     def _recorded(self) -> dict[str, Any]:

@@ -6,24 +6,24 @@ other way round.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
+from kvinterp import words
 from kvinterp.errors import InputError, unexpected, unknown
-from kvinterp.experiments.base import Experiment, Outcome
+from kvinterp.experiments.base import Experiment
+from kvinterp.experiments.functions import FUNCTIONS, prompts_of
+from kvinterp.experiments.outcome import Outcome
 from kvinterp.experiments.registry import experiment_named, experiments
 from kvinterp.kept import Held, Kept
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
-    from kvinterp.cells import Cell, Made
-
-__all__ = ["card", "experiment_of", "figures", "latex", "load", "outcome_of", "report", "save", "sentences"]
+__all__ = ["card", "experiment", "experiment_of", "figures", "latex", "load", "outcome_of", "report", "save", "sentences"]
 
 _SENTENCES, _DOTS = 4, 80
 """How many sentences a card has, and how many dots an inch its picture."""
@@ -33,43 +33,14 @@ _NO_CHOICES = ("provenance", "work", "distances", "paths")
 """What a result knows about itself that nobody chose, or that stands elsewhere."""
 
 
-class Localise(Experiment):
-    """Where is the difference at the first decode step made?"""
-
-    TABLES: ClassVar = ("places", "split")
-
-    @classmethod
-    def verb(cls) -> str:
-        """The function's name: it is no command."""
-        return "localise"
-
-    def cells(self) -> list[Cell]:
-        """None: it is found by :func:`kvinterp.localise` alone."""
-        return []
-
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
-        """Nothing, without cells."""
-        return Outcome(None)
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The cause as it was written."""
-        from kvinterp.patching import Cause
-
-        return Outcome(Cause.read(tables, summary), tables, summary)
-
-    def sentences(self, outcome: Outcome) -> list[str]:
-        """What the cause says of itself."""
-        return str(outcome.result).splitlines()
-
-
 def experiment_of(verb: str) -> type[Experiment]:
     """The experiment that keeps the results of a command.
 
     Raises:
         InputError: There is no such command.
     """
-    if verb == Localise.verb():
-        return Localise
+    if verb in FUNCTIONS:
+        return FUNCTIONS[verb]
     if verb not in experiments():
         raise unknown("experiment", verb, experiments())
     return experiment_named(verb)
@@ -93,7 +64,7 @@ def outcome_of(found: Kept, folder: Path | None = None) -> Outcome:
         place = folder or (None if held is None else held.folder)
         outcome = outcome_with(found, settings, place)  # type: ignore[arg-type]
     else:
-        outcome = Outcome(found, *found.written())
+        outcome = Outcome(found, *found.written(), texts=prompts_of(found))
     outcome.verb, outcome.settings, outcome.choices = experiment.verb(), settings, choices
     return outcome
 
@@ -191,10 +162,16 @@ def load(folder: str | os.PathLike[str]) -> Any:
             "an earlier version of kvinterp; make the result again."
         )
     outcome = experiment_of(verb).held(place).read(place)
-    found = outcome.result if isinstance(outcome.result, Kept) else outcome
-    if verb == "compare":
+    return _found(outcome, place)
+
+
+def _found(outcome: Outcome, folder: Path | None) -> Kept:
+    """What a user is given of an outcome: the comparison, the sweep, ... in it where there is one."""
+    found: Kept = outcome.result if isinstance(outcome.result, Kept) else outcome
+    if outcome.verb == "compare":
         found = outcome.result.comparison
-    found.held = Held(place, outcome.settings, outcome.choices)
+    if folder is not None:
+        found.held = Held(folder, outcome.settings, outcome.choices)
     return found
 
 
@@ -255,3 +232,45 @@ def card(found: Kept) -> str:
         parts.append(Picture(name.replace("_", " "), png(figure, _DOTS)))
         break
     return fragment(*parts, *([Text(more)] if more else []))
+
+
+# Asking ----------------------------------------------------------------------------------------------------------------
+
+
+def experiment(
+    name: words.ExperimentName | str,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    existing: words.Existing | str = "error",
+    progress: words.Progress | str = "bar",
+    **choices: Any,
+) -> Any:
+    """Runs an experiment, as its command does.
+
+    Args:
+        name: The command, such as ``"behaviour"``; ``kvinterp list experiments`` has them all.
+        out: A folder, in which an interrupted run goes on; None keeps everything in memory, and ``save`` writes it later.
+        existing: What to do about what is already there, see :data:`kvinterp.folders.EXISTING`.
+        progress: ``"bar"`` or ``"none"``.
+        choices: The command's options, with underscores for hyphens.
+
+    Returns:
+        What :func:`load` reads of its folder.
+
+    Raises:
+        InputError: There is no such experiment or option, or something given does not fit.
+
+    Example:
+        >>> found = kv.experiment("behaviour", models=["zoo:gqa2-mini"], prompts="arithmetic:4")  # doctest: +SKIP
+        >>> found.tables["decodes"], found.sentences()  # doctest: +SKIP
+    """
+    if name not in experiments():
+        raise unknown("experiment", name, experiments())
+    kind = experiment_named(name)
+    fields = {field.name for field in dataclasses.fields(kind)}
+    for choice in choices:
+        if choice not in fields:
+            raise unknown(f"option of {name}", choice, fields)
+    given = {option: tuple(value) if isinstance(value, list) else value for option, value in choices.items()}
+    outcome = kind(**given).run(None if out is None else _folder(out), existing, progress)
+    return _found(outcome, outcome.folder)

@@ -34,7 +34,12 @@ class Patch(Experiment):
     direction: str = option("into-recompute", "into-recompute or into-cached.")
     steps: str = option("every", "every or first.")
     protocol: str = option("matched", "matched or free.")
-    distance: str = option("l2,kl", "l2, kl or margin; several with commas, the first leads.")
+    distance: str = option("l2,kl", "l2, kl, margin or logit_difference; several with commas, the first leads.")
+    answers: tuple[str, ...] = option(
+        (),
+        "For logit_difference: the answer that counts, and again the one that is taken off; of one token each.",
+        flag="--answer",
+    )
     examples: int | None = option(None, "Patch only so many prompts, those of the highest KL.")
     preset: str | None = option(
         None, "paper or matched: sets site, sweep, direction, steps, protocol, examples and distance."
@@ -91,7 +96,18 @@ class Patch(Experiment):
         return Outcome(Sweep.read(tables, summary), tables, summary)
 
 
-_PASSED = ("prompts", "site", "direction", "steps", "protocol", "distance", "examples", "max_new_tokens", "controls")
+_PASSED = (
+    "prompts",
+    "site",
+    "direction",
+    "steps",
+    "protocol",
+    "distance",
+    "answers",
+    "examples",
+    "max_new_tokens",
+    "controls",
+)
 
 
 def patched(

@@ -333,7 +333,7 @@ class Study(Experiment):
         }
         before = tables.get("claims")
         tables["claims"] = claims_table({name: table for name, table in tables.items() if name != "claims"})
-        outcome = dataclasses.replace(self.found(found, tables, summary), folder=folder)
+        outcome = self._of(self.found(found, tables, summary), summary["settings"], folder=folder)
         said = [] if before is None else judged_anew(before, tables["claims"])
         read = dataclasses.replace(outcome, summary={**outcome.summary, "reading": [*self.sentences(outcome), *said]})
         return self._of(read, summary["settings"], folder=folder)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, KVStore, Tap
 from kvinterp.models.caches import CacheKind, check_plain
-from kvinterp.models.hooked import HOOKS
+from kvinterp.models.hook_names import HOOKS
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,

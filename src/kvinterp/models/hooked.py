@@ -16,23 +16,10 @@ from torch import Tensor, nn
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo, Tap
 from kvinterp.models.caches import CacheKind, check_plain, shared
+from kvinterp.models.hook_names import HOOKS
 from kvinterp.models.leading import lead
 
 __all__ = ["HookedAdapter"]
-
-HOOKS = {
-    "resid_pre": "hook_resid_pre",
-    "resid_mid": "hook_resid_mid",
-    "resid_post": "hook_resid_post",
-    "attn_out": "hook_attn_out",
-    "mlp_out": "hook_mlp_out",
-    "q": "attn.hook_q",
-    "k": "attn.hook_k",
-    "v": "attn.hook_v",
-    "z": "attn.hook_z",
-    "attn_scores": "attn.hook_attn_scores",
-    "pattern": "attn.hook_pattern",
-}
 
 
 def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

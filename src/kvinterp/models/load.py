@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvinterp import words
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.inputs import check_known, check_text
 from kvinterp.models.adapter import Adapter, dtype_named
@@ -32,10 +33,10 @@ log = logging.getLogger("kvinterp")
 
 def load_model(
     name: str | Path,
-    kind: str = "hooked",
-    dtype: str | torch.dtype | None = None,
+    kind: words.Kind | str = "hooked",
+    dtype: words.Dtype | str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-    attention: str | None = None,
+    attention: words.Attention | str | None = None,
     remote_code: str = "refuse",
 ) -> Adapter:
     """Loads a model, weights unprocessed, ready for every verb.

@@ -14,9 +14,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvinterp import metrics
-from kvinterp.errors import InputError, located, unexpected
-from kvinterp.inputs import check_choice, check_known, check_whole, chosen_layers, encode, given_list, whole_number
+from kvinterp.errors import InputError, located
+from kvinterp.inputs import check_choice, check_known, check_whole, chosen_layers, encode
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.answers import LOGIT_DIFFERENCE, answer_pair
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import PATCH_SITES, Patch, stored_sites
@@ -30,7 +31,6 @@ OVER = {
     "positions": "one block of positions of one layer at a time, all its heads",
     "heads": "one head of one layer at a time, at all positions",
 }
-LOGIT_DIFFERENCE = "logit_difference"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ def activation_patching(
         ("progress", progress, ("bar", "none")),
     ):
         check_choice(name, value, known)
-    pair = _pair(adapter, answers) if distance == LOGIT_DIFFERENCE else None
+    pair = answer_pair(adapter, answers) if distance == LOGIT_DIFFERENCE else None
     tokens = [encode(adapter, prompt, 1) for prompt in (clean, corrupted)]
     differ = check_aligned(*tokens)
     rows, columns = (
@@ -190,24 +190,3 @@ def _columns(adapter: Adapter, site: str, over: str, length: int, block: int) ->
     if not count:
         raise InputError(f"over='heads' needs a site with heads, and {site!r} has none: use q, k, v, z, pattern or kv.")
     return list(range(count))
-
-
-def _pair(adapter: Adapter, answers: Sequence[str | int] | None) -> tuple[int, int]:
-    expected = "two answers of one token each, the one that counts first, such as (' Paris', ' Rome')"
-    given = given_list("answers", answers, expected)
-    if len(given) != 2:
-        raise unexpected("answers", answers, expected)
-    first, second = (_token(adapter, answer, expected) for answer in given)
-    return first, second
-
-
-def _token(adapter: Adapter, answer: str | int, expected: str) -> int:
-    if isinstance(answer, str) and adapter.tokenizer is not None:
-        tokens = adapter.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        if len(tokens) != 1:
-            raise InputError(f"answer {answer!r} is {len(tokens)} tokens, {adapter.pieces(tokens)}: expected {expected}.")
-        return int(tokens[0])
-    token = whole_number(answer)
-    if token is None or not 0 <= token < adapter.facts.vocabulary:
-        raise unexpected("answer", answer, f"{expected}, or token ids from 0 to {adapter.facts.vocabulary - 1}")
-    return token

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from kvinterp import words
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_instance, check_known, given_list, whole_number
 from kvinterp.models import Adapter
+from kvinterp.models.hook_names import site_of
 from kvinterp.models.sites import CACHE_SITES, SITES
 from kvinterp.patching.ablation import ZERO, Ablation
 from kvinterp.recording import Trace
@@ -29,7 +31,8 @@ class Patch:
     """What is moved, and where to.
 
     Attributes:
-        site: A site of PATCH_SITES. ``cache_k``, ``cache_v`` and ``kv`` move what the cache holds.
+        site: A site of PATCH_SITES, or a hook by TransformerLens's name, which says the layer too. ``cache_k``, ``cache_v`` and
+            ``kv`` move what the cache holds.
         layers: Layers; all for None.
         heads: Query heads (q, z, pattern) or KV heads (k, v and the cache sites); all for None.
         positions: ``"newest"``, ``"all"``, ``"earlier"`` (all but the newest), or absolute positions ``(start, stop)``.
@@ -44,7 +47,7 @@ class Patch:
         InputError: The site, positions or steps are not of a form that exists.
     """
 
-    site: str
+    site: words.PatchSite | str
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     positions: Positions = "newest"
@@ -52,6 +55,13 @@ class Patch:
     donor: Trace | Ablation | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        site, layers = site_of(self.site) if isinstance(self.site, str) else (self.site, None)
+        if layers is not None and self.layers not in (None, layers):
+            raise InputError(
+                f"hook {self.site!r} is of layer {layers[0]}, and layers={self.layers!r} was given: leave it out."
+            )
+        object.__setattr__(self, "site", site)
+        object.__setattr__(self, "layers", self.layers if layers is None else layers)
         check_known("patch site", self.site, PATCH_SITES)
         if isinstance(self.donor, str) and self.donor == "zero":
             object.__setattr__(self, "donor", ZERO)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvinterp.errors import NonFiniteError
 from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import Site
+from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
 from kvinterp.models.sites import layout_of
 from kvinterp.patching.hook import PatchHook, Window
 from kvinterp.patching.lanes import Donor, PureLane, Until
@@ -77,6 +79,15 @@ class Setting:
     max_new_tokens: int
     logits: str = "discard"
     stop: str = "end of sequence"
+    answers: tuple[int, int] | None = None
+
+    def distance_of(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        """What a distance is, given the logits of the donor and of another."""
+        if name != LOGIT_DIFFERENCE:
+            return DISTANCES[name]
+        assert self.answers is not None, "checked where they are given"
+        of = functools.partial(logit_difference, pair=self.answers)
+        return lambda donor, patched: (of(donor) - of(patched)).abs()
 
     @property
     def distances(self) -> tuple[str, ...]:
@@ -137,7 +148,7 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
             beside.running, setting.max_new_tokens, follows=beside.follows, ends=ends, ended_by=[beside.lead]
         ):
             giving, *rows = (now.logits[at][0] for at in (0, *beside.columns))
-            measured.append(_measured(setting.distances, giving, rows))
+            measured.append(_measured(setting, giving, rows))
             if setting.logits == "keep":
                 kept.append(torch.stack([row.to(giving) for row in (giving, *rows)]))
     logits = torch.stack(kept) if kept else None
@@ -224,11 +235,13 @@ def not_the_same(prompts: Sequence[Sequence[int]], example: int, vocabulary: int
     return next(candidate for candidate in candidates if candidate != prompt)
 
 
-def _measured(distances: Sequence[str], donor: Tensor, rows: Sequence[Tensor]) -> Float64[Tensor, "distance path"]:
+def _measured(setting: Setting, donor: Tensor, rows: Sequence[Tensor]) -> Float64[Tensor, "distance path"]:
     # Lanes that stand on equal tokens hand over one remembered tensor, which is measured once.
     different = {row.data_ptr(): row.to(donor.device) for row in rows}
     stacked = torch.stack(list(different.values()))
-    found = torch.stack([DISTANCES[name](donor.expand_as(stacked), stacked).double() for name in distances])
+    found = torch.stack(
+        [setting.distance_of(name)(donor.expand_as(stacked), stacked).double() for name in setting.distances]
+    )
     index = {key: number for number, key in enumerate(different)}
     return found[:, [index[row.data_ptr()] for row in rows]]
 

@@ -9,9 +9,12 @@ from typing import Any
 
 import pandas as pd
 
+from kvinterp import words
 from kvinterp.errors import InputError, located
 from kvinterp.inputs import among, check_choice, check_known, check_text, check_whole, chosen_layers, encode_all
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.answers import LOGIT_DIFFERENCE, answer_pair
+from kvinterp.models.hook_names import site_of
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
@@ -76,25 +79,26 @@ PRESETS: dict[str, dict[str, Any]] = {
 def sweep(
     model: Any,
     prompts: Any,
-    site: str = "resid_post",
-    over: str = "single",
+    site: words.PatchSite | str = "resid_post",
+    over: words.Over | str = "single",
     *,
-    direction: str = "into-recompute",
+    direction: words.Direction | str = "into-recompute",
     steps: str | tuple[int, ...] = "every",
-    protocol: str = "matched",
+    protocol: words.Protocol | str = "matched",
     positions: Positions | None = None,
     layers: Iterable[int] | None = None,
     max_new_tokens: int = 32,
-    distance: str = "l2,kl",
+    distance: words.Distance | str = "l2,kl",
+    answers: Sequence[str | int] | None = None,
     examples: int | None = None,
     only: Sequence[int] | None = None,
     block: int = 16,
     cached: str | ExecutionPath = "cached",
     recompute: str | ExecutionPath = "recompute",
-    controls: str = "all",
-    logits: str = "discard",
-    stop: str = "end of sequence",
-    progress: str = "bar",
+    controls: words.Controls | str = "all",
+    logits: words.Kept | str = "discard",
+    stop: words.Stop | str = "end of sequence",
+    progress: words.Progress | str = "bar",
 ) -> Sweep:
     """Patches one place at a time and says how much of the difference between the paths each recovers.
 
@@ -119,9 +123,11 @@ def sweep(
         positions: ``"newest"`` (default; ``"all"`` for the cache), ``"all"``, ``"earlier"`` or ``(start, stop)``.
         layers: Layers to sweep (default: all).
         max_new_tokens: Most steps.
-        distance: ``"kl"`` (nats, donor against patched), ``"l2"`` of the logits, or ``"margin"``; several with commas
+        distance: ``"kl"`` (nats, donor against patched), ``"l2"`` of the logits, ``"margin"``, or ``"logit_difference"`` of
+            two answers (TransformerLens's ``logits_to_logit_diff``, how far it is from the donor's); several with commas
             between. The first leads: figures and summaries are by it. KL alone misleads where a difference is of rounding
             size, since the one step whose next token is least certain is most of it; L2 is measured always.
+        answers: For the last, the token whose logit counts and the one whose is taken off: texts of one token, or ids.
         examples: Sweep only so many prompts, those with the highest KL between the paths; see :func:`highest_kl`.
         only: The numbers of the prompts to sweep where the others are not this run's (a resumed or sharded one).
         block: Positions in a block, for ``over="blocks"``.
@@ -142,10 +148,12 @@ def sweep(
         >>> paper.aggregate()[["sweep", "layer", "mean"]]  # doctest: +SKIP
     """
     adapter = wrap(model)
+    site, own = site_of(site) if isinstance(site, str) else (site, None)
+    layers = own if layers is None else layers
     for name, given, known in (
         ("direction", direction, DIRECTIONS),
         ("protocol", protocol, PROTOCOLS),
-        *(("distance", name.strip(), DISTANCES) for name in str(distance).split(",")),
+        *(("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE)) for name in str(distance).split(",")),
         ("controls", controls, ("all", "quick", "none")),
         ("logits", logits, ("keep", "discard")),
         ("stop", stop, ("end of sequence", "length")),
@@ -157,7 +165,8 @@ def sweep(
     spot = positions if positions is not None else "all" if site in PATCHED_CACHE else "newest"
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
     lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
-    setting = Setting(adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop)
+    pair = answer_pair(adapter, answers) if LOGIT_DIFFERENCE in str(distance) else None
+    setting = Setting(adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop, pair)
     _check_reach(setting, lanes[0], shortest)
     chosen = list(range(len(tokens)))
     if examples is not None:
@@ -177,6 +186,7 @@ def sweep(
     about = {
         "site": site, "sweep": over, "direction": direction, "protocol": protocol, "steps": str(steps),
         "distance": setting.distances[0], "distances": list(setting.distances),
+        **({} if pair is None else {"answers": adapter.pieces(pair)}),
         "paths": {"cached": str(paths[0]), "recompute": str(paths[1])}, "positions": str(spot),
         "work": made.work,
         "provenance": provenance(adapter, max_new_tokens=max_new_tokens),

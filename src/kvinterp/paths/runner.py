@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvinterp import words
 from kvinterp.errors import NonFiniteError, located
 from kvinterp.inputs import (
     check_choice,
@@ -41,17 +42,17 @@ def run(
     path: str | ExecutionPath = "cached",
     *,
     max_new_tokens: int = 48,
-    strategy: str | Strategy = "greedy",
+    strategy: words.Strategy | str | Strategy = "greedy",
     seed: int = 0,
     continuation: Sequence[int] | None = None,
-    record: str | Sequence[str] | None = None,
+    record: words.Site | str | Sequence[words.Site | str] | None = None,
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | None = None,
     kv_heads: Iterable[int] | None = None,
     steps: Iterable[int] | None = None,
-    positions: str = "newest",
-    logits: str = "discard",
-    stop: str = "end of sequence",
+    positions: words.Positions | str = "newest",
+    logits: words.Kept | str = "discard",
+    stop: words.Stop | str = "end of sequence",
     batch_size: int = 1,
 ) -> Any:
     """Runs a model along one path and keeps what was asked.

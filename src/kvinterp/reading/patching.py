@@ -28,8 +28,8 @@ __all__ = [
     "step_title",
 ]
 
-_DISTANCES = {"kl": "KL", "l2": "L2 distance of the logits", "margin": "margin"}
-_SHORT = {"kl": "KL", "l2": "L2", "margin": "margin"}
+_DISTANCES = {**RECOVERED, "l2": "L2 distance of the logits"}
+_SHORT = {**RECOVERED, "l2": "L2"}
 
 
 # A sweep ---------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from kvinterp import words
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.passes import Passes
@@ -20,11 +21,11 @@ CONTEXT = "kv.record"
 @contextlib.contextmanager
 def record(
     model: Any,
-    sites: str | Sequence[str],
+    sites: words.Site | str | Sequence[words.Site | str],
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | None = None,
     kv_heads: Iterable[int] | None = None,
-    positions: str = "newest",
+    positions: words.Positions | str = "newest",
 ) -> Iterator[Recorder]:
     """Records the user's own forwards on anyone's model; each pass through its blocks is one step.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_choice, check_instance, chosen_heads, chosen_layers, chosen_steps, is_among
 from kvinterp.models import Adapter
 from kvinterp.models.adapter import Site
-from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS, expand_sites
+from kvinterp.models.hook_names import place_of, places_of
+from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.policies import Place
 from kvinterp.recording.hook import SiteHook
 
@@ -29,7 +31,8 @@ class Recorder(SiteHook):
 
     Args:
         adapter: The model.
-        sites: Site names or groups, as a list or comma-separated.
+        sites: Names of sites, groups, or TransformerLens's hooks (``blocks.1.attn.hook_pattern``), as a list or
+            comma-separated.
         layers: Layers to keep (default: all).
         heads: Query heads to keep of q, z, attn_scores and pattern (default: all).
         kv_heads: KV heads to keep of k, v and the cache sites (default: all).
@@ -59,9 +62,9 @@ class Recorder(SiteHook):
         check_instance("adapter", adapter, Adapter, "a model that kv.wrap() or kv.load_model() made")
         check_choice("positions", positions, ("newest", "all"))
         self.adapter, self.positions = adapter, positions
-        self.sites = expand_sites(sites)
+        self.sites, places = places_of(adapter, sites, layers)
         self.derived = tuple(filter(adapter.derives, self.sites))
-        self.layers = chosen_layers(adapter, layers)
+        self.layers = tuple(sorted({layer for _, layer in places})) if places else chosen_layers(adapter, layers)
         self.steps = None if steps is None else frozenset(chosen_steps(steps))
         self.heads = chosen_heads(heads, adapter.facts.query_heads, "query head")
         self.kv_heads = chosen_heads(kv_heads, adapter.facts.kv_heads, "KV head")
@@ -69,7 +72,7 @@ class Recorder(SiteHook):
             kind: None if chosen is None else torch.tensor(chosen)
             for kind, chosen in (("query", self.heads), ("KV", self.kv_heads), ("", None))
         }
-        self.kept: dict[Site, list[Tensor]] = {(s, layer): [] for s in self.sites for layer in self.layers}
+        self.kept: dict[Site, list[Tensor]] = {place: [] for place in places}
         self.recorded_steps: list[int] = []
         self._pieces: dict[Site, list[Tensor]] = {}
         self._on = self._begun = False
@@ -164,8 +167,9 @@ class Recorder(SiteHook):
         around = [(end - piece.shape[3], ends[-1] - end) for piece, end in zip(pieces, ends, strict=True)]
         return torch.cat([nn.functional.pad(p, room, value=fill) for p, room in zip(pieces, around, strict=True)], 2)
 
-    def __getitem__(self, place: Site) -> list[Tensor]:
-        """What was kept of a site at a layer, a tensor a step."""
+    def __getitem__(self, place: Site | str) -> list[Tensor]:
+        """What was kept of a site at a layer (or of a hook, by its name), a tensor a step."""
+        place = cast(Site, place_of(place))
         if not is_among(place, self.kept):
             have = ", ".join(f"({s!r}, {layer})" for s, layer in self.kept)
             raise InputError(

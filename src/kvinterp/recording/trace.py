@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -17,6 +17,7 @@ from kvinterp.errors import InputError, shown
 from kvinterp.files import is_file, write_whole
 from kvinterp.inputs import check_instance, is_among
 from kvinterp.models.adapter import Site
+from kvinterp.models.hook_names import place_of
 
 __all__ = ["Trace"]
 
@@ -62,8 +63,13 @@ class Trace:
         held = f"{', '.join(sites)} of {len({layer for _, layer in self.records})} layers" if sites else "no records"
         return f"<Trace of path {self.path}: {len(self.prompt)} prompt tokens, {len(self.tokens)} steps, {held}>"
 
-    def __getitem__(self, place: Site) -> Tensor:
-        """One site at one layer, stacked over the recorded steps; ragged lengths are padded with NaN (positions with -1)."""
+    def __getitem__(self, place: Site | str) -> Tensor:
+        """One site at one layer, stacked over the recorded steps; ragged lengths are padded with NaN (positions with -1).
+
+        Args:
+            place: A site and a layer, ``("pattern", 1)``, or a hook's name, ``"blocks.1.attn.hook_pattern"``.
+        """
+        place = cast(Site, place_of(place))
         if not is_among(place, self.records):
             have = sorted({site for site, _ in self.records}) or ["nothing"]
             raise InputError(

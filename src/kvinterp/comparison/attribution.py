@@ -1,0 +1,195 @@
+"""What wrote the difference: the paths' logits parted by what the embedding, each attention, each head and each MLP added.
+
+Direct logit attribution (Elhage et al. 2021; TransformerLens's ``logit_attrs``) of the *difference* between two paths. With the
+final norm's scale frozen at path a's the logits are linear in the residual stream, and the stream is a sum, so that at every step
+
+    logits_a - logits_b = embed + sum of attn + sum of mlp + additions + scale + softcap + unembedding + residual
+
+where **additions** is what rounding of the sums in the stream left, **scale** what path b's own scale would have made otherwise,
+**softcap** what a cap on the logits bends, **unembedding** what the paths' final norm and head computed otherwise than in
+float64, and **residual** what the reading itself rounds: transformers computes norms in float32 whatever the dtype, which is
+about 1e-7 of the logits; TransformerLens does not. A layer's heads and ``head_rest`` (its output projection in the path's dtype)
+add up to its attn in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvinterp.comparison.lens import beside, told
+from kvinterp.inputs import check_whole, encode_all
+from kvinterp.kept import Kept, signed
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.answers import answer_pair
+from kvinterp.models.unembedding import Unembedding, head_outputs
+from kvinterp.paths import ExecutionPath, path_named
+from kvinterp.reading.lens import said_of_attribution
+from kvinterp.recording import Trace
+
+__all__ = ["LogitAttribution", "logit_attribution"]
+
+WRITERS = ("embed", "attn", "mlp")
+"""The parts that layers write."""
+REST = ("additions", "scale", "softcap", "unembedding", "residual")
+"""Those that they do not."""
+Vector = tuple[str, int, int, Tensor]
+"""A part of the stream: its name, layer and head."""
+_NO_HEADS = "attention's output passes a norm before it is added, and is no sum over its heads"
+
+
+@dataclasses.dataclass(repr=False)
+class LogitAttribution(Kept):
+    """The difference of the logits, part by part.
+
+    Attributes:
+        table: One row an example, step and part: part (embed, attn, mlp, head, head_rest, additions, scale, softcap,
+            unembedding, residual, total), layer and head (-1 where there is none), logit_difference (what it adds to how much
+            more path a has of the first token's logit less the second's than path b), l2 (its length over the vocabulary),
+            token and other (the two tokens).
+        about: Paths, provenance, and why it is not parted by head where it is not.
+    """
+
+    VERB: ClassVar = "logit-attribution"
+
+    table: pd.DataFrame
+    about: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """What it is of, in one line; the table is an attribute."""
+        paths, steps = self.about["paths"], len(self.table[["example", "step"]].drop_duplicates())
+        return (
+            f"<LogitAttribution of {self.about['provenance']['model']}: {paths['a']} against {paths['b']}, {steps} steps>"
+        )
+
+    def overview(self) -> pd.DataFrame:
+        """One row a part: means over the steps after the prefill."""
+        later = self.table[self.table["step"] > 0]
+        grouped = later.groupby(["part", "layer", "head"], sort=False)[["logit_difference", "l2"]]
+        return grouped.mean().reset_index()
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """Its table with what it was made with, and what it says."""
+        summary = {"reading": said_of_attribution(self.overview(), self.about), **self.about}
+        return signed({"attribution": self.table}, self.about), summary
+
+    @classmethod
+    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> LogitAttribution:
+        """The attribution of its table."""
+        return cls(tables["attribution"], tables["attribution"].attrs)
+
+
+def logit_attribution(
+    model: Any,
+    prompts: Any,
+    a: str | ExecutionPath = "cached",
+    b: str | ExecutionPath = "recompute",
+    *,
+    max_new_tokens: int = 16,
+    answers: Sequence[str | int] | None = None,
+) -> LogitAttribution:
+    """Parts the difference of two paths' logits by what wrote it, at every step at which both are fed the same.
+
+    Args:
+        model: A model of any kind, or an adapter.
+        prompts: One prompt or a list.
+        a: The path whose greedy tokens both are fed, and whose final norm's scale is held.
+        b: The path it is compared with.
+        max_new_tokens: Most steps.
+        answers: Two answers, whose logits' difference is parted: texts of one token, or ids. Unless given the two largest of
+            path a at each step, whose difference is the margin that a flip has to cross.
+
+    Raises:
+        InputError: Something given does not fit.
+        NonFiniteError: NaN or Inf appeared.
+        UnsupportedError: This model does not show what attention and MLPs add, or its logits are not linear behind a scale.
+
+    Example:
+        >>> found = kv.logit_attribution(model, prompts, b="cached+int4")  # doctest: +SKIP
+        >>> found.table.query("part == 'head'").groupby(["layer", "head"])["l2"].mean().unstack()  # doctest: +SKIP
+    """
+    adapter, paths = wrap(model), (path_named(a), path_named(b))
+    check_whole("max_new_tokens", max_new_tokens)
+    pair = None if answers is None else answer_pair(adapter, answers)
+    through, last = Unembedding(adapter), adapter.facts.layers - 1
+    record = ["blocks.0.hook_resid_pre", f"blocks.{last}.hook_resid_post", "attn_out", "mlp_out"]
+    shows_heads = all(adapter.supports("z", layer) for layer in range(last + 1))
+    why = "" if shows_heads else f"a model of kind {adapter.kind} does not show z here"
+    rows: list[dict[str, Any]] = []
+    for example, ids in enumerate(encode_all(adapter, prompts, max_new_tokens)):
+        traces = beside(adapter, ids, paths, max_new_tokens, [*record, *["z"] * shows_heads])
+        for step in range(len(traces[0].tokens)):
+            one = _Step(adapter, through, traces, step, pair)
+            rows += [{"example": example, "step": step, **row} for row in one.rows(shows_heads and not why)]
+            why = why or one.why
+    return LogitAttribution(pd.DataFrame(rows), {**told(adapter, paths, max_new_tokens=max_new_tokens), "heads": why})
+
+
+class _Step:
+    """The parts of one step."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        through: Unembedding,
+        traces: tuple[Trace, Trace],
+        step: int,
+        pair: tuple[int, int] | None,
+    ) -> None:
+        self.adapter, self.through, self.traces, self.step = adapter, through, traces, step
+        self.layers, self.why = range(adapter.facts.layers), ""
+        a, b = (trace.logits[step].double() for trace in traces if trace.logits is not None)
+        self.total = a - b
+        first, second = a.topk(2).indices.tolist() if pair is None else pair
+        self.pair = (int(first), int(second))
+
+    def rows(self, heads: bool) -> list[dict[str, Any]]:
+        """A row a part."""
+        vectors: list[Vector] = [("embed", -1, -1, self._apart("resid_pre", 0))]
+        for layer in self.layers:
+            vectors += [(name, layer, -1, self._apart(f"{name}_out", layer)) for name in ("attn", "mlp")]
+        streams = [trace.records["resid_post", self.layers[-1]][self.step].double() for trace in self.traces]
+        gap = streams[0] - streams[1]
+        vectors.append(("additions", -1, -1, gap - torch.stack([vector for *_, vector in vectors]).sum(0)))
+        if heads:
+            vectors += self._heads()
+        frozen = self.through.frozen(streams[0])
+        found = frozen.parts(torch.stack([vector for *_, vector in vectors]))
+        uncapped, capped = (read(torch.stack(streams)) for read in (self.through.uncapped, self.through.logits))
+        # What path b's own scale makes of its stream otherwise than path a's would.
+        scale = frozen.parts(streams[1][None])[0] - (uncapped[1] - frozen.bias)
+        whole = capped[0] - capped[1]
+        softcap = whole - (uncapped[0] - uncapped[1])
+        total = self.total.to(whole)
+        more = {"scale": scale, "softcap": softcap, "unembedding": total - whole}
+        of_layers = found[[at for at, (part, *_) in enumerate(vectors) if "head" not in part]]
+        more |= {"residual": total - of_layers.sum(0) - torch.stack(list(more.values())).sum(0), "total": total}
+        labelled = zip(vectors, found, strict=True)
+        rows = [self._row(part, layer, head, logits) for (part, layer, head, _), logits in labelled]
+        return rows + [self._row(name, -1, -1, logits) for name, logits in more.items()]
+
+    def _apart(self, site: str, layer: int) -> Tensor:
+        a, b = (trace.records[site, layer][self.step].double() for trace in self.traces)
+        return a - b
+
+    def _heads(self) -> list[Vector]:
+        parts = head_outputs(self.adapter, [self._apart("z", layer) for layer in self.layers])
+        if parts is None:
+            self.why = _NO_HEADS
+            return []
+        found: list[Vector] = []
+        for layer, heads in enumerate(parts):
+            attention = self._apart("attn_out", layer)
+            found += [("head", layer, head, vector.to(attention)) for head, vector in enumerate(heads)]
+            found.append(("head_rest", layer, -1, attention - heads.sum(0).to(attention)))
+        return found
+
+    def _row(self, part: str, layer: int, head: int, logits: Tensor) -> dict[str, Any]:
+        difference = float(logits[self.pair[0]] - logits[self.pair[1]])
+        labels = {"part": part, "layer": layer, "head": head, "logit_difference": difference, "l2": float(logits.norm())}
+        return {**labels, "token": self.pair[0], "other": self.pair[1]}

@@ -1,0 +1,164 @@
+"""Where the difference between two paths becomes visible in token space: a logit lens along both.
+
+The residual stream behind every layer is read through the model's own final norm and unembedding (nostalgebraist 2020), on both
+paths, in float64: what differs is then the streams and not the reading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvinterp import metrics
+from kvinterp.errors import NonFiniteError
+from kvinterp.inputs import check_whole, encode_all
+from kvinterp.kept import Kept, signed
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.unembedding import Unembedding
+from kvinterp.paths import ExecutionPath, path_named, run
+from kvinterp.provenance import provenance
+from kvinterp.reading.lens import said_of_lens
+from kvinterp.recording import Trace
+
+__all__ = ["LogitLens", "beside", "logit_lens"]
+
+
+@dataclasses.dataclass(repr=False)
+class LogitLens(Kept):
+    """What both paths would say if they ended behind a layer.
+
+    Attributes:
+        table: One row an example, step and layer (-1 is what enters the first block, the number of layers the path's own
+            logits, in its own dtype): kl (a || b, nats), max_abs_logit, top_a and top_b (token ids), text_a and text_b,
+            same_top, and kl_to_last, how far path a's reading at this layer is from that behind its last layer (nats).
+        about: Paths and provenance.
+    """
+
+    VERB: ClassVar = "logit-lens"
+
+    table: pd.DataFrame
+    about: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """What it is of, in one line; the table is an attribute."""
+        paths, steps = self.about["paths"], len(self.table[["example", "step"]].drop_duplicates())
+        return f"<LogitLens of {self.about['provenance']['model']}: {paths['a']} against {paths['b']}, {steps} steps>"
+
+    def overview(self) -> pd.DataFrame:
+        """One row a layer: mean and largest KL over the steps after the prefill, and at how many the top token differs."""
+        later = self.table[self.table["step"] > 0].groupby("layer")
+        columns = {"steps": later.size(), "mean_kl": later["kl"].mean(), "max_kl": later["kl"].max()}
+        differs = (~self.table["same_top"]).groupby([self.table["step"] > 0, self.table["layer"]]).sum()
+        columns["top_differs"] = differs.get(True, pd.Series(dtype=int))
+        return pd.DataFrame(columns).reset_index()
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """Its table with what it was made with, and what it says."""
+        return signed({"lens": self.table}, self.about), {
+            "reading": said_of_lens(self.overview(), self.about),
+            **self.about,
+        }
+
+    @classmethod
+    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> LogitLens:
+        """The lens of its table."""
+        return cls(tables["lens"], tables["lens"].attrs)
+
+
+def logit_lens(
+    model: Any,
+    prompts: Any,
+    a: str | ExecutionPath = "cached",
+    b: str | ExecutionPath = "recompute",
+    *,
+    max_new_tokens: int = 16,
+) -> LogitLens:
+    """Reads the residual stream behind every layer as logits, along two paths fed the same tokens.
+
+    Args:
+        model: A model of any kind, or an adapter.
+        prompts: One prompt or a list.
+        a: The path whose greedy tokens both are fed.
+        b: The path it is compared with.
+        max_new_tokens: Most steps; step 0 is the token the prefill decides.
+
+    Raises:
+        InputError: Something given does not fit.
+        NonFiniteError: NaN or Inf appeared.
+        UnsupportedError: This model does not show its residual stream, or has several side by side.
+
+    Example:
+        >>> kv.logit_lens(model, prompts, b="cached+int4").overview()  # doctest: +SKIP
+    """
+    adapter, paths = wrap(model), (path_named(a), path_named(b))
+    check_whole("max_new_tokens", max_new_tokens)
+    through, rows = Unembedding(adapter), []
+    layers = adapter.facts.layers
+    record = ["blocks.0.hook_resid_pre", "resid_post"]
+    places = [("resid_pre", 0), *(("resid_post", layer) for layer in range(layers))]
+    for example, tokens in enumerate(encode_all(adapter, prompts, max_new_tokens)):
+        traces = beside(adapter, tokens, paths, max_new_tokens, record)
+        for step in range(len(traces[0].tokens)):
+            shown = [_read(through, trace, places, step) for trace in traces]
+            rows += [{"example": example, "step": step, **row} for row in _rows(adapter, *shown)]
+    return LogitLens(pd.DataFrame(rows), told(adapter, paths, max_new_tokens=max_new_tokens))
+
+
+def beside(
+    adapter: Adapter,
+    tokens: Sequence[int],
+    paths: tuple[ExecutionPath, ExecutionPath],
+    max_new_tokens: int,
+    record: Sequence[str],
+) -> tuple[Trace, Trace]:
+    """Both paths fed the first one's greedy tokens, with sites at the newest position and logits.
+
+    Raises:
+        NonFiniteError: NaN or Inf appeared.
+    """
+    how: dict[str, Any] = {"record": record, "logits": "keep", "max_new_tokens": max_new_tokens}
+    lead = run(adapter, tokens, paths[0], **how)
+    other = run(adapter, tokens, paths[1], continuation=list(lead.tokens[:-1]), stop="length", **how)
+    for trace in (lead, other):
+        if trace.failure:
+            raise NonFiniteError(trace.failure)
+    return lead, other
+
+
+def told(adapter: Adapter, paths: tuple[ExecutionPath, ExecutionPath], **more: Any) -> dict[str, Any]:
+    """Paths and provenance."""
+    return {"paths": dict(zip("ab", map(str, paths), strict=True)), "provenance": provenance(adapter, **more)}
+
+
+def _read(through: Unembedding, trace: Trace, places: Sequence[tuple[str, int]], step: int) -> Tensor:
+    """``[layer, vocab]``: the reading behind each layer, and the path's own logits last."""
+    streams = torch.stack([trace.records[place][step].double() for place in places])
+    assert trace.logits is not None, "they were asked for"
+    found = through.logits(streams)
+    return torch.cat([found, trace.logits[step][None].to(found)])
+
+
+def _rows(adapter: Adapter, a: Tensor, b: Tensor) -> list[dict[str, Any]]:
+    tops = [each.argmax(-1).tolist() for each in (a, b)]
+    texts = [adapter.pieces(each) for each in tops]
+    kl, last = metrics.kl_divergence(a, b).tolist(), metrics.kl_divergence(a, a[-2:-1].expand_as(a)).tolist()
+    apart = (a - b).abs().amax(-1).tolist()
+    return [
+        {
+            "layer": at - 1,
+            "kl": kl[at],
+            "max_abs_logit": apart[at],
+            "top_a": tops[0][at],
+            "top_b": tops[1][at],
+            "text_a": texts[0][at],
+            "text_b": texts[1][at],
+            "same_top": tops[0][at] == tops[1][at],
+            "kl_to_last": last[at],
+        }
+        for at in range(len(a))
+    ]

@@ -1,0 +1,129 @@
+"""Results of functions that are no commands: how they are kept, read and drawn, as an experiment says it of a command's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.experiments.base import Experiment
+from kvinterp.experiments.outcome import Outcome
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from kvinterp.cells import Cell, Made
+
+__all__ = ["FUNCTIONS", "prompts_of"]
+
+_PROMPTS = "prompts.jsonl"
+
+
+class _OfFunction(Experiment):
+    """What a function found: it has no cells, since nothing but the function makes it."""
+
+    VERB: ClassVar = ""
+
+    @classmethod
+    def verb(cls) -> str:
+        """What the result says that made it."""
+        return cls.VERB
+
+    def cells(self) -> list[Cell]:
+        """None."""
+        return []
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """Nothing, without cells."""
+        return Outcome(None)
+
+    def sentences(self, outcome: Outcome) -> list[str]:
+        """Those that the summary holds."""
+        return list(outcome.summary["reading"])
+
+
+class _Localise(_OfFunction):
+    """Where is the difference at the first decode step made?"""
+
+    VERB: ClassVar = "localise"
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The cause as it was written."""
+        from kvinterp.patching import Cause
+
+        return Outcome(Cause.read(tables, summary), tables, summary)
+
+
+class _LogitLens(_OfFunction):
+    """Behind which layer does the difference become visible in token space?"""
+
+    VERB: ClassVar = "logit-lens"
+    FIGURES: ClassVar = "kvinterp.report.lens:save_lens_figures"
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The lens of its table."""
+        from kvinterp.comparison import LogitLens
+
+        return Outcome(LogitLens.read(tables, summary), tables, summary)
+
+
+class _LogitAttribution(_OfFunction):
+    """Which layer, head and MLP wrote the difference of the logits?"""
+
+    VERB: ClassVar = "logit-attribution"
+    FIGURES: ClassVar = "kvinterp.report.lens:save_attribution_figures"
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The attribution of its table."""
+        from kvinterp.comparison import LogitAttribution
+
+        return Outcome(LogitAttribution.read(tables, summary), tables, summary)
+
+
+class _Several(_OfFunction):
+    """How far apart are a path and several others?"""
+
+    VERB: ClassVar = "compare-several"
+    DRAWN: ClassVar = ("kl_by_step", "drift_by_layer")
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The comparisons of their tables."""
+        from kvinterp.comparison import Comparisons
+
+        return Outcome(Comparisons.read(tables, summary), tables, summary)
+
+    def read(self, folder: Path) -> Outcome:
+        """With the prompts."""
+        from kvinterp.data import load_prompts
+        from kvinterp.files import is_file
+
+        outcome = super().read(folder)
+        for pair in outcome.result.pairs:
+            pair.prompts = load_prompts(folder / _PROMPTS) if is_file(folder / _PROMPTS) else []
+        return outcome
+
+    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """Those that show all pairs beside each other."""
+        from kvinterp.report import save
+
+        return [save(figure, folder / f"{name}.png") for name, figure in self.drawings(outcome).items()]
+
+    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
+        """KL by step and drift by layer, a line a pair."""
+        from kvinterp.report import figures
+
+        drawn = figures({pair.about["paths"]["b"]: pair for pair in outcome.result})
+        return {name: drawn[name] for name in self.DRAWN if name in drawn}
+
+
+FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (_Localise, _LogitAttribution, _LogitLens, _Several)}
+"""How what a function found is kept, by what the result says that made it."""
+
+
+def prompts_of(found: Any) -> dict[str, str]:
+    """The prompts of a result as the text of their file, where it knows them."""
+    from kvinterp.results import prompt_lines
+
+    prompts = getattr(found, "prompts", ())
+    return {_PROMPTS: prompt_lines(prompts)} if prompts else {}

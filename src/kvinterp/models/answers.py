@@ -1,0 +1,57 @@
+"""Two answers, and how much more of the logits one gets: TransformerLens's ``logits_to_logit_diff``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from kvinterp.errors import InputError, unexpected
+from kvinterp.inputs import given_list, whole_number
+from kvinterp.models import Adapter
+
+__all__ = ["LOGIT_DIFFERENCE", "answer_pair", "logit_difference"]
+
+LOGIT_DIFFERENCE = "logit_difference"
+"""The distance that is of two answers."""
+
+
+def logit_difference(logits: Float[Tensor, "*batch vocab"], pair: tuple[int, int]) -> Float64[Tensor, "*batch"]:
+    """The first answer's logit less the second's.
+
+    Args:
+        logits: The logits.
+        pair: Token ids of the two answers.
+    """
+    return logits[..., pair[0]].double() - logits[..., pair[1]].double()
+
+
+def answer_pair(adapter: Adapter, answers: Sequence[str | int] | None) -> tuple[int, int]:
+    """The token ids of two answers.
+
+    Args:
+        adapter: The model.
+        answers: The answer whose logit counts and the one whose is taken off: texts of one token, or token ids.
+
+    Raises:
+        InputError: They are not two answers of one token each.
+    """
+    expected = "two answers of one token each, the one that counts first, such as (' Paris', ' Rome')"
+    given = given_list("answers", answers, expected)
+    if len(given) != 2:
+        raise unexpected("answers", answers, expected)
+    first, second = (_token(adapter, answer, expected) for answer in given)
+    return first, second
+
+
+def _token(adapter: Adapter, answer: str | int, expected: str) -> int:
+    if isinstance(answer, str) and adapter.tokenizer is not None:
+        tokens = adapter.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        if len(tokens) != 1:
+            raise InputError(f"answer {answer!r} is {len(tokens)} tokens, {adapter.pieces(tokens)}: expected {expected}.")
+        return int(tokens[0])
+    token = whole_number(answer)
+    if token is None or not 0 <= token < adapter.facts.vocabulary:
+        raise unexpected("answer", answer, f"{expected}, or token ids from 0 to {adapter.facts.vocabulary - 1}")
+    return token

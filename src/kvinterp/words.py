@@ -1,0 +1,58 @@
+"""The words that options take, as types: an editor offers them, and a test holds each against the table that decides.
+
+Where a text form or a list with commas is taken besides, an option's type is ``Word | str``; what is given is checked where it
+is used, whatever the type says.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = [
+    "Attention",
+    "CacheErrors",
+    "Controls",
+    "Direction",
+    "Distance",
+    "Dtype",
+    "Existing",
+    "ExperimentName",
+    "Kept",
+    "Kind",
+    "Over",
+    "PatchSite",
+    "Positions",
+    "Progress",
+    "Protocol",
+    "Site",
+    "Stop",
+    "Strategy",
+]
+
+Kind = Literal["hooked", "bridge", "native"]
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Protocol = Literal["matched", "free"]
+Strategy = Literal["greedy", "top_k", "top_p"]
+Stop = Literal["end of sequence", "length"]
+Progress = Literal["bar", "none"]
+Existing = Literal["error", "overwrite", "use"]
+CacheErrors = Literal["aggregated", "whole"]
+Positions = Literal["newest", "all"]
+Kept = Literal["discard", "keep"]
+Site = Literal[
+    "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "attn_scores", "pattern", "cache_k",
+    "cache_k_pre", "cache_v", "kv", "resid",
+]  # fmt: skip
+PatchSite = Literal[
+    "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "pattern", "cache_k", "cache_v", "kv",
+]  # fmt: skip
+Over = Literal["single", "cumulative", "cumulative-from", "heads", "kv-heads", "blocks"]
+Direction = Literal["into-recompute", "into-cached"]
+Distance = Literal["kl", "l2", "margin", "logit_difference"]
+Controls = Literal["all", "quick", "none"]
+ExperimentName = Literal[
+    "accumulation", "audit", "behaviour", "boundary", "chain", "compare", "decompose", "demo", "equivalent-noise", "eval",
+    "flips", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift", "localisation", "mitigate", "patch",
+    "propagation", "repeated-heads", "root-cause", "study", "susceptibility",
+]  # fmt: skip

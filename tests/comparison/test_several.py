@@ -1,0 +1,70 @@
+"""One path beside several: every pair has the numbers that it has alone, and the first path runs once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import kvinterp as kv
+from kvinterp.comparison import PARTS
+from kvinterp.errors import InputError
+from kvinterp.paths import Runner
+
+OTHERS = ["recompute[kernels=split_k(4,float16)]", "cached+int4", "recompute@float64"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return kv.load_model("zoo:gqa2-mini", kind="native")
+
+
+@pytest.mark.parametrize("protocol", ["matched", "free"])
+def test_each_pair_has_the_numbers_it_has_alone(model: Any, protocol: str) -> None:
+    """To the bit: in the free protocol a pair's text ends with either of its paths, whatever a third one does."""
+    how = {"max_new_tokens": 4, "progress": "none", "protocol": protocol, "strategy": "top_k(20)"}
+    asked = kv.load_prompts("arithmetic:2")
+    found = kv.compare(model, asked, b=OTHERS, **how)
+    assert [pair.about["paths"]["b"] for pair in found] == OTHERS
+    for b in OTHERS:
+        alone = kv.compare(model, asked, b=b, **how)
+        assert found[b].about == alone.about
+        for name in PARTS:
+            pd.testing.assert_frame_equal(
+                getattr(found[b], name), getattr(alone, name), check_exact=True, obj=f"{b} {name}"
+            )
+            table = getattr(found, name)
+            mine = table[table["b"] == b].drop(columns="b").reset_index(drop=True)
+            pd.testing.assert_frame_equal(mine, getattr(alone, name).reset_index(drop=True), check_dtype=False, obj=name)
+    assert (found["cached+int4"].steps["kl"] > 0).any(), "a cache in four bits makes a difference by construction"
+
+
+def test_the_first_path_runs_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    init = Runner.__init__
+
+    def counted(self: Any, adapter: Any, path: Any, *given: Any, **more: Any) -> None:
+        begun.append(str(path))
+        init(self, adapter, path, *given, **more)
+
+    monkeypatch.setattr(Runner, "__init__", counted)
+    kv.compare(model, "1 + 1 =", b=OTHERS[:2], max_new_tokens=2, progress="none", record="")
+    assert begun == ["cached", *OTHERS[:2]]
+
+
+def test_a_list_of_one_is_a_list(model: Any) -> None:
+    found = kv.compare(model, "1 + 1 =", b=["recompute"], max_new_tokens=2, progress="none", record="")
+    assert len(found) == 1
+    assert list(found.overview()["b"]) == ["recompute"]
+    assert found.where() == found["recompute"].where()
+    with pytest.raises(InputError, match=r"unknown path that was compared 'cached'.*recompute"):
+        found["cached"]
+    with pytest.raises(AttributeError, match="their tables are steps"):
+        found.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(("b", "said"), [([], "at least one"), (["recompute", "recompute"], "twice")])
+def test_lists_that_are_none(model: Any, b: list[Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        kv.compare(model, "1 + 1 =", b=b)

@@ -1,0 +1,63 @@
+"""The types that an editor offers are the tables that decide."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+
+import kvinterp as kv
+from kvinterp import words
+from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
+from kvinterp.experiments.registry import experiments
+from kvinterp.folders import EXISTING
+from kvinterp.models import KINDS, SITES
+from kvinterp.models.adapter import DTYPES
+from kvinterp.models.answers import LOGIT_DIFFERENCE
+from kvinterp.models.load import ATTENTION
+from kvinterp.models.sites import GROUPS
+from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
+from kvinterp.paths import STRATEGIES
+
+TABLES = {
+    words.Kind: KINDS,
+    words.Dtype: [name for name in DTYPES if name.startswith(("float", "bfloat"))],
+    words.Attention: ATTENTION,
+    words.Protocol: PROTOCOLS,
+    words.Strategy: STRATEGIES,
+    words.Existing: EXISTING,
+    words.CacheErrors: CACHE_ERRORS,
+    words.Site: [*SITES, *GROUPS],
+    words.PatchSite: PATCH_SITES,
+    words.Over: SWEEPS,
+    words.Direction: DIRECTIONS,
+    words.Distance: [*DISTANCES, LOGIT_DIFFERENCE],
+    words.ExperimentName: experiments(),
+}
+
+
+@pytest.mark.parametrize("word", TABLES, ids=lambda word: str(typing.get_args(word)[0]))
+def test_a_type_offers_what_there_is(word):
+    assert sorted(typing.get_args(word)) == sorted(TABLES[word])
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (kv.load_model, {"kind": words.Kind, "dtype": words.Dtype, "attention": words.Attention}),
+        (
+            kv.compare,
+            {"protocol": words.Protocol, "stop": words.Stop, "cache_errors": words.CacheErrors, "record": words.Site},
+        ),
+        (kv.run, {"record": words.Site, "positions": words.Positions, "logits": words.Kept, "strategy": words.Strategy}),
+        (kv.record, {"sites": words.Site, "positions": words.Positions}),
+        (kv.Patch, {"site": words.PatchSite}),
+        (kv.sweep, {"site": words.PatchSite, "over": words.Over, "direction": words.Direction, "distance": words.Distance}),
+        (kv.experiment, {"name": words.ExperimentName, "existing": words.Existing}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_options_have_them(function, options):
+    hints = typing.get_type_hints(function)
+    for name, word in options.items():
+        assert word in typing.get_args(hints[name]) or hints[name] == word, name
