@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
-import pandas as pd
 import pytest
 import torch
 
-from kvinterp import metrics
 from kvinterp.recording import Trace
 from kvinterp.report.attention import AttentionComparison, attention_comparison
 from kvinterp.report.attention_page import View
-from kvinterp.report.panel import PatchAnswer
 
 
 def pattern(length: int, heads: int = 2) -> torch.Tensor:
@@ -97,35 +93,3 @@ def test_a_pooled_block_is_not_called_the_newest_position() -> None:
     pooled = attention_comparison(recompute(6), recompute(6), step=0, cells=3, fit="pool").page.places
     assert [kind for _, kind in pooled] == ["prompt"] * 3
     assert attention_comparison(recompute(6), recompute(6), step=0).page.places[-1] == ("position 5", "newest")
-
-
-# The panel -------------------------------------------------------------------------------------------------------------
-
-
-def answer(steps: int = 2, before: float = 1e-6, after: float = 0.0, l2: float = 1.0) -> PatchAnswer:
-    recovery = 1 - after / before if before else math.nan
-    return PatchAnswer(
-        recovery, before, after, pd.DataFrame({"step": range(steps)}), pd.DataFrame(), 1, 0.1,
-        1.0 if l2 else math.nan, metrics.why_undefined(steps, l2, before),
-    )  # fmt: skip
-
-
-def test_what_the_panel_says() -> None:
-    whole = answer().html()
-    assert "Recovery 100.00% of the KL, 100.00% of the L2 distance of the logits</b> over 2 steps." in whole
-    assert "KL to the donor: 1e-06 nats before, exactly 0 after the patch." in whole
-    assert "undefined" not in whole
-    assert "over 1 step." in answer(steps=1).html()
-    worse = answer(after=3e-6).html()
-    assert "Recovery -200.00% of the KL" in worse
-    assert "exactly 0" not in worse
-
-
-def test_a_recovery_of_nothing_says_why() -> None:
-    equal = answer(before=0.0, l2=0.0).html()
-    assert "bitwise equal" in equal
-    assert "% of the" not in equal
-    only_kl = answer(before=0.0, l2=1.0).html()
-    assert "100.00% of the L2 distance" in only_kl
-    assert "% of the KL" not in only_kl
-    assert "bitwise equal" not in only_kl
