@@ -16,8 +16,9 @@ They are chosen greedily, the one that meets most new pairs first; among equals 
 choice is the same on every machine and in every worker, and differs from law to law: together the laws meet far more than
 pairs. ``pytest --everything`` runs the full product. A case marked ``long`` is never chosen; one marked ``always`` always is.
 
-What is marked ``slow`` (a whole command, audit or notebook) is for ``pytest --slow``, as the project's CI calls it; without, a
-function with several cases runs one of those that were chosen, and a test that stands alone none.
+What is marked ``slow`` (a whole command, audit or notebook) is for ``pytest --slow``, as the project's CI calls it. Without, a
+function that is marked and has several cases runs one of those that were chosen; a test that stands alone, or a module that is
+marked, none.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def left_out(items: Iterable[pytest.Item], slow: bool = False) -> set[pytest.Ite
 
 
 def slow_ones(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Those of a function's cases that are marked ``slow``, but for one."""
+    """Those of a function's cases that are marked ``slow``, but for one where it is the function that is marked."""
     found = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("always")}
-    cases = [item for item in found if hasattr(item, "callspec")]
+    cases = [item for item in found if hasattr(item, "callspec") and any(m.name == "slow" for m in item.own_markers)]
     return found - {max(cases, key=_by_name)} if cases else found
 
 

@@ -80,6 +80,7 @@ def test_cut_off_the_same_command_finishes_with_the_same(
     same(out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "verb", "place"),
     [
@@ -121,6 +122,7 @@ def test_killed_under_ray_a_study_finishes_with_what_one_process_makes(
 # Two at once -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @verbs("kernels")
 def test_of_two_processes_on_one_folder_one_is_refused(
     verb: str, tmp_path: Path, whole: Callable[[str], tuple[Path, Run]]

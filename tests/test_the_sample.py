@@ -21,6 +21,7 @@ def items(marks: tuple[str, ...] = (), **parameters: Any) -> list[Any]:
             nodeid=f"test_it[{'-'.join(map(str, values))}]",
             callspec=SimpleNamespace(params=dict(zip(parameters, values, strict=True))),
             get_closest_marker=lambda name: name in marks,
+            own_markers=[SimpleNamespace(name=name) for name in marks],
         )
         for values in itertools.product(*parameters.values())
     ]
@@ -71,7 +72,10 @@ def test_of_what_is_slow_one_case_runs_by_default() -> None:
     family = items(("slow",), a="abc")
     assert len(left_out(family)) == 2
     assert not left_out(family, slow=True)
-    alone = [Item(nodeid="test_alone", get_closest_marker=lambda name: name == "slow")]
+    for item in (of_module := items(("slow",), a="abc")):
+        item.own_markers = []
+    assert len(left_out(of_module)) == 3
+    alone = [Item(nodeid="test_alone", get_closest_marker=lambda name: name == "slow", own_markers=[])]
     assert left_out(alone) == set(alone)
     assert not left_out(alone, slow=True)
     both = items(("slow", "each"), a="abc", b="de")

@@ -19,7 +19,7 @@ from kvinterp.auditing.junit import junit_xml
 from kvinterp.auditing.report import page
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 
-pytestmark = pytest.mark.xdist_group("audit's product")
+pytestmark = [pytest.mark.xdist_group("audit's product"), pytest.mark.slow]
 QUICK = {"lengths": (5,), "steps": 2, "rungs": ("float32",)}
 OPTIONS = (
     "--lengths",
@@ -126,7 +126,6 @@ def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_sam
     assert (folder / "audit.html").read_text() == "mine"
 
 
-@pytest.mark.slow
 def test_allow_and_cannot_tell(here: Path) -> None:
     allowed = kvinterp("audit", "users_code:Stale", "--allow", "bug", "--allow", "overflow", *OPTIONS)
     assert allowed.exit_code == 0, allowed.output
@@ -138,7 +137,6 @@ def test_allow_and_cannot_tell(here: Path) -> None:
     assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
 
 
-@pytest.mark.slow
 def test_a_factory_a_config_and_a_checkpoint_under_a_users_class(here: Path) -> None:
     factory = kvinterp("audit", "users_code:tiny", *OPTIONS)
     assert factory.exit_code == 0, factory.output
@@ -269,7 +267,6 @@ def test_junit_fails_wherever_the_verdict_does(passing: kv.auditing.Audit) -> No
     assert not allowed.findall("testcase/failure")
 
 
-@pytest.mark.slow
 def test_the_page_says_what_the_verdict_says(passing: kv.auditing.Audit, failing: kv.auditing.Audit) -> None:
     for made, mark in ((passing, "good"), (failing, "bad"), (_with(passing, verdict="cannot-tell"), "unsure")):
         text = page(made)

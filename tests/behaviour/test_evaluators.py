@@ -194,6 +194,7 @@ def test_stop_strings_end_a_text_and_are_not_in_it(small: Adapter) -> None:
     assert [each.ended for each in write(small, "cached", prompts, 3)] == ["length"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_batch_writes_and_scores_what_each_does_alone(small: Adapter) -> None:
     tokens = small.encode(PROMPTS[0].text)[:12]

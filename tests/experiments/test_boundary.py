@@ -17,6 +17,8 @@ from kvinterp.experiments.boundary import Boundary
 from kvinterp.metrics import cox
 from kvinterp.reading.boundary import said_of_boundary
 
+pytestmark = pytest.mark.slow
+
 LENGTH, NOISE = 40, 0.25
 ABOUT = {"m": {"device": "a processor", "threads": 1}}
 
@@ -57,7 +59,6 @@ def tables() -> dict[str, pd.DataFrame]:
     return b.boundary_tables(*made_up(), above=8)
 
 
-@pytest.mark.slow
 def test_a_correlation_with_free_kl_that_counting_makes_is_gone_where_texts_are_the_same(tables: Any) -> None:
     found = tables["boundary"].set_index(["quantity", "method"])
     flips = tables["boundary_flips"]
@@ -107,7 +108,6 @@ def test_flips_are_counted_until_the_first_and_decodes_that_never_flip_last(tabl
     assert not risk["after_flip"].any()
 
 
-@pytest.mark.slow
 def test_the_chance_from_margin_and_noise_is_the_true_one(tables: Any) -> None:
     (row,) = tables["prediction"].to_dict("records")
     risk = b.predicted(made_up()[1])

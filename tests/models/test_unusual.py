@@ -56,6 +56,7 @@ def made(make: Callable[[], Any]) -> Any:
     return make().eval().requires_grad_(False)
 
 
+@pytest.mark.slow
 def test_layers_with_heads_of_their_own_are_compared_and_audited() -> None:
     model = kv.wrap(made(gemma4))
     assert (model.facts.head_dim, model.facts.kv_heads) == (24, 2)

@@ -88,6 +88,7 @@ def test_a_static_cache_has_the_bits_of_its_own_plain_loop(stem, attention):
         check_law_10(model, PROMPT, path, lambda room=room: StaticCache(config=model.config, max_cache_len=room))
 
 
+@pytest.mark.slow
 def test_recording_and_comparing_change_nothing_on_any_cache():
     model = llama(attention="eager")
     for path in ("cached", "cached[cache=static]", "cached[cache=quantized(8,fp8)]", "cached[cache=preallocated]"):
@@ -362,6 +363,7 @@ def test_positions_that_are_not_known_are_not_named():
     assert not found.layers.empty
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["dynamic", "static", "preallocated"])
 @pytest.mark.parametrize("stem", ["Llama", "Mistral"])
 def test_a_patched_cache_stays_patched(stem, cache):
@@ -400,6 +402,7 @@ def test_a_cache_that_cannot_keep_a_patch_refuses_it():
         one_patch(model, "quantized(8,fp8)", donor, "every")
 
 
+@pytest.mark.slow
 def test_decompose_runs_its_one_row_on_the_same_cache():
     model = llama()
     for cache in ("static", "preallocated", "quantized(8,fp8)"):
