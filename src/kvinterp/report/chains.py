@@ -64,7 +64,9 @@ def _deltas(found: Mapping[str, Any]) -> Figure:
     """The final difference of every arm beside no policy, sorted, those of other seeds hollow."""
     deltas: pd.DataFrame = found["deltas"]
     rows = deltas[deltas["arm"] != "cached"].to_dict("records")
-    with sheet(7.4, 1.6 + 0.27 * len(rows)) as figure:
+    names = [broken(f"{row['model']}, {row['arm']}, T {row['temperature']:g}", 56) for row in rows]
+    lines = max((name.count("\n") + 1 for name in names), default=1)
+    with sheet(7.4, 1.6 + (0.14 + 0.13 * lines) * len(rows)) as figure:
         axes = figure.subplots()
         for height, row in enumerate(rows):
             null = row["arm"] == "cached, other seeds"
@@ -72,7 +74,7 @@ def _deltas(found: Mapping[str, Any]) -> Figure:
             axes.hlines(height, row["delta_low"], row["delta_high"], color=color, linewidth=1.4)
             axes.plot(row["delta"], height, "o", color=color, markersize=5, markerfacecolor="#ffffff" if null else color)
         axes.axvline(0, color="#888888", linewidth=0.8)
-        axes.set_yticks(range(len(rows)), [_row(r) for r in rows], fontsize=7)
+        axes.set_yticks(range(len(rows)), names, fontsize=7)
         axes.grid(visible=True, axis="x")
         axes.set_xlabel(
             "final similarity minus that without a policy\n(mean and 95% interval over chains;\nhollow: other seeds, the null)"
@@ -80,10 +82,6 @@ def _deltas(found: Mapping[str, Any]) -> Figure:
         axes.set_title("Final differences, sorted")
         of_models(figure, list(found["about"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure
-
-
-def _row(row: Mapping[str, Any]) -> str:
-    return broken(f"{row['model']}, {row['arm']}, T {row['temperature']:g}", 56)
 
 
 def _map(found: Mapping[str, Any]) -> Figure:
