@@ -392,11 +392,9 @@ def _files(results: Sequence[Result], folder: Path) -> list[Any]:
         names = [f"{name}.parquet" for name in TABLES if len(getattr(result.comparison, name))]
         names += ["summary.json", "prompts.jsonl"]
         rows.append([result.folder.name, Links(files={name: place + name for name in names})])
-    note = (
-        "Every number above is in the tables beside this page, statistics and settings are in summary.json, the prompts in "
-    )
+    note = "The tables hold every number above, summary.json statistics and settings, figures/ every figure as PNG."
     return [
         Text("Files", look="h2"),
-        Text(note + "prompts.jsonl, and the figures in figures/*.png.", look="note"),
+        Text(note, look="note"),
         Table([Column("comparison"), Column("its files")], rows, look="cards"),
     ]
