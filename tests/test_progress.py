@@ -29,8 +29,15 @@ def test_the_first_piece_is_judged_by_its_share_and_the_others_by_it() -> None:
     pace = Pace({"a": "x", "b": "x", "c": "y"}, "parts", lambda *said: told.append(said), clock)
     pace.say("loading")
     clock.now = 10.0
+    pace.say("begun", 0.0)
+    clock.now = 15.0
     pace.say("half way", 0.5)
-    assert told == [("0 of 3 parts: loading", None), ("0 of 3 parts, about 50 s left: half way", pytest.approx(1 / 6))]
+    # Five seconds for the other half, and two pieces of twenty; what loading took is no measure of the half.
+    assert told == [
+        ("0 of 3 parts: loading", None),
+        ("0 of 3 parts: begun", None),
+        ("0 of 3 parts, about 45 s left: half way", pytest.approx(15 / 60)),
+    ]
     clock.now = 30.0
     pace.done("a")
     assert told[-1] == ("1 of 3 parts, about 60 s left: half way", pytest.approx(1 / 3))
@@ -118,6 +125,7 @@ def test_cells_tell_what_they_count(tmp_path: Path) -> None:
     cells = [Cell(f"g-{n}", f"{HERE}:grouped", {"settings": "x"}) for n in range(2)]
     cells.append(Cell("s", f"{HERE}:single", {"settings": "x"}))
     run_cells(cells, tell=lambda text, share: told.append(text), engine=Remaining(Local(), "prompts"))
-    assert told[0].startswith("0 of 3 prompts: choosing 1 of 2 prompts")
+    assert told[0] == "0 of 3 prompts"
+    assert told[1].startswith("0 of 3 prompts: choosing 1 of 2 prompts")
     assert any(text.startswith("2 of 3 prompts") and text.endswith("patching 1 of 2 prompts") for text in told)
     assert told[-1].startswith("3 of 3 prompts")

@@ -12,7 +12,9 @@ import dataclasses
 import enum
 import functools
 import inspect
+import itertools
 import logging
+import re
 import signal
 import typing
 from collections.abc import Callable, Mapping
@@ -23,18 +25,22 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvinterp._version import __version__
-from kvinterp.command import leave, told, wrong_use
+from kvinterp.command import leave, refused, told, wrong_use
 from kvinterp.console import echo, rows_of
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import NOTHING, OPTION, Experiment
 from kvinterp.experiments.registry import experiment_named, experiments, question_of
 from kvinterp.listing import listed
+from kvinterp.models.finding import check_reached
 from kvinterp.progress import shown
 
 __all__ = ["app", "main"]
 
 
 # Experiments as commands -----------------------------------------------------------------------------------------------
+
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class _Verb(TyperCommand):
@@ -48,6 +54,14 @@ class _Verb(TyperCommand):
         apart = typer.Typer(add_completion=False)
         apart.command(self.name)(_command_of(experiment_named(str(self.name))))
         return typer.main.get_command(apart)
+
+    def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
+        models = itertools.takewhile(lambda each: not each.startswith("-"), args)
+        # What an experiment's file imports takes longer than a hub that is not there.
+        with refused(args):
+            for name in filter(_HUB_ID.fullmatch, models):
+                check_reached(name)
+        return super().make_context(info_name, args, *given, **extra)
 
     def get_params(self, ctx: Any) -> list[Any]:
         self.params, self.callback = self._whole.params, self._whole.callback

@@ -20,7 +20,7 @@ import typer
 from kvinterp.console import echo
 from kvinterp.errors import KvinterpError
 
-__all__ = ["leave", "told", "wrong_use"]
+__all__ = ["leave", "refused", "told", "wrong_use"]
 
 _JSON = inspect.Parameter(
     "as_json",
@@ -47,6 +47,18 @@ def wrong_use(arguments: Sequence[str]) -> Iterator[None]:
         if "--json" in arguments:
             _print_json({"error": error.format_message(), "exit_code": error.exit_code})
         raise
+
+
+@contextlib.contextmanager
+def refused(arguments: Sequence[str]) -> Iterator[None]:
+    """Within it an error of kvinterp's is said while the command line is read, as one of a command is."""
+    try:
+        yield
+    except KvinterpError as error:
+        echo(f"error: {error}", err=True)
+        if "--json" in arguments:
+            _print_json({"error": str(error), "exit_code": 2})
+        raise typer.Exit(2) from error
 
 
 def leave(number: int, frame: FrameType | None) -> None:

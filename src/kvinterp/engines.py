@@ -143,6 +143,8 @@ class Remaining:
             log.addFilter(quiet)
         try:
             with listening(pace.say):
+                if len(cells) > 1:
+                    pace.say()
                 self.engine(cells, {**offered, "keep": keep, "tell": pace.say})
         finally:
             log.removeFilter(quiet)

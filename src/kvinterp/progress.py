@@ -50,6 +50,7 @@ class Pace:
         self._total, self._left, self._count = len(kinds), Counter(kinds.values()), Counter[str]()
         self._took: dict[str, float] = dict.fromkeys(self._left, 0.0)
         self._since, self._now = clock(), ""
+        self._first: tuple[float, float] | None = None
 
     def say(self, now: str = "", share: float | None = None) -> None:
         """Says what runs now.
@@ -74,19 +75,27 @@ class Pace:
         self._left[kind] -= 1
         self._count[kind] += 1
         self._took[kind] += at - self._since
-        self._since = at
+        self._since, self._first = at, None
         self.say()
 
     def _rest(self, share: float | None) -> float | None:
         """Seconds that remain; None where nothing is known, or nothing remains."""
-        if not self._kinds or not (self._count or share):
+        at, own = self._clock(), next(iter(self._kinds.values()), "")
+        here, alone = at - self._since, self._of_piece(at, share)
+        if not self._kinds or (alone is None and not self._count):
             return None
-        here, own = self._clock() - self._since, next(iter(self._kinds.values()))
-        whole = here / share if share else self._mean(own)
+        rest = max(0.0, self._mean(own) - here) if alone is None else alone
         others = self._left - Counter({own: 1})
         # Of the first piece nothing is known but the share of it that is done.
-        each = {kind: self._mean(kind) if self._count else whole for kind in others}
-        return max(0.0, whole - here) + sum(others[kind] * each[kind] for kind in others)
+        each = {kind: self._mean(kind) if self._count else here + rest for kind in others}
+        return rest + sum(others[kind] * each[kind] for kind in others)
+
+    def _of_piece(self, at: float, share: float | None) -> float | None:
+        """Seconds that the piece still takes, by its share; what it took before that was first told, as loading does, is past."""
+        if share is None:
+            return None
+        began, first = self._first = self._first or (at, share)
+        return (at - began) * (1 - share) / (share - first) if share > first else None
 
     def _mean(self, kind: str) -> float:
         if self._count[kind]:

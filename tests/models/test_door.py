@@ -313,10 +313,11 @@ def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch):
     over.set()
 
 
-def test_a_hub_id_that_cannot_be_reached_is_said_before_torch_is_imported(tmp_path):
+@pytest.mark.parametrize("verb", ["compare", "behaviour"])
+def test_a_hub_id_that_cannot_be_reached_is_said_before_torch_is_imported(tmp_path, verb):
     code = (
         "import sys; from kvinterp.cli import main\n"
-        f"sys.argv = ['kvinterp', 'compare', 'nobody-here/none', '--out', {str(tmp_path / 'out')!r}]\n"
+        f"sys.argv = ['kvinterp', {verb!r}, 'nobody-here/none', '--out', {str(tmp_path / 'out')!r}]\n"
         "try: main()\n"
         "except SystemExit as left: assert left.code == 2, left.code\n"
         "heavy = {'torch', 'transformers', 'transformer_lens', 'pandas'} & set(sys.modules)\n"

@@ -30,6 +30,7 @@ from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import KernelMode, Kernels, Native, kernels_named
+from kvinterp.progress import each
 from kvinterp.provenance import provenance
 
 __all__ = ["SIZES", "KernelsTable", "kernels_table"]
@@ -148,7 +149,7 @@ def kernels_table(
     rows: list[dict[str, Any]] = []
     with torch.no_grad(), own_threads(adapter):
         operations = collect(adapter, tokens, sorted(sizes))
-        for operation in operations:
+        for operation in each(operations, "measuring", "operation"):
             # A kernel mode that takes attention over leaves no back end to choose.
             if operation.calls or isinstance(kernels, Native):
                 rows += _measure(operation, sorted(sizes), mode)

@@ -42,7 +42,7 @@ class Kernels(Experiment):
         from kvinterp.cells import Cell
 
         settings = {"model": self.named(), "sizes": list(self.sizes), "kernels": self.kernels, "seed": self.seed}
-        return [Cell("kernels", f"{__name__}:measured", settings)]
+        return [Cell("kernels", f"{__name__}:measured", settings, f"operations of {self.model}")]
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """The model, which may be of a config alone."""
