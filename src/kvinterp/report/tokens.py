@@ -24,11 +24,12 @@ from kvinterp.reading.changed import (
     square_said,
 )
 from kvinterp.reading.numbers import counted, number, upper
-from kvinterp.reading.results import site_of
+from kvinterp.reading.results import kind_of, model_of, site_of
 from kvinterp.report.packing import packed, signed_codes, three_digits
 from kvinterp.report.page import Column, Links, Packed, Table, Text, fragment, render
+from kvinterp.results import Result
 
-__all__ = ["SCRIPTS", "SHEETS", "changes", "flips_shown", "packed_comparison", "tokens_fragment"]
+__all__ = ["SCRIPTS", "SHEETS", "called", "changes", "flips_shown", "packed_comparison", "tokens_fragment"]
 
 SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)
 """What a page with these parts runs, and its styles."""
@@ -39,6 +40,19 @@ FLIPS, CALLS = 100, 8
 """Most rows of the tables."""
 
 _OF = ["example", "step"]
+
+
+def called(results: Sequence[Result]) -> dict[str, Comparison]:
+    """The comparisons by what tells them apart; by nothing where there is one."""
+    found = {}
+    usual = results[0].comparison.about
+    for result in results:
+        about = result.comparison.about
+        name = [model_of(result), kind_of(result), about["protocol"]]
+        name += [about["dtype"]] if about["dtype"] != usual["dtype"] else []
+        name += [" against ".join(about["paths"].values())] if about["paths"] != usual["paths"] else []
+        found[", ".join(name)] = result.comparison
+    return {"": results[0].comparison} if len(results) == 1 else found
 
 
 def changes(found: Mapping[str, Comparison]) -> list[Any]:
@@ -101,7 +115,9 @@ def _flip_table(found: Mapping[str, Comparison]) -> list[Any]:
     head += [Column("KL, nats", "number"), *_head(found)]
     cut = f"The first {FLIPS} of {len(first)} are shown. " if len(first) > FLIPS else ""
     meaning = "; or ".join(text for text, _ in meanings)
-    note = f"{cut}Probability: what each path gave the token that it chose. Distance: {meaning}. Numbers have two or three digits."
+    note = (
+        f"{cut}Probability: what each path gave the token that it chose. Distance: {meaning}. All have two or three digits."
+    )
     folded = f"{min(len(later), FLIPS)} of the {len(later)} flips after a prompt's first"
     more = [Table(head, later[:FLIPS], folded=folded)] if later else []
     return [Table(head, first[:FLIPS], name="flips"), Text(note, look="note"), *more]
