@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
 from kvinterp.comparison import Comparison
 from kvinterp.report import write_report
+from kvinterp.report.behaviour import flipped_decodes
+from kvinterp.report.experiment import write_experiment
 from kvinterp.report.packing import packed, signed_codes, three_digits
 from kvinterp.report.page import render
-from kvinterp.report.tokens import SCRIPTS, SHEETS, changes, packed_comparison, tokens_fragment
+from kvinterp.report.tokens import SCRIPTS, SHEETS, changes, flips_shown, packed_comparison, tokens_fragment
 from synthetic import comparison, result
 
 pytestmark = IN_A_BROWSER
@@ -239,3 +242,26 @@ def test_where_there_is_no_room_flips_and_the_largest_kl_come_first(
         page.wait_for_function(f"document.querySelector('.kv-detail h3').textContent === 'p{example}, step {step}'")
         assert (page.locator(".kv-heat").count() == 1) is there
         assert ("not in the page" in page.locator(".kv-beside").inner_text()) is not there
+
+
+def test_the_page_of_behaviour_shows_the_decodes_that_flip(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
+    made = comparison((0, 1), steps=5, flip=2, protocol="free")
+    of = {"model": "zoo:m", "strategy": "greedy", "seed": 0}
+    stays = made.examples.assign(diverged=False, protocol="matched", **of)
+    tables = {
+        "decodes": pd.concat([stays, made.examples.assign(diverged=True, protocol="free", **of)]),
+        "flip_steps": made.steps.assign(**of),
+        "flip_tokens": made.tokens.assign(**of),
+    }
+    lead = flips_shown(flipped_decodes(tables, ("cached", "recompute")))
+    path = write_experiment(tmp_path, "What?", ["This."], {}, [], {}, {}, lead)
+    opened = page_opened(path)
+    page = drawn(opened)
+    assert "2 decodes flip a token" in page.locator("main").inner_text()
+    assert page.locator("#flips tbody tr").count() == 2
+    assert page.locator("#kv-changes .kv-strips").first.locator(".kv-strip").count() == 2
+    page.locator("#flips a").nth(1).click()
+    assert page.locator(".kv-detail h3").inner_text() == "p1, step 2"
+    opened.quiet()
+    none = {**tables, "flip_steps": made.steps.iloc[:0].assign(**of)}
+    assert flips_shown(flipped_decodes(none, ("cached", "recompute"))) == []

@@ -98,6 +98,8 @@ def test_what_the_page_holds_is_said() -> None:
     assert "3 of 15 steps" in kept_said(found, 3, 0)[0]
     assert "No attention row was kept" in kept_said(found, 15, 0)[-1]
     assert "1 of 15 steps are here" in kept_said(found, 15, 1)[-1]
+    assert "attention_rows.parquet has those of 3 steps." in kept_said(found, 15, 1)[-1]
+    assert "attention_rows.parquet" not in kept_said(found, 15, 3)[-1]
     assert none_changed_said({"x": made(), "y": made("top_p(0.9,1.0)")})[1:] == ["They are: x; y."]
     found.heads = found.heads.iloc[:0]
     assert kept_said(found, 15, 0) == [

@@ -386,8 +386,13 @@ class Experiment(abc.ABC):
                 return files
             question = inspect.cleandoc(sys.modules[type(self).__module__].__doc__ or "")
             said = (question, self.sentences(outcome), outcome.tables, files)
-            page = write_experiment(folder.parent, *said, outcome.choices, outcome.summary.get("provenance") or {})
+            about = outcome.summary.get("provenance") or {}
+            page = write_experiment(folder.parent, *said, outcome.choices, about, self.lead(outcome))
         return [*files, page]
+
+    def lead(self, outcome: Outcome) -> list[Any]:
+        """What stands on the page right behind the answer; nothing unless an experiment says so."""
+        return []
 
     def _cut_off(self, folder: Any, cells: Sequence[Cell], error: BaseException) -> None:
         if self.PARTIAL == "yes" and isinstance(error, KeyboardInterrupt):

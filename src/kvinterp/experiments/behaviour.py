@@ -53,6 +53,8 @@ class Behaviour(OfModels):
         "examples",
         "nulls",
         "oracle",
+        "flip_steps",
+        "flip_tokens",
         "failures",
     )
     UNIT: ClassVar = "cells"
@@ -133,7 +135,7 @@ class Behaviour(OfModels):
         for name, part, columns in (("nulls", "-null-", _NULL), ("oracle", "-oracle", _ORACLE)):
             found = joined({key: each for key, each in made.items() if part in key})
             tables[name] = found["table"] if found else pd.DataFrame(columns=columns)
-        return tables | {"failures": decodes["failures"]}
+        return tables | {name: decodes[name] for name in ("flip_steps", "flip_tokens", "failures")}
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The tables, and what they say."""
@@ -152,6 +154,13 @@ class Behaviour(OfModels):
     def noted(self) -> dict[str, Any]:
         """How it was decoded."""
         return {"kernels": self.kernels or "native", "max_new_tokens": self.max_new_tokens, "stop": self.stop}
+
+    def lead(self, outcome: Outcome) -> list[Any]:
+        """The decodes that flip, token by token."""
+        from kvinterp.report.behaviour import flipped_decodes
+        from kvinterp.report.tokens import flips_shown
+
+        return flips_shown(flipped_decodes(outcome.tables, paths_of(self.kernels)))
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
         """Its figures, signed with what they were made with."""
@@ -237,7 +246,8 @@ def decodes_of(
         which both were fed the same), kl_bound (half its square, which no mean over those steps exceeds), smallest_margin,
         margin_at_flip (of the cached path's two largest logits), correct_a, correct_b (NA where no answer is known), text_a,
         text_b. In the matched protocol the second path writes no text of its own: correct_b is NA. ``steps``: those matched
-        and, of decodes that flip, those free. ``failures``: what gave NaN or Inf.
+        and, of decodes that flip, those free. ``flip_steps`` and ``flip_tokens``: of the latter every step and token, as
+        :class:`kvinterp.comparison.Comparison` has them. ``failures``: what gave NaN or Inf.
     """
     a, b = paths_of(kernels)
     lanes = (Runner, Runner) if memory is None else (memory.lane, memory.lane)
@@ -283,7 +293,15 @@ def _tables(
     columns = ["example", "step", "kl", "max_abs_logit", "rms_logit", "margin_a", "flipped", "after_flip"]
     steps = [each.steps[columns].assign(protocol=protocol) for protocol, each in found.items()]
     failures = [each.failures.assign(protocol=protocol) for protocol, each in found.items()]
-    return {"decodes": decodes, "steps": pd.concat(steps, ignore_index=True), "failures": pd.concat(failures)}
+    flips = found.get("free") or found["matched"]
+    some = slice(None) if "free" in found else slice(0)
+    return {
+        "decodes": decodes,
+        "steps": pd.concat(steps, ignore_index=True),
+        "flip_steps": flips.steps.iloc[some],
+        "flip_tokens": flips.tokens.iloc[some],
+        "failures": pd.concat(failures),
+    }
 
 
 def _right(prompt: Prompt, text: str, end: str) -> bool | Any:

@@ -150,10 +150,12 @@ def kept_said(comparison: Comparison, maps: int, rows: int) -> list[str]:
             f"The page holds the map and the drift of {maps} of {steps} steps: first flips, then the largest KL on the same "
             "text. Those of all steps are in heads.parquet and layers.parquet."
         )
+    kept = len(comparison.attention_rows[["example", "step"]].drop_duplicates())
     if rows:
         said.append(
             f"The attention rows of {rows} of {steps} steps are here (dotted under the token): of each prompt its first flip "
             "and its steps of largest KL on the same text, as far as there is room."
+            + (f" attention_rows.parquet has those of {kept} steps." if kept > rows else "")
         )
     elif not comparison.heads.empty:
         said.append("No attention row was kept with this comparison.")

@@ -11,10 +11,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvinterp.comparison import COLUMNS, PARTS, Comparison
 from kvinterp.report.axes import legend_outside, place_title, whole_numbers, zero_aware
 from kvinterp.report.style import SERIES, line_of, of_models, save, sheet
 
-__all__ = ["accuracy_figure", "kl_by_step_figure", "save_behaviour_figures", "save_of_models", "survival_figure"]
+__all__ = [
+    "accuracy_figure",
+    "flipped_decodes",
+    "kl_by_step_figure",
+    "save_behaviour_figures",
+    "save_of_models",
+    "survival_figure",
+]
 
 Draw = Callable[[Mapping[str, pd.DataFrame]], Figure]
 
@@ -42,6 +50,32 @@ def save_of_models(
         for table, draw in drawers.items()
         if len(tables[table])
     ]
+
+
+def flipped_decodes(tables: Mapping[str, pd.DataFrame], paths: tuple[str, str]) -> dict[str, Comparison]:
+    """The decodes that flip, each path reading its own text, as comparisons without activations: one a model, strategy and seed.
+
+    Args:
+        tables: Those of :class:`kvinterp.experiments.behaviour.Behaviour`.
+        paths: The two paths.
+    """
+    found = {}
+    of = ["model", "strategy", "seed"]
+    free = tables["decodes"][tables["decodes"]["protocol"] == "free"]
+    for place, steps in tables["flip_steps"].groupby(of, sort=False):
+        label = dict(zip(of, place, strict=True))
+        mine = [table[(table[of] == list(place)).all(axis=1)] for table in (free, tables["flip_tokens"])]
+        empty = {name: pd.DataFrame(columns=COLUMNS.get(name, ())) for name in PARTS}
+        given = {"steps": steps, "examples": mine[0][mine[0]["diverged"]], "tokens": mine[1]}
+        about = {
+            "paths": dict(zip("ab", paths, strict=True)),
+            "protocol": "free",
+            "strategy": label["strategy"],
+            "derived": [],
+        }
+        name = f"{label['model'].removeprefix('zoo:')}, {label['strategy']}, seed {label['seed']}"
+        found[name] = Comparison(**{**empty, **given}, about=about)
+    return found
 
 
 def kl_by_step_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:

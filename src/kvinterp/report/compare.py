@@ -36,7 +36,7 @@ from kvinterp.report.figures import FIGURES, Labelled, figure_named, overview, p
 from kvinterp.report.page import Answer, Column, Links, Pairs, Picture, Section, Table, Text, render
 from kvinterp.report.style import keeping, save
 from kvinterp.report.svg import picture
-from kvinterp.report.tokens import SCRIPTS, SHEETS, changes
+from kvinterp.report.tokens import SCRIPTS, SHEETS, called, changes
 from kvinterp.results import Result
 
 __all__ = [
@@ -108,7 +108,7 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
     ]
     parts = [
         Answer(answer_of(main, rungs)),
-        *changes(_called([*main, *([flips] if flips is not None and not flips.comparison.steps.empty else [])])),
+        *changes(called([*main, *([flips] if flips is not None and not flips.comparison.steps.empty else [])])),
         *(section for section in sections if section is not None),
         *_texts(main),
         Text("How to read this", look="h2"),
@@ -123,19 +123,6 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
     path = folder / "report.html"
     write_whole(path, render("report", title, parts, question_of(useful), kicker, scripts=SCRIPTS, sheets=SHEETS))
     return path
-
-
-def _called(results: Sequence[Result]) -> dict[str, Comparison]:
-    """The comparisons by what tells them apart; by nothing where there is one."""
-    found = {}
-    usual = results[0].comparison.about
-    for result in results:
-        about = result.comparison.about
-        name = [model_of(result), kind_of(result), about["protocol"]]
-        name += [about["dtype"]] if about["dtype"] != usual["dtype"] else []
-        name += [" against ".join(about["paths"].values())] if about["paths"] != usual["paths"] else []
-        found[", ".join(name)] = result.comparison
-    return {"": results[0].comparison} if len(results) == 1 else found
 
 
 def overview_of(results: Sequence[Result]) -> Figure:

@@ -14,6 +14,7 @@ from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted, number
 from kvinterp.report.page import Answer, Column, Pairs, Table, Text, render
 from kvinterp.report.svg import picture
+from kvinterp.report.tokens import SCRIPTS, SHEETS
 
 __all__ = ["made_with_parts", "said", "shown", "write_experiment"]
 
@@ -29,6 +30,7 @@ def write_experiment(
     figures: Sequence[Path],
     chosen: Mapping[str, Any],
     about: Mapping[str, Any],
+    lead: Sequence[Any] = (),
 ) -> Path:
     """Writes ``report.html``.
 
@@ -40,6 +42,7 @@ def write_experiment(
         figures: Their PNGs; drawn as SVG where they were saved within :func:`kvinterp.report.style.keeping`.
         chosen: The choices.
         about: The provenance: of one model, or of each by its name.
+        lead: Parts that stand right behind what was found.
 
     Returns:
         The page's path.
@@ -48,7 +51,7 @@ def write_experiment(
     lines = [line for line in sentences if line]
     several = about if about and all(isinstance(each, Mapping) for each in about.values()) else {"": about}
     models = dict.fromkeys(str(each.get("model", name)) for name, each in several.items())
-    parts: list[Any] = [Answer(lines)] if lines else []
+    parts: list[Any] = [*([Answer(lines)] if lines else []), *lead]
     parts += [picture(path, path.stem.replace("_", " ")) for path in figures if path.suffix == ".png"]
     parts += [Text("The tables", look="h2"), *(shown(name, table) for name, table in tables.items())]
     if more.strip():
@@ -60,7 +63,8 @@ def write_experiment(
     )
     kicker = " · ".join([f"kvinterp {__version__}", ", ".join(filter(None, models))])
     path = folder / "report.html"
-    write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker))
+    more_of = {"scripts": SCRIPTS, "sheets": SHEETS} if lead else {}
+    write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker, **more_of))
     return path
 
 

@@ -23,12 +23,13 @@ from kvinterp.reading.changed import (
     none_changed_said,
     square_said,
 )
-from kvinterp.reading.numbers import number, upper
-from kvinterp.reading.results import site_of
+from kvinterp.reading.numbers import counted, number, upper
+from kvinterp.reading.results import kind_of, model_of, site_of
 from kvinterp.report.packing import packed, signed_codes, three_digits
 from kvinterp.report.page import Column, Links, Packed, Table, Text, fragment, render
+from kvinterp.results import Result
 
-__all__ = ["SCRIPTS", "SHEETS", "changes", "packed_comparison", "tokens_fragment"]
+__all__ = ["SCRIPTS", "SHEETS", "called", "changes", "flips_shown", "packed_comparison", "tokens_fragment"]
 
 SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)
 """What a page with these parts runs, and its styles."""
@@ -39,6 +40,19 @@ FLIPS, CALLS = 100, 8
 """Most rows of the tables."""
 
 _OF = ["example", "step"]
+
+
+def called(results: Sequence[Result]) -> dict[str, Comparison]:
+    """The comparisons by what tells them apart; by nothing where there is one."""
+    found = {}
+    usual = results[0].comparison.about
+    for result in results:
+        about = result.comparison.about
+        name = [model_of(result), kind_of(result), about["protocol"]]
+        name += [about["dtype"]] if about["dtype"] != usual["dtype"] else []
+        name += [" against ".join(about["paths"].values())] if about["paths"] != usual["paths"] else []
+        found[", ".join(name)] = result.comparison
+    return {"": results[0].comparison} if len(results) == 1 else found
 
 
 def changes(found: Mapping[str, Comparison]) -> list[Any]:
@@ -54,13 +68,31 @@ def changes(found: Mapping[str, Comparison]) -> list[Any]:
     folded = same if len(same) > 1 else {}
     parts += [Text(" ".join(changed_said(each)), label=label) for label, each in found.items() if label not in folded]
     parts += [Text(" ".join(none_changed_said(folded)))] if folded else []
-    parts += _flip_table(found) or _call_table(found)
+    return [*parts, *(_flip_table(found) or _call_table(found)), _texts_of(found)]
+
+
+def flips_shown(found: Mapping[str, Comparison]) -> list[Any]:
+    """The same of decodes that flip alone, of which the page says elsewhere how many there are; nothing where there is none.
+
+    Args:
+        found: Comparisons, by what the reader calls them.
+    """
+    flips = sum(len(comparison.examples) for comparison in found.values())
+    if not flips:
+        return []
+    said = (
+        f"{counted(flips, 'decode')} {'flips' if flips == 1 else 'flip'} a token; here with the text of each path, its own."
+    )
+    return [Text("What changed", look="h2", name="changed"), Text(said), *_flip_table(found), _texts_of(found)]
+
+
+def _texts_of(found: Mapping[str, Comparison]) -> Packed:
     share = max(len(found), 1)
     blobs = {
         label: packed_comparison(comparison, MAP_NUMBERS // share, ROW_NUMBERS // share)
         for label, comparison in found.items()
     }
-    return [*parts, Packed("kv-changes", blobs)]
+    return Packed("kv-changes", blobs)
 
 
 def _flip_table(found: Mapping[str, Comparison]) -> list[Any]:
@@ -83,7 +115,9 @@ def _flip_table(found: Mapping[str, Comparison]) -> list[Any]:
     head += [Column("KL, nats", "number"), *_head(found)]
     cut = f"The first {FLIPS} of {len(first)} are shown. " if len(first) > FLIPS else ""
     meaning = "; or ".join(text for text, _ in meanings)
-    note = f"{cut}Probability: what each path gave the token that it chose. Distance: {meaning}. Both to three digits."
+    note = (
+        f"{cut}Probability: what each path gave the token that it chose. Distance: {meaning}. All have two or three digits."
+    )
     folded = f"{min(len(later), FLIPS)} of the {len(later)} flips after a prompt's first"
     more = [Table(head, later[:FLIPS], folded=folded)] if later else []
     return [Table(head, first[:FLIPS], name="flips"), Text(note, look="note"), *more]
