@@ -65,7 +65,7 @@ def test_what_all_means_is_said(load: Any, panel: PatchPanel) -> None:
     panel.choose(step=1, head=0)
     assert "at step 1 alone" in panel.widget.answer["said"]
     assert "KV heads at once" not in panel.widget.answer["said"]
-    assert [None, f"all {load(NATIVE).facts.kv_heads} KV heads at once"] in panel.widget.choices["head"]
+    assert [None, "all", f"all {load(NATIVE).facts.kv_heads} KV heads at once"] in panel.widget.choices["head"]
     panel.choose(site="resid_post")
     assert "at the newest position" in panel.widget.answer["said"], "each site with positions of its own"
 
@@ -215,6 +215,16 @@ globalThis.begin = (state, kernel) => {
 """
 
 
+CLIPPED = """() => {
+  const pen = document.createElement("canvas").getContext("2d");
+  return [...document.querySelectorAll("select")].filter((of) => {
+    pen.font = getComputedStyle(of).font;
+    return pen.measureText(of.selectedOptions[0].textContent).width > of.clientWidth - 30;
+  }).map((of) => of.name);
+}"""
+"""The choices whose words are wider than their box, but for the arrow."""
+
+
 @pytest.fixture
 def shown(page_opened: Callable[..., Any], tmp_path: Path, panel: PatchPanel) -> Callable[..., Any]:
     """The panel in the browser, with Python behind it: what one clicks is answered."""
@@ -294,12 +304,12 @@ class TestInABrowser:
         page.locator("select[name=view]").select_option('"layer by head"')
         page.locator("select[name=layer]").select_option("1")
         settled(page)
-        for name, words in (
-            ("head", f"all {panel.map.bench.adapter.facts.query_heads} query heads at once"),
-            ("step", "all: steps 0 to 3, each patched"),
-        ):
-            chosen = page.locator(f"select[name={name}]").evaluate("(of) => of.selectedOptions[0].textContent")
-            assert chosen == words
+        assert panel.map is not None
+        heads = panel.map.bench.adapter.facts.query_heads
+        for name, means in (("head", f"all {heads} query heads at once"), ("step", "steps 0 to 3, each patched")):
+            select = page.locator(f"select[name={name}]")
+            assert select.evaluate("(of) => of.selectedOptions[0].textContent") == "all"
+            assert select.locator("xpath=following-sibling::small").inner_text() == means
         assert (panel.widget.asked["head"], panel.widget.asked["step"]) == (None, "every")
         assert page.locator("td[aria-selected=true]").get_attribute("data-at") == "1 0"
         page.locator("[data-at='0 0']").click()
@@ -351,6 +361,7 @@ class TestInABrowser:
             for width in (1280, 420):
                 page.set_viewport_size({"width": width, "height": 900})
                 assert not faults_of(opened), (scheme, width)
+                assert not page.evaluate(CLIPPED), (scheme, width)
         opened.quiet()
 
 
