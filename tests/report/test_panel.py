@@ -70,9 +70,9 @@ def test_what_all_means_is_said(load: Any, panel: PatchPanel) -> None:
     assert "at the newest position" in panel.widget.answer["said"], "each site with positions of its own"
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
+def test_what_is_wrong_is_a_sentence_and_the_panel_stays_usable(panel: PatchPanel) -> None:
+    before = dict(panel.widget.asked)
+    for asked, said in (
         ({"layer": 17}, "layer 17 does not exist"),
         ({"step": 9}, "step 9 does not exist: the cached path decodes steps 1 to 3"),
         ({"prompt": "<b>long</b> " * 400}, "shorten the prompt"),
@@ -83,19 +83,15 @@ def test_what_all_means_is_said(load: Any, panel: PatchPanel) -> None:
         ({"view": "by hand"}, "view='by hand' was given"),
         ({"distance": "cosine"}, "distance='cosine' was given"),
         ({"layer": {"a": 1}}, ""),
-    ],
-)
-def test_what_is_wrong_is_a_sentence_and_the_panel_stays_usable(
-    panel: PatchPanel, asked: dict[str, Any], said: str
-) -> None:
-    before = dict(panel.widget.asked)
-    panel.choose(**asked)
-    assert said in panel.widget.error
-    assert panel.widget.error
-    assert "\n" not in panel.widget.error
-    assert (panel.answer, panel.widget.answer, panel.widget.map) == (None, {}, {})
-    assert "<b>long" not in panel.picture()
-    panel.choose(**before)
+    ):
+        panel.choose(**asked)
+        assert said in panel.widget.error, asked
+        assert panel.widget.error, asked
+        assert "\n" not in panel.widget.error
+        assert (panel.answer, panel.widget.answer, panel.widget.map) == (None, {}, {})
+        assert "<b>long" not in panel.picture()
+        # Whatever was asked, what is right is answered again.
+        panel.widget.asked = before
     assert panel.widget.error == ""
     assert panel.answer is not None
 
@@ -349,7 +345,7 @@ class TestInABrowser:
     ) -> None:
         assert panel.map is not None
         monkeypatch.setattr(panel.map.bench.adapter, "pieces", lambda tokens: [EVIL] * len(tokens))
-        panel.choose(prompt=f"{EVIL} 1", other=f"{EVIL} 2", view="block by layer").fill()
+        panel.choose(prompt=f"{EVIL} 1", other=f"{EVIL} 2", view="block by layer", step=0).fill()
         assert panel.widget.error == ""
         assert "<img" not in panel.picture()
         opened = shown()
