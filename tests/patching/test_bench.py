@@ -140,15 +140,16 @@ def test_an_ablation_is_kv_patched_around_the_forward(load: Any, donor: str, dir
 # Maps ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_cell_of_a_map_is_the_answer_to_its_patch(load: Any, view: str, direction: str) -> None:
     bench = kv.PatchBench(load(NATIVE), 3)
     bench.turn_to(PROMPT, OTHER)
     made = PatchMap(bench, Asked("v" if view != "block by layer" else "kv", direction=direction, donor="prompt"), view)
-    while made.filled < len(made.rows):
+    for _ in range(2):
         made.fill_row()
-    row, column = len(made.rows) - 2, len(made.columns) - 1
+    row, column = 1, len(made.columns) - 1
     for at in ((row, column), (row, 0), (0, column)):
         asked = made.at(*at)
         where = {
@@ -163,9 +164,9 @@ def test_a_map_leaves_out_what_moves_nothing(load: Any) -> None:
     bench = kv.PatchBench(load(NATIVE), 3)
     bench.turn_to(PROMPT)
     made = PatchMap(bench, Asked("resid_post", direction="into-cached", donor="zero", step=1), "block by layer")
-    while made.filled < len(made.rows):
+    for _ in range(3):
         made.fill_row()
-    spots = dict(zip(map(str, made.rows), made.values["kl"], strict=True))
+    spots = dict(zip(map(str, made.rows[:3]), made.values["kl"], strict=True))
     assert spots[str(made.rows[2])] == [None] * len(made.columns), (
         "a decode step of the cached path computes no earlier position"
     )

@@ -9,7 +9,6 @@ from kvinterp.errors import InputError
 from kvinterp.inputs import check_choice
 from kvinterp.patching.asking import EVERY, MEASURED, Asked
 from kvinterp.patching.bench import PatchBench
-from kvinterp.patching.patch import Positions
 
 __all__ = ["VIEWS", "PatchMap", "blocks_of"]
 
@@ -85,9 +84,9 @@ class PatchMap:
             self.values[name].append([cell[name] if cell else None for cell in cells])
 
 
-def blocks_of(bench: PatchBench) -> list[Positions]:
+def blocks_of(bench: PatchBench) -> list[tuple[int, int]]:
     """Blocks of the prompt's positions, at most twelve of equal size, and one of what is decoded."""
     prompt, end = len(bench.prompt), len(bench.prompt) + len(bench.fed)
     size = -(-prompt // MOST_BLOCKS)
-    spans: list[Positions] = [(start, min(start + size, prompt)) for start in range(0, prompt, size)]
+    spans = [(start, min(start + size, prompt)) for start in range(0, prompt, size)]
     return [*spans, (prompt, end)] if end > prompt else spans

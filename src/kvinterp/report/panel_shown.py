@@ -17,38 +17,44 @@ UNITS = {"kl": "nats", "l2": "in logits"}
 
 
 def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None) -> dict[str, Any]:
-    """Every choice there is, each as [value, words]."""
+    """Every choice there is, each as [value, what it is called, what it means]."""
     offered: dict[str, Any] = {
-        "model": [[name, name] for name in models],
-        "donor": [[name, f"{name}: {text}"] for name, text in DONORS.items()],
-        "direction": [[name, name] for name in DIRECTIONS],
-        "site": [[name, f"{name}: {text}"] for name, text in PATCH_SITES.items()],
-        "view": [[name, name] for name in VIEWS],
-        "distance": [["kl", "KL, nats"], ["l2", "L2 distance of the logits"]],
-        "layer": [[0, "0"]],
-        "head": [[None, "all"]],
-        "step": [[EVERY, "all"]],
-        "positions": [["newest", "newest"], ["all", "all"]],
+        "model": [[name, name, ""] for name in models],
+        **{
+            field: [[name, name, text] for name, text in texts.items()]
+            for field, texts in (("donor", DONORS), ("site", PATCH_SITES))
+        },
+        "direction": [[name, name, f"the {name.removeprefix('into-')} path is patched"] for name in DIRECTIONS],
+        "view": [[name, name, "each cell is a patch of its own"] for name in VIEWS],
+        "distance": [["kl", "KL", "in nats"], ["l2", "L2", "of the logits"]],
+        "layer": [[0, "0", ""]],
+        "head": [[None, "all", ""]],
+        "step": [[EVERY, "all", ""]],
+        "positions": [["newest", "newest", ""], ["all", "all", ""]],
     }
     if bench is None or asked is None:
         return offered
     count, kind = bench.adapter.facts.heads_of(asked.site)
-    every = f"all {count} {kind}s at once" if count else "this site has no heads"
     last = len(bench.fed)
     pieces = bench.adapter.pieces([*bench.prompt, *bench.fed])
-    texts = [repr(piece) for piece in pieces[len(bench.prompt) :]]
-    steps = [
-        [step, f"{step}: fed {texts[step - 1]}" if step else "0: the prefill"] for step in range(asked.first, last + 1)
-    ]
-    blocks = [[plain(span), _block(span, pieces)] for span in blocks_of(bench)]
+    texts = [f"fed {piece!r}" for piece in pieces[len(bench.prompt) :]]
     return offered | {
-        "layer": [[layer, str(layer)] for layer in range(bench.adapter.facts.layers)],
-        "head": [[None, every], *([head, str(head)] for head in range(count))],
-        "step": [[EVERY, f"all: steps {asked.first} to {last}, each patched"], *steps],
+        "layer": [[layer, str(layer), ""] for layer in range(bench.adapter.facts.layers)],
+        "head": [
+            [None, "all", f"all {count} {kind}s at once" if count else "this site has no heads"],
+            *([head, str(head), kind] for head in range(count)),
+        ],
+        "step": [
+            [EVERY, "all", f"steps {asked.first} to {last}, each patched"],
+            *([step, str(step), texts[step - 1] if step else "the prefill"] for step in range(asked.first, last + 1)),
+        ],
         "positions": [
-            ["newest", "newest: the one that decides the next token"],
-            ["all", "all that the step computes; of K and V all that it reads"],
-            *blocks,
+            ["newest", "newest", "the one that decides the next token"],
+            ["all", "all", "all that the step computes; of K and V all that it reads"],
+            *(
+                [plain(span), f"{span[0]}–{span[1] - 1}", _block(span, pieces).partition(" ")[2]]
+                for span in blocks_of(bench)
+            ),
         ],
     }
 

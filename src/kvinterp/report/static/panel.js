@@ -6,22 +6,22 @@ const PANEL_CHOICES = [["model", "Model"], ["donor", "What gives (donor)"], ["di
   ["layer", "Layer"], ["head", "Head"], ["step", "Step"], ["positions", "Positions"], ["view", "Map"],
   ["distance", "Distance"]];
 
-/** A choice of one of several values; tell(value) hears it. */
+/** A choice of one of several values, with what the chosen one means under it; tell(value) hears it. */
 function chooser(name, title, tell) {
   const select = element("select", { name, onchange: () => tell(JSON.parse(select.value)) });
-  const shown = element("label", {}, element("span", {}, title), select);
+  const meaning = element("small");
+  const shown = element("label", { class: name === "model" ? "kv-twice" : false }, element("span", {}, title), select, meaning);
   return {
     shown,
     show(options, value) {
       const now = JSON.stringify(value);
       const known = options.some(([each]) => JSON.stringify(each) === now);
-      const all = known ? options : [...options, [value, `${value}: there is none`]];
-      select.replaceChildren(...all.map(([each, text]) => {
-        const of = JSON.stringify(each);
-        return element("option", { value: of, selected: of === now }, String(text));
-      }));
+      const all = known ? options : [...options, [value, String(value), "there is none"]];
+      select.replaceChildren(...all.map(([each, text, means]) =>
+        element("option", { value: JSON.stringify(each), title: means }, String(text))));
       select.value = now;
       select.disabled = all.length < 2;
+      meaning.textContent = all.find(([each]) => JSON.stringify(each) === now)[2];
     },
   };
 }
