@@ -275,3 +275,23 @@ def test_a_verdict_is_kept_with_a_page_of_its_own(model: Any, tmp_path: Path) ->
     (tmp_path / "all" / "verdict.json").write_text('{"verdict": "fine"}')
     with pytest.raises(InputError, match=r"holds no readable verdict\.json"):
         kv.load(tmp_path / "all")
+
+
+# Asking ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_experiment_is_asked_from_python(tmp_path: Path) -> None:
+    """In memory and in a folder it gives what load reads; a name and an option that are none are said with the near one."""
+    how = {"model": MODEL, "prompts": "arithmetic:1", "max_new_tokens": 3, "progress": "none"}
+    found = kv.experiment("compare", **how)
+    same(found, kv.experiment("compare", out=tmp_path / "out", **how))
+    same(found, kv.load(tmp_path / "out"))
+    same(found, kv.experiment("compare", out=tmp_path / "out", existing="use", **how))
+    for name, choices, said in (
+        ("compere", {}, "did you mean 'compare'"),
+        ("compare", {"modle": MODEL}, "did you mean 'model'"),
+        ("compare", {"model": 3}, "model=3 was given: expected a text"),
+        ("behaviour", {"models": 3}, "models=3 was given: expected a list"),
+    ):
+        with pytest.raises(InputError, match=re.escape(said)):
+            kv.experiment(name, **choices)
