@@ -103,6 +103,7 @@ def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Kept], which: 
     said = "split_k(4,float16)" if which == "compare" else made.sentences()[0].replace("'", "&#39;")
     assert said in page.read_text()
     assert "runs/*" not in page.read_text()
+    assert "functions that are no commands" not in page.read_text()
     drawn = {path.stem for path in (tmp_path / "page").glob("figures/*.png")}
     assert drawn == set(made.figures())
     same(made, kv.load(tmp_path / "page"))

@@ -106,7 +106,7 @@ class Comparisons(Kept):
         tables = {name: self._tables[name] for name in TABLES}
         return signed(tables, self.about), {
             "pairs": summaries,
-            "reading": self.where().splitlines(),
+            "reading": [pair.where().splitlines()[0] for pair in self.pairs],
             "provenance": self.about,
         }
 
