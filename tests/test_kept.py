@@ -103,6 +103,7 @@ def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Kept], which: 
     said = "split_k(4,float16)" if which == "compare" else made.sentences()[0].replace("'", "&#39;")
     assert said in page.read_text()
     assert "runs/*" not in page.read_text()
+    assert "functions that are no commands" not in page.read_text()
     drawn = {path.stem for path in (tmp_path / "page").glob("figures/*.png")}
     assert drawn == set(made.figures())
     same(made, kv.load(tmp_path / "page"))
@@ -275,3 +276,23 @@ def test_a_verdict_is_kept_with_a_page_of_its_own(model: Any, tmp_path: Path) ->
     (tmp_path / "all" / "verdict.json").write_text('{"verdict": "fine"}')
     with pytest.raises(InputError, match=r"holds no readable verdict\.json"):
         kv.load(tmp_path / "all")
+
+
+# Asking ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_experiment_is_asked_from_python(tmp_path: Path) -> None:
+    """In memory and in a folder it gives what load reads; a name and an option that are none are said with the near one."""
+    how = {"model": MODEL, "prompts": "arithmetic:1", "max_new_tokens": 3, "progress": "none"}
+    found = kv.experiment("compare", **how)
+    same(found, kv.experiment("compare", out=tmp_path / "out", **how))
+    same(found, kv.load(tmp_path / "out"))
+    same(found, kv.experiment("compare", out=tmp_path / "out", existing="use", **how))
+    for name, choices, said in (
+        ("compere", {}, "did you mean 'compare'"),
+        ("compare", {"modle": MODEL}, "did you mean 'model'"),
+        ("compare", {"model": 3}, "model=3 was given: expected a text"),
+        ("behaviour", {"models": 3}, "models=3 was given: expected a list"),
+    ):
+        with pytest.raises(InputError, match=re.escape(said)):
+            kv.experiment(name, **choices)

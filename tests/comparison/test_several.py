@@ -35,7 +35,7 @@ def test_each_pair_has_the_numbers_it_has_alone(model: Any, protocol: str) -> No
                 getattr(found[b], name), getattr(alone, name), check_exact=True, obj=f"{b} {name}"
             )
             table = getattr(found, name)
-            mine = table[table["b"] == b].drop(columns="b").reset_index(drop=True)
+            mine = table[table["pair"] == b].drop(columns="pair").reset_index(drop=True)
             pd.testing.assert_frame_equal(mine, getattr(alone, name).reset_index(drop=True), check_dtype=False, obj=name)
     assert (found["cached+int4"].steps["kl"] > 0).any(), "a cache in four bits makes a difference by construction"
 
@@ -56,7 +56,7 @@ def test_the_first_path_runs_once(model: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_a_list_of_one_is_a_list(model: Any) -> None:
     found = kv.compare(model, "1 + 1 =", b=["recompute"], max_new_tokens=2, progress="none", record="")
     assert len(found) == 1
-    assert list(found.overview()["b"]) == ["recompute"]
+    assert list(found.overview()["pair"]) == ["recompute"]
     assert found.where() == found["recompute"].where()
     with pytest.raises(InputError, match=r"unknown path that was compared 'cached'.*recompute"):
         found["cached"]

@@ -19,7 +19,7 @@ __all__ = ["Comparisons"]
 
 @dataclasses.dataclass(repr=False)
 class Comparisons(Kept):
-    """A path beside several others. Its tables are those of a :class:`Comparison`, with a first column ``b``, the other path.
+    """A path beside several others. Its tables are those of a :class:`Comparison`, with a first column ``pair``, the other path.
 
     ``found["recompute@float64"]`` is the comparison with that path, and ``for one in found`` goes through all.
 
@@ -62,7 +62,7 @@ class Comparisons(Kept):
     def _joined(self, name: str) -> pd.DataFrame:
         parts = [getattr(pair, name).copy(deep=False) for pair in self.pairs]
         for part, pair in zip(parts, self.pairs, strict=True):
-            part.insert(0, "b", pair.about["paths"]["b"])
+            part.insert(0, "pair", pair.about["paths"]["b"])
             part.attrs = {}
         return pd.concat(parts, ignore_index=True)
 
@@ -97,7 +97,7 @@ class Comparisons(Kept):
             found = pair.summary()
             row = {name: found[name] for name in ("examples", "steps", "bitwise_equal_steps", "mean_kl", "max_abs_logit")}
             flips = int(pair.examples["flip_index"].notna().sum())
-            rows.append({"b": pair.about["paths"]["b"], **row, "prompts_that_flip": flips, "failed": len(pair.failures)})
+            rows.append({"pair": pair.about["paths"]["b"], **row, "prompts_that_flip": flips, "failed": len(pair.failures)})
         return pd.DataFrame(rows)
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
@@ -106,7 +106,7 @@ class Comparisons(Kept):
         tables = {name: self._tables[name] for name in TABLES}
         return signed(tables, self.about), {
             "pairs": summaries,
-            "reading": self.where().splitlines(),
+            "reading": [pair.where().splitlines()[0] for pair in self.pairs],
             "provenance": self.about,
         }
 
@@ -116,6 +116,9 @@ class Comparisons(Kept):
         pairs = []
         for told in summary["pairs"]:
             b = told["provenance"]["paths"]["b"]
-            mine = {name: table[table["b"] == b].drop(columns="b").reset_index(drop=True) for name, table in tables.items()}
+            mine = {
+                name: table[table["pair"] == b].drop(columns="pair").reset_index(drop=True)
+                for name, table in tables.items()
+            }
             pairs.append(Comparison.read(mine, told))
         return cls(pairs)

@@ -170,7 +170,7 @@ class Experiment(abc.ABC):
 
     @classmethod
     def held(cls, folder: Path) -> Experiment:
-        """The experiment whose result is in a folder; one that reads without its choices has its defaults."""
+        """The experiment whose result is in a folder; with its defaults, where it reads without its choices."""
         return cls()
 
     def _of(
@@ -212,6 +212,11 @@ class Experiment(abc.ABC):
         """The names of the files that it writes, beside the summary; of figures what they begin with, and a star."""
         tables = (f"{table}.parquet" for table in self.TABLES)
         return [*tables, *self.FILES, *filter(None, [self.PAGE]), *(f"figures/{name}*" for name in self.drawn())]
+
+    @classmethod
+    def asks(cls) -> str:
+        """What is asked: what its file says."""
+        return inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
 
     @classmethod
     def drawn(cls) -> tuple[str, ...]:
@@ -381,14 +386,11 @@ class Experiment(abc.ABC):
         from kvinterp.report.style import keeping
 
         with keeping():
-            files = self.figures(outcome, folder)
+            files, about = self.figures(outcome, folder), outcome.summary.get("provenance") or {}
             if not self.PAGE:
                 return files
-            question = inspect.cleandoc(sys.modules[type(self).__module__].__doc__ or "")
-            said = (question, self.sentences(outcome), outcome.tables, files)
-            about = outcome.summary.get("provenance") or {}
-            page = write_experiment(folder.parent, *said, outcome.choices, about, self.lead(outcome))
-        return [*files, page]
+            found = (self.sentences(outcome), outcome.tables, files, outcome.choices, about, self.lead(outcome))
+            return [*files, write_experiment(folder.parent, self.asks(), *found)]
 
     def lead(self, outcome: Outcome) -> list[Any]:
         """What stands on the page right behind the answer; nothing unless an experiment says so."""

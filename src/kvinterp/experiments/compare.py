@@ -98,7 +98,7 @@ class Compare(Experiment):
         """The figures that the tables can give."""
         from kvinterp.report import figures
 
-        return figures({"": outcome.result.comparison})
+        return figures({outcome.result.comparison.about["protocol"]: outcome.result.comparison})
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """Where the paths differ."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,6 +30,11 @@ class _OfFunction(Experiment):
     def verb(cls) -> str:
         """What the result says that made it."""
         return cls.VERB
+
+    @classmethod
+    def asks(cls) -> str:
+        """What the class says: several share this file."""
+        return inspect.cleandoc(cls.__doc__ or "")
 
     def cells(self) -> list[Cell]:
         """None."""

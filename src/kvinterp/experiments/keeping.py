@@ -18,6 +18,7 @@ from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.functions import FUNCTIONS, prompts_of
 from kvinterp.experiments.outcome import Outcome
 from kvinterp.experiments.registry import experiment_named, experiments
+from kvinterp.inputs import given_list
 from kvinterp.kept import Held, Kept
 
 if TYPE_CHECKING:
@@ -267,10 +268,19 @@ def experiment(
     if name not in experiments():
         raise unknown("experiment", name, experiments())
     kind = experiment_named(name)
-    fields = {field.name for field in dataclasses.fields(kind)}
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for choice in choices:
-        if choice not in fields:
-            raise unknown(f"option of {name}", choice, fields)
-    given = {option: tuple(value) if isinstance(value, list) else value for option, value in choices.items()}
+        if choice not in defaults:
+            raise unknown(f"option of {name}", choice, defaults)
+    given = {choice: _option(choice, value, defaults[choice]) for choice, value in choices.items()}
     outcome = kind(**given).run(None if out is None else _folder(out), existing, progress)
     return _found(outcome, outcome.folder)
+
+
+def _option(name: str, value: Any, default: Any) -> Any:
+    """A value as the command would have given it: one of several by itself, a list as a tuple."""
+    if isinstance(default, tuple):
+        return (value,) if isinstance(value, str) else tuple(given_list(name, value, f"a list such as {list(default)!r}"))
+    if isinstance(default, str | bool) and not isinstance(value, type(default)):
+        raise unexpected(name, value, f"{'a text' if isinstance(default, str) else 'True or False'}, such as {default!r}")
+    return tuple(value) if isinstance(value, list) else value

@@ -275,6 +275,23 @@ class Adapter(Attaching):
         """Text of token ids; the ids themselves where there is no tokenizer."""
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(list(tokens))
 
+    def to_tokens(self, text: str) -> Int[Tensor, "1 position"]:
+        """Token ids of a text as every function here feeds it: with the beginning that its tokenizer itself puts there.
+
+        Args:
+            text: The text. TransformerLens's ``to_tokens`` may prepend another beginning: what it gives can be given as ids.
+        """
+        return torch.tensor([self.encode(text)], device=self.device)
+
+    def to_str_tokens(self, given: str | Sequence[int] | Tensor) -> list[str]:
+        """Text of each token of a text, or of token ids.
+
+        Args:
+            given: A text or token ids, ``[position]`` or ``[1, position]``.
+        """
+        ids = self.encode(given) if isinstance(given, str) else torch.as_tensor(given).flatten().tolist()
+        return self.pieces(ids)
+
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Text of each token alone."""
         return [self.decode([token]) for token in tokens]

@@ -26,6 +26,7 @@ from kvinterp.patching.ablation import Ablation
 from kvinterp.patching.patch import PATCH_SITES, Patch, stored_sites
 from kvinterp.paths import run
 from kvinterp.recording import Recorder, Trace
+from kvinterp.recording.activation_cache import is_activation_cache, records_of
 
 __all__ = ["check_donor", "donor_trace", "mean_donor", "resample_donor", "rows_of"]
 
@@ -96,11 +97,11 @@ def rows_of(donor: Trace, site: str, layer: int, step: int) -> tuple[int, Tensor
     return len(donor.prompt) + step - here.shape[rows - 1], here[None]
 
 
-def donor_trace(recorder: Recorder, prompt: Sequence[int], fed: Sequence[int] = ()) -> Trace:
+def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -> Trace:
     """What :func:`kvinterp.record` kept of the user's own forwards, as a trace that patches can take from.
 
     Args:
-        recorder: What recorded them, one prompt at a time.
+        recorder: What recorded them, one prompt at a time; or TransformerLens's ``ActivationCache`` of one forward of the prompt.
         prompt: Token ids of the first forward.
         fed: Token ids fed after it, one a forward (alone with a cache, or behind the whole prefix without one).
 
@@ -112,6 +113,8 @@ def donor_trace(recorder: Recorder, prompt: Sequence[int], fed: Sequence[int] = 
         ...     model(clean_tokens)
         >>> donor = donor_trace(clean, clean_tokens[0].tolist())  # doctest: +SKIP
     """
+    if is_activation_cache(recorder):
+        return _of_activation_cache(recorder, _token_ids("prompt", prompt), _token_ids("fed", fed))
     check_instance(
         "recorder", recorder, Recorder, "what kv.record(...) gave: with kv.record(model, 'resid_pre') as recorder"
     )
@@ -135,6 +138,18 @@ def donor_trace(recorder: Recorder, prompt: Sequence[int], fed: Sequence[int] = 
     records = {place: [tensor[0] for tensor in kept] for place, kept in recorder.kept.items()}
     form = "cached" if cached else "recompute"
     return Trace(form, tuple(prompt), (), tuple(fed), records, steps)
+
+
+def _of_activation_cache(cache: Any, prompt: list[int], fed: list[int]) -> Trace:
+    records = records_of(cache)
+    if fed:
+        raise InputError("fed was given with an ActivationCache, which is of one forward: leave it out.")
+    rows = next((tensor.shape[LAYOUTS[site].rows - 1] for (site, _), tensor in records.items()), 0)
+    if rows != len(prompt):
+        raise InputError(
+            f"the cache holds {rows} positions, and the prompt has {len(prompt)} tokens: give those it was made of."
+        )
+    return Trace("recompute", tuple(prompt), (), (), {place: [tensor] for place, tensor in records.items()}, (0,))
 
 
 def _token_ids(name: str, given: object) -> list[int]:

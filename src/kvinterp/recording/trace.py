@@ -81,6 +81,25 @@ class Trace:
             )
         return _stacked(self.records[place])
 
+    def to_activation_cache(self, step: int | None = None, model: Any = None) -> Any:
+        """One step as TransformerLens's ``ActivationCache``, by the names of its hooks, with a batch of one.
+
+        Of a cached path that recorded ``positions="all"`` at every step, rows that earlier steps computed stand in front, so that
+        there is a row a position; scores and patterns are those of the step's own queries. Sites of the KV cache are no hook's
+        and are left out.
+
+        Args:
+            step: The step; the last recorded unless given.
+            model: The model, for the cache's methods that ask it (``stack_head_results``, ...).
+
+        Raises:
+            InputError: The step was not recorded, or nothing that a hook shows.
+        """
+        from kvinterp.recording.activation_cache import activation_cache
+
+        last = self.steps[-1] if self.steps else 0
+        return activation_cache(self.records, self.steps, last if step is None else step, self.path, model)
+
     @property
     def kept_bytes(self) -> int:
         """Bytes of records and logits."""

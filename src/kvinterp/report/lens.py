@@ -67,7 +67,7 @@ def attribution_figure(attribution: LogitAttribution) -> Figure:
             values = heads.pivot(index="layer", columns="head", values="l2").to_numpy(float)
             image = mapped(left, values, log_norm(values))
             color_bar(figure, image, left, "L2 over the vocabulary")
-            left.set(xlabel="query head (white: exactly 0)", ylabel="layer")
+            left.set(xlabel="query head (blank: exactly 0)", ylabel="layer")
             whole_numbers(left.xaxis, 12)
             whole_numbers(left.yaxis, 12)
             place_title(

@@ -1,0 +1,59 @@
+"""docs/sites.md is the table of sites, and its shapes are those that a trace has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp.models import SITES
+from kvinterp.models.hook_names import hook_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
+COLUMNS = ("site", "meaning", "newest", "recompute", "cached", "hook")
+ROWS = {
+    cells[0].strip("`"): dict(zip(COLUMNS, cells, strict=True))
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| `") and len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == len(COLUMNS)
+}
+STEPS = 3
+
+
+def test_every_site_is_on_the_page_with_its_meaning_and_hook():
+    assert {site: row["meaning"] for site, row in ROWS.items()} == SITES
+    for site, row in ROWS.items():
+        assert not row["hook"] or hook_of(row["hook"].strip("`")) == (site, None)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("hooked", marks=pytest.mark.hooked), "native"])
+@pytest.mark.parametrize("path", ["recompute", "cached"])
+def test_the_shapes_are_those_of_a_trace(kind, path):
+    model = kv.load_model("zoo:gqa2-mini", kind=kind, attention="eager" if kind == "native" else None)
+    facts = model.facts
+    sizes = {"width": facts.width, "query_head": facts.query_heads, "kv_head": facts.kv_heads, "head_dim": 16}
+    prompt = len(model.encode("1 + 1 ="))
+    for positions, column in (("newest", "newest"), ("all", path)):
+        how = {"record": list(SITES), "positions": positions, "layers": [1], "max_new_tokens": STEPS, "stop": "length"}
+        trace = kv.run(model, "1 + 1 =", path, **how)
+        for site, row in ROWS.items():
+            said = re.findall(r"`([^`]+)`", row[column])
+            for step in range(STEPS):
+                names = said[min(step, len(said) - 1)].split(", ")
+                known = {**sizes, "P": prompt, "T": prompt + step, "1": 1}
+                shape = tuple(trace.records[site, 1][step].shape)
+                assert shape == tuple(known[name] for name in names), (site, positions, step)
+
+
+def test_a_ragged_pattern_is_padded_behind_as_the_page_says():
+    model = kv.load_model("zoo:gqa2-mini", kind="native", attention="eager")
+    trace = kv.run(model, "1 + 1 =", record="pattern", positions="all", max_new_tokens=STEPS, stop="length")
+    prompt, whole = len(trace.prompt), trace["pattern", 1]
+    assert prompt == 6
+    assert whole.shape == (3, model.facts.query_heads, 6, 8)
+    assert torch.equal(whole[2, :, 0], trace.records["pattern", 1][2][:, 0])
+    assert whole[2, :, 1:].isnan().all()
+    assert whole[0, :, :, prompt:].isnan().all()
+    assert not whole[0, :, :, :prompt].isnan().any()
