@@ -1,0 +1,54 @@
+"""Options: how a field of an experiment becomes an option of the command line, and those that several have."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+__all__ = ["OPTION", "SHARED", "argument", "model", "option", "shared"]
+
+OPTION = "option"
+"""The key in a field's metadata under which its option stands."""
+
+
+def option(default: Any, help: str, **shown: Any) -> Any:
+    """A field that is an option of the command line: its name, type and default are the field's.
+
+    Args:
+        default: Its default.
+        help: What it is.
+        shown: ``flag`` where the option has another name; ``example`` for whole numbers with commas; ``decides="nothing"``
+            where it changes no number of the result; and what typer's ``Option`` takes: ``show_default``, ``min``, ``hidden``.
+    """
+    return dataclasses.field(default=default, metadata={OPTION: {"help": help, **shown}})
+
+
+def argument(default: Any, help: str, **shown: Any) -> Any:
+    """A field that is given without a name; it must be, unless its default is None."""
+    return option(default, help, positional="yes", **shown)
+
+
+SHARED: dict[str, tuple[Any, str]] = {
+    "prompts": (
+        "arithmetic:6",
+        "A text; a .txt file, a line a prompt; a .jsonl file, whose lines have prompt (or text) and, if wanted, id, task, "
+        "answer, facts, meta, messages; arithmetic:N, restate:N, instructions:N; or gsm8k(FILE,shots=5,count=700).",
+    ),
+    "kind": ("native", "native, hooked or bridge."),
+    "dtype": ("float16", "float16, bfloat16, float32 or float64."),
+    "device": (None, "cpu, cuda or cuda:N; CUDA where there is one."),
+    "attention": (None, "For native: sdpa, eager, ...; its own unless given."),
+    "random_init": (False, "Random weights, from the config alone."),
+    "remote_code": (False, "Run the code that comes with a checkpoint; without this it is refused."),
+}
+"""Default and help of the options that several experiments have."""
+
+
+def shared(name: str) -> Any:
+    """A field that several experiments have, by its name in :data:`SHARED`."""
+    return option(*SHARED[name])
+
+
+def model() -> Any:
+    """The argument that names a model."""
+    return argument("zoo:mistral-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
