@@ -6,9 +6,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 import kvinterp as kv
-from kvinterp.comparison import PARTS
+from kvinterp.comparison import PARTS, comparing
 from kvinterp.errors import InputError
 from kvinterp.paths import Runner
 
@@ -21,9 +22,12 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize("protocol", ["matched", "free"])
-def test_each_pair_has_the_numbers_it_has_alone(model: Any, protocol: str) -> None:
+def test_each_pair_has_the_numbers_it_has_alone(model: Any, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: in the free protocol a pair's text ends with either of its paths, whatever a third one does."""
-    how = {"max_new_tokens": 4, "progress": "none", "protocol": protocol, "strategy": "top_k(20)"}
+    # Hot, and with many tokens that end a text: so the paths flip, and end at steps of their own.
+    ends = torch.arange(0, model.facts.vocabulary, 4)
+    monkeypatch.setattr(comparing, "end_tokens", lambda *_: ends)
+    how = {"max_new_tokens": 6, "progress": "none", "protocol": protocol, "strategy": "top_k(100,30.0)"}
     asked = kv.load_prompts("arithmetic:2")
     found = kv.compare(model, asked, b=OTHERS, **how)
     assert [pair.about["paths"]["b"] for pair in found] == OTHERS
