@@ -67,7 +67,7 @@ figures: $(STAMP)
 	$(BIN)/kvinterp demo --out demo --overwrite --picture figures/demo.png
 	$(BIN)/kvinterp compare zoo:mqa-mini --prompts arithmetic:40 --a "cached[cache=quantized(8,fp8)]" --b cached \
 		--protocol free --max-new-tokens 48 --out out/page --overwrite
-	$(BIN)/python tools/picture.py out/page/report.html figures/page.png
+	$(BIN)/python tools/picture.py out/page/report.html figures/page.png --height 1650
 
 zoo: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m zoo.recipe

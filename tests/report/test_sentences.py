@@ -167,7 +167,7 @@ BEGINS = "speaks neither for nor against rounding"
     ("given", "wanted", "unwanted"),
     [
         ([made()], ["Not bit for bit: in float16", f"{FED} different logits at 8 of 10 steps (80%), the earliest at step 1",
-                    "first above 0 at layer 1 and", "No token changed: in all 2 decodes", "The closest decision was won by",
+                    "first above 0 at layer 1 and", "No token changed: in all 2 decodes", "The closest decision of either path was won by",
                     "All this is of 2 prompts on a processor, 1 thread."],
          ["yes, bit for bit", "depending on", FALLS, "left out"]),
         # What a policy does is done on every processor.
@@ -180,6 +180,8 @@ BEGINS = "speaks neither for nor against rounding"
         ([made(steps_equal("step != 4 or example == 1"))], ["1 of 10 steps (10%), the earliest at step 4"], []),
         ([made(strategy="top_p(1.0,2.0)")], ["No token changed"], ["The closest decision"]),
         ([made(setting("steps", "margin_a", np.nan))], ["No token changed"], ["The closest decision"]),
+        ([made(setting("steps", "margin_b", 0.0123, "example == 1 and step == 2"))],
+         ["The closest decision of either path was won by 0.0123 logits."], []),
         ([made(flip=4, protocol="free")], ["In 2 of 2 decodes the paths chose a different token somewhere, the earliest at "
                                            "step 4.", "each fed its own tokens"], ["No token changed"]),
         ([made(both(steps_equal("step <= 2"), setting("steps", "max_abs_logit", 9.0, "step > 2")), flip=2, protocol="free")],

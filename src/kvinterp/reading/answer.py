@@ -95,12 +95,15 @@ def _where_sentence(measured: Sequence[Result]) -> list[str]:
 
 def _flip_sentence(main: Sequence[Result]) -> list[str]:
     examples = pd.concat([r.comparison.examples for r in main])
-    margins = pd.concat([r.comparison.same_text(r.comparison.steps)["margin_a"] for r in main])
+    # Of both paths, which decide on the same text.
+    margins = pd.concat([r.comparison.same_text(r.comparison.steps)[["margin_a", "margin_b"]] for r in main]).min(
+        axis=1, skipna=False
+    )
     margins = margins[np.isfinite(margins)]
     close = ""
     # A token drawn by lot is not decided by the margin.
     if len(margins) and all(r.comparison.about["strategy"] == "greedy" for r in main):
-        close = f" The closest decision was won by {number(margins.min())} logits."
+        close = f" The closest decision of either path was won by {number(margins.min())} logits."
     flipped = examples[examples["flip_index"].notna()]
     if flipped.empty:
         return [f"No token changed: in all {len(examples)} decodes both paths chose the same tokens.{close}"]
