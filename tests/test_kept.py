@@ -87,7 +87,10 @@ def test_what_is_saved_is_read_again_to_the_bit(found: dict[str, Kept], which: s
     )
 
 
-@pytest.mark.parametrize("which", ALL)
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("compare", "several", "patch") else name for name in ALL],
+)
 def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Kept], which: str, tmp_path: Path) -> None:
     made = found[which]
     assert re.fullmatch(r"<\w+ .{10,140}>", repr(made)), repr(made)
@@ -124,6 +127,7 @@ def test_a_page_is_written_again_where_the_result_is_kept(found: dict[str, Kept]
     assert kv.load(folder).VERB == "decompose"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "kind"),
     [
@@ -159,6 +163,7 @@ def test_what_was_saved_is_a_folder_of_the_command_line(found: dict[str, Kept], 
     assert kv.load(folder).report().is_file()
 
 
+@pytest.mark.slow
 def test_an_outcome_of_any_experiment_is_kept_too(tmp_path: Path) -> None:
     """A run that kept everything in memory, saved afterwards, is the folder that the command would have written."""
     asked = Decompose(MODEL, "arithmetic:1", max_new_tokens=3)
@@ -254,6 +259,7 @@ def test_a_small_number_survives_in_a_paper(tmp_path: Path) -> None:
 # The audit -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_verdict_is_kept_with_a_page_of_its_own(model: Any, tmp_path: Path) -> None:
     """The JSON is the round trip: what is read says the very same; its page is the command's but for the blocks."""
     found = kv.audit(
