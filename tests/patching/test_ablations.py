@@ -9,6 +9,7 @@ import torch
 
 import kvinterp as kv
 from kvinterp.draws import draws
+from kvinterp.errors import InputError
 from kvinterp.patching import PatchHook
 from kvinterp.paths import Runner
 from support import PROMPT, Case, assert_bitwise, cases, plain_forward
@@ -188,3 +189,13 @@ def test_a_donor_of_another_model_is_one_sentence(load: Any) -> None:
         pytest.raises(kv.InputError, match=r"has shape \(1, 24\) and cannot be put where \(12, 32\) is"),
     ):
         plain_forward(model.model, torch.tensor([PROMPT]))
+
+
+def test_hooks_of_transformer_lens_name_sites_and_layers(load: Any) -> None:
+    adapter = load(Case("zoo:gqa2-mini", "native"), "float32")
+    by_hook = kv.mean_donor(adapter, list(PROMPT), "blocks.1.attn.hook_z, blocks.2.attn.hook_z")
+    by_site = kv.mean_donor(adapter, list(PROMPT), "z", layers=[1, 2])
+    assert by_hook.pool.keys() == by_site.pool.keys()
+    assert all(torch.equal(by_hook.pool[place], by_site.pool[place]) for place in by_site.pool)
+    with pytest.raises(InputError, match="hook_zz"):
+        kv.resample_donor(adapter, list(PROMPT), "blocks.1.attn.hook_zz", seed=0)

@@ -18,6 +18,7 @@ from kvinterp.errors import InputError, located
 from kvinterp.inputs import check_choice, check_known, check_whole, chosen_layers, encode
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, answer_pair
+from kvinterp.models.hook_names import site_of
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import PATCH_SITES, Patch, stored_sites
@@ -103,7 +104,7 @@ def activation_patching(
         model: A model of any kind, or an adapter.
         clean: The prompt that gives; a text, a prompt or token ids.
         corrupted: The prompt that takes, of as many tokens: positions are matched by number.
-        site: A site of PATCH_SITES.
+        site: A site of PATCH_SITES, or a hook's name of TransformerLens.
         over: ``"positions"`` or ``"heads"``.
         distance: ``"kl"`` (KL(clean || patched), nats), ``"l2"`` of the logits, or ``"logit_difference"`` of two answers.
         answers: For the last, the token whose logit counts and the one whose is taken off: texts of one token, or ids.
@@ -125,6 +126,8 @@ def activation_patching(
         >>> found.recovery.shape  # layers by positions  # doctest: +SKIP
     """
     adapter = wrap(model)
+    site, own = site_of(site) if isinstance(site, str) else (site, None)
+    layers = own if layers is None else layers
     check_known("patch site", site, PATCH_SITES)
     for name, value, known in (
         ("over", over, OVER),

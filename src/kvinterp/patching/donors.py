@@ -21,6 +21,7 @@ from kvinterp.inputs import (
 )
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.adapter import Site
+from kvinterp.models.hook_names import site_of
 from kvinterp.models.sites import LAYOUTS, ROWS
 from kvinterp.patching.ablation import Ablation
 from kvinterp.patching.patch import PATCH_SITES, Patch, stored_sites
@@ -174,8 +175,9 @@ def mean_donor(
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list; they need not be of equal length.
-        sites: Sites to be patched: names of PATCH_SITES but the pattern, whose rows have as many keys as positions. Keys in
-            a cache after RoPE carry their position, and their mean none in particular: ablate ``k`` to mean them before.
+        sites: Sites to be patched: names of PATCH_SITES, or of TransformerLens's hooks, but the pattern, whose rows have as many
+            keys as positions. Keys in a cache after RoPE carry their position, and their mean none in particular: ablate ``k`` to
+            mean them before.
         layers: Layers (default: all).
         first: The first position that counts; 1 leaves out position 0, where many models put an attention sink.
 
@@ -225,7 +227,10 @@ def _pool(
 ) -> dict[Site, Tensor]:
     adapter, first = wrap(model), check_whole("first", first, 0)
     named = sites.split(",") if isinstance(sites, str) else given_list("sites", sites, "names such as 'z' or ['k', 'v']")
-    named = [name.strip() if isinstance(name, str) else name for name in named]
+    said = [site_of(name.strip()) if isinstance(name, str) else (name, None) for name in named]
+    named, own = [name for name, _ in said], [layers for _, layers in said]
+    if layers is None and own and all(own):
+        layers = sorted({layer for each in own for layer in each or ()})
     for name in named:
         check_known("patch site", name, PATCH_SITES)
     if "pattern" in named:
