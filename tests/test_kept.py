@@ -198,7 +198,7 @@ def test_what_is_no_result_is_told_in_a_sentence(tmp_path: Path) -> None:
     settings = {"verb": "compare"}
     for given, said in {
         tmp_path / "nowhere": "does not exist",
-        tmp_path / "file": "does not exist",
+        tmp_path / "file": "is no folder",
         tmp_path / "empty": "holds no result",
         "": "expected the name of a folder",
         None: "expected the name of a folder",

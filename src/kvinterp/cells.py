@@ -57,7 +57,7 @@ __all__ = [
 
 log = logging.getLogger("kvinterp")
 
-ADVICE = "choose another folder with --out, or pass --overwrite."
+ADVICE = "choose another folder with --out, or pass --overwrite (from Python, existing='overwrite')."
 FOLDER, MODEL_LOADER = ".parts", "kvinterp.models:load_model"
 _KEY, _SETTINGS, _ABOUT, _SUFFIX = re.compile(r"[0-9a-f]{16}"), "settings.json", "about.json", ".part"
 _PART = re.compile(r"\w[\w.-]*\.part")

@@ -88,7 +88,10 @@ def test_a_token_shows_its_heads_and_a_head_its_attention(page_opened: Callable[
         assert all(alike(told(said, name), value) for name, value in wanted.items()), (said, wanted)
     # Layer 0's rows were not kept, and the page says so and how to see them.
     page.locator(".kv-heat [data-at='0 0']").click()
-    assert "kv.attention_comparison(both, example=0, step=4, layers=[0])" in page.locator(".kv-attention").inner_text()
+    assert (
+        "kv.attention_comparison(both, prompts[0], model=model, example=0, step=4, layers=[0])"
+        in page.locator(".kv-attention").inner_text()
+    )
     opened.quiet()
 
 

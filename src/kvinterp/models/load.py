@@ -142,6 +142,8 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
             f"cannot wrap what torch.compile returned, which runs no hooks: give the model that was compiled "
             f"(model._orig_mod, a {type(model._orig_mod).__name__})."
         )
+    if isinstance(model, str):
+        raise InputError(f"a name was given where a model is expected: give kv.load_model({model!r}).")
     raise InputError(
         f"cannot wrap a {type(model).__name__}: expected a HookedTransformer, a TransformerBridge or a transformers "
         "model; give one of these, or a name to load_model()."

@@ -164,7 +164,9 @@ def kept_said(comparison: Comparison, maps: int, rows: int) -> list[str]:
 
 def square_said(comparison: Comparison) -> str:
     """How to see the attention of every query, and not of the newest alone."""
-    call = "kv.attention_comparison(both, example={example}, step={step}, layers=[{layer}])"
+    call = (
+        "kv.attention_comparison(both, prompts[{example}], model=model, example={example}, step={step}, layers=[{layer}])"
+    )
     if comparison.about["protocol"] == "matched":
-        return f"Every query's attention, for any step: {call}."
+        return f"Every query's attention, for any step, where both is this comparison (kv.load(FOLDER)): {call}."
     return f"Every query's attention is compared on one text: kv.compare(..., protocol='matched'), then {call}."

@@ -137,9 +137,11 @@ def recovery_said(answer: PatchAnswer) -> tuple[str, str]:
         return lead, f"mean {over}. An ablation restores nothing, so there is no recovery: this is what it changes."
     shares = {"KL": answer.recovery, "L2 distance of the logits": answer.l2_recovery}
     share = ", ".join(f"{value:.2%} of the {name}" for name, value in shares.items() if value == value)
-    share = "; ".join(filter(None, (share, answer.why and f"undefined: {answer.why}")))
     before, after = _exactly(answer.d_before, "nats"), _exactly(answer.d_after, "nats")
-    return f"Recovery {share}", f"{over}. KL to the donor: {before} before, {after} after the patch."
+    rest = f"{over}. KL to the donor: {before} before, {after} after the patch."
+    if not share:
+        return "Recovery undefined", f"{rest} {upper(answer.why)}"
+    return f"Recovery {share}" + (f"; undefined: {answer.why.rstrip('.')}" if answer.why else ""), rest
 
 
 def _exactly(value: float, unit: str = "") -> str:

@@ -188,7 +188,7 @@ def _origin(comparison: Comparison, model: Any, prompt: Any, example: int) -> tu
     if model is None or prompt is None:
         raise InputError(
             "this comparison no longer has its model and prompts: give attention_comparison(comparison, prompt, "
-            "model=model, step=...), which runs that example again."
+            f"model=model, example={example}, step=...), which runs that example again: of each example its own prompt."
         )
     return model, prompt
 

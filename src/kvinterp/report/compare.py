@@ -174,7 +174,11 @@ def table_section(results: Sequence[Result]) -> Section:
     head = [Column(name) for name in _NAMES] + [Column(name, "number") for name in _NUMBERS]
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    return Section("All comparisons" if len(results) > 1 else "The comparison", *table_said(results), head=head, rows=rows)
+    if len(rows) == 1:
+        # One is read from top to bottom, on a phone too.
+        listed = [[column.text, cell] for column, cell in zip(head, rows[0], strict=True)]
+        return Section("The comparison", *table_said(results), head=[Column("what"), Column("value")], rows=listed)
+    return Section("All comparisons", *table_said(results), head=head, rows=rows)
 
 
 def _row(result: Result) -> list[str]:

@@ -87,7 +87,7 @@ def step_figure(sweep: Sweep) -> Figure:
             _draw_by_step(part, sweep.steps[sweep.steps["sweep"] == kind], kind, sweep.about)
         counted = sweep.steps.groupby("step")["example"].nunique()
         few = f", {counted.iloc[-1]} at the last step" if counted.iloc[-1] < counted.max() else ""
-        signs = ("−: below 0, ▼: below −100 %, ▲: above 100 %", "×: no difference to recover in any example")
+        signs = ("−: below 0, ▼: below −100 %, ▲: above 100 %", "×, n/a: no difference to recover in any example")
         made_with(figure, sweep.about, (*_what(sweep.about), f"examples: {counted.max()}{few}", *signs))
     return figure
 

@@ -23,7 +23,7 @@ from kvinterp.reading.changed import (
     none_changed_said,
     square_said,
 )
-from kvinterp.reading.numbers import counted, number, upper
+from kvinterp.reading.numbers import counted, listed, number, upper
 from kvinterp.reading.results import kind_of, model_of, site_of
 from kvinterp.report.packing import packed, signed_codes, three_digits
 from kvinterp.report.page import Column, Links, Packed, Table, Text, fragment, render
@@ -116,11 +116,18 @@ def _flip_table(found: Mapping[str, Comparison]) -> list[Any]:
     cut = f"The first {FLIPS} of {len(first)} are shown. " if len(first) > FLIPS else ""
     meaning = "; or ".join(text for text, _ in meanings)
     note = (
-        f"{cut}Probability: what each path gave the token that it chose. Distance: {meaning}. All have two or three digits."
+        f"{cut}Probability: what each path gave the token that it chose, at temperature 1{_drawn_otherwise(found)}. "
+        f"Distance: {meaning}. All have two or three digits."
     )
     folded = f"{min(len(later), FLIPS)} of the {len(later)} flips after a prompt's first"
     more = [Table(head, later[:FLIPS], folded=folded)] if later else []
     return [Table(head, first[:FLIPS], name="flips"), Text(note, look="note"), *more]
+
+
+def _drawn_otherwise(found: Mapping[str, Comparison]) -> str:
+    """That a draw has probabilities of its own, where one of the comparisons draws."""
+    drawn = dict.fromkeys(s for comparison in found.values() if (s := comparison.about["strategy"]) != "greedy")
+    return f" (the draw is from those of {listed(list(drawn))}, in which the distance is)" if drawn else ""
 
 
 def _call_table(found: Mapping[str, Comparison]) -> list[Any]:

@@ -85,7 +85,7 @@ function facts(comparison, row) {
   const texts = element("tr", {}, element("th", { scope: "row" }, "token"),
     ...["a", "b"].map((side) => element("td", {}, element("code", {}, seen(comparison.text(side, row))))));
   const head = element("tr", {}, element("td"), ...["a", "b"].map((side) => element("th", { scope: "col" }, `path ${side}: ${comparison.paths[side]}`)));
-  const rows = [texts, pair("its probability", "probability", "")];
+  const rows = [texts, pair("its probability, at temperature 1", "probability", "")];
   if (comparison.unit) rows.push(pair("its distance to the decision boundary", "boundary", comparison.unit, comparison.no_distance));
   if (comparison.unit !== "logits") rows.push(pair("logit margin, which does not decide here", "margin", "logits"));
   const both = (label, name, unit) => element("tr", {}, element("th", { scope: "row" }, label),
@@ -156,7 +156,7 @@ function drawStep(root, comparison, row, onhead) {
 function drawHead(root, comparison, prompt, step, layer, head) {
   const rows = comparison.rowsOf.get(prompt.start + step);
   const row = rows?.find((each) => each.layer === layer && each.head === head);
-  const square = comparison.square.replace("{example}", prompt.example).replace("{step}", step).replace("{layer}", layer);
+  const square = comparison.square.replaceAll("{example}", prompt.example).replace("{step}", step).replace("{layer}", layer);
   root.replaceChildren(element("p", { class: "kv-title" }, `Attention of layer ${layer}, head ${head}, at step ${step}`));
   if (!row) {
     root.append(element("p", {}, `${rows ? "Of this step the heads of largest KL were kept, and this is none of them."
