@@ -24,7 +24,7 @@ from kvinterp._version import __version__
 from kvinterp.cells import ADVICE, Parts, differences, has_parts, remove_parts, unlike
 from kvinterp.comparison import COLUMNS, TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, KvinterpError
 from kvinterp.files import Record, digest_of, is_there, read_json, strict_json, told, whole, write_whole
 from kvinterp.folders import SUMMARY, check_free
 from kvinterp.locks import Lock
@@ -204,6 +204,12 @@ def load_result(folder: str | Path) -> Result:
     tables = read_tables(path, summary, [name for name in TABLES if name not in older])
     tables |= {name: pd.DataFrame(columns=COLUMNS[name]) for name in older}
     with reading(path, summary):
+        if not isinstance(summary["provenance"], Mapping) or not {"paths", "protocol", "strategy"} <= set(
+            summary["provenance"]
+        ):
+            raise ValueError("summary.json does not say which paths were compared")
+        for column in ("kl", "max_abs_logit"):
+            pd.to_numeric(tables["steps"][column])
         prompts = load_prompts(path / "prompts.jsonl") if is_there(path / "prompts.jsonl") else []
         return Result(path, Comparison.read(tables, summary, prompts), prompts, summary)
 
@@ -248,6 +254,8 @@ def reading(folder: Path, summary: Mapping[str, Any]) -> Iterator[None]:
     """Turns whatever is wrong with the files of a result into one sentence."""
     try:
         yield
+    except KvinterpError:
+        raise  # It is a sentence already.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArrowException) as error:
         about = summary.get("provenance")
         held = about.get("kvinterp", __version__) if isinstance(about, Mapping) else __version__

@@ -55,7 +55,7 @@ class LogitLens(Kept):
         columns = {"steps": later.size(), "mean_kl": later["kl"].mean(), "max_kl": later["kl"].max()}
         differs = (~self.table["same_top"]).groupby([self.table["step"] > 0, self.table["layer"]]).sum()
         columns["top_differs"] = differs.get(True, pd.Series(dtype=int))
-        return pd.DataFrame(columns).reset_index()
+        return pd.DataFrame(columns).rename_axis("layer").reset_index()
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its table with what it was made with, and what it says."""

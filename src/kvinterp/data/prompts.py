@@ -88,6 +88,8 @@ def _looks_like_file(source: str) -> bool:
 def _generated(source: str) -> list[Prompt]:
     name, *numbers = (part.strip() for part in source.split(":"))
     if name not in TASKS and "(" in name:
+        if name.partition("(")[0] in SOURCES:
+            raise InputError(f"prompts {source!r} cannot be read: the bracket is not closed; {_FORMS}.")
         # A source whose name is mistyped.
         raise unknown("source of prompts", name.partition("(")[0], SOURCES, f"For prompts {_FORMS}.")
     if name not in TASKS:

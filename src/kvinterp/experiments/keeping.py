@@ -89,6 +89,7 @@ def save(found: Kept, folder: str | os.PathLike[str], existing: str = "error") -
 
 def report(found: Kept, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
     """Does what :meth:`Kept.report` says."""
+    from kvinterp.files import is_file
     from kvinterp.locks import Lock
 
     held = found.held
@@ -102,7 +103,12 @@ def report(found: Kept, folder: str | os.PathLike[str] | None = None, existing: 
         outcome = outcome_of(found)
         with Lock(place):
             experiment_of(outcome.verb).held(place).drawn_into(outcome, place / "figures")
-    return place / "report.html"
+    page = place / "report.html"
+    if not is_file(page):
+        raise InputError(
+            f"there is nothing to show on a page of {str(place)!r}: nothing was measured; see the failures in summary.json."
+        )
+    return page
 
 
 def _folder(given: Any) -> Path:
@@ -149,6 +155,7 @@ def load(folder: str | os.PathLike[str]) -> Any:
     """
     from kvinterp.files import is_file, is_there, read_json
     from kvinterp.folders import SUMMARY
+    from kvinterp.results import reading
 
     place = _folder(folder)
     if not place.is_dir():
@@ -163,8 +170,9 @@ def load(folder: str | os.PathLike[str]) -> Any:
             f"folder {str(place)!r} holds a summary.json that does not say what wrote it: it is damaged, another tool's, or of "
             "an earlier version of kvinterp; make the result again."
         )
-    outcome = experiment_of(verb).held(place).read(place)
-    return _found(outcome, place)
+    with reading(place, summary):
+        outcome = experiment_of(verb).held(place).read(place)
+        return _found(outcome, place)
 
 
 def _found(outcome: Outcome, folder: Path | None) -> Kept:

@@ -127,7 +127,8 @@ class PatchAnswer:
     def __repr__(self) -> str:
         """The patch and what it did, in one line."""
         did = f"KL {self.d_before:.3g} to {self.d_after:.3g} nats over {len(self.steps)} steps"
-        return f"<PatchAnswer to {self.asked}: recovery {self.recovery:.2%}, {did}>"
+        share = f"recovery {self.recovery:.2%}, " if self.recovery == self.recovery else ""
+        return f"<PatchAnswer to {self.asked}: {share}{did}>"
 
 
 def answer_of(

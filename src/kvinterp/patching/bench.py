@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.errors import InputError, located
-from kvinterp.inputs import check_whole, encode
+from kvinterp.inputs import check_whole, chosen_layers, encode
 from kvinterp.models import wrap
+from kvinterp.models.hook_names import site_of
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.ablation import ZERO, Ablation
 from kvinterp.patching.asking import EVERY, MEASURED, Asked, PatchAnswer, answer_of
@@ -80,7 +81,7 @@ class PatchBench:
 
         Args:
             prompt: A text, a prompt or token ids.
-            site: As of :class:`Asked`.
+            site: As of :class:`Asked`; a hook's name of TransformerLens says the layer too.
             layer: As of :class:`Asked`.
             head: As of :class:`Asked`.
             step: As of :class:`Asked`.
@@ -99,6 +100,8 @@ class PatchBench:
         """
         started = time.perf_counter()
         top = check_whole("top", top)
+        site, own = site_of(site) if isinstance(site, str) else (site, None)
+        (layer,) = chosen_layers(self.adapter, own or [layer])
         asked = Asked(site, layer, head, step, positions, direction, donor, seed)
         self.turn_to(prompt, other)
         steps, *logits = self._answered(asked)

@@ -47,7 +47,9 @@ def said_of_attribution(overview: pd.DataFrame, about: Mapping[str, Any]) -> lis
     measured = f"Measured on {machine_of(about['provenance'])}; the final norm's scale is that of {about['paths']['a']}."
     total = overview.loc[overview["part"] == "total", "l2"]
     of = f"{about['paths']['a']} against {about['paths']['b']}"
-    if total.empty or not float(total.iloc[0]) > 0:
+    if total.empty:
+        return [f"{of}: no step was decoded after the prefill, so there is nothing to part.", measured]
+    if not float(total.iloc[0]) > 0:
         return [
             f"{of}: the logits are equal at every decode step, so nothing wrote a difference.",
             TO_SEE_A_DIFFERENCE,

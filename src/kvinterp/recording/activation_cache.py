@@ -33,8 +33,8 @@ def activation_cache(
     """
     from transformer_lens import ActivationCache
 
-    if step not in steps:
-        raise InputError(f"step={step} was not recorded: expected one of {', '.join(map(str, steps)) or 'none'}.")
+    if isinstance(step, bool) or step not in steps:
+        raise InputError(f"step={step!r} was not recorded: expected one of {', '.join(map(str, steps)) or 'none'}.")
     at, found = list(steps).index(step), {}
     for (site, layer), kept in records.items():
         if site not in HOOKS:

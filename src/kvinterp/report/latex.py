@@ -34,8 +34,8 @@ def latex_number(value: Any) -> str:
         return f"${int(value)}$" if value < 0 else f"{int(value)}"
     if abs(value) == float("inf"):
         return r"$\infty$" if value > 0 else r"$-\infty$"
-    if 1e-3 <= abs(value) < 1e6:
-        return f"${value:.3g}$" if abs(value) < 1000 else f"${value:.0f}$"
+    if 1e-3 <= abs(value) < 999_999.5:
+        return f"${value:.3g}$" if abs(value) < 999.5 else f"${value:.0f}$"
     mantissa, exponent = f"{value:.2e}".split("e")
     return rf"${mantissa}\times10^{{{int(exponent)}}}$"
 

@@ -21,13 +21,13 @@ __all__ = ["attribution_figure", "lens_figure", "save_attribution_figures", "sav
 
 
 def save_lens_figures(lens: LogitLens, folder: Path) -> list[Path]:
-    """Writes ``logit_lens.png``."""
-    return [save(lens_figure(lens), folder / "logit_lens.png")]
+    """Writes ``logit_lens.png``; nothing where no step was decoded after the prefill."""
+    return [] if lens.overview().empty else [save(lens_figure(lens), folder / "logit_lens.png")]
 
 
 def save_attribution_figures(attribution: LogitAttribution, folder: Path) -> list[Path]:
-    """Writes ``logit_attribution.png``."""
-    return [save(attribution_figure(attribution), folder / "logit_attribution.png")]
+    """Writes ``logit_attribution.png``; nothing where no step was decoded after the prefill."""
+    return [] if attribution.overview().empty else [save(attribution_figure(attribution), folder / "logit_attribution.png")]
 
 
 def lens_figure(lens: LogitLens) -> Figure:
