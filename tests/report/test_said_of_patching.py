@@ -49,7 +49,9 @@ def test_what_a_cache_contributes_is_said_by_its_own_numbers():
     assert "A cache as such contributes the rows" not in without
     assert "needs no cache" not in without
     made = decomposition({"total": 1.0, "fresh": 0.5, "cache": 0.5}, {"cache": 0.2})
-    assert "A cache as such contributes the rows computed alone, fresh and alone: 0.5 (null" in made
+    assert "A cache as such contributes the rows computed alone, fresh: 0.5 (null" in made
+    both = decomposition({"total": 1.0, "fresh": 0.5, "alone": 0.5, "cache": 0.5})
+    assert "A cache as such contributes the rows computed alone, fresh and alone: 0.5" in both
     assert "contributes nothing" not in made
     assert "needs no cache" not in made
     within = decomposition({"total": 1.0, "fresh": 0.5, "cache": 0.5}, {"cache": 0.6}, within_null=3)

@@ -68,7 +68,8 @@ class ActivationPatching:
     def __repr__(self) -> str:
         """What it is of, in one line."""
         shape = " by ".join(map(str, self.values.shape))
-        return f"<ActivationPatching of {self.site}, layers by {self.over}, {shape}: {self.distance}>"
+        ends = f"{self.distance} {self.corrupted:.3g} corrupted, {self.clean:.3g} clean"
+        return f"<ActivationPatching of {self.site}, layers by {self.over}, {shape}: {ends}>"
 
     @property
     def frame(self) -> pd.DataFrame:

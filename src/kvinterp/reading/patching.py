@@ -220,7 +220,8 @@ def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
     if summary["anew_l2"] > 0:
         lines.append("The part anew is the recompute path's difference from itself: no cache makes it.")
     if summary["cache_l2"] > 0:
-        lines.append(f"A cache as such contributes the rows computed alone, fresh and alone: {_beside(summary, 'cache')}.")
+        parts = " and ".join(part for part in ("fresh", "alone") if summary[f"{part}_l2"] > 0)
+        lines.append(f"A cache as such contributes the rows computed alone, {parts}: {_beside(summary, 'cache')}.")
     if summary["without_cache"]:
         lines.append(
             f"At {summary['without_cache']} of the {differ} steps that differ a cache as such contributes nothing."
