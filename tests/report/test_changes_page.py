@@ -132,7 +132,9 @@ def test_several_comparisons_are_chosen_among(page_opened: Callable[..., Opened]
     assert page.locator("#kv-changes select").nth(1).locator("option").first.inner_text() == "p0: flips at step 1"
     assert page.locator(".kv-flip").count() == 2, "the token, and the legend's own"
     select.select_option("1")
-    page.wait_for_function("document.querySelectorAll('.kv-flip').length === 1")
+    # A function to wait for is evaluated as a text, which the page's policy forbids.
+    page.locator(".kv-flip").nth(1).wait_for(state="detached")
+    assert page.locator(".kv-flip").count() == 1
     assert "largest KL" in page.locator("#kv-changes select").nth(1).locator("option").first.inner_text()
 
 
@@ -242,7 +244,7 @@ def test_where_there_is_no_room_flips_and_the_largest_kl_come_first(
         (0, 0, False),
     ]:
         page.evaluate(f"location.hash = '#at-0-{example}-{step}'")
-        page.wait_for_function(f"document.querySelector('.kv-detail h3').textContent === 'p{example}, step {step}'")
+        page.locator(".kv-detail h3", has_text=f"p{example}, step {step}").wait_for()
         assert (page.locator(".kv-heat").count() == 1) is there
         assert ("not in the page" in page.locator(".kv-beside").inner_text()) is not there
 

@@ -156,7 +156,9 @@ class Behaviour(OfModels):
         return {"kernels": self.kernels or "native", "max_new_tokens": self.max_new_tokens, "stop": self.stop}
 
     def lead(self, outcome: Outcome) -> list[Any]:
-        """The decodes that flip, token by token."""
+        """The decodes that flip, token by token; an experiment that keeps no decodes has none to show."""
+        if "decodes" not in outcome.tables:
+            return []
         from kvinterp.report.behaviour import flipped_decodes
         from kvinterp.report.tokens import flips_shown
 
