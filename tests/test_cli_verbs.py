@@ -40,6 +40,7 @@ def test_patch_writes_recovery_summary_and_figures(tmp_path: Path) -> None:
     assert str(tmp_path / "out" / "recovery.parquet") in made.stdout
 
 
+@pytest.mark.slow
 def test_the_papers_preset_from_the_command_line(tmp_path: Path) -> None:
     made = kvinterp("patch", MODEL, "--preset", "paper", "--out", tmp_path / "out", "--controls", "none", *QUICK)
     assert made.exit_code == 0, made.output

@@ -14,7 +14,7 @@ import pytest
 from cutting import VERBS, Run, cut_after, ended, pages, same, started
 from kvinterp.experiments.registry import experiments
 
-pytestmark = pytest.mark.xdist_group("nothing lost")
+pytestmark = [pytest.mark.xdist_group("nothing lost"), pytest.mark.slow]
 KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
 AGAIN = ("already holds a result", "already holds a report")
 BY_DEFAULT = {("compare", "page", 0), ("kernels", "page", 1), ("kernels", "moment", 0)}
@@ -60,7 +60,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 # Cut off ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "where", "place"), sampled(CUTS))
 def test_cut_off_the_same_command_finishes_with_the_same(
     verb: str, where: str, place: int, tmp_path: Path, whole: Callable[[str], tuple[Path, Run]]
@@ -80,7 +79,6 @@ def test_cut_off_the_same_command_finishes_with_the_same(
     same(out, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "verb", "place"),
     [
@@ -122,7 +120,6 @@ def test_killed_under_ray_a_study_finishes_with_what_one_process_makes(
 # Two at once -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @verbs("kernels")
 def test_of_two_processes_on_one_folder_one_is_refused(
     verb: str, tmp_path: Path, whole: Callable[[str], tuple[Path, Run]]

@@ -192,6 +192,7 @@ def test_arms_are_compared_chain_by_chain() -> None:
 # The experiment -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_plays_every_arm_and_draws(tmp_path: Path) -> None:
     asked = Chain(
         ("zoo:gqa2-mini",),

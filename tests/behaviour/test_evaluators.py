@@ -109,6 +109,7 @@ def asked(tasks: Path, names: str, **more: Any) -> Eval:
 # Against our own scorer, plain loops, and the harness's own class ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tasks_score_is_our_own_scorers_on_the_same_prompts() -> None:
     """Answers are cut at so many tokens that some problems cannot be answered, whatever the processor."""
     outcome = asked(Path(__file__).with_name("tasks"), "kv_problems", against="none").run(None, progress="none")
@@ -325,6 +326,7 @@ def test_documents_are_compared_one_by_one() -> None:
     assert "McNemar" not in said
 
 
+@pytest.mark.slow
 def test_wrong_input_is_one_sentence(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = ("eval", "zoo:gqa2-mini", "--out", tmp_path / "out")
     wrong("--policy q8_0 and --path cached were both given", *made, "--policy", "q8_0", "--path", "cached")

@@ -37,6 +37,7 @@ def _decided(repeats: int, ids, world: World, *groups: str) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeats", [pytest.param(6, id="short"), pytest.param(400, id="long", marks=pytest.mark.long)])
 def test_of_two_paths_that_may_be_exchanged_neither_is_favoured(repeats):
     """Tokens flip and answers differ, by accident alone, and prompts are as hard for every model, strategy and seed."""

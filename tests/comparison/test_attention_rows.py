@@ -160,6 +160,7 @@ def test_where_one_token_alone_can_be_drawn_there_is_no_distance() -> None:
     assert len(chosen) == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_gives_the_same_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Compare("zoo:mqa-mini", "arithmetic:2", b=OTHER, record="pattern", max_new_tokens=3, device="cpu")
     keep = Parts.keep

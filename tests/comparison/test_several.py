@@ -21,6 +21,7 @@ def model() -> Any:
     return kv.load_model("zoo:gqa2-mini", kind="native")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["matched", "free"])
 def test_each_pair_has_the_numbers_it_has_alone(model: Any, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: in the free protocol a pair's text ends with either of its paths, whatever a third one does."""

@@ -235,6 +235,7 @@ def test_the_registry_finds_every_experiment() -> None:
         found()  # every choice has a default
 
 
+@pytest.mark.slow
 def test_a_pattern_that_was_asked_for_leaves_the_kernel_as_it_is(whole: Path, tmp_path: Path) -> None:
     """It brought eager attention, under which the difference that was looked for may be gone."""
     result = run(dataclasses.replace(SMALL, record="pattern"), tmp_path / "out")

@@ -90,6 +90,7 @@ def test_what_is_no_mitigation_is_a_sentence(more: dict[str, tuple[str, ...]], s
         m.Mitigate(**more).run(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["q8_0(layers=9)", "int4(keys=before)"])
 def test_a_policy_that_does_not_fit_is_said_before_anything_is_begun(tmp_path, policy: str) -> None:
     """All mitigations had run, for minutes, and a folder of parts stayed that refused the corrected command."""

@@ -31,6 +31,7 @@ def test_the_ratio_changes_and_the_function_does_not(load: Any, kind: str) -> No
     assert "repeated 2 times" in after.facts.name
 
 
+@pytest.mark.slow
 def test_the_copies_are_fed_the_same_tokens() -> None:
     told: dict[str, Any] = {"kind": "native", "dtype": "float16", "device": "cpu"}
     copies = {1: kv.load_model("zoo:gqa2-mini", **told), 2: with_repeated_heads("zoo:gqa2-mini", 2, **told)}

@@ -173,6 +173,7 @@ def test_the_report_is_made_again_without_a_model(
     same(out, whole)
 
 
+@pytest.mark.slow
 def test_the_report_judges_the_claims_anew(whole: Path, tmp_path: Path) -> None:
     """Tables that an earlier version wrote are judged by today's rules, and what that changes is said."""
     out = Path(shutil.copytree(whole, tmp_path / "out"))

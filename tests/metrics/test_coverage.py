@@ -33,6 +33,7 @@ def dependent(
     return names, own + rng.normal(size=len(names)) * math.sqrt(1 - within_share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeats", REPEATS)
 def test_the_clustered_bootstrap_holds_the_mean_as_often_as_it_says(repeats):
     clusters, rng = 40, np.random.default_rng(0)

@@ -71,6 +71,7 @@ def test_copies_tell_cox_nothing():
     assert math.log(rows.high / rows.low) < 0.6 * math.log(once.high / once.low)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "only_a", "only_b", "alpha"), [(60, 0.2, 0.05, 0.05), (200, 0.06, 0.01, 0.05 / 9)])
 def test_mcnemars_power_by_simulation(n, only_a, only_b, alpha):
     """Of 20,000 simulated studies as many reject as it says, within four standard errors."""

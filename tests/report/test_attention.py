@@ -411,6 +411,7 @@ def test_a_browser_shows_markup_as_text(load: Any, tmp_path: Path) -> None:
     assert "<img" not in document
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @in_a_browser
 def test_the_browser_test_would_notice(load: Any, tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def test_texts_of_models_and_prompts_are_text(tmp_path: Path) -> None:
     assert shown.text.count("<script>alert('x')</script>") >= 5
 
 
+@pytest.mark.slow
 def test_the_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
     shown = page(tmp_path, made(), made(kind="hooked"), made(protocol="free"))
     assert shown.wanted
@@ -133,6 +134,7 @@ def test_the_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
     assert 'name="viewport"' in html
 
 
+@pytest.mark.slow
 def test_every_figure_is_on_the_page_and_on_disk(tmp_path: Path) -> None:
     shown = page(tmp_path, made(), made(protocol="free"), made(kind="hooked"), made(dtype="float32", size=1e-7))
     names = {p.name for p in (tmp_path / "figures").glob("*.png")}

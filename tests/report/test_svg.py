@@ -121,6 +121,7 @@ def test_a_map_keeps_every_colour(shape: tuple[int, int]) -> None:
     assert "#{:02x}{:02x}{:02x}".format(*dark.convert("RGBA").getpixel((0, 0))[:3]) == DARK
 
 
+@pytest.mark.slow
 def test_many_marks_are_drawn_as_a_picture() -> None:
     few, many = drawn(marks=900), drawn(marks=20_000)
     assert "<use" in few
