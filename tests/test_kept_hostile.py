@@ -78,3 +78,8 @@ def test_a_bench_takes_hook_names_and_refuses_layers_that_are_not_there(load: An
 def test_a_bracket_that_is_not_closed_is_said() -> None:
     with pytest.raises(kv.InputError, match="the bracket is not closed"):
         kv.load_prompts("gsm8k(")
+
+
+def test_two_answers_are_two_tokens(load: Any) -> None:
+    with pytest.raises(kv.InputError, match="are one token"):
+        kv.logit_attribution(load(Case("zoo:gqa2-mini", "native"), "float32"), [list(PROMPT)], answers=("7", "7"))

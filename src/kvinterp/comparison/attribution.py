@@ -15,16 +15,15 @@ add up to its attn in the same way.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from kvinterp.comparison.lens import beside, told
+from kvinterp.comparison.lens import OfTwoPaths, beside, told
 from kvinterp.inputs import check_whole, encode_all
-from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import answer_pair
 from kvinterp.models.unembedding import Unembedding, head_outputs
@@ -44,7 +43,7 @@ _NO_HEADS = "attention's output passes a norm before it is added, and is no sum 
 
 
 @dataclasses.dataclass(repr=False)
-class LogitAttribution(Kept):
+class LogitAttribution(OfTwoPaths):
     """The difference of the logits, part by part.
 
     Attributes:
@@ -56,32 +55,14 @@ class LogitAttribution(Kept):
     """
 
     VERB: ClassVar = "logit-attribution"
-
-    table: pd.DataFrame
-    about: dict[str, Any]
-
-    def __repr__(self) -> str:
-        """What it is of, in one line; the table is an attribute."""
-        paths, steps = self.about["paths"], len(self.table[["example", "step"]].drop_duplicates())
-        return (
-            f"<LogitAttribution of {self.about['provenance']['model']}: {paths['a']} against {paths['b']}, {steps} steps>"
-        )
+    TABLE: ClassVar = "attribution"
+    SAID: ClassVar = staticmethod(said_of_attribution)
 
     def overview(self) -> pd.DataFrame:
         """One row a part: means over the steps after the prefill."""
         later = self.table[self.table["step"] > 0]
         grouped = later.groupby(["part", "layer", "head"], sort=False)[["logit_difference", "l2"]]
         return grouped.mean().reset_index()
-
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-        """Its table with what it was made with, and what it says."""
-        summary = {"reading": said_of_attribution(self.overview(), self.about), **self.about}
-        return signed({"attribution": self.table}, self.about), summary
-
-    @classmethod
-    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> LogitAttribution:
-        """The attribution of its table."""
-        return cls(tables["attribution"], tables["attribution"].attrs)
 
 
 def logit_attribution(

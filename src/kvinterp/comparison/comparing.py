@@ -150,7 +150,7 @@ def compare(  # type: ignore[misc]
     adapter, path_a, strategy = wrap(model), path_named(a), strategy_named(strategy)
     several = isinstance(b, list | tuple)
     others = tuple(map(path_named, b)) if isinstance(b, list | tuple) else (path_named(b),)
-    _check_others(path_a, others)
+    _check_others(others)
     check_choice("protocol", protocol, tuple(PROTOCOLS))
     check_choice("stop", stop, ("end of sequence", "length"))
     check_choice("progress", progress, ("bar", "none"))
@@ -201,13 +201,16 @@ def compare(  # type: ignore[misc]
                 made = in_batches(adapter, run.paths, tokens, max_new_tokens, batch_size, work, finished)
                 parts += [Comparison.joined(pair) for pair in zip(*made, strict=True)]
     ids = dict(zip(numbers, tokens, strict=True))
+    given, origin = (
+        _as_prompts(items, names),
+        Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids),
+    )
     for part in parts:
-        part.prompts = _as_prompts(items, names)
-        part.origin = Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids)
+        part.prompts, part.origin = given, origin
     return Comparisons(parts) if several else parts[0]
 
 
-def _check_others(a: ExecutionPath, others: Sequence[ExecutionPath]) -> None:
+def _check_others(others: Sequence[ExecutionPath]) -> None:
     if not others:
         raise InputError("b=[] was given: expected a path, or a list of at least one.")
     twice = next((path for path in others if others.count(path) > 1), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 import torch
@@ -25,11 +25,43 @@ from kvinterp.provenance import provenance
 from kvinterp.reading.lens import said_of_lens
 from kvinterp.recording import Trace
 
-__all__ = ["LogitLens", "beside", "logit_lens"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["LogitLens", "OfTwoPaths", "beside", "logit_lens"]
 
 
 @dataclasses.dataclass(repr=False)
-class LogitLens(Kept):
+class OfTwoPaths(Kept):
+    """One table of two paths fed the same tokens, and what it says."""
+
+    TABLE: ClassVar = ""
+    """What its table is called."""
+    SAID: ClassVar[Any]
+    """Given the overview and ``about``, the sentences of both."""
+
+    table: pd.DataFrame
+    about: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """What it is of, in one line; the table is an attribute."""
+        paths, steps = self.about["paths"], len(self.table[["example", "step"]].drop_duplicates())
+        of = f"{type(self).__name__} of {self.about['provenance']['model']}"
+        return f"<{of}: {paths['a']} against {paths['b']}, {steps} steps>"
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """Its table with what it was made with, and what it says."""
+        summary = {"reading": type(self).SAID(self.overview(), self.about), **self.about}
+        return signed({self.TABLE: self.table}, self.about), summary
+
+    @classmethod
+    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Self:
+        """The same of its table."""
+        return cls(tables[cls.TABLE], tables[cls.TABLE].attrs)
+
+
+@dataclasses.dataclass(repr=False)
+class LogitLens(OfTwoPaths):
     """What both paths would say if they ended behind a layer.
 
     Attributes:
@@ -40,14 +72,8 @@ class LogitLens(Kept):
     """
 
     VERB: ClassVar = "logit-lens"
-
-    table: pd.DataFrame
-    about: dict[str, Any]
-
-    def __repr__(self) -> str:
-        """What it is of, in one line; the table is an attribute."""
-        paths, steps = self.about["paths"], len(self.table[["example", "step"]].drop_duplicates())
-        return f"<LogitLens of {self.about['provenance']['model']}: {paths['a']} against {paths['b']}, {steps} steps>"
+    TABLE: ClassVar = "lens"
+    SAID: ClassVar = staticmethod(said_of_lens)
 
     def overview(self) -> pd.DataFrame:
         """One row a layer: mean and largest KL over the steps after the prefill, and at how many the top token differs."""
@@ -56,18 +82,6 @@ class LogitLens(Kept):
         differs = (~self.table["same_top"]).groupby([self.table["step"] > 0, self.table["layer"]]).sum()
         columns["top_differs"] = differs.get(True, pd.Series(dtype=int))
         return pd.DataFrame(columns).rename_axis("layer").reset_index()
-
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-        """Its table with what it was made with, and what it says."""
-        return signed({"lens": self.table}, self.about), {
-            "reading": said_of_lens(self.overview(), self.about),
-            **self.about,
-        }
-
-    @classmethod
-    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> LogitLens:
-        """The lens of its table."""
-        return cls(tables["lens"], tables["lens"].attrs)
 
 
 def logit_lens(

@@ -42,6 +42,8 @@ def answer_pair(adapter: Adapter, answers: Sequence[str | int] | None) -> tuple[
     if len(given) != 2:
         raise unexpected("answers", answers, expected)
     first, second = (_token(adapter, answer, expected) for answer in given)
+    if first == second:
+        raise InputError(f"answers={answers!r} are one token, whose difference from itself is 0: expected {expected}.")
     return first, second
 
 
