@@ -173,6 +173,8 @@ BEGINS = "speaks neither for nor against rounding"
         # What a policy does is done on every processor.
         ([made(paths={"a": "cached+h2o(0.1,0.1)", "b": "cached"})], ["orders: there the numbers can be others."],
          ["can be equal where they differ"]),
+        ([made(paths={"a": "cached[cache=quantized(8,fp8)]", "b": "cached"})], ["orders: there the numbers can be others."],
+         ["can be equal where they differ"]),
         ([made()], ["there the paths can be equal where they differ here"], ["numbers can be others"]),
         ([made(size=0.0)], ["In this run, yes, bit for bit", "the same logits at all 10 steps"],
          ["Not bit for bit", "Inside", "largest difference"]),

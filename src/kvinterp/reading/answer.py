@@ -118,8 +118,13 @@ def _measured_sentence(main: Sequence[Result], rungs: Mapping[str, Sequence[Comp
     ids = {row for r in main for row in r.comparison.examples["id"]}
     left = sum(len(r.comparison.failures) for r in main)
     out = f" {prompts_said(left)} {'was' if left == 1 else 'were'} left out, see below." if left else ""
-    # What a policy does is no matter of the processor, and so not equal on another.
-    acts = any("+" in path for about in abouts for path in about["paths"].values())
+    # What a policy, a narrower cache, another dtype or a kernel mode does is no matter of the processor.
+    acts = any(
+        made in path
+        for about in abouts
+        for path in about["paths"].values()
+        for made in ("+", "quantized(", "@", "kernels=")
+    )
     there = (
         "the numbers can be others"
         if acts
