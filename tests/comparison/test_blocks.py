@@ -12,6 +12,8 @@ import torch
 from kvinterp import metrics
 from kvinterp.comparison.tables import ALONE, Differences
 
+pytestmark = pytest.mark.bits
+
 STEPS, LAYERS, BATCH, HEADS = 7, (0, 2), 2, 4
 
 
