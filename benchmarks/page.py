@@ -64,7 +64,7 @@ def made_up(prompts: int, steps: int, layers: int, heads: int, prompt: int = 64)
             "tokens": _tokens(table, prompts, prompt, rng),
             "attention_rows": _rows(table, layers, heads, prompt, rng),
         },
-        about={"paths": {"a": "cached", "b": "recompute"}, "protocol": "matched", "strategy": "greedy", "derived": []},
+        provenance={"paths": {"a": "cached", "b": "recompute"}, "protocol": "matched", "strategy": "greedy", "derived": []},
     )  # fmt: skip
 
 

@@ -139,10 +139,10 @@ def cost(name, dtype, examples, rounds):
                 "largest_recovery_difference": float(
                     (torch.tensor(ours.recovery["recovery"].tolist(), dtype=torch.float64) - recovery).abs().max()
                 ),
-                "recompute_forwards": {"plain": (1 + patched) * STEPS, "sweep": ours.about["work"]["forwards"]},
+                "recompute_forwards": {"plain": (1 + patched) * STEPS, "sweep": ours.provenance["work"]["forwards"]},
                 "recompute_blocks": {
                     "plain": (1 + patched) * STEPS * adapter.facts.layers,
-                    "sweep": ours.about["work"]["blocks"],
+                    "sweep": ours.provenance["work"]["blocks"],
                 },
                 "changed_tokens": int(
                     (logits.argmax(-1)[:, 2:] != logits.argmax(-1)[:, 1:2]).any(0).sum()

@@ -38,7 +38,7 @@ ABOUT: dict[str, Any] = {
 _POSITION = ("tensor", "layer", "example", "kv_head", "position")
 
 
-def about(**changed: Any) -> dict[str, Any]:
+def provenance(**changed: Any) -> dict[str, Any]:
     return {**ABOUT, **changed}
 
 
@@ -70,7 +70,7 @@ def comparison(
         "kv": every.iloc[:0],
         **_texts(joined["steps"], joined["examples"], heads),
     }
-    return Comparison(**joined, failures=failures(), about=about(**changed))
+    return Comparison(**joined, failures=failures(), provenance=provenance(**changed))
 
 
 def _texts(steps: pd.DataFrame, examples: pd.DataFrame, heads: int) -> dict[str, pd.DataFrame]:
@@ -105,7 +105,7 @@ def failures(*examples: int) -> pd.DataFrame:
 def failed(example: int, **changed: Any) -> Comparison:
     whole = comparison((example,), **changed)
     empty = {name: getattr(whole, name).iloc[:0] for name in TABLES}
-    return Comparison(**empty, failures=failures(example), about=whole.about)
+    return Comparison(**empty, failures=failures(example), provenance=whole.provenance)
 
 
 def prompts(count: int, text: str = "Question: one and one?\nAnswer:") -> list[Prompt]:

@@ -271,7 +271,7 @@ def test_a_verdict_is_kept_with_a_page_of_its_own(model: Any, tmp_path: Path) ->
         assert read.verdict == found.verdict.verdict
         assert read.sentences() == found.sentences() == made.sentences()
         assert read.report() == tmp_path / name / "audit.html"
-        assert (f"{read.about['weights']}" in read.report().read_text()) == (made.sentences()[0] in made._repr_html_())
+        assert (f"{read.provenance['weights']}" in read.report().read_text()) == (made.sentences()[0] in made._repr_html_())
         assert list(made.figures()) == list(read.figures()) == ["precision_ladder"]
         assert len(made.overview()) == len(read.overview()) == 3
         assert "rung & unit" in read.to_latex()

@@ -52,7 +52,7 @@ def seen_while(model: kv.Adapter, verb: Any) -> set[int]:
 
 VERBS = {
     "run": lambda model: kv.run(model, PROMPT, max_new_tokens=2).provenance["threads"],
-    "compare": lambda model: kv.compare(model, PROMPT, max_new_tokens=2, progress="none").about["threads"],
+    "compare": lambda model: kv.compare(model, PROMPT, max_new_tokens=2, progress="none").provenance["threads"],
     "sweep": lambda model: kv.sweep(model, PROMPT, max_new_tokens=2, controls="none", progress="none") and None,
     "decompose": lambda model: kv.decompose(model, PROMPT, max_new_tokens=2, progress="none") and None,
     "audit": lambda model: kv.audit(model, lengths=[5], steps=1, rungs=["float32"], sweep="no") and None,

@@ -251,7 +251,7 @@ def test_parts_made_differently_are_not_joined(tmp_path: Path) -> None:
     made = folder(tmp_path)
     made.add(comparison((0,)))
     other = comparison((1,))
-    made.add(dataclasses.replace(other, about={**other.about, "weights": "another"}))
+    made.add(dataclasses.replace(other, provenance={**other.provenance, "weights": "another"}))
     with pytest.raises(InputError, match="different weights"):
         made.close()
 

@@ -49,7 +49,7 @@ class Compared:
         for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):
             tables = {name: getattr(part, name) for name in PARTS}
             one = {name: table[table["example"] == number] for name, table in tables.items()}
-            self.folder.parts.keep(f"example-{number}", one, part.about)
+            self.folder.parts.keep(f"example-{number}", one, part.provenance)
 
     def made(self) -> dict[str, Made]:
         """What is there."""

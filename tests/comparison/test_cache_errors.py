@@ -161,7 +161,7 @@ def test_traces_are_lined_up_by_position_as_paths_are(load: Any) -> None:
     again = kv.compare_traces(*traces, cache_errors="whole")
     for table in ("steps", "layers", "heads", "kv_steps", "kv_positions", "kv"):
         pd.testing.assert_frame_equal(getattr(again, table), getattr(found, table), check_exact=True)
-    assert again.about["lets_go"] == found.about["lets_go"] == ["a", "b"]
+    assert again.provenance["lets_go"] == found.provenance["lets_go"] == ["a", "b"]
     for how, more in (("positions='all'", {}), ("every head", {"positions": "all", "heads": [0, 1]})):
         part = kv.run(model, prompt, paths[0], **more, **record, **given)
         with pytest.raises(

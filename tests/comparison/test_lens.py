@@ -56,7 +56,7 @@ def test_the_lens_reads_what_transformer_lens_reads(model: Any) -> None:
 def test_the_parts_sum_to_the_difference(model: Any) -> None:
     """In float64, up to the residual, which is of the size of the reading's own rounding; heads sum to their attention."""
     found = kv.logit_attribution(model, ASKED, TRUTH, OTHER, max_new_tokens=3)
-    assert found.about["heads"] == ""
+    assert found.provenance["heads"] == ""
     layers, heads = model.facts.layers, model.facts.query_heads
     for (_, step), rows in found.table.groupby(["example", "step"]):
         by_part = rows.groupby("part")["logit_difference"].sum()
@@ -111,7 +111,7 @@ def test_they_are_kept_and_shown_as_any_result(model: Any, tmp_path: Any) -> Non
         page = made.report(tmp_path / made.VERB)
         read = kv.load(page.parent)
         pd.testing.assert_frame_equal(made.table, read.table, check_exact=True)
-        assert read.about == made.about
+        assert read.provenance == made.provenance
         assert len(read.figures()) == 1
         assert made.sentences()[0].replace("'", "&#39;") in page.read_text()
 
@@ -119,8 +119,8 @@ def test_they_are_kept_and_shown_as_any_result(model: Any, tmp_path: Any) -> Non
 def test_nothing_is_said_where_nothing_differs(model: Any) -> None:
     lens = kv.logit_lens(model, ASKED, "recompute", "recompute", max_new_tokens=2)
     found = kv.logit_attribution(model, ASKED, "recompute", "recompute", max_new_tokens=2)
-    assert "equal behind every layer" in said_of_lens(lens.overview(), lens.about)[0]
-    assert "nothing wrote a difference" in said_of_attribution(found.overview(), found.about)[0]
+    assert "equal behind every layer" in said_of_lens(lens.overview(), lens.provenance)[0]
+    assert "nothing wrote a difference" in said_of_attribution(found.overview(), found.provenance)[0]
     assert (found.table.loc[found.table["part"].isin(["attn", "mlp", "head", *REST]), "l2"] < 1e-4).all()
     for each in (lens, found):
         assert each.figures()

@@ -31,10 +31,10 @@ def test_each_pair_has_the_numbers_it_has_alone(model: Any, protocol: str, monke
     how = {"max_new_tokens": 6, "progress": "none", "protocol": protocol, "strategy": "top_k(100,30.0)"}
     asked = kv.load_prompts("arithmetic:2")
     found = kv.compare(model, asked, b=OTHERS, **how)
-    assert [pair.about["paths"]["b"] for pair in found] == OTHERS
+    assert [pair.provenance["paths"]["b"] for pair in found] == OTHERS
     for b in OTHERS:
         alone = kv.compare(model, asked, b=b, **how)
-        assert found[b].about == alone.about
+        assert found[b].provenance == alone.provenance
         for name in PARTS:
             pd.testing.assert_frame_equal(
                 getattr(found[b], name), getattr(alone, name), check_exact=True, obj=f"{b} {name}"

@@ -108,7 +108,7 @@ def test_the_kernel_that_runs_stays(load, case, dtype):
     model = load(case, dtype)
     asked = {"max_new_tokens": 5, "stop": "length", "progress": "none"}
     bare, shown = (kv.compare(model, PROMPT, record=record, **asked) for record in ("", "pattern"))
-    assert shown.about["attention"] == "sdpa"
+    assert shown.provenance["attention"] == "sdpa"
     assert bare.steps.equals(shown.steps)
     for path in ("cached", "recompute"):
         runs = [kv.run(model, PROMPT, path, max_new_tokens=5, stop="length", logits="keep", **more)
@@ -162,7 +162,7 @@ def test_its_difference_is_measured_head_by_head_and_called_derived(load, tmp_pa
 def test_eager_attention_that_was_asked_for_stays_and_is_recorded(load):
     model = load(Case("llama-gqa", "native", "eager"))
     both = kv.compare(model, PROMPT, record="pattern", max_new_tokens=2, progress="none")
-    assert both.about["attention"] == "eager"
+    assert both.provenance["attention"] == "eager"
     assert both.derived == ()
     assert set(both.heads["pattern"]) == {"recorded"}
     assert "derived" not in both.where()

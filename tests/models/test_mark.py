@@ -65,9 +65,9 @@ def test_the_copy_and_the_hashes_follow_every_change(tiny, way):
     assert adapter.at(torch.float64) is not twin
     assert second.steps["max_abs_logit"].max() < 1e-3
     of = "weights" if way in WEIGHTS else "settings"
-    assert second.about[of] != first.about[of]
+    assert second.provenance[of] != first.provenance[of]
     other = "settings" if way in WEIGHTS else "weights"
-    assert second.about[other] == first.about[other]
+    assert second.provenance[other] == first.provenance[other]
 
 
 def transposed(model):

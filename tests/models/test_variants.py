@@ -27,7 +27,7 @@ def test_the_copy_and_the_fingerprint_follow_an_edit_of_the_weights(tiny, way):
         WAYS[way](model.lm_head.weight)
     second = kv.compare(adapter, PROMPT, **settings)
     assert second.steps.max_abs_logit.max() < 1e-4
-    assert second.about["weights"] != first.about["weights"]
+    assert second.provenance["weights"] != first.provenance["weights"]
     assert adapter.at(torch.float64) is not copy
 
 

@@ -204,7 +204,7 @@ def test_a_recovery_that_is_not_a_number_says_why_and_what_to_do(steps, l2, d_be
 @cases([HOOKED, NATIVE])
 def test_both_distances_are_measured_in_one_run(load, case):
     both = swept(load(case), cached="cached[cache=bfloat16]", controls="quick")
-    assert both.about["distances"] == ["l2", "kl"]
+    assert both.provenance["distances"] == ["l2", "kl"]
     for name, behind in (("l2", ""), ("kl", "_kl")):
         alone = swept(load(case), cached="cached[cache=bfloat16]", distance=name)
         for column in ("recovery", "d_before", "d_after"):
@@ -550,7 +550,7 @@ def test_sweeps_together_are_the_sweeps_alone(load, case):
     assert together.recovery.equals(pd.concat([sweep.recovery for sweep in alone], ignore_index=True))
     logits = torch.cat([alone[0].logits[0][:, :2], *(sweep.logits[0][:, 2:] for sweep in alone)], 1)
     assert_bitwise(together.logits[0], logits, "logits", ("step", "path", "vocab"))
-    assert together.about["work"]["forwards"] < sum(sweep.about["work"]["forwards"] for sweep in alone)
+    assert together.provenance["work"]["forwards"] < sum(sweep.provenance["work"]["forwards"] for sweep in alone)
 
 
 @cases([HOOKED])
@@ -654,7 +654,7 @@ def test_the_logit_difference_of_two_answers_is_a_distance(load, case):
         before, after = ((apart[1:, 0] - apart[1:, at]).abs().mean() for at in (1, 2 + lane))
         assert row["d_before"] == pytest.approx(float(before), rel=1e-12)
         assert row["d_after"] == pytest.approx(float(after), rel=1e-12, abs=1e-15)
-    assert found.about["distances"] == ["logit_difference", "l2"]
+    assert found.provenance["distances"] == ["logit_difference", "l2"]
     assert "logit difference" in " ".join(found.sentences())
     assert "logit difference" in recovery_figure(found).axes[0].get_ylabel()
     with pytest.raises(InputError, match="expected two answers of one token each"):

@@ -43,7 +43,7 @@ def test_what_is_remembered_is_what_would_be_computed(load: Any, kind: str, monk
     for one, other in zip(plain, spared, strict=True):
         pd.testing.assert_frame_equal(one.steps, other.steps)
         pd.testing.assert_frame_equal(one.examples, other.examples)
-        assert one.about["caches"] == other.about["caches"]
+        assert one.provenance["caches"] == other.provenance["caches"]
     assert plain[0].steps["token_a"].tolist() != plain[1].steps["token_a"].tolist()
     assert steps[0] < 2 * sum(len(each.steps) for each in plain)
     again = steps[0]

@@ -124,8 +124,8 @@ def test_a_preallocated_store_of_other_bits_is_not_used_silently(unequal, caplog
     assert given.provenance["cache"] == "DynamicCache (preallocated gave other bits)"
     assert "does not give the bits of DynamicCache" in caplog.text
     compared = kv.compare(model, list(PROMPT), "cached[cache=preallocated]", "cached", max_new_tokens=3, progress="none")
-    assert compared.about["caches"] == {"a": "DynamicCache (preallocated gave other bits)", "b": "DynamicCache"}
-    assert compared.summary()["provenance"]["caches"] == compared.about["caches"]
+    assert compared.provenance["caches"] == {"a": "DynamicCache (preallocated gave other bits)", "b": "DynamicCache"}
+    assert compared.summary()["provenance"]["caches"] == compared.provenance["caches"]
 
 
 @pytest.mark.slow
@@ -314,7 +314,7 @@ def test_static_against_dynamic_is_compared_in_every_table():
     model = llama(attention="eager")
     found = kv.compare(model, list(PROMPT), "cached[cache=static(64)]", "cached", max_new_tokens=STEPS, stop="length",
                        cache_errors="whole", progress="none")  # fmt: skip
-    assert found.about["caches"] == {"a": "StaticCache", "b": "DynamicCache"}
+    assert found.provenance["caches"] == {"a": "StaticCache", "b": "DynamicCache"}
     assert found.steps.max_abs_logit.max() < 1e-4
     assert len(found.heads) == STEPS * 2 * 4
     assert found.heads.kl.max() < 1e-6
@@ -424,7 +424,7 @@ def test_parts_that_ran_on_different_caches_are_joined_and_say_both(monkeypatch)
     monkeypatch.setattr("kvinterp.paths.model_cache.same_bits", lambda adapter, path, batch, length, room: length > 8)
     found = kv.compare(llama(), [list(PROMPT), list(PROMPT[:8])], "cached[cache=preallocated]", "cached",
                        max_new_tokens=3, progress="none")  # fmt: skip
-    assert found.about["caches"] == {
+    assert found.provenance["caches"] == {
         "a": "DynamicCache (preallocated gave other bits); preallocated (checked: the bits of DynamicCache)",
         "b": "DynamicCache",
     }

@@ -17,7 +17,7 @@ def page(folder: Path, **changed: object) -> str:
         "tables": {"many": pd.DataFrame({"step": range(100), "kl": 0.5, "word": MARKUP, "same": True})},
         "figures": [],
         "chosen": {"prompts": MARKUP, "sizes": (1, 2), "device": None},
-        "about": {"model": f"zoo:{MARKUP}", "dtype": "float16", "kernel_flags": {"tf32": False}},
+        "provenance": {"model": f"zoo:{MARKUP}", "dtype": "float16", "kernel_flags": {"tf32": False}},
     }
     return write_experiment(folder, **{**told, **changed}).read_text()
 
@@ -43,7 +43,7 @@ def test_a_long_table_says_how_much_of_it_is_shown(tmp_path: Path) -> None:
 
 def test_what_models_share_and_what_differs(tmp_path: Path) -> None:
     several = {name: {"model": name, "dtype": "float16", "layers": n} for name, n in (("one", 2), ("other", 3))}
-    text = page(tmp_path, about=several)
+    text = page(tmp_path, provenance=several)
     assert "one, other" in text
     assert "And what differs:" in text
     assert text.index("float16") < text.index("And what differs:") < text.index("<td>3</td>")

@@ -38,7 +38,7 @@ def _sweep(
         for example, value in enumerate(group)
     ]
     controls = pd.DataFrame([{"control": name, "recovery": share} for name, share in (("self", 0.0), ("floor", 1.0))])
-    about = {
+    provenance = {
         "site": site,
         "sweep": kind,
         "direction": "into-recompute",
@@ -47,9 +47,9 @@ def _sweep(
         "distance": "kl",
         "paths": {"cached": "cached", "recompute": "recompute"},
         "positions": "newest",
-        "provenance": PROVENANCE,
+        **PROVENANCE,
     }
-    return Sweep(pd.DataFrame(rows), pd.DataFrame(), controls, about)
+    return Sweep(pd.DataFrame(rows), pd.DataFrame(), controls, provenance)
 
 
 def _texts(axes: Any) -> list[str]:
@@ -175,7 +175,7 @@ def _decomposition(scale: float = 1.0) -> Decomposition:
         for s in range(4)
     ]
     layers = [{**row, "layer": layer} for row in rows for layer in range(3)]
-    return Decomposition(pd.DataFrame(rows), pd.DataFrame(layers), {"suffix": 8, "provenance": PROVENANCE})
+    return Decomposition(pd.DataFrame(rows), pd.DataFrame(layers), {"suffix": 8, **PROVENANCE})
 
 
 def test_exact_zeros_of_the_split_stand_in_their_own_strip() -> None:

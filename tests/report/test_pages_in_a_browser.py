@@ -34,7 +34,7 @@ def experiment(folder: Path, **changed: Any) -> Path:
         "tables": {"many": pd.DataFrame({"step": range(30), "kl": 0.5, "word": EVIL, "same": True})},
         "figures": [],
         "chosen": {"prompts": EVIL, "sizes": (1, 2), "device": None},
-        "about": {"model": f"zoo:{EVIL}", "dtype": "float16", "kernel_flags": {"tf32": False}},
+        "provenance": {"model": f"zoo:{EVIL}", "dtype": "float16", "kernel_flags": {"tf32": False}},
     }
     return write_experiment(folder, **{**told, **changed})
 

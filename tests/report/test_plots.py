@@ -196,7 +196,7 @@ def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:
     with Image.open(path) as image:
         assert image.size == (896, 624)
         (about,) = json.loads(image.info["Description"])
-    assert about == MADE["usual"].about
+    assert about == MADE["usual"].provenance
     assert [p.name for p in path.parent.iterdir()] == ["kl.png"]
 
 
@@ -213,7 +213,7 @@ def test_a_dollar_in_a_name_is_no_mathematics() -> None:
 
 
 def test_small_print_names_each_value_once() -> None:
-    text = small_print([MADE["usual"].about, {**MADE["usual"].about, "protocol": "free"}], 200)
+    text = small_print([MADE["usual"].provenance, {**MADE["usual"].provenance, "protocol": "free"}], 200)
     assert "matched, greedy, seed 0 / free, greedy, seed 0" in text
     assert text.count("zoo:mistral-mini") == 1
     assert "cached against recompute" in text

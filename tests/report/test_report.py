@@ -184,8 +184,8 @@ def test_equal_provenance_is_told_once_and_the_rest_by_comparison(tmp_path: Path
 
 def test_the_overview_wants_all_four_tables() -> None:
     whole = comparison()
-    bare = dataclasses.replace(whole, heads=whole.heads.iloc[:0], about={**whole.about, "kind": "native"})
-    hooked = dataclasses.replace(whole, about={**whole.about, "kind": "hooked"})
+    bare = dataclasses.replace(whole, heads=whole.heads.iloc[:0], provenance={**whole.provenance, "kind": "native"})
+    hooked = dataclasses.replace(whole, provenance={**whole.provenance, "kind": "hooked"})
     titles = [
         f.axes[0].get_title(loc="left").replace("\n", " ") for f in overview_of([result(bare), result(hooked)]).subfigs
     ]
@@ -217,7 +217,7 @@ def test_the_ladder_takes_the_same_prompts_only() -> None:
     ladder = ladder_of([base, rung, other], "float16")
     assert list(ladder) == ["mistral-mini"]
     assert [sorted(c.examples["example"]) for c in ladder["mistral-mini"]] == [[0, 1], [0, 1]]
-    assert [c.about["dtype"] for c in ladder["mistral-mini"]] == ["float16", "float32"]
+    assert [c.provenance["dtype"] for c in ladder["mistral-mini"]] == ["float16", "float32"]
 
 
 def test_falling_orders_by_precision_and_knows_equality() -> None:

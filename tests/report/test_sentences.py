@@ -153,8 +153,8 @@ def test_where_says_what_was_left_out() -> None:
 
 def answered(*made: Comparison) -> str:
     results = [result(one) for one in made]
-    dtype = made[0].about["dtype"]
-    return " ".join(answer_of([r for r in results if r.comparison.about["dtype"] == dtype], ladder_of(results, dtype)))
+    dtype = made[0].provenance["dtype"]
+    return " ".join(answer_of([r for r in results if r.comparison.provenance["dtype"] == dtype], ladder_of(results, dtype)))
 
 
 FED = "fed the same tokens, gave"

@@ -115,7 +115,7 @@ def audit(
             plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
             seen = _Auditor(adapter, plan, dtypes, sweep, checks, progress or (lambda _: None)).run()
             about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
-        verdict = dataclasses.replace(judge(seen, allow), about=about)
+        verdict = dataclasses.replace(judge(seen, allow), provenance=about)
         result = Audit(verdict, list(seen.rungs.values()), plan, about)
         if out is not None:
             result.save(out)

@@ -36,7 +36,7 @@ class Audit(Kept):
     verdict: Verdict
     rungs: list[PrecisionRun]
     plan: Plan
-    about: dict[str, Any]
+    provenance: dict[str, Any]
 
     def __repr__(self) -> str:
         """The verdict's first line."""

@@ -43,7 +43,7 @@ def junit_xml(audit: Audit) -> str:
         own, kind = f"ladder {_own(audit)}", "error" if verdict.verdict == CANNOT_TELL else "failure"
         cases = [(n, kind, verdict.reading, s) if n == own else (n, k, said, s) for n, k, said, s in cases]
     counts = {f"{kind}s" if kind != "skipped" else kind: 0 for kind in ("failure", "error", "skipped")}
-    name = f"kvinterp audit of {audit.about['model']}"
+    name = f"kvinterp audit of {audit.provenance['model']}"
     suite = Tree.Element("testsuite", name=_clean(name), tests=str(len(cases)))
     for case, kind, said, seconds in cases:
         element = Tree.SubElement(suite, "testcase", classname="kvinterp.audit", name=_clean(case), time=f"{seconds:.3f}")
@@ -69,7 +69,7 @@ def _clean(text: object) -> str:
 
 
 def _own(audit: Audit) -> str:
-    return str(audit.about["dtype"])
+    return str(audit.provenance["dtype"])
 
 
 def _of_rung(audit: Audit, rung: PrecisionRun) -> tuple[str, str]:

@@ -130,14 +130,14 @@ def save_verdict(verdict: Verdict, folder: Path) -> Path:
     Raises:
         InputError: It cannot be written, or it is of a version that did not say what it was made with.
     """
-    if not verdict.about:
+    if not verdict.provenance:
         raise InputError("this verdict does not say what it was made with: make the audit again.")
     return put({"audit.html": page_of(verdict, [Text(say.BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
 
 
 def page(audit: Audit) -> str:
     """The page, self-contained; whatever comes from the model is escaped."""
-    verdict, own = audit.verdict, audit.about["dtype"]
+    verdict, own = audit.verdict, audit.provenance["dtype"]
     blocks = [
         Text(say.BLOCKS, look="note"),
         *_layers(audit, verdict.first_layer if verdict.exit_code else None),
@@ -169,10 +169,10 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
         Text("Block by block, given equal inputs", look="h2"),
         *blocks,
         Text("Made with", look="h2"),
-        _pairs(verdict.about),
+        _pairs(verdict.provenance),
         Links(files={name: name for name in (*files, "verdict.json")}, label="Beside this page:"),
     ]
-    return render("audit", f"Audit of {verdict.about['model']}", parts)
+    return render("audit", f"Audit of {verdict.provenance['model']}", parts)
 
 
 # The verdict and what was exercised ------------------------------------------------------------------------------------

@@ -62,18 +62,18 @@ class KernelsTable(Kept):
 
     table: pd.DataFrame
     first: dict[str, Any] | None
-    about: dict[str, Any]
+    provenance: dict[str, Any]
 
     def __repr__(self) -> str:
         """What it is of, in one line; the table is an attribute."""
         operations = self.table.groupby(["operation", "shape"]).ngroups
-        about = self.about
+        about = self.provenance
         return f"<KernelsTable of {about['model']}, {about['dtype']}, {about['kernels']} kernels: {operations} operations>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its table with what it was made with, the first operation that differs, and what they say."""
-        summary = {"first": self.first, "reading": str(self).splitlines(), "provenance": self.about}
-        return signed({"kernels": self.table}, self.about), summary
+        summary = {"first": self.first, "reading": str(self).splitlines(), "provenance": self.provenance}
+        return signed({"kernels": self.table}, self.provenance), summary
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> KernelsTable:
@@ -109,7 +109,7 @@ class KernelsTable(Kept):
         said = f"{len(same)} operations; {int((~same).sum())} depend on the shape. "
         if first is None:
             return said + (
-                f"Given equal inputs, the newest row of each of {STEPS} tokens fed after a prompt of {self.about['length']} "
+                f"Given equal inputs, the newest row of each of {STEPS} tokens fed after a prompt of {self.provenance['length']} "
                 "has the same bits in every operation, cached and recomputed. Earlier rows, and other lengths, were not "
                 "asked about: kvinterp compare runs whole prompts."
             )

@@ -81,7 +81,7 @@ class Verdict(Kept):
     notes: tuple[str, ...]
     reading: str
     allowed: str = "no"
-    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Its first line."""
@@ -111,7 +111,7 @@ class Verdict(Kept):
             del fields["exit_code"]
             checks = tuple(Check(**check) for check in fields.pop("checks"))
             found = cls(**{**fields, "notes": tuple(fields["notes"])}, checks=checks)
-            if found.verdict not in VERDICTS or not isinstance(found.about, dict):
+            if found.verdict not in VERDICTS or not isinstance(found.provenance, dict):
                 raise ValueError(f"{found.verdict!r} is no verdict")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(

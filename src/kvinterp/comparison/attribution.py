@@ -51,7 +51,7 @@ class LogitAttribution(OfTwoPaths):
             unembedding, residual, total), layer and head (-1 where there is none), logit_difference (what it adds to how much
             more path a has of the first token's logit less the second's than path b), l2 (its length over the vocabulary),
             token and other (the two tokens).
-        about: Paths, provenance, and why it is not parted by head where it is not.
+        provenance: Paths, model and machine, and why it is not parted by head where it is not.
     """
 
     VERB: ClassVar = "logit-attribution"

@@ -100,7 +100,7 @@ class Comparison(Kept):
     tokens: pd.DataFrame
     attention_rows: pd.DataFrame
     failures: pd.DataFrame
-    about: dict[str, Any]
+    provenance: dict[str, Any]
     origin: Origin | None = dataclasses.field(default=None, repr=False, compare=False)
     prompts: Sequence[Prompt] = dataclasses.field(default=(), repr=False, compare=False)
 
@@ -121,7 +121,7 @@ class Comparison(Kept):
         steps, examples = self.steps, self.examples
         before, after = steps.loc[~steps["after_flip"], "kl"], steps.loc[steps["after_flip"], "kl"]
         return {
-            **{key: self.about[key] for key in ("paths", "protocol", "strategy")},
+            **{key: self.provenance[key] for key in ("paths", "protocol", "strategy")},
             "examples": len(examples),
             "steps": len(steps),
             "failed": len(self.failures),
@@ -133,7 +133,7 @@ class Comparison(Kept):
             "max_abs_logit": None if steps.empty else float(steps["max_abs_logit"].max()),
             "statistics": None if steps.empty else self.statistics,
             "failures": self.failures.to_dict("records"),
-            "provenance": {k: v for k, v in self.about.items() if k not in ("paths", "protocol", "strategy")},
+            "provenance": {k: v for k, v in self.provenance.items() if k not in ("paths", "protocol", "strategy")},
         }
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
@@ -145,7 +145,10 @@ class Comparison(Kept):
         front = {name: numbers.pop(name) for name in ("paths", "protocol", "strategy")}
         reading, interrupted = self.where().splitlines(), seen < counts["planned"]
         summary = {**front, "counts": counts, "interrupted": interrupted, "reading": reading, **numbers}
-        return signed({name: getattr(self, name) for name in TABLES}, self.about), {**summary, "provenance": self.about}
+        return signed({name: getattr(self, name) for name in TABLES}, self.provenance), {
+            **summary,
+            "provenance": self.provenance,
+        }
 
     @classmethod
     def read(
@@ -154,7 +157,7 @@ class Comparison(Kept):
         """The comparison of its tables, of the failures that its summary names, and of its prompts."""
         failures = pd.DataFrame(summary["failures"], columns=["example", "id", "message"])
         failures = failures.astype({"example": "int64", "id": str, "message": str})
-        return cls(**{n: tables[n] for n in TABLES}, failures=failures, about=summary["provenance"], prompts=prompts)
+        return cls(**{n: tables[n] for n in TABLES}, failures=failures, provenance=summary["provenance"], prompts=prompts)
 
     def overview(self) -> pd.DataFrame:
         """One row a prompt, without its texts."""
@@ -166,12 +169,12 @@ class Comparison(Kept):
         Args:
             table: One of the tables, or some rows of one.
         """
-        return table[~table["after_flip"].astype(bool)] if self.about["protocol"] == "free" else table
+        return table[~table["after_flip"].astype(bool)] if self.provenance["protocol"] == "free" else table
 
     @property
     def derived(self) -> tuple[str, ...]:
         """The sites that were derived beside a kernel that does not show them, and not recorded from it."""
-        return tuple(self.about.get("derived", ()))
+        return tuple(self.provenance.get("derived", ()))
 
     def where(self) -> str:
         """A few sentences: whether the paths differ, when, and in which layer, head and cache position most."""
@@ -179,7 +182,7 @@ class Comparison(Kept):
 
     def __repr__(self) -> str:
         """What it is of, in one line; the tables are attributes."""
-        about = self.about
+        about = self.provenance
         paths = f"{about['paths']['a']} against {about['paths']['b']}"
         return f"<Comparison of {about['model']}: {paths}, {len(self.steps)} steps of {len(self.examples)} prompts>"
 
@@ -192,14 +195,14 @@ class Comparison(Kept):
         """
         if not parts:
             raise InputError("there is no comparison to join: give at least one.")
-        first = parts[0].about
+        first = parts[0].provenance
         for part in parts[1:]:
-            unlike = sorted(key for key in first if key != "caches" and part.about.get(key) != first[key])
+            unlike = sorted(key for key in first if key != "caches" and part.provenance.get(key) != first[key])
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
         tables = {n: pd.concat([getattr(p, n) for p in parts], ignore_index=True) for n in PARTS}
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
-        return cls(**tables, about=first | _caches([part.about for part in parts]))
+        return cls(**tables, provenance=first | _caches([part.provenance for part in parts]))
 
 
 def _caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:

@@ -38,21 +38,25 @@ class OfTwoPaths(Kept):
     TABLE: ClassVar = ""
     """What its table is called."""
     SAID: ClassVar[Any]
-    """Given the overview and ``about``, the sentences of both."""
+    """Given the overview and the provenance, the sentences of both."""
 
     table: pd.DataFrame
-    about: dict[str, Any]
+    provenance: dict[str, Any]
 
     def __repr__(self) -> str:
         """What it is of, in one line; the table is an attribute."""
-        paths, steps = self.about["paths"], len(self.table[["example", "step"]].drop_duplicates())
-        of = f"{type(self).__name__} of {self.about['provenance']['model']}"
+        paths, steps = self.provenance["paths"], len(self.table[["example", "step"]].drop_duplicates())
+        of = f"{type(self).__name__} of {self.provenance['model']}"
         return f"<{of}: {paths['a']} against {paths['b']}, {steps} steps>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its table with what it was made with, and what it says."""
-        summary = {"reading": type(self).SAID(self.overview(), self.about), **self.about}
-        return signed({self.TABLE: self.table}, self.about), summary
+        summary = {
+            "reading": type(self).SAID(self.overview(), self.provenance),
+            "paths": self.provenance["paths"],
+            "provenance": self.provenance,
+        }
+        return signed({self.TABLE: self.table}, self.provenance), summary
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Self:
@@ -68,7 +72,7 @@ class LogitLens(OfTwoPaths):
         table: One row an example, step and layer (-1 is what enters the first block, the number of layers the path's own
             logits, in its own dtype): kl (a || b, nats), max_abs_logit, top_a and top_b (token ids), text_a and text_b,
             same_top, and kl_to_last, how far path a's reading at this layer is from that behind its last layer (nats).
-        about: Paths and provenance.
+        provenance: Paths, model and machine.
     """
 
     VERB: ClassVar = "logit-lens"
@@ -146,7 +150,7 @@ def beside(
 
 def told(adapter: Adapter, paths: tuple[ExecutionPath, ExecutionPath], **more: Any) -> dict[str, Any]:
     """Paths and provenance."""
-    return {"paths": dict(zip("ab", map(str, paths), strict=True)), "provenance": provenance(adapter, **more)}
+    return provenance(adapter, paths=dict(zip("ab", map(str, paths), strict=True)), **more)
 
 
 def _read(through: Unembedding, trace: Trace, places: Sequence[tuple[str, int]], step: int) -> Tensor:

@@ -84,7 +84,7 @@ def _made(
         for name, frame in mine.items()
     }
     heads = _with_source(told["heads"], about)
-    return Comparison(**{**told, "steps": steps, "heads": heads}, examples=examples, failures=failures, about=about)
+    return Comparison(**{**told, "steps": steps, "heads": heads}, examples=examples, failures=failures, provenance=about)
 
 
 def _with_tokens(steps: pd.DataFrame, a: np.ndarray, b: np.ndarray) -> pd.DataFrame:

@@ -41,7 +41,7 @@ class Comparisons(Kept):
 
     def __getitem__(self, b: str) -> Comparison:
         """The comparison with a path, by its text form."""
-        named = {pair.about["paths"]["b"]: pair for pair in self.pairs}
+        named = {pair.provenance["paths"]["b"]: pair for pair in self.pairs}
         if b not in named:
             raise unknown("path that was compared", b, named)
         return named[b]
@@ -62,16 +62,18 @@ class Comparisons(Kept):
     def _joined(self, name: str) -> pd.DataFrame:
         parts = [getattr(pair, name).copy(deep=False) for pair in self.pairs]
         for part, pair in zip(parts, self.pairs, strict=True):
-            part.insert(0, "pair", pair.about["paths"]["b"])
+            part.insert(0, "pair", pair.provenance["paths"]["b"])
             part.attrs = {}
         return pd.concat(parts, ignore_index=True)
 
     @property
-    def about(self) -> dict[str, Any]:
+    def provenance(self) -> dict[str, Any]:
         """What they share; ``paths`` has all."""
-        first = self.pairs[0].about
-        shared = {name: first[name] for name in first if all(pair.about.get(name) == first[name] for pair in self.pairs)}
-        return {**shared, "paths": {"a": first["paths"]["a"], "b": [pair.about["paths"]["b"] for pair in self.pairs]}}
+        first = self.pairs[0].provenance
+        shared = {
+            name: first[name] for name in first if all(pair.provenance.get(name) == first[name] for pair in self.pairs)
+        }
+        return {**shared, "paths": {"a": first["paths"]["a"], "b": [pair.provenance["paths"]["b"] for pair in self.pairs]}}
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -80,7 +82,7 @@ class Comparisons(Kept):
 
     def __repr__(self) -> str:
         """What they are of, in one line."""
-        about = self.about
+        about = self.provenance
         paths = f"{about['paths']['a']} against {', '.join(about['paths']['b'])}"
         return (
             f"<Comparisons of {about['model']}: {paths}, {len(self.steps)} steps of {len(self.pairs[0].examples)} prompts>"
@@ -97,17 +99,19 @@ class Comparisons(Kept):
             found = pair.summary()
             row = {name: found[name] for name in ("examples", "steps", "bitwise_equal_steps", "mean_kl", "max_abs_logit")}
             flips = int(pair.examples["flip_index"].notna().sum())
-            rows.append({"pair": pair.about["paths"]["b"], **row, "prompts_that_flip": flips, "failed": len(pair.failures)})
+            rows.append(
+                {"pair": pair.provenance["paths"]["b"], **row, "prompts_that_flip": flips, "failed": len(pair.failures)}
+            )
         return pd.DataFrame(rows)
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """The joined tables, and the summary of each pair."""
         summaries = [pair.written()[1] for pair in self.pairs]
         tables = {name: self._tables[name] for name in TABLES}
-        return signed(tables, self.about), {
+        return signed(tables, self.provenance), {
             "pairs": summaries,
             "reading": [pair.where().splitlines()[0] for pair in self.pairs],
-            "provenance": self.about,
+            "provenance": self.provenance,
         }
 
     @classmethod

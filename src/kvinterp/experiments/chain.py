@@ -144,7 +144,7 @@ class Chain(Experiment):
 
     def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
         """The tables, with what their figures say besides."""
-        more = {"about": summary["provenance"], "embedder": summary["embedder"]}
+        more = {"provenance": summary["provenance"], "embedder": summary["embedder"]}
         return Outcome({**tables, **more}, tables, summary)
 
     def _checked(self) -> tuple[list[Prompt], dict[str, str], list[float]]:

@@ -98,7 +98,7 @@ class Compare(Experiment):
         """The figures that the tables can give."""
         from kvinterp.report import figures
 
-        return figures({outcome.result.comparison.about["protocol"]: outcome.result.comparison})
+        return figures({outcome.result.comparison.provenance["protocol"]: outcome.result.comparison})
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """Where the paths differ."""
@@ -184,7 +184,7 @@ def compared(
     def done(part: Comparison) -> None:
         for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):
             tables = {name: getattr(part, name) for name in PARTS}
-            keep(numbers[number], {name: t[t["example"] == number] for name, t in tables.items()}, part.about)
+            keep(numbers[number], {name: t[t["example"] == number] for name, t in tables.items()}, part.provenance)
 
     chosen = [given[number] for number in numbers]
     compare(adapter, chosen, examples=list(numbers), record=record, progress="none", done=done, **settings)
@@ -196,7 +196,7 @@ def outcome_of(
     """The comparison of all examples that are finished, in the order of their numbers."""
     from kvinterp.comparison import PARTS, Comparison
 
-    comparison = Comparison.joined([Comparison(**tables, about=about) for tables, about in made.values()])
+    comparison = Comparison.joined([Comparison(**tables, provenance=about) for tables, about in made.values()])
     ordered = {n: getattr(comparison, n).sort_values("example", kind="stable", ignore_index=True) for n in PARTS}
     return outcome_with(dataclasses.replace(comparison, **ordered, prompts=list(prompts)), settings, folder)
 

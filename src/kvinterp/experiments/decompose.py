@@ -77,4 +77,4 @@ def decomposed(
     for key in keys:
         only = [int(key.rpartition("-")[2])]
         found = decompose(adapter, given, max_new_tokens=max_new_tokens, only=only, progress="none")
-        keep(key, {"decomposition": found.steps, "layers": found.layers}, found.about)
+        keep(key, {"decomposition": found.steps, "layers": found.layers}, found.provenance)

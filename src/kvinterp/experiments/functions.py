@@ -119,7 +119,7 @@ class _Several(_OfFunction):
         """KL by step and drift by layer, a line a pair."""
         from kvinterp.report import figures
 
-        drawn = figures({pair.about["paths"]["b"]: pair for pair in outcome.result})
+        drawn = figures({pair.provenance["paths"]["b"]: pair for pair in outcome.result})
         return {name: drawn[name] for name in self.DRAWN if name in drawn}
 
 

@@ -72,7 +72,7 @@ def outcome_of(found: Kept, folder: Path | None = None) -> Outcome:
 
 def _choices(found: Any) -> dict[str, Any]:
     """What is known of the choices of a result that no command made."""
-    about = found.about
+    about = found.provenance
     made, own = about.get("provenance", about), about if "provenance" in about else {}
     paths = about.get("paths", {})
     named = {name: made[name] for name in _MADE if name in made}

@@ -75,7 +75,7 @@ class Kernels(Experiment):
 
         found, varied = outcome.result, ("rows", "keys", "batch")
         table = table_of(
-            f"{found.about['model']} ({self.kind}, {self.dtype}, {self.kernels} kernels)",
+            f"{found.provenance['model']} ({self.kind}, {self.dtype}, {self.kernels} kernels)",
             *("operation", "shape", *varied, "fixed by"),
         )
         for (operation, shape), rows in found.summary().groupby(["operation", "shape"], sort=False):
@@ -98,7 +98,7 @@ def measured(
     from kvinterp.cells import loaded
 
     made = kernels_table(loaded(model), sizes=sizes, kernels=kernels, seed=seed)
-    return {"kernels": made.table}, {"first": made.first, "provenance": made.about}
+    return {"kernels": made.table}, {"first": made.first, "provenance": made.provenance}
 
 
 def _same_bits(row: dict[str, Any]) -> str:

@@ -152,7 +152,9 @@ def measured(
             keep(numbers[row["example"]], {"examples": pd.DataFrame([row]).assign(model=adapter.facts.name)}, {})
         for example in part.examples["example"]:
             frames = {name: getattr(part, name) for name in PARTS}
-            mine = free = Comparison(**{n: t[t["example"] == example] for n, t in frames.items()}, about=part.about)
+            mine = free = Comparison(
+                **{n: t[t["example"] == example] for n, t in frames.items()}, provenance=part.provenance
+            )
             if mine.examples["flip_index"].notna().any():
                 apart = {**settings, "protocol": "free", "record": "resid_post", "examples": [int(example)]}
                 free = compare(adapter, given[example], *paths, **apart)
@@ -175,7 +177,7 @@ def of_example(matched: Comparison, free: Comparison, sharing: int) -> dict[str,
     columns = ["example", "step", "layer", *MEASURES]
     heads = matched.heads[matched.heads["step"] > 0]
     kl = heads.groupby(["example", "layer", "head", "pattern"], as_index=False)["kl"].mean()
-    other_text = free.layers["after_flip"].astype(bool) & (free.about["protocol"] == "free")
+    other_text = free.layers["after_flip"].astype(bool) & (free.provenance["protocol"] == "free")
     examples = matched.examples[["example", "id", "prompt_tokens", "steps", "flip_index"]]
     return {
         "drift": matched.layers[columns],

@@ -250,13 +250,13 @@ def localised(
             settings: dict[str, Any] = {**paths, "max_new_tokens": max_new_tokens, "only": only, "progress": "none"}
             if part == SPLIT:
                 split = decompose(adapter, given, **settings)
-                made, about = {"decomposition": split.steps, "layers": split.layers}, split.about
+                made, about = {"decomposition": split.steps, "layers": split.layers}, split.provenance
             else:
                 # The planted causes are a matter of the model: they are looked for on one prompt.
                 controls = "all" if only == [first] and part == parts[0] else "quick"
                 found = sweep(adapter, given, **{"controls": controls, **settings, **SETS[part]})
                 made = {"recovery": found.recovery, "steps": found.steps, "controls": found.controls}
-                about = found.about
+                about = found.provenance
             labels = {"model": adapter.facts.name, "part": part}
             tables.append({name: table.assign(**labels) for name, table in made.items() if len(table)})
             told[part] = about

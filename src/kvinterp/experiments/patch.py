@@ -86,7 +86,7 @@ class Patch(Experiment):
             planted = tables["controls"]["control"].str.startswith("planted")
             tables["controls"] = tables["controls"].loc[planted.sort_values(kind="stable").index].reset_index(drop=True)
         work = {name: sum(about["work"][name] for about in abouts) for name in abouts[0]["work"]}
-        found = Sweep(**tables, about={**abouts[0], "work": work})
+        found = Sweep(**tables, provenance={**abouts[0], "work": work})
         return Outcome(found, *found.written())
 
     def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
@@ -141,4 +141,4 @@ def patched(
         # The planted causes are a matter of the model: they are looked for once.
         wanted = "quick" if controls == "all" and place else controls
         found = sweep(adapter, given, **settings, only=[chosen[place]], controls=wanted, progress="none")
-        keep(key, {"recovery": found.recovery, "steps": found.steps, "controls": found.controls}, found.about)
+        keep(key, {"recovery": found.recovery, "steps": found.steps, "controls": found.controls}, found.provenance)

@@ -56,24 +56,24 @@ class Decomposition(Kept):
             is none, ``"none"`` where the logits are bitwise equal; and ``share``, its share of the lengths.
         layers: One row an example, step and layer: the L2 distance of resid_post for the same, relative to the recompute
             path's norm.
-        about: Provenance.
+        provenance: Paths, suffix, model and machine.
     """
 
     VERB: ClassVar = "decompose"
 
     steps: pd.DataFrame
     layers: pd.DataFrame
-    about: dict[str, Any]
+    provenance: dict[str, Any]
 
     def __repr__(self) -> str:
         """What it is of, in one line; the tables are attributes."""
-        paths, examples = self.about["paths"], self.steps["example"].nunique() if len(self.steps) else 0
+        paths, examples = self.provenance["paths"], self.steps["example"].nunique() if len(self.steps) else 0
         of = f"{paths['cached']} against {paths['recompute']}, {len(self.steps)} steps of {examples} prompts"
-        return f"<Decomposition of {self.about['provenance']['model']}: {of}>"
+        return f"<Decomposition of {self.provenance['model']}: {of}>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its tables, each with what it was made with, and its summary."""
-        return signed({"decomposition": self.steps, "layers": self.layers}, self.about), self.summary()
+        return signed({"decomposition": self.steps, "layers": self.layers}, self.provenance), self.summary()
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Decomposition:
@@ -106,7 +106,8 @@ class Decomposition(Kept):
             "within_null": int(((parts > 0) & (differ["cache_l2"] <= differ["null_cache_l2"])).sum()),
             "examples": int(self.steps["example"].nunique()),
             "steps": len(later),
-            **self.about,
+            **{name: self.provenance[name] for name in ("paths", "suffix")},
+            "provenance": self.provenance,
         }
 
 
@@ -161,12 +162,9 @@ def decompose(
                 place = {"example": example, "step": step}
                 steps.append(place | measured(shown, f"example {example}, step {step}"))
                 layers += [place | row for row in _by_layer(shown)]
-    about = {
-        "paths": {"cached": str(paths[0]), "recompute": str(paths[1])},
-        "suffix": suffix,
-        "provenance": provenance(adapter, max_new_tokens=max_new_tokens),
-    }
-    return Decomposition(pd.DataFrame(steps), pd.DataFrame(layers), about)
+    sides = {"cached": str(paths[0]), "recompute": str(paths[1])}
+    made = provenance(adapter, paths=sides, suffix=suffix, max_new_tokens=max_new_tokens)
+    return Decomposition(pd.DataFrame(steps), pd.DataFrame(layers), made)
 
 
 def check_splittable(adapter: Adapter, suffix: int) -> None:

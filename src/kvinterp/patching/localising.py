@@ -57,7 +57,7 @@ class Cause(Kept):
         table: One row a place and layer: its L2 length and its share; the shares of all places add up to 1.
         split: KL and L2 of every part and null at this step, as a row of :attr:`Decomposition.steps`.
         suffix: Tokens behind the prefix in the nulls.
-        about: Paths and provenance.
+        provenance: Paths, plant, model and machine.
     """
 
     VERB: ClassVar = "localise"
@@ -69,26 +69,31 @@ class Cause(Kept):
     table: pd.DataFrame
     split: Mapping[str, Any]
     suffix: int
-    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """What it is, in one line; the shares are in ``table``."""
         layer = f", layer {self.layer}" * (self.layer >= 0)
-        of = f" of {self.about['provenance']['model']}" if self.about else ""
+        of = f" of {self.provenance['model']}" if self.provenance else ""
         return f"<Cause{of}: part {self.part}, place {self.place}{layer}, share {self.share:.0%}>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """The shares of all places, the split as a table of one row, and the rest."""
         found = {name: getattr(self, name) for name in ("part", "place", "layer", "share", "suffix")}
         tables = {"places": self.table, "split": pd.DataFrame([self.split])}
-        return signed(tables, self.about), {**found, "reading": str(self).splitlines(), **self.about}
+        return signed(tables, self.provenance), {
+            **found,
+            "reading": str(self).splitlines(),
+            "paths": self.provenance["paths"],
+            "provenance": self.provenance,
+        }
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Cause:
         """The cause as it was written."""
         found = {name: summary[name] for name in ("part", "place", "layer", "share", "suffix")}
         (split,) = tables["split"].to_dict("records")
-        return cls(**found, table=tables["places"], split=split, about=tables["places"].attrs)
+        return cls(**found, table=tables["places"], split=split, provenance=tables["places"].attrs)
 
     def overview(self) -> pd.DataFrame:
         """One row a place and layer: its length and its share."""
@@ -159,7 +164,7 @@ def localise(
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
         found = _Search(adapter, paths, tokens, suffix, plant).cause()
     sides = dict(zip(("cached", "recompute"), map(str, paths), strict=True))
-    found.about = {"paths": sides, "provenance": provenance(adapter, plant=None if plant is None else str(plant))}
+    found.provenance = provenance(adapter, paths=sides, plant=None if plant is None else str(plant))
     return found
 
 

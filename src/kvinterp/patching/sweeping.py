@@ -183,16 +183,16 @@ def sweep(
             made.add(example, len(tokens[example]), every, advanced)
         if controls == "all" and adapter.attention_only:
             made.controls += _planted(adapter, tokens[chosen[0]], chosen[0])
-    about = {
+    made_with = {
         "site": site, "sweep": over, "direction": direction, "protocol": protocol, "steps": str(steps),
         "distance": setting.distances[0], "distances": list(setting.distances),
         **({} if pair is None else {"answers": adapter.pieces(pair)}),
         "paths": {"cached": str(paths[0]), "recompute": str(paths[1])}, "positions": str(spot),
         "work": made.work,
-        "provenance": provenance(adapter, max_new_tokens=max_new_tokens),
+        **provenance(adapter, max_new_tokens=max_new_tokens),
     }  # fmt: skip
     recovery, by_step, checks = (pd.DataFrame(rows) for rows in (made.recovery, made.steps, made.controls))
-    return Sweep(recovery, by_step, checks, about, made.logits)
+    return Sweep(recovery, by_step, checks, made_with, made.logits)
 
 
 def highest_kl(

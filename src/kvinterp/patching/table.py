@@ -22,6 +22,12 @@ LABELS = ["sweep", "site", "layer", "head", "positions"]
 OVER_EXAMPLES = ("mean", "median", "low_quartile", "high_quartile", "interval_low", "interval_high")
 """The columns of an aggregate; NaN where no example defines a recovery."""
 
+ASKED = (
+    *("site", "sweep", "direction", "protocol", "steps", "distance", "distances"),
+    *("answers", "paths", "positions", "work"),
+)
+"""What of the provenance stands in front in ``summary.json``."""
+
 
 @dataclasses.dataclass(repr=False)
 class Sweep(Kept):
@@ -40,8 +46,8 @@ class Sweep(Kept):
             reaches), all-positions; and one row a planted cause (on the first prompt, in float64: the share of the
             difference found, at the place found; looked for once a model, and of example -1 where that was on another
             sweep's prompt).
-        about: Paths, protocol, distance (the first), distances, provenance, and the work
-            done: forwards and blocks of the recompute path.
+        provenance: What was swept, paths, protocol, distance (the first), distances, model and machine, and the work done:
+            forwards and blocks of the recompute path.
         logits: For each example ``[step, path, vocab]``, where asked for: the donor, the unpatched path, then the patches
             in the order of the table. They are kept in no folder.
     """
@@ -51,21 +57,21 @@ class Sweep(Kept):
     recovery: pd.DataFrame
     steps: pd.DataFrame
     controls: pd.DataFrame
-    about: dict[str, Any]
+    provenance: dict[str, Any]
     logits: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """What it is of, in one line; the tables are attributes."""
-        about = self.about
-        of = f"{about['sweep']} sweep of {about['site']} {about['direction']}"
+        provenance = self.provenance
+        of = f"{provenance['sweep']} sweep of {provenance['site']} {provenance['direction']}"
         patches = self.recovery[LABELS].drop_duplicates() if len(self.recovery) else self.recovery
         examples = self.recovery["example"].nunique() if len(self.recovery) else 0
-        return f"<Sweep of {about['provenance']['model']}: {of}, {len(patches)} patches on {examples} prompts>"
+        return f"<Sweep of {provenance['model']}: {of}, {len(patches)} patches on {examples} prompts>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its tables, each with what it was made with, and its summary."""
         tables = {"recovery": self.recovery, "steps": self.steps, "controls": self.controls}
-        return signed(tables, self.about), self.summary()
+        return signed(tables, self.provenance), self.summary()
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Sweep:
@@ -101,7 +107,7 @@ class Sweep(Kept):
 
     @property
     def _others(self) -> list[str]:
-        return list(self.about.get("distances", ()))[1:]
+        return list(self.provenance.get("distances", ()))[1:]
 
     def left(self, control: str = "together") -> dict[str, dict[str, float]]:
         """Of each distance what a control leaves: the mean, and the median share of the unpatched distance.
@@ -117,7 +123,7 @@ class Sweep(Kept):
         # A prompt that ended before any step that counts has no distance to average.
         rows = self.controls[(self.controls["control"] == control) & (self.controls["steps"] > 0)]
         found = {}
-        for at, name in enumerate(self.about.get("distances", ())):
+        for at, name in enumerate(self.provenance.get("distances", ())):
             behind = f"_{name}" if at else ""
             known = rows[rows[f"d_before{behind}"] > 0]
             if len(known):
@@ -134,7 +140,7 @@ class Sweep(Kept):
         controls = self.controls.groupby("control")["recovery"].mean() if len(self.controls) else pd.Series(dtype=float)
         first = self.recovery.groupby("example")[["equal", "why"]].first()
         return {
-            **{k: v for k, v in self.about.items() if k != "provenance"},
+            **{name: self.provenance[name] for name in ASKED if name in self.provenance},
             "examples": int(self.recovery["example"].nunique()),
             "examples_without_difference": int(first["equal"].sum()),
             "examples_undefined": {str(why): int(count) for why, count in first["why"].value_counts().items() if why},
@@ -142,7 +148,7 @@ class Sweep(Kept):
             "controls": {name: None if np.isnan(value) else float(value) for name, value in controls.items()},
             "floor": self.left("floor"),
             "together": self.left("together"),
-            "provenance": self.about["provenance"],
+            "provenance": self.provenance,
         }
 
 

@@ -22,7 +22,7 @@ __all__ = ["answer_of", "question_of"]
 
 def question_of(results: Sequence[Result]) -> str:
     """What was asked."""
-    pairs = {(r.comparison.about["paths"]["a"], r.comparison.about["paths"]["b"]) for r in results}
+    pairs = {(r.comparison.provenance["paths"]["a"], r.comparison.provenance["paths"]["b"]) for r in results}
     if len(pairs) > 1:
         return f"Do these {len(pairs)} pairs of paths compute the same thing?"
     a, b = next(iter(pairs))
@@ -44,8 +44,8 @@ def answer_of(main: Sequence[Result], rungs: Mapping[str, Sequence[Comparison]])
     tables = [r.comparison.same_text(r.comparison.steps) for r in measured]
     steps = pd.concat(tables)
     differing = steps[steps["max_abs_logit"] > 0]
-    dtype = main[0].comparison.about["dtype"]
-    own = any("@" in path for r in main for path in r.comparison.about["paths"].values())
+    dtype = main[0].comparison.provenance["dtype"]
+    own = any("@" in path for r in main for path in r.comparison.provenance["paths"].values())
     where = f"with the weights loaded in {dtype}" if own else f"in {dtype}"
     fed = "fed the same tokens" if matched else "each fed its own tokens, up to any flip"
     if differing.empty:
@@ -102,7 +102,7 @@ def _flip_sentence(main: Sequence[Result]) -> list[str]:
     margins = margins[np.isfinite(margins)]
     close = ""
     # A token drawn by lot is not decided by the margin.
-    if len(margins) and all(r.comparison.about["strategy"] == "greedy" for r in main):
+    if len(margins) and all(r.comparison.provenance["strategy"] == "greedy" for r in main):
         close = f" The closest decision of either path was won by {number(margins.min())} logits."
     flipped = examples[examples["flip_index"].notna()]
     if flipped.empty:
@@ -114,15 +114,15 @@ def _flip_sentence(main: Sequence[Result]) -> list[str]:
 
 
 def _measured_sentence(main: Sequence[Result], rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
-    abouts = [r.comparison.about for r in main] + [c.about for group in rungs.values() for c in group]
+    provenances = [r.comparison.provenance for r in main] + [c.provenance for group in rungs.values() for c in group]
     ids = {row for r in main for row in r.comparison.examples["id"]}
     left = sum(len(r.comparison.failures) for r in main)
     out = f" {prompts_said(left)} {'was' if left == 1 else 'were'} left out, see below." if left else ""
     # What a policy, a narrower cache, another dtype or a kernel mode does is no matter of the processor.
     acts = any(
         made in path
-        for about in abouts
-        for path in about["paths"].values()
+        for provenance in provenances
+        for path in provenance["paths"].values()
         for made in ("+", "quantized(", "@", "kernels=")
     )
     there = (
@@ -131,7 +131,7 @@ def _measured_sentence(main: Sequence[Result], rungs: Mapping[str, Sequence[Comp
         else "the paths can be equal where they differ here, and differ where they are equal"
     )
     return [
-        f"All this is of {prompts_said(len(ids))} on {machines_of(abouts)}.{out} Other processors' kernels add in other "
+        f"All this is of {prompts_said(len(ids))} on {machines_of(provenances)}.{out} Other processors' kernels add in other "
         f"orders: there {there}.",
         *([TO_SEE_A_DIFFERENCE] if all((r.comparison.steps["max_abs_logit"] == 0).all() for r in main) else []),
     ]

@@ -7,22 +7,22 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.reading.numbers import between, counted, listed, machines_of, number, sentence
+from kvinterp.reading.numbers import between, counted, listed, models_on, number, sentence
 
 __all__ = ["condition", "ends_said", "p_said", "said_of_behaviour"]
 
 ALPHA = 0.05
 
 
-def said_of_behaviour(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any]) -> list[str]:
+def said_of_behaviour(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
     """What the behaviour experiment found.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.behaviour.Behaviour`.
-        about: The provenance of each model.
+        provenance: The provenance of each model.
     """
     lines = [
-        f"{counted(len(about), 'model')} on {machines_of(about.values())}. Intervals are 95% and n counts examples: the decodes "
+        f"{models_on(provenance)}. Intervals are 95% and n counts examples: the decodes "
         "of one under several seeds are not independent. Other machines add in other orders; every number here is this one's."
     ]
     failed = len(tables["failures"])

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.reading.behaviour import condition, ends_said, p_said
-from kvinterp.reading.numbers import counted, machines_of, number
+from kvinterp.reading.numbers import counted, models_on, number
 
 __all__ = ["said_of_boundary"]
 
@@ -19,16 +19,16 @@ _OF = {
 }
 
 
-def said_of_boundary(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any]) -> list[str]:
+def said_of_boundary(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
     """What the boundary experiment found.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.boundary.Boundary`.
-        about: The provenance of each model.
+        provenance: The provenance of each model.
     """
     flips = len(tables["boundary_flips"])
     lines = [
-        f"{counted(len(about), 'model')} on {machines_of(about.values())}: {counted(flips, 'decode')} flip a token. Intervals "
+        f"{models_on(provenance)}: {counted(flips, 'decode')} flip a token. Intervals "
         "are 95%, from resampling whole prompts. After a flip the free KL is of two texts, and an early flip leaves more such "
         "steps: a negative correlation of flip step and free KL follows from counting alone."
     ]

@@ -31,10 +31,10 @@ def said_of_chains(summary: Mapping[str, Any]) -> list[str]:
     Args:
         summary: That of :class:`kvinterp.experiments.chain.Chain`.
     """
-    about, deltas = summary["provenance"], summary["deltas"]
+    provenance, deltas = summary["provenance"], summary["deltas"]
     control, null = summary["control"], summary["null"]
     lines = [
-        f"{counted(summary['hops'], 'hop')} on {machines_of(about.values())}; similarity to the first text is the "
+        f"{counted(summary['hops'], 'hop')} on {machines_of(provenance.values())}; similarity to the first text is the "
         f"{similarity_named(summary['embedder'])}. Intervals are 95%, by bootstrap over chains (text and seed), where there are "
         f"{metrics.FEWEST} or more."
     ]

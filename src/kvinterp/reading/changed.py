@@ -38,7 +38,7 @@ def _named(comparison: Comparison, steps: pd.DataFrame) -> pd.DataFrame:
 
 def boundary_of(comparison: Comparison) -> tuple[str, str]:
     """What the distance to the decision boundary is under the strategy in use, and its unit."""
-    strategy = str(comparison.about["strategy"])
+    strategy = str(comparison.provenance["strategy"])
     if strategy == "greedy":
         said = "how far the path's own token was ahead of its next best (the logit margin, which decides a greedy choice)"
         return said, "logits"
@@ -52,7 +52,7 @@ def boundary_of(comparison: Comparison) -> tuple[str, str]:
 
 def no_boundary(comparison: Comparison) -> str:
     """What it means that a step has no distance."""
-    drawn = str(comparison.about["strategy"]).startswith(("top_k", "top_p"))
+    drawn = str(comparison.provenance["strategy"]).startswith(("top_k", "top_p"))
     return "no other token could be drawn" if drawn and "boundary_a" in comparison.steps else "not recorded"
 
 
@@ -120,7 +120,7 @@ def _closest(comparison: Comparison, lead: str = "The closest call") -> list[str
     side, distance = row["side"], number(row["distance"])
     at = f"{lead} is step {int(row['step'])} of {row['id']}:"
     difference = f"the largest difference of any logit there is {number(row['max_abs_logit'])}"
-    if comparison.about["strategy"] == "greedy":
+    if comparison.provenance["strategy"] == "greedy":
         return [f"{at} path {side}'s token is {distance} logits ahead of its next best, and {difference}."]
     return [
         f"{at} on path {side} the number drawn lies {distance} in cumulative probability from where another token begins, "
@@ -167,6 +167,6 @@ def square_said(comparison: Comparison) -> str:
     call = (
         "kv.attention_comparison(both, prompts[{example}], model=model, example={example}, step={step}, layers=[{layer}])"
     )
-    if comparison.about["protocol"] == "matched":
+    if comparison.provenance["protocol"] == "matched":
         return f"Every query's attention, for any step, where both is this comparison (kv.load(FOLDER)): {call}."
     return f"Every query's attention is compared on one text: kv.compare(..., protocol='matched'), then {call}."

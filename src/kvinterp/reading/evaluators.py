@@ -19,11 +19,11 @@ def said_of_eval(summary: Mapping[str, Any]) -> list[str]:
     Args:
         summary: That of :class:`kvinterp.experiments.eval.Eval`.
     """
-    about, rows = summary["provenance"], summary["results"]
+    provenance, rows = summary["provenance"], summary["results"]
     asked = summary["paths"][-1]
     lines = [
-        f"{about['model']} ({about['kind']}, {about['dtype']}) on path {asked}, by lm-evaluation-harness {summary['lm_eval']}, "
-        f"on {machine_of(about)}. Intervals are 95%, over documents."
+        f"{provenance['model']} ({provenance['kind']}, {provenance['dtype']}) on path {asked}, "
+        f"by lm-evaluation-harness {summary['lm_eval']}, on {machine_of(provenance)}. Intervals are 95%, over documents."
     ]
     own = [row for row in rows if row["path"] == asked]
     lines += [_score(row, rows, summary["paths"]) for row in own[:_SHOWN]]

@@ -24,12 +24,12 @@ def flips_said(result: Result) -> tuple[list[str], list[str], list[list[str]]]:
     Returns:
         What was done; what there is to see; and of the decode that is shown each path with its text and whether it is right.
     """
-    about, examples = result.comparison.about, result.comparison.examples
-    a, b = about["paths"]["a"], about["paths"]["b"]
+    provenance, examples = result.comparison.provenance, result.comparison.examples
+    a, b = provenance["paths"]["a"], provenance["paths"]["b"]
     done = [
         f"A pair of paths of its own, which counts in nothing else on this page: path a, {a}, and path b, {b}, of "
-        f"{model_of(result)}, {kind_of(result)}, in {about['dtype']}, on {prompts_said(len(examples))}. Each path is fed its own "
-        "tokens, the most likely ones, so that after a flip the two texts differ."
+        f"{model_of(result)}, {kind_of(result)}, in {provenance['dtype']}, on {prompts_said(len(examples))}. Each path is fed "
+        "its own tokens, the most likely ones, so that after a flip the two texts differ."
     ]
     flipped = examples[examples["flip_index"].notna()]
     if flipped.empty:

@@ -24,15 +24,15 @@ def said_of_equivalent_noise(summary: Mapping[str, Any]) -> list[str]:
     Args:
         summary: That of :class:`kvinterp.experiments.equivalent_noise.EquivalentNoise`.
     """
-    about = summary["provenance"]
+    provenance = summary["provenance"]
     by_policy: dict[str, dict[str, Any]] = {}
     for row in summary["policies"]:
         by_policy.setdefault(row["policy"], {})[row["tensor"]] = row
     order = sorted(by_policy.items(), key=lambda item: max(row["relative_rms"] for row in item[1].values()))
     return [
-        f"The error of each policy on K and V of {_model(about)}: {prompts_said(summary['prompts'])}, "
-        f"{counted(summary['max_new_tokens'], 'token')} decoded behind each, on {machine_of(about)}. Sizes are root mean squares "
-        "relative to that of K or V, with 95% intervals over prompts; bits are those of an element as stored.",
+        f"The error of each policy on K and V of {_model(provenance)}: {prompts_said(summary['prompts'])}, "
+        f"{counted(summary['max_new_tokens'], 'token')} decoded behind each, on {machine_of(provenance)}. Sizes are root mean "
+        "squares relative to that of K or V, with 95% intervals over prompts; bits are those of an element as stored.",
         *(_error_said(name, of) for name, of in order),
     ]
 
@@ -79,9 +79,9 @@ def said_of_kv_error(summary: Mapping[str, Any]) -> list[str]:
     Args:
         summary: That of :class:`kvinterp.experiments.kv_error.KvError`.
     """
-    about, scores = summary["provenance"], summary["scores"]
+    provenance, scores = summary["provenance"], summary["scores"]
     lines = [
-        f"{_model(about)} on {machine_of(about)}, {counted(summary['repeats'], 'repeat')}, at "
+        f"{_model(provenance)} on {machine_of(provenance)}, {counted(summary['repeats'], 'repeat')}, at "
         f"most {counted(summary['max_new_tokens'], 'new token')}, {summary['strategy']}. Scores are percent of control with 95% "
         "intervals over prompts, each the mean of its repeats."
     ]
@@ -97,8 +97,8 @@ def said_of_kv_error(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _model(about: Mapping[str, Any]) -> str:
-    return f"{about['model']} ({about['kind']}, {about['dtype']})"
+def _model(provenance: Mapping[str, Any]) -> str:
+    return f"{provenance['model']} ({provenance['kind']}, {provenance['dtype']})"
 
 
 def _floor(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.metrics.massive import SUFFIX
-from kvinterp.reading.numbers import between, counted, listed, machines_of, number, upper
+from kvinterp.reading.numbers import between, counted, listed, models_on, number, upper
 
 __all__ = [
     "EVERY_STEP",
@@ -31,19 +31,19 @@ _AGAINST = {
 }
 
 
-def said_of_layer_drift(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any]) -> list[str]:
+def said_of_layer_drift(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
     """What was found of each model.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.layer_drift.LayerDrift`.
-        about: The provenance of each model.
+        provenance: The provenance of each model.
     """
     rows = tables["layer_drift_rows"]
     free = rows[(rows["protocol"] == "free") & (rows["selection"] == EVERY_STEP)]
     lines = [
         f"{drift_title(tables['drift_by_layer'])}. Each path fed its own text, {int(free['removed'].sum())} of "
         f"{int(free['rows'].sum())} rows are of other tokens, and left out.",
-        f"{counted(len(about), 'model')} on {machines_of(about.values())}. Means are over examples and intervals 95%, by "
+        f"{models_on(provenance)}. Means are over examples and intervals 95%, by "
         "bootstrap over examples; other machines choose other orders of addition, and every number here is this one's.",
     ]
     for model, examples in tables["drift_examples"].groupby("model", sort=False):

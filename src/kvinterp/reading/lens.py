@@ -13,15 +13,15 @@ from kvinterp.reading.numbers import counted, machine_of, number
 __all__ = ["said_of_attribution", "said_of_lens"]
 
 
-def said_of_lens(overview: pd.DataFrame, about: Mapping[str, Any]) -> list[str]:
+def said_of_lens(overview: pd.DataFrame, provenance: Mapping[str, Any]) -> list[str]:
     """What a lens found; ``overview`` has a row a layer."""
-    measured = (
-        f"Measured on {machine_of(about['provenance'])}; both are read in float64, through the model's own final norm."
-    )
+    measured = f"Measured on {machine_of(provenance)}; both are read in float64, through the model's own final norm."
     if overview.empty:
         return ["No step was decoded after the prefill: there is nothing to compare.", measured]
     layers, final = overview.iloc[1:-1], overview.iloc[-1]
-    of = f"{about['paths']['a']} against {about['paths']['b']}, over {counted(int(final['steps']), 'decode step')}"
+    of = (
+        f"{provenance['paths']['a']} against {provenance['paths']['b']}, over {counted(int(final['steps']), 'decode step')}"
+    )
     first = layers[layers["max_kl"] > 0]
     if first.empty:
         return [f"{of}: read as logits the streams are equal behind every layer.", TO_SEE_A_DIFFERENCE, measured]
@@ -42,11 +42,11 @@ def said_of_lens(overview: pd.DataFrame, about: Mapping[str, Any]) -> list[str]:
     return [*lines, measured]
 
 
-def said_of_attribution(overview: pd.DataFrame, about: Mapping[str, Any]) -> list[str]:
+def said_of_attribution(overview: pd.DataFrame, provenance: Mapping[str, Any]) -> list[str]:
     """What wrote the difference; ``overview`` has a row a part."""
-    measured = f"Measured on {machine_of(about['provenance'])}; the final norm's scale is that of {about['paths']['a']}."
+    measured = f"Measured on {machine_of(provenance)}; the final norm's scale is that of {provenance['paths']['a']}."
     total = overview.loc[overview["part"] == "total", "l2"]
-    of = f"{about['paths']['a']} against {about['paths']['b']}"
+    of = f"{provenance['paths']['a']} against {provenance['paths']['b']}"
     if total.empty:
         return [f"{of}: no step was decoded after the prefill, so there is nothing to part.", measured]
     if not float(total.iloc[0]) > 0:
@@ -63,8 +63,8 @@ def said_of_attribution(overview: pd.DataFrame, about: Mapping[str, Any]) -> lis
         f"L2 {number(most['l2'])}; parts can undo each other, so their lengths need not add up."
     ]
     heads = overview[overview["part"] == "head"]
-    if about.get("heads"):
-        lines.append(f"Not parted by head: {about['heads']}.")
+    if provenance.get("heads"):
+        lines.append(f"Not parted by head: {provenance['heads']}.")
     elif len(heads) and float(heads["l2"].max()) > 0:
         best = heads.loc[heads["l2"].idxmax()]
         lines.append(

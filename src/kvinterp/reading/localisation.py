@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.reading.numbers import between, counted, machines_of, percent, upper
+from kvinterp.reading.numbers import between, counted, models_on, percent, upper
 from kvinterp.reading.patching import said_of_decomposition
 from kvinterp.reading.vocabulary import RECOVERED
 
@@ -29,13 +29,13 @@ _COLUMNS = ("model", "part", "sweep", "layer", "defined", "median")
 
 def said_of_localisation(summary: Mapping[str, Any]) -> list[str]:
     """What was found of each model; ``summary`` is that of :class:`kvinterp.experiments.localisation.Localisation`."""
-    about, chosen = summary["provenance"], pd.DataFrame(summary["chosen"])
+    provenance, chosen = summary["provenance"], pd.DataFrame(summary["chosen"])
     lines = [
         f"{localisation_title(pd.DataFrame(summary['by_layer'], columns=_COLUMNS))}.",
-        f"{counted(len(about), 'model')} on {machines_of(about.values())}. Recovery is a share of the difference, medians over "
+        f"{models_on(provenance)}. Recovery is a share of the difference, medians over "
         "examples; intervals are of means, 95%, by bootstrap over examples.",
     ]
-    for model in about:
+    for model in provenance:
         mine = chosen[chosen["model"] == model] if len(chosen) else chosen
         if mine.empty:
             lines.append(f"{model}: no example could be compared.")

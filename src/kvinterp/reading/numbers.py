@@ -19,6 +19,7 @@ __all__ = [
     "machine_of",
     "machines_of",
     "mean_interval",
+    "models_on",
     "most",
     "number",
     "over_prompts",
@@ -169,11 +170,20 @@ def most(means: pd.Series, names: tuple[str, ...]) -> tuple[float, str]:
 # Machines --------------------------------------------------------------------------------------------------------------
 
 
-def machine_of(about: Mapping[str, Any]) -> str:
+def machine_of(provenance: Mapping[str, Any]) -> str:
     """The hardware something was measured on, and its threads."""
-    return f"{about['device']}, {counted(about['threads'], 'thread')}"
+    return f"{provenance['device']}, {counted(provenance['threads'], 'thread')}"
 
 
-def machines_of(abouts: Iterable[Mapping[str, Any]]) -> str:
+def machines_of(provenances: Iterable[Mapping[str, Any]]) -> str:
     """The hardware some results were measured on, each once."""
-    return listed(list(dict.fromkeys(map(machine_of, abouts))))
+    return listed(list(dict.fromkeys(map(machine_of, provenances))))
+
+
+def models_on(provenance: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many models there were, and on what.
+
+    Args:
+        provenance: That of each model.
+    """
+    return f"{counted(len(provenance), 'model')} on {machines_of(provenance.values())}"

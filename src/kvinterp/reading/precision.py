@@ -53,12 +53,12 @@ class Fall:
 
 def fall_of(model: str, rungs: Sequence[Comparison]) -> Fall:
     """Orders one model's comparisons from the coarsest dtype to the finest."""
-    return Fall(model, tuple((c.about["dtype"], float(c.steps["max_abs_logit"].max())) for c in _ordered(rungs)))
+    return Fall(model, tuple((c.provenance["dtype"], float(c.steps["max_abs_logit"].max())) for c in _ordered(rungs)))
 
 
 def _ordered(rungs: Sequence[Comparison]) -> list[Comparison]:
     """Those that hold a step, the coarsest dtype first."""
-    return sorted((c for c in rungs if len(c.steps)), key=lambda c: unit_roundoff(c.about["dtype"]), reverse=True)
+    return sorted((c for c in rungs if len(c.steps)), key=lambda c: unit_roundoff(c.provenance["dtype"]), reverse=True)
 
 
 def _largest_by_dtype(falls: Sequence[Fall]) -> dict[str, float]:
@@ -78,7 +78,7 @@ def ladder_said(rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
     sizes = ", ".join(f"{number(size)} in {dtype}" for dtype, size in _largest_by_dtype(falls).items())
     of = "" if len(falls) == 1 else " of any model"
     every = [c for group in rungs.values() for c in group]
-    setting = ", ".join(sorted({str(c.about[key]) for c in every for key in ("kind", "protocol")}))
+    setting = ", ".join(sorted({str(c.provenance[key]) for c in every for key in ("kind", "protocol")}))
     count = prompts_said(len({name for c in every for name in c.examples["id"]}))
     said = [f"On the same {count} ({setting}) the largest logit difference{of} was {sizes}."]
     equal = [fall for fall in falls if not any(size for _, size in fall.sizes)]
@@ -146,9 +146,9 @@ def kl_falls_as_a_square(rungs: Mapping[str, Sequence[Comparison]]) -> bool:
 def precision_said(rungs: Mapping[str, Sequence[Comparison]]) -> tuple[list[str], list[str]]:
     """What was done and what is to be seen in the report's section on higher precision."""
     every = [c for group in rungs.values() for c in group]
-    units = [unit_roundoff(c.about["dtype"]) for c in every]
+    units = [unit_roundoff(c.provenance["dtype"]) for c in every]
     ratios = [float(c.steps["max_abs_logit"].max()) / unit for c, unit in zip(every, units, strict=True)]
-    kinds, protocols = (sorted({c.about[key] for c in every}) for key in ("kind", "protocol"))
+    kinds, protocols = (sorted({c.provenance[key] for c in every}) for key in ("kind", "protocol"))
     done = (
         f"The same weights and the same problems ({', '.join(kinds + protocols)}) in more than one precision. Every dtype "
         "rounds to its own unit roundoff, and a difference that comes from rounding shrinks with it; how many roundoffs it "

@@ -34,12 +34,12 @@ __all__ = [
 
 def model_of(result: Result) -> str:
     """The model's name without ``zoo:``."""
-    return str(result.comparison.about["model"]).removeprefix("zoo:")
+    return str(result.comparison.provenance["model"]).removeprefix("zoo:")
 
 
 def kind_of(result: Result) -> str:
     """The model's kind."""
-    return str(result.comparison.about["kind"])
+    return str(result.comparison.provenance["kind"])
 
 
 def place_of(result: Result) -> tuple[str, str]:
@@ -49,7 +49,7 @@ def place_of(result: Result) -> tuple[str, str]:
 
 def with_protocol(results: Sequence[Result], protocol: str) -> list[Result]:
     """Those made under one protocol."""
-    return [r for r in results if r.comparison.about["protocol"] == protocol]
+    return [r for r in results if r.comparison.provenance["protocol"] == protocol]
 
 
 def grouped(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]]:

@@ -9,20 +9,20 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
-from kvinterp.reading.numbers import between, counted, interval_said, listed, machines_of, number, prompts_said, upper
+from kvinterp.reading.numbers import between, interval_said, listed, models_on, number, prompts_said, upper
 
 __all__ = ["ladder_title_of", "said_of_root_cause"]
 
 
-def said_of_root_cause(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any]) -> list[str]:
+def said_of_root_cause(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
     """What the root-cause experiments found.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.root_cause.RootCause`, or some of them.
-        about: The provenance of each model, as it comes with them.
+        provenance: The provenance of each model, as it comes with them.
     """
     lines = [
-        f"{counted(len(about), 'model')} on {machines_of(about.values())}. Intervals are 95%, by bootstrap; other machines "
+        f"{models_on(provenance)}. Intervals are 95%, by bootstrap; other machines "
         "choose other orders of addition, and every number from here on is this one's.",
     ]
     said: dict[str, Callable[..., list[str]]] = {

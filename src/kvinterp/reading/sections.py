@@ -31,7 +31,7 @@ def table_said(results: Sequence[Result]) -> Said:
     counts = {len(r.prompts) for r in results}
     steps = sum(len(r.comparison.steps) for r in results)
     pairs, strategies = (
-        list(dict.fromkeys(get(r.comparison.about) for r in results))
+        list(dict.fromkeys(get(r.comparison.provenance) for r in results))
         for get in (lambda a: f"path a, {a['paths']['a']}, with path b, {a['paths']['b']}", lambda a: str(a["strategy"]))
     )
     of = pairs[0] if len(pairs) == 1 else f"path a with path b ({len(pairs)} pairs of paths, named in the last table)"
@@ -45,7 +45,7 @@ def table_said(results: Sequence[Result]) -> Said:
     varying = [
         said
         for said, names in _ACROSS.items()
-        if len({tuple(str(r.comparison.about[name]) for name in names) for r in results}) > 1
+        if len({tuple(str(r.comparison.provenance[name]) for name in names) for r in results}) > 1
     ]
     seen = [f"Each line is one comparison. Read {', '.join(varying)}."] if varying else []
     seen += _protocols_alike(results)
@@ -68,7 +68,9 @@ def _protocols_alike(results: Sequence[Result]) -> list[str]:
         for free in with_protocol(results, "free")
         for matched in with_protocol(results, "matched")
         if place_of(free) == place_of(matched)
-        and all(free.comparison.about[key] == matched.comparison.about[key] for key in ("dtype", "paths", "strategy"))
+        and all(
+            free.comparison.provenance[key] == matched.comparison.provenance[key] for key in ("dtype", "paths", "strategy")
+        )
     ]
     columns = ["example", "step", "kl", "max_abs_logit"]
     if pairs and all(a[columns].reset_index(drop=True).equals(b[columns].reset_index(drop=True)) for a, b in pairs):
@@ -81,7 +83,7 @@ def _protocols_alike(results: Sequence[Result]) -> list[str]:
 
 def kl_said(main: Sequence[Result]) -> Said:
     """Of how far apart the next-token distributions are, step by step."""
-    protocols = dict.fromkeys(r.comparison.about["protocol"] for r in main)
+    protocols = dict.fromkeys(r.comparison.provenance["protocol"] for r in main)
     done = [
         "At every step both paths give logits for the next token; the KL divergence says how far apart the two "
         "distributions are. " + " ".join(f"In the {name} protocol, {PROTOCOLS[name]}." for name in protocols)

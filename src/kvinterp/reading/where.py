@@ -27,16 +27,16 @@ def where(comparison: Comparison) -> list[str]:
     Args:
         comparison: The comparison.
     """
-    steps, about = comparison.steps, comparison.about
-    setting = ", ".join(about[name] for name in ("kind", "dtype", "protocol"))
-    head = f"{about['paths']['a']} against {about['paths']['b']} on {about['model']} ({setting})"
+    steps, provenance = comparison.steps, comparison.provenance
+    setting = ", ".join(provenance[name] for name in ("kind", "dtype", "protocol"))
+    head = f"{provenance['paths']['a']} against {provenance['paths']['b']} on {provenance['model']} ({setting})"
     left = len(comparison.failures)
     out = [f"{prompts_said(left)} {'is' if left == 1 else 'are'} left out; see failures."] if left else []
     if steps.empty:
         return [f"{head}: no prompt could be compared.", *out]
     same = comparison.same_text(steps)
     count = steps["example"].nunique()
-    differing, machine = same[same["max_abs_logit"] > 0], machine_of(about)
+    differing, machine = same[same["max_abs_logit"] > 0], machine_of(provenance)
     if differing.empty and len(same) == len(steps) and not same["flipped"].any():
         equal = f"bitwise equal at all {len(steps)} steps of {prompts_said(count)}, on {machine}."
         return [f"{head}: {equal}", *(let_go(comparison) or [TO_SEE_A_DIFFERENCE]), *out]
@@ -67,7 +67,7 @@ def let_go(comparison: Comparison) -> list[str]:
     last = rows[rows["step"] == rows.groupby("example")["step"].transform("max")]
     last = last[last["tensor"] == last["tensor"].min()]
     context = last["example"].map(comparison.examples.set_index("example")["prompt_tokens"]) + last["step"]
-    for side in comparison.about.get("lets_go", ()) if len(last) else ():
+    for side in comparison.provenance.get("lets_go", ()) if len(last) else ():
         gone, of = int(last[f"let_go_{side}"].sum()), int(context.sum())
         over = f"counted over the layers and KV heads of {prompts_said(last['example'].nunique())}"
         said = (
@@ -76,7 +76,7 @@ def let_go(comparison: Comparison) -> list[str]:
             if gone
             else f"let go of no row by the last step: it had room for all {of}, {over}."
         )
-        lines.append(f"{comparison.about['paths'][side]} {said}")
+        lines.append(f"{comparison.provenance['paths'][side]} {said}")
     return lines
 
 

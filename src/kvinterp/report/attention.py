@@ -196,12 +196,12 @@ def _origin(comparison: Comparison, model: Any, prompt: Any, example: int) -> tu
 def _again(
     comparison: Comparison, adapter: Adapter, prompt: Any, example: int, step: int, layers: Sequence[int] | None
 ) -> tuple[Trace, Trace]:
-    about, steps = comparison.about, comparison.steps[comparison.steps["example"] == example]
-    if about["protocol"] != "matched":
+    provenance, steps = comparison.provenance, comparison.steps[comparison.steps["example"] == example]
+    if provenance["protocol"] != "matched":
         raise InputError("after a flip the free protocol compares two texts: compare with protocol='matched'.")
-    if about["weights"] != adapter.fingerprint() or about["kind"] != adapter.kind:
+    if provenance["weights"] != adapter.fingerprint() or provenance["kind"] != adapter.kind:
         raise InputError(
-            f"the comparison was made on {about['model']} ({about['kind']}) with other weights than this "
+            f"the comparison was made on {provenance['model']} ({provenance['kind']}) with other weights than this "
             f"{adapter.facts.name} ({adapter.kind}): give the model it was made on."
         )
     if steps.empty or step > steps["step"].max():
@@ -215,7 +215,7 @@ def _again(
             "prompt it was made on."
         )
     fed = steps.sort_values("step")["token_a"].tolist()[:step]
-    paths = (path_named(about["paths"]["a"]), path_named(about["paths"]["b"]))
+    paths = (path_named(provenance["paths"]["a"]), path_named(provenance["paths"]["b"]))
     return _both(adapter, prompt, paths, step, layers, fed)
 
 

@@ -27,26 +27,29 @@ __all__ = [
 Draw = Callable[[Mapping[str, pd.DataFrame]], Figure]
 
 
-def save_behaviour_figures(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any], folder: Path) -> list[Path]:
+def save_behaviour_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path) -> list[Path]:
     """Writes ``behaviour_*.png``, those that have something to show.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.behaviour.Behaviour`.
-        about: The provenance of each model.
+        provenance: The provenance of each model.
         folder: Where to; it is made.
     """
     drawers: dict[str, Draw] = {"kl_by_step": kl_by_step_figure, "survival": survival_figure, "accuracy": accuracy_figure}
-    return save_of_models("behaviour", drawers, tables, about, folder)
+    return save_of_models("behaviour", drawers, tables, provenance, folder)
 
 
 def save_of_models(
-    name: str, drawers: Mapping[str, Draw], tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any], folder: Path
+    name: str, drawers: Mapping[str, Draw], tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path
 ) -> list[Path]:
     """Writes a figure for each table that has rows, signed with the models and how they were decoded."""
-    first = next(iter(about.values()))
+    first = next(iter(provenance.values()))
     more = [f"kernels {first['kernels']}", f"{first['max_new_tokens']} tokens at most", f"until {first['stop']}"]
     return [
-        save(of_models(draw(tables), list(about.values()), more), folder / f"{name}_{table.removeprefix(f'{name}_')}.png")
+        save(
+            of_models(draw(tables), list(provenance.values()), more),
+            folder / f"{name}_{table.removeprefix(f'{name}_')}.png",
+        )
         for table, draw in drawers.items()
         if len(tables[table])
     ]
@@ -67,14 +70,14 @@ def flipped_decodes(tables: Mapping[str, pd.DataFrame], paths: tuple[str, str]) 
         mine = [table[(table[of] == list(place)).all(axis=1)] for table in (free, tables["flip_tokens"])]
         empty = {name: pd.DataFrame(columns=COLUMNS.get(name, ())) for name in PARTS}
         given = {"steps": steps, "examples": mine[0][mine[0]["diverged"]], "tokens": mine[1]}
-        about = {
+        provenance = {
             "paths": dict(zip("ab", paths, strict=True)),
             "protocol": "free",
             "strategy": label["strategy"],
             "derived": [],
         }
         name = f"{label['model'].removeprefix('zoo:')}, {label['strategy']}, seed {label['seed']}"
-        found[name] = Comparison(**{**empty, **given}, about=about)
+        found[name] = Comparison(**{**empty, **given}, provenance=provenance)
     return found
 
 

@@ -19,18 +19,18 @@ __all__ = ["flips_figure", "prediction_figure", "save_boundary_figures"]
 _TITLES = {"mean_kl": "Free, all steps", "mean_kl_before_flip": "Up to the flip", "matched_mean_kl": "Matched, all steps"}
 
 
-def save_boundary_figures(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any], folder: Path) -> list[Path]:
+def save_boundary_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path) -> list[Path]:
     """Writes ``boundary_*.png``, those that have something to show.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.boundary.Boundary`.
-        about: The provenance of each model.
+        provenance: The provenance of each model.
         folder: Where to; it is made.
     """
     # A condition without a flip has neither a curve nor a place on it.
     known = dict(tables) | {"roc": tables["roc"].dropna(subset=["true_positive_rate"])}
     drawers = {"boundary_flips": flips_figure, "roc": prediction_figure}
-    return save_of_models("boundary", drawers, known, about, folder)
+    return save_of_models("boundary", drawers, known, provenance, folder)
 
 
 def flips_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:

@@ -56,7 +56,7 @@ def _curves(found: Mapping[str, Any]) -> Figure:
         panels[-1].set_xlabel("hop (0 is the text itself)")
         whole_numbers(panels[-1].xaxis, 10)
         legend_outside(part, panels[0], 2, fontsize=7.5)
-        of_models(figure, list(found["about"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
+        of_models(figure, list(found["provenance"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure
 
 
@@ -80,7 +80,7 @@ def _deltas(found: Mapping[str, Any]) -> Figure:
             "final similarity minus that without a policy\n(mean and 95% interval over chains;\nhollow: other seeds, the null)"
         )
         axes.set_title("Final differences, sorted")
-        of_models(figure, list(found["about"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
+        of_models(figure, list(found["provenance"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure
 
 
@@ -104,5 +104,5 @@ def _map(found: Mapping[str, Any]) -> Figure:
         axes.set_xticks(range(table.shape[1]), table.columns, rotation=30, ha="right", fontsize=7)
         place_title(axes, "Final similarity minus that without a policy", 3.0)
         figure.colorbar(image, ax=axes, label="difference")
-        of_models(figure, list(found["about"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
+        of_models(figure, list(found["provenance"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure

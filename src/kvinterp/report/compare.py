@@ -92,9 +92,9 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
     if not useful:
         raise InputError("there is nothing to report: no prompt could be compared; see the failures in summary.json.")
     folder = Path(out)
-    about = useful[0].comparison.about
-    main = [r for r in useful if r.comparison.about["dtype"] == about["dtype"]]
-    rungs = ladder_of(useful, about["dtype"])
+    provenance = useful[0].comparison.provenance
+    main = [r for r in useful if r.comparison.provenance["dtype"] == provenance["dtype"]]
+    rungs = ladder_of(useful, provenance["dtype"])
     gallery = Gallery(folder / "figures")
     sections = [
         table_section(results),
@@ -114,12 +114,12 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
         Text("How to read this", look="h2"),
         Pairs(glossary(map(kind_of, results))),
         *made_with_parts(
-            {r.folder.name: r.comparison.about for r in (*results, *([flips] if flips else []))}, "comparison"
+            {r.folder.name: r.comparison.provenance for r in (*results, *([flips] if flips else []))}, "comparison"
         ),
         *_files([*results, *([flips] if flips else [])], folder),
     ]
-    title = f"kvinterp: {about['paths']['a']} against {about['paths']['b']}"
-    kicker = f"kvinterp {about['kvinterp']} · {', '.join(dict.fromkeys(map(model_of, main)))} · {about['dtype']}"
+    title = f"kvinterp: {provenance['paths']['a']} against {provenance['paths']['b']}"
+    kicker = f"kvinterp {provenance['kvinterp']} · {', '.join(dict.fromkeys(map(model_of, main)))} · {provenance['dtype']}"
     path = folder / "report.html"
     write_whole(path, render("report", title, parts, question_of(useful), kicker, scripts=SCRIPTS, sheets=SHEETS))
     return path
@@ -134,8 +134,8 @@ def overview_of(results: Sequence[Result]) -> Figure:
     Raises:
         InputError: No model and kind recorded residual streams, patterns, K and V.
     """
-    dtype = results[0].comparison.about["dtype"]
-    main = [r for r in results if r.comparison.about["dtype"] == dtype and not r.comparison.steps.empty]
+    dtype = results[0].comparison.provenance["dtype"]
+    main = [r for r in results if r.comparison.provenance["dtype"] == dtype and not r.comparison.steps.empty]
     lead = leading(main)
     whole = (
         r for r in lead if not (r.comparison.layers.empty or r.comparison.heads.empty or r.comparison.kv_positions.empty)
@@ -144,7 +144,7 @@ def overview_of(results: Sequence[Result]) -> Figure:
     if chosen is None:
         raise InputError("no model and kind recorded resid_post, pattern and kv: the four figures need all of them.")
     label = " ".join(place_of(chosen))
-    kl = {f"{label}, {r.comparison.about['protocol']}": r.comparison for r in grouped(main)[place_of(chosen)]}
+    kl = {f"{label}, {r.comparison.provenance['protocol']}": r.comparison for r in grouped(main)[place_of(chosen)]}
     drift = {" ".join(place_of(r)): r.comparison for r in lead if not r.comparison.layers.empty}
     return overview(kl, drift, {label: chosen.comparison}, {label: chosen.comparison})
 
@@ -182,8 +182,13 @@ def table_section(results: Sequence[Result]) -> Section:
 
 
 def _row(result: Result) -> list[str]:
-    about, steps, examples = result.comparison.about, result.comparison.steps, result.comparison.examples
-    cells = [model_of(result), f"{about['kind']} ({about['attention']})", about["dtype"], about["protocol"]]
+    provenance, steps, examples = result.comparison.provenance, result.comparison.steps, result.comparison.examples
+    cells = [
+        model_of(result),
+        f"{provenance['kind']} ({provenance['attention']})",
+        provenance["dtype"],
+        provenance["protocol"],
+    ]
     if steps.empty:
         return [*cells, "0", "0", *["–"] * (len(_NUMBERS) - 3), ""]
     before = steps[~steps["after_flip"].astype(bool)]
@@ -230,7 +235,7 @@ def file_name(model: str, kind: str, figure: str, main: Sequence[Result]) -> str
 def kl_section(main: Sequence[Result], gallery: Gallery) -> Section:
     """How far apart the next-token distributions are, step by step."""
     lines = {
-        place: {r.comparison.about["protocol"]: r.comparison for r in group if not r.comparison.steps.empty}
+        place: {r.comparison.provenance["protocol"]: r.comparison for r in group if not r.comparison.steps.empty}
         for place, group in grouped(main).items()
     }
     lines = {place: drawn for place, drawn in lines.items() if drawn}
@@ -271,9 +276,9 @@ def precision_section(rungs: Mapping[str, Sequence[Comparison]], gallery: Galler
     rows = []
     for model, group in rungs.items():
         for c in group:
-            unit, largest = unit_roundoff(c.about["dtype"]), float(c.steps["max_abs_logit"].max())
+            unit, largest = unit_roundoff(c.provenance["dtype"]), float(c.steps["max_abs_logit"].max())
             numbers = (largest, unit, largest / unit, c.steps["kl"].mean())
-            rows.append([model, c.about["dtype"], str(len(c.steps)), *map(number, numbers)])
+            rows.append([model, c.provenance["dtype"], str(len(c.steps)), *map(number, numbers)])
     return Section("The same in higher precision", *precision_said(rungs), [picture], head, rows)
 
 
@@ -289,9 +294,9 @@ def ladder_of(results: Sequence[Result], dtype: str) -> dict[str, list[Compariso
     """
     found: dict[tuple[str, ...], list[Comparison]] = {}
     for rung in results:
-        if rung.comparison.about["dtype"] == dtype or rung.comparison.steps.empty:
+        if rung.comparison.provenance["dtype"] == dtype or rung.comparison.steps.empty:
             continue
-        base = next((r for r in results if r.comparison.about["dtype"] == dtype and _like(r, rung)), None)
+        base = next((r for r in results if r.comparison.provenance["dtype"] == dtype and _like(r, rung)), None)
         if base is None or base.comparison.steps.empty:
             continue
         key = _setting(rung)
@@ -305,8 +310,14 @@ def ladder_of(results: Sequence[Result], dtype: str) -> dict[str, list[Compariso
 
 
 def _setting(result: Result) -> tuple[str, ...]:
-    about = result.comparison.about
-    return (model_of(result), place_of(result)[1], about["protocol"], about["paths"]["a"], about["paths"]["b"])
+    provenance = result.comparison.provenance
+    return (
+        model_of(result),
+        place_of(result)[1],
+        provenance["protocol"],
+        provenance["paths"]["a"],
+        provenance["paths"]["b"],
+    )
 
 
 def _like(one: Result, other: Result) -> bool:
@@ -315,7 +326,7 @@ def _like(one: Result, other: Result) -> bool:
 
 def _only(comparison: Comparison, examples: pd.Series) -> Comparison:
     tables = {n: (t := getattr(comparison, n))[t["example"].isin(examples)] for n in PARTS}
-    return Comparison(**tables, about=comparison.about)
+    return Comparison(**tables, provenance=comparison.provenance)
 
 
 def flip_section(result: Result) -> Section:
@@ -359,7 +370,7 @@ def _decoded(main: Sequence[Result], prompt_id: str) -> str:
         for row in examples[examples["id"] == prompt_id].to_dict("records"):
             for side in ("a", "b"):
                 sides[model_of(result)] = sides.get(model_of(result), 0) + 1
-                where = f"{kind_of(result)} {result.comparison.about['protocol']} {side}"
+                where = f"{kind_of(result)} {result.comparison.provenance['protocol']} {side}"
                 by_text.setdefault(str(row[f"text_{side}"]), {}).setdefault(model_of(result), []).append(where)
     if not by_text:
         return "(left out: see the failures)"

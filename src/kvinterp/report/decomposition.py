@@ -47,7 +47,9 @@ def decomposition_figure(decomposition: Decomposition) -> Figure:
         _draw_steps(parts[0, 0], steps)
         if len(later):
             _draw_layers(parts[1, 0], later)
-        made_with(figure, decomposition.about, (f"null control: {decomposition.about.get('suffix', '?')} more tokens",))
+        made_with(
+            figure, decomposition.provenance, (f"null control: {decomposition.provenance.get('suffix', '?')} more tokens",)
+        )
     return figure
 
 

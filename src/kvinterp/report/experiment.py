@@ -29,7 +29,7 @@ def write_experiment(
     tables: Mapping[str, pd.DataFrame],
     figures: Sequence[Path],
     chosen: Mapping[str, Any],
-    about: Mapping[str, Any],
+    provenance: Mapping[str, Any],
     lead: Sequence[Any] = (),
 ) -> Path:
     """Writes ``report.html``.
@@ -41,7 +41,7 @@ def write_experiment(
         tables: The tables by name.
         figures: Their PNGs; drawn as SVG where they were saved within :func:`kvinterp.report.style.keeping`.
         chosen: The choices.
-        about: The provenance: of one model, or of each by its name.
+        provenance: The provenance: of one model, or of each by its name.
         lead: Parts that stand right behind what was found.
 
     Returns:
@@ -49,7 +49,9 @@ def write_experiment(
     """
     heading, _, more = question.partition("\n")
     lines = [line for line in sentences if line]
-    several = about if about and all(isinstance(each, Mapping) for each in about.values()) else {"": about}
+    several = (
+        provenance if provenance and all(isinstance(one, Mapping) for one in provenance.values()) else {"": provenance}
+    )
     models = dict.fromkeys(str(each.get("model", name)) for name, each in several.items())
     parts: list[Any] = [*([Answer(lines)] if lines else []), *lead]
     parts += [picture(path, path.stem.replace("_", " ")) for path in figures if path.suffix == ".png"]
@@ -75,7 +77,7 @@ def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list
         several: The provenance of each by its name.
         what: What they are, in the singular.
     """
-    rows = {name: _flattened(about) for name, about in several.items()}
+    rows = {name: _flattened(one) for name, one in several.items()}
     if not any(rows.values()):
         return []
     keys = list(dict.fromkeys(key for row in rows.values() for key in row))
@@ -93,10 +95,10 @@ def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list
     return parts
 
 
-def _flattened(about: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _flattened(provenance: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested values by dotted keys, as text."""
     rows: dict[str, str] = {}
-    for key, value in about.items():
+    for key, value in provenance.items():
         nested = isinstance(value, Mapping)
         rows |= _flattened(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(value)}
     return rows

@@ -99,8 +99,8 @@ def overview(kl: Labelled, drift: Labelled, attention: Labelled, kv: Labelled) -
         grid: Any = figure.subfigures(2, 2, wspace=0.03, hspace=0.04)
         for target, (_, draw, _), lines in zip(grid.flat, _DRAWN.values(), given, strict=True):
             draw(target, lines)
-        abouts = [c.about for lines in given for c in lines.values()]
-        signed(figure, small_print(abouts, 230), abouts)
+        provenances = [c.provenance for lines in given for c in lines.values()]
+        signed(figure, small_print(provenances, 230), provenances)
     return figure
 
 
@@ -114,8 +114,8 @@ def figure_of(draw: Any, comparisons: Labelled, size: tuple[float, float]) -> Fi
     """
     with sheet(*size) as figure:
         draw(figure, comparisons)
-        abouts = [c.about for c in comparisons.values()]
-        signed(figure, small_print(abouts, round(size[0] * 22)), abouts)
+        provenances = [c.provenance for c in comparisons.values()]
+        signed(figure, small_print(provenances, round(size[0] * 22)), provenances)
     return figure
 
 
@@ -234,7 +234,7 @@ def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
     prompt = int(comparison.examples.set_index("example")["prompt_tokens"].loc[example])
     frame = every[every["example"] == example]
     means = mean_error(frame, ("tensor", "layer", "position"))
-    of = "where both paths hold them" if comparison.about.get("lets_go") else ""
+    of = "where both paths hold them" if comparison.provenance.get("lets_go") else ""
     tensors = [name for name in ("K", "K before RoPE", "V") if (frame["tensor"] == name).any()]
     panels = np.atleast_1d(target.subplots(len(tensors), 1, sharex=True))
     norm = log_norm(means.to_numpy())
@@ -282,17 +282,17 @@ def precision_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Figure:
         rungs: For each model its comparisons, one a dtype, on the same prompts.
     """
     every = [c for group in rungs.values() for c in group]
-    units = {c.about["dtype"]: unit_roundoff(c.about["dtype"]) for c in every}
+    units = {c.provenance["dtype"]: unit_roundoff(c.provenance["dtype"]) for c in every}
     lines = {
-        model: {c.about["dtype"]: float(c.steps["max_abs_logit"].max()) for c in group if not c.steps.empty}
+        model: {c.provenance["dtype"]: float(c.steps["max_abs_logit"].max()) for c in group if not c.steps.empty}
         for model, group in rungs.items()
     }
     with sheet(5.6, 3.7) as figure:
         axes = draw_ladder(figure, units, lines)
         axes.set(xlabel="dtype of weights and arithmetic", ylabel="largest logit difference")
         place_title(axes, ladder_title(rungs))
-        abouts = [c.about for c in every]
-        signed(figure, small_print(abouts, 123), abouts)
+        provenances = [c.provenance for c in every]
+        signed(figure, small_print(provenances, 123), provenances)
     return figure
 
 

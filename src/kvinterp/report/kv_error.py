@@ -35,8 +35,10 @@ def save_equivalent_noise(result: tuple[pd.DataFrame, pd.DataFrame, Mapping[str,
         result: That of :class:`kvinterp.experiments.equivalent_noise.EquivalentNoise`.
         folder: Where to.
     """
-    table, wholes, about = result
-    return [save(of_models(equivalent_noise_figure(table, wholes), [about["provenance"]]), folder / "equivalent_noise.png")]
+    table, wholes, provenance = result
+    return [
+        save(of_models(equivalent_noise_figure(table, wholes), [provenance["provenance"]]), folder / "equivalent_noise.png")
+    ]
 
 
 def save_kv_error(result: tuple[Mapping[str, pd.DataFrame], Mapping[str, Any]], folder: Path) -> list[Path]:

@@ -23,13 +23,13 @@ _LABELS = {"l2": "L2 of resid_post", "relative_l2": "relative L2", "cosine": "co
 
 
 def save_layer_drift_figures(
-    tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any], folder: str | Path
+    tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: str | Path
 ) -> list[Path]:
     """Writes the figures of :class:`kvinterp.experiments.layer_drift.LayerDrift`.
 
     Args:
         tables: Its tables by name.
-        about: Provenance of each model.
+        provenance: Provenance of each model.
         folder: Where to; it is made.
     """
     means = tables["drift_by_layer"]
@@ -42,7 +42,7 @@ def save_layer_drift_figures(
     }
     if len(tables["head_kl"]):
         drawn["layer_drift_heads"] = heads_figure(tables["head_kl"], tables["head_correlation"])
-    signed = {name: of_models(figure, list(about.values())) for name, figure in drawn.items()}
+    signed = {name: of_models(figure, list(provenance.values())) for name, figure in drawn.items()}
     return [save(figure, Path(folder) / f"{name}.png") for name, figure in signed.items()]
 
 

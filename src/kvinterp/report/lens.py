@@ -43,7 +43,7 @@ def lens_figure(lens: LogitLens) -> Figure:
         median = later.groupby("layer")["kl"].median()
         axes.plot(median.index, height(median), **line_of(0), label="median over steps")
         whole_numbers(axes.xaxis, 12)
-        paths = lens.about["paths"]
+        paths = lens.provenance["paths"]
         axes.set(
             xlabel="layer (-1: what enters the first; the last: the paths' own logits)",
             ylabel=f"KL({paths['a']} || {paths['b']}), nats".replace("[", "\n["),
@@ -52,7 +52,7 @@ def lens_figure(lens: LogitLens) -> Figure:
         place_title(
             axes, f"KL of the residual streams read as logits, {counted(len(steps), 'decode step')} and their median"
         )
-        _signed(figure, lens.about)
+        _signed(figure, lens.provenance)
     return figure
 
 
@@ -74,7 +74,7 @@ def attribution_figure(attribution: LogitAttribution) -> Figure:
                 left, f"What each head wrote of the logits' difference, mean over {counted(steps, 'decode step')}", 1.6
             )
         _parts(right, means)
-        _signed(figure, attribution.about)
+        _signed(figure, attribution.provenance)
     return figure
 
 
@@ -94,6 +94,6 @@ def _parts(axes: Axes, means: pd.DataFrame) -> None:
     place_title(axes, "What attention and MLP of each layer wrote, and what no layer did")
 
 
-def _signed(figure: Figure, about: Mapping[str, Any]) -> None:
-    paths = about["paths"]
-    of_models(figure, [about["provenance"]], [f"{paths['a']} against {paths['b']}, matched"])
+def _signed(figure: Figure, provenance: Mapping[str, Any]) -> None:
+    paths = provenance["paths"]
+    of_models(figure, [provenance], [f"{paths['a']} against {paths['b']}, matched"])

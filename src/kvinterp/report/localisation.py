@@ -64,7 +64,7 @@ def recovery_map(sweeps: Mapping[tuple[str, str], Sweep]) -> Figure:
     table = pd.concat(
         [swept.aggregate().assign(model=model, part=part) for (model, part), swept in sweeps.items()], ignore_index=True
     )
-    distances = {part: str(swept.about["distance"]).upper() for (_, part), swept in sweeps.items()}
+    distances = {part: str(swept.provenance["distance"]).upper() for (_, part), swept in sweeps.items()}
     models = list(dict.fromkeys(table["model"]))
     rows = list(dict.fromkeys(zip(table["part"], table["sweep"], strict=True)))
     with sheet(max(7.2, 3.0 + 2.4 * len(models)), 1.6 + 0.3 * len(rows)) as figure:
@@ -92,8 +92,8 @@ def recovery_map(sweeps: Mapping[tuple[str, str], Sweep]) -> Figure:
         title = "\n".join(textwrap.wrap(localisation_title(table), int(figure.get_figwidth() * 11)))
         figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
         # One signature a model.
-        abouts = list({model: swept.about["provenance"] for (model, _), swept in sweeps.items()}.values())
-        return of_models(figure, abouts, ("in brackets: the distance", "n/a: no difference to recover"))
+        provenances = list({model: swept.provenance for (model, _), swept in sweeps.items()}.values())
+        return of_models(figure, provenances, ("in brackets: the distance", "n/a: no difference to recover"))
 
 
 def _write(axis: Any, x: int, y: int, value: float, written: bool) -> None:

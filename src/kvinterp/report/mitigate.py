@@ -16,18 +16,18 @@ from kvinterp.report.style import line_of, of_models, save, sheet
 __all__ = ["interaction_figure", "mitigation_figure", "save_mitigate_figures"]
 
 
-def save_mitigate_figures(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any], folder: Path) -> list[Path]:
+def save_mitigate_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path) -> list[Path]:
     """Writes ``mitigations.png``, and ``mitigations_interaction.png`` where policies were crossed with the path.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.mitigate.Mitigate`.
-        about: The provenance.
+        provenance: The provenance.
         folder: Where to; it is made.
     """
     drawn = {"mitigations": mitigation_figure(tables["mitigations"])}
     if len(tables["interactions"]):
         drawn["mitigations_interaction"] = interaction_figure(tables["interactions"])
-    return [save(of_models(figure, [about]), folder / f"{name}.png") for name, figure in drawn.items()]
+    return [save(of_models(figure, [provenance]), folder / f"{name}.png") for name, figure in drawn.items()]
 
 
 def mitigation_figure(table: pd.DataFrame) -> Figure:

@@ -62,11 +62,11 @@ def recovery_figure(sweep: Sweep) -> Figure:
     with sheet(6.4, 0.7 + sum(heights)) as figure:
         parts = _stacked(figure, heights)
         for part, kind in zip(parts, kinds, strict=False):
-            (_draw_heads if kind in _HEADS else _draw_marks)(part, frame[frame["sweep"] == kind], kind, sweep.about)
+            (_draw_heads if kind in _HEADS else _draw_marks)(part, frame[frame["sweep"] == kind], kind, sweep.provenance)
         if len(controls):
             _draw_controls(parts[-1], controls)
         marked = ("▼ n: n examples below the range, their median",) if len(controls) or set(kinds) - {*_HEADS} else ()
-        made_with(figure, sweep.about, (*_what(sweep.about), *marked))
+        made_with(figure, sweep.provenance, (*_what(sweep.provenance), *marked))
     return figure
 
 
@@ -84,11 +84,11 @@ def step_figure(sweep: Sweep) -> Figure:
         raise InputError("the sweep has no layer by step to draw: sweep single or cumulative, with more than one step.")
     with sheet(6.4, 0.7 + 2.4 * len(kinds)) as figure:
         for part, kind in zip(_stacked(figure, [1.0] * len(kinds)), kinds, strict=True):
-            _draw_by_step(part, sweep.steps[sweep.steps["sweep"] == kind], kind, sweep.about)
+            _draw_by_step(part, sweep.steps[sweep.steps["sweep"] == kind], kind, sweep.provenance)
         counted = sweep.steps.groupby("step")["example"].nunique()
         few = f", {counted.iloc[-1]} at the last step" if counted.iloc[-1] < counted.max() else ""
         signs = ("−: below 0, ▼: below −100 %, ▲: above 100 %", "×, n/a: no difference to recover in any example")
-        made_with(figure, sweep.about, (*_what(sweep.about), f"examples: {counted.max()}{few}", *signs))
+        made_with(figure, sweep.provenance, (*_what(sweep.provenance), f"examples: {counted.max()}{few}", *signs))
     return figure
 
 
@@ -119,24 +119,24 @@ def _stacked(figure: Figure, heights: Sequence[float]) -> list[FigureBase]:
 # Recovery --------------------------------------------------------------------------------------------------------------
 
 
-def _draw_heads(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mapping[str, Any]) -> None:
+def _draw_heads(target: FigureBase, frame: pd.DataFrame, kind: str, provenance: Mapping[str, Any]) -> None:
     axes = target.subplots()
     table = frame[frame["defined"]].groupby(["layer", "head"])["recovery"].median().unstack()
     layers, heads = (range(int(frame[name].min()), int(frame[name].max()) + 1) for name in ("layer", "head"))
     values = table.reindex(index=layers, columns=heads).to_numpy(dtype=float)
-    query = about["site"] in ("q", "z", "pattern")
-    beyond = _draw_map(target, axes, values, (layers, heads), about)
+    query = provenance["site"] in ("q", "z", "pattern")
+    beyond = _draw_map(target, axes, values, (layers, heads), provenance)
     axes.set(xlabel="query head" if query else "KV head", ylabel="layer")
-    place_title(axes, recovery_title(frame, kind, about["distance"]) + beyond)
+    place_title(axes, recovery_title(frame, kind, provenance["distance"]) + beyond)
 
 
-def _draw_by_step(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mapping[str, Any]) -> None:
+def _draw_by_step(target: FigureBase, frame: pd.DataFrame, kind: str, provenance: Mapping[str, Any]) -> None:
     axes = target.subplots()
     table = frame.groupby(["layer", "step"])["recovery"].median().unstack()
     layers, steps = list(table.index), list(table.columns)
-    _draw_map(target, axes, table.to_numpy(dtype=float), (layers, steps), about)
+    _draw_map(target, axes, table.to_numpy(dtype=float), (layers, steps), provenance)
     axes.set(xlabel="decode step", ylabel=_LAYER_LABELS[kind])
-    place_title(axes, step_title(table, kind, about["distance"]))
+    place_title(axes, step_title(table, kind, provenance["distance"]))
 
 
 def _draw_map(
@@ -144,7 +144,7 @@ def _draw_map(
     axes: Axes,
     values: np.ndarray,
     numbers: tuple[Sequence[int], Sequence[int]],
-    about: Mapping[str, Any],
+    provenance: Mapping[str, Any],
 ) -> str:
     """A heatmap of recovery with its colour bar; returns what the title has to add."""
     image = mapped(axes, values, Normalize(-1, 1), DIVERGING)
@@ -158,7 +158,7 @@ def _draw_map(
     extend = "both" if low and high else "min" if low else "max" if high else "neither"
     shares = FuncFormatter(lambda y, _: percent(y))
     bar = target.colorbar(image, ax=axes, pad=0.02, aspect=24, extend=extend, format=shares)
-    bar.set_label(f"median recovery of\nthe {RECOVERED[about['distance']]}")
+    bar.set_label(f"median recovery of\nthe {RECOVERED[provenance['distance']]}")
     bar.ax.grid(visible=False)
     return "; ▼ below −100 %" if low else ""
 
@@ -172,7 +172,7 @@ def _write_cell(axes: Axes, row: int, column: int, value: float, written: bool) 
     axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink_on(DIVERGING((value + 1) / 2)))
 
 
-def _draw_marks(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mapping[str, Any]) -> None:
+def _draw_marks(target: FigureBase, frame: pd.DataFrame, kind: str, provenance: Mapping[str, Any]) -> None:
     axes = target.subplots()
     place = "positions" if kind == "blocks" else "layer"
     groups = {str(name): group for name, group in frame.groupby(place, sort=False)}
@@ -181,9 +181,9 @@ def _draw_marks(target: FigureBase, frame: pd.DataFrame, kind: str, about: Mappi
     whole_numbers(axes.xaxis, 12)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _numbered(at, names)))
     label = "cache positions patched, in all layers" if kind == "blocks" else _LAYER_LABELS[kind].replace("\n", " ")
-    axes.set(xlabel=label, ylabel=f"recovery of the {RECOVERED[about['distance']]}")
+    axes.set(xlabel=label, ylabel=f"recovery of the {RECOVERED[provenance['distance']]}")
     _range(axes)
-    place_title(axes, recovery_title(frame, kind, about["distance"]))
+    place_title(axes, recovery_title(frame, kind, provenance["distance"]))
 
 
 def _draw_controls(target: FigureBase, controls: pd.DataFrame) -> None:
@@ -264,5 +264,5 @@ def _stepped(sweep: Sweep) -> list[str]:
     return [kind for kind, steps in counted.items() if kind in _LAYERS and steps > 1]
 
 
-def _what(about: Mapping[str, Any]) -> tuple[str, str]:
-    return f"{about['site']} at {about['positions']} positions", f"steps: {about['steps']}"
+def _what(provenance: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{provenance['site']} at {provenance['positions']} positions", f"steps: {provenance['steps']}"

@@ -28,12 +28,14 @@ __all__ = [
 ]
 
 
-def save_root_cause_figures(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any], folder: str | Path) -> list[Path]:
+def save_root_cause_figures(
+    tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: str | Path
+) -> list[Path]:
     """Writes the figure of every table that has one.
 
     Args:
         tables: Tables by name, as :func:`kvinterp.experiments.root_cause.root_cause` gives them.
-        about: Provenance of each model, kept in the files' text fields.
+        provenance: Provenance of each model, kept in the files' text fields.
         folder: Where to; it is made.
     """
     drawers: dict[str, Callable[[pd.DataFrame], Figure]] = {
@@ -49,7 +51,7 @@ def save_root_cause_figures(tables: Mapping[str, pd.DataFrame], about: Mapping[s
     for name, draw in drawers.items():
         if name in tables and len(tables[name]):
             figure = draw(tables[name])
-            figure.provenance = list(about.values())  # type: ignore[attr-defined]  # kept for save()
+            figure.provenance = list(provenance.values())  # type: ignore[attr-defined]  # kept for save()
             written.append(save(figure, Path(folder) / f"root_cause_{name}.png"))
     return written
 

@@ -126,10 +126,10 @@ def sheet(width: float, height: float) -> Iterator[Figure]:
         yield figure
 
 
-def signed(figure: Figure, text: str, abouts: Sequence[Mapping[str, Any]]) -> None:
+def signed(figure: Figure, text: str, provenances: Sequence[Mapping[str, Any]]) -> None:
     """Writes under a figure what it was made with, and keeps the whole of it for :func:`save`."""
     figure.supxlabel(text, x=0.01, ha="left", fontsize=5.5, color="#555555")
-    figure.provenance = list(abouts)  # type: ignore[attr-defined]  # kept for save()
+    figure.provenance = list(provenances)  # type: ignore[attr-defined]  # kept for save()
 
 
 def png(figure: Figure, dots: int = 160) -> bytes:
@@ -139,10 +139,10 @@ def png(figure: Figure, dots: int = 160) -> bytes:
         figure: A figure made here.
         dots: Dots an inch.
     """
-    about = json.dumps(getattr(figure, "provenance", []))
+    provenance = json.dumps(getattr(figure, "provenance", []))
     drawn = io.BytesIO()
     with looks():
-        figure.savefig(drawn, format="png", dpi=dots, metadata={"Software": "kvinterp", "Description": about})
+        figure.savefig(drawn, format="png", dpi=dots, metadata={"Software": "kvinterp", "Description": provenance})
     return drawn.getvalue()
 
 
@@ -245,11 +245,11 @@ _VERSIONS = {
 }
 
 
-def small_print(abouts: Sequence[Mapping[str, Any]], width: int) -> str:
+def small_print(provenances: Sequence[Mapping[str, Any]], width: int) -> str:
     """What a figure was made with, in a few lines; where the comparisons differ, each value once.
 
     Args:
-        abouts: ``Comparison.about`` of everything drawn.
+        provenances: ``Comparison.provenance`` of everything drawn.
         width: Characters a line.
     """
     columns = [
@@ -260,7 +260,7 @@ def small_print(abouts: Sequence[Mapping[str, Any]], width: int) -> str:
             *(a[name] for name in _VERSIONS.values()),
             f"{a['device']}, {counted(a['threads'], 'thread')}",
         ]
-        for a in abouts
+        for a in provenances
     ]
     parts = []
     for title, column in zip((*[""] * 5, *_VERSIONS, ""), zip(*columns, strict=True), strict=True):
@@ -271,41 +271,40 @@ def small_print(abouts: Sequence[Mapping[str, Any]], width: int) -> str:
     return "\n".join(textwrap.wrap(" · ".join(parts), width))
 
 
-def made_with(figure: Figure, about: Mapping[str, Any], more: Sequence[str]) -> None:
+def made_with(figure: Figure, provenance: Mapping[str, Any], more: Sequence[str]) -> None:
     """Signs a figure of patching with what it was made with.
 
     Args:
         figure: The figure.
-        about: What the sweep or decomposition knows about itself.
+        provenance: What the sweep or decomposition knows about itself.
         more: What else is said of it.
     """
-    made = about["provenance"]
-    paths = about.get("paths", {"cached": "cached", "recompute": "recompute"})
+    paths = provenance.get("paths", {"cached": "cached", "recompute": "recompute"})
     parts = [
         f"{paths['cached']} and {paths['recompute']}",
-        *(about[name] for name in ("direction", "protocol") if name in about),
+        *(provenance[name] for name in ("direction", "protocol") if name in provenance),
         *more,
-        *_model(made),
-        *(f"{title} {made[name]}" for title, name in _VERSIONS.items()),
-        f"{made['device']}, threads: {made['threads']}",
+        *_model(provenance),
+        *(f"{title} {provenance[name]}" for title, name in _VERSIONS.items()),
+        f"{provenance['device']}, threads: {provenance['threads']}",
     ]
-    signed(figure, "\n".join(textwrap.wrap(" · ".join(parts), 134)), [dict(about)])
+    signed(figure, "\n".join(textwrap.wrap(" · ".join(parts), 134)), [dict(provenance)])
 
 
-def of_models(figure: Figure, abouts: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> Figure:
+def of_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> Figure:
     """Signs a figure of some models with what each was, and the machine.
 
     Args:
         figure: The figure.
-        abouts: The provenance of each.
+        provenances: The provenance of each.
         more: What else is said of it, in front.
     """
-    models = "; ".join(" ".join((*_model(about), f"weights {about['weights']}")) for about in abouts)
-    versions = [f"{title} {abouts[0][name]}" for title, name in _VERSIONS.items() if title != "weights"]
-    machine = f"{abouts[0]['device']}, threads: {abouts[0]['threads']}"
-    signed(figure, "\n".join(textwrap.wrap(" · ".join((*more, models, *versions, machine)), 130)), abouts)
+    models = "; ".join(" ".join((*_model(provenance), f"weights {provenance['weights']}")) for provenance in provenances)
+    versions = [f"{title} {provenances[0][name]}" for title, name in _VERSIONS.items() if title != "weights"]
+    machine = f"{provenances[0]['device']}, threads: {provenances[0]['threads']}"
+    signed(figure, "\n".join(textwrap.wrap(" · ".join((*more, models, *versions, machine)), 130)), provenances)
     return figure
 
 
-def _model(about: Mapping[str, Any]) -> tuple[str, str, str]:
-    return str(about["model"]), f"{about['kind']} ({about['attention']})", about["dtype"]
+def _model(provenance: Mapping[str, Any]) -> tuple[str, str, str]:
+    return str(provenance["model"]), f"{provenance['kind']} ({provenance['attention']})", provenance["dtype"]

@@ -18,15 +18,17 @@ from kvinterp.report.style import line_of, of_models, save, sheet
 __all__ = ["save_susceptibility_figures", "susceptibility_figure"]
 
 
-def save_susceptibility_figures(tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any], folder: Path) -> list[Path]:
+def save_susceptibility_figures(
+    tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path
+) -> list[Path]:
     """Writes ``susceptibility.png``.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.susceptibility.Susceptibility`.
-        about: The provenance.
+        provenance: The provenance.
         folder: Where to; it is made.
     """
-    return [save(of_models(susceptibility_figure(tables), [about]), folder / "susceptibility.png")]
+    return [save(of_models(susceptibility_figure(tables), [provenance]), folder / "susceptibility.png")]
 
 
 def susceptibility_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:

@@ -45,12 +45,12 @@ _OF = ["example", "step"]
 def called(results: Sequence[Result]) -> dict[str, Comparison]:
     """The comparisons by what tells them apart; by nothing where there is one."""
     found = {}
-    usual = results[0].comparison.about
+    usual = results[0].comparison.provenance
     for result in results:
-        about = result.comparison.about
-        name = [model_of(result), kind_of(result), about["protocol"]]
-        name += [about["dtype"]] if about["dtype"] != usual["dtype"] else []
-        name += [" against ".join(about["paths"].values())] if about["paths"] != usual["paths"] else []
+        provenance = result.comparison.provenance
+        name = [model_of(result), kind_of(result), provenance["protocol"]]
+        name += [provenance["dtype"]] if provenance["dtype"] != usual["dtype"] else []
+        name += [" against ".join(provenance["paths"].values())] if provenance["paths"] != usual["paths"] else []
         found[", ".join(name)] = result.comparison
     return {"": results[0].comparison} if len(results) == 1 else found
 
@@ -126,7 +126,7 @@ def _flip_table(found: Mapping[str, Comparison]) -> list[Any]:
 
 def _drawn_otherwise(found: Mapping[str, Comparison]) -> str:
     """That a draw has probabilities of its own, where one of the comparisons draws."""
-    drawn = dict.fromkeys(s for comparison in found.values() if (s := comparison.about["strategy"]) != "greedy")
+    drawn = dict.fromkeys(s for comparison in found.values() if (s := comparison.provenance["strategy"]) != "greedy")
     return f" (the draw is from those of {listed(list(drawn))}, in which the distance is)" if drawn else ""
 
 
@@ -181,7 +181,7 @@ def tokens_fragment(comparison: Comparison) -> str:
     Args:
         comparison: A comparison with at least one step.
     """
-    paths = comparison.about["paths"]
+    paths = comparison.provenance["paths"]
     page = render(
         "report",
         "what changed",
@@ -212,7 +212,7 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
     shown, of_rows = _attention(comparison, steps, rows)
     said, unit = boundary_of(comparison)
     head = {
-        **{name: comparison.about[name] for name in ("paths", "protocol", "strategy")},
+        **{name: comparison.provenance[name] for name in ("paths", "protocol", "strategy")},
         "prompts": prompts,
         "texts": texts.found,
         "unit": unit,
@@ -300,7 +300,9 @@ def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> tuple[dict[
 
 def _first(comparison: Comparison, steps: pd.DataFrame, most: int) -> np.ndarray:
     """Which steps come first: first flips, then by KL on the same text, then the others; in their order."""
-    same = ~steps["after_flip"].astype(bool) if comparison.about["protocol"] == "free" else pd.Series(True, steps.index)
+    same = (
+        ~steps["after_flip"].astype(bool) if comparison.provenance["protocol"] == "free" else pd.Series(True, steps.index)
+    )
     first = steps["flipped"].astype(bool) & ~steps["after_flip"].astype(bool)
     order = pd.DataFrame({"first": first, "same": same, "kl": steps["kl"]})
     ranked = order.sort_values(["first", "same", "kl"], ascending=False, kind="stable").index[:most]
