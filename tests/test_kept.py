@@ -17,7 +17,7 @@ from kvinterp.errors import InputError
 from kvinterp.experiments import Compare
 from kvinterp.experiments.decompose import Decompose
 from kvinterp.experiments.patch import Patch
-from kvinterp.kept import Kept
+from kvinterp.kept import Kept, flat
 from kvinterp.report.latex import latex_number
 from kvinterp.results import load_result
 from synthetic import comparison, prompts
@@ -302,3 +302,9 @@ def test_an_experiment_is_asked_from_python(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=re.escape(said)):
             kv.experiment(name, **choices)
+
+
+def test_a_provenance_kept_in_two_halves_is_read_as_one() -> None:
+    halves = {"site": "kv", "provenance": {"model": "zoo:gqa2-mini", "device": "cpu"}}
+    assert flat(halves) == {"site": "kv", "model": "zoo:gqa2-mini", "device": "cpu"}
+    assert flat(flat(halves)) == flat(halves)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["Held", "Kept", "signed"]
+__all__ = ["Held", "Kept", "flat", "signed"]
 
 _BEHIND = "kvinterp.experiments.keeping"
 
@@ -42,6 +42,13 @@ def signed(tables: dict[str, pd.DataFrame], about: Mapping[str, Any]) -> dict[st
     for table in tables.values():
         table.attrs = dict(about)
     return tables
+
+
+def flat(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """A provenance as one mapping; of a result kept before it was one, the half within is taken out."""
+    within = provenance.get("provenance")
+    rest = {name: value for name, value in provenance.items() if name != "provenance"}
+    return {**rest, **within} if isinstance(within, Mapping) else dict(provenance)
 
 
 class Kept:

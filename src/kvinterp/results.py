@@ -27,6 +27,7 @@ from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError, KvinterpError
 from kvinterp.files import Record, digest_of, is_there, read_json, strict_json, told, whole, write_whole
 from kvinterp.folders import SUMMARY, check_free
+from kvinterp.kept import flat
 from kvinterp.locks import Lock
 
 __all__ = [
@@ -246,7 +247,10 @@ def read_tables(folder: Path, summary: Mapping[str, Any], needed: Iterable[str] 
                 raise ValueError(f"{name!r} is no name of a table")
             if digest_of(folder / f"{name}.parquet") != digest:
                 raise ValueError(f"{name}.parquet is not the one that summary.json was written with")
-        return {name: pd.read_parquet(folder / f"{name}.parquet") for name in dict.fromkeys((*digests, *needed))}
+        tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in dict.fromkeys((*digests, *needed))}
+        for table in tables.values():
+            table.attrs = flat(table.attrs)
+        return tables
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome, option, shared
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.inputs import check_known, check_whole, encode_all
+from kvinterp.kept import flat
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
 from kvinterp.paths import kernels_named
@@ -160,7 +161,8 @@ def _found(
     splits: dict[str, Decomposition] = {}
     for _, about in made.values():
         model = about["model"]
-        for part, told in about["parts"].items():
+        for part, kept in about["parts"].items():
+            told = flat(kept)
             mine = {
                 name: table[(table["model"] == model) & (table["part"] == part)].drop(columns=["model", "part"])
                 for name, table in tables.items()
