@@ -243,7 +243,7 @@ def test_out_of_memory_halves_the_batch_and_says_so(model, monkeypatch, caplog):
             raise torch.OutOfMemoryError("planted")
         return forward(self, tokens, store)
 
-    monkeypatch.setattr("kvinterp.paths.batches._same_bits", lambda *_: True)
+    monkeypatch.setattr("kvinterp.paths.batches.batched_alike", lambda *_: True)
     prompts = [list(range(10, 22))] * 4
     wanted = kv.run(model, prompts, max_new_tokens=3)
     monkeypatch.setattr(type(model), "forward", small)
@@ -263,7 +263,7 @@ def test_out_of_memory_on_a_cpu_halves_the_batch_too(model, monkeypatch):
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
         return forward(self, tokens, store)
 
-    monkeypatch.setattr("kvinterp.paths.batches._same_bits", lambda *_: True)
+    monkeypatch.setattr("kvinterp.paths.batches.batched_alike", lambda *_: True)
     prompts = [list(range(10, 22))] * 4
     wanted = kv.run(model, prompts, max_new_tokens=2)
     monkeypatch.setattr(type(model), "forward", small)

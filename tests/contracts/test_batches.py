@@ -35,7 +35,7 @@ def batches(monkeypatch):
     from kvinterp.paths import batches
 
     sizes, checking = [], []
-    check, start = batches._same_bits, Runner.__init__
+    check, start = batches.batched_alike, Runner.__init__
 
     def checked(*args):
         checking.append(1)
@@ -49,7 +49,7 @@ def batches(monkeypatch):
             sizes.append(prompt.shape[0])
         start(self, adapter, path, prompt, *args, **kwargs)
 
-    monkeypatch.setattr(batches, "_same_bits", checked)
+    monkeypatch.setattr(batches, "batched_alike", checked)
     monkeypatch.setattr(Runner, "__init__", started)
     return sizes
 
@@ -172,7 +172,7 @@ def test_out_of_memory_in_the_work_itself(load, monkeypatch, caplog):
             raise torch.OutOfMemoryError("planted")
         return batch(self, indices, prompts, names)
 
-    monkeypatch.setattr("kvinterp.paths.batches._same_bits", lambda *_: True)
+    monkeypatch.setattr("kvinterp.paths.batches.batched_alike", lambda *_: True)
     monkeypatch.setattr(comparing._Paths, "batch", small)
     told = []
     with caplog.at_level(logging.WARNING, logger="kvinterp"):

@@ -9,6 +9,7 @@ import kvinterp as kv
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import SITES
 from kvinterp.models.sites import LAYOUTS
+from kvinterp.paths import batches, path_named
 
 PROMPT = [3, 5, 7, 9, 2, 4, 8, 10, 6, 1, 3, 7]
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -209,3 +210,12 @@ def test_attention_only_models_have_no_mlp_site():
         with pytest.raises(UnsupportedError, match="attention and no MLP"):
             kv.run(model, PROMPT, record=site, max_new_tokens=1)
     assert len(kv.run(model, [PROMPT, PROMPT], batch_size=2, max_new_tokens=2)) == 2
+
+
+def test_tokens_that_go_to_experts_are_not_batched(tiny):
+    """How many tokens share an expert's product hangs on what the other rows hold: no check of other rows speaks for these."""
+    model = kv.wrap(tiny("Mixtral", num_local_experts=4, num_experts_per_tok=2))
+    assert not batches.batched_alike(model, path_named("recompute[kernels=batch_invariant]"), [[1, 2, 3]] * 2, 2)
+    assert batches.batched_alike(
+        kv.wrap(tiny("Llama")), path_named("recompute[kernels=batch_invariant]"), [[1, 2, 3]] * 2, 2
+    )

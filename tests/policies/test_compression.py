@@ -225,7 +225,7 @@ def test_the_prompt_is_compressed_when_it_is_whole_also_where_it_is_stored_in_ch
 @evicting
 def test_sequences_do_not_hear_each_other(load, policy, monkeypatch):
     """Forced into one batch, in float64, where that changes hardly a bit, each row keeps what it keeps alone."""
-    monkeypatch.setattr("kvinterp.paths.batches._same_bits", lambda *_: True)
+    monkeypatch.setattr("kvinterp.paths.batches.batched_alike", lambda *_: True)
     model = load(SHARED[2]).at(torch.float64)
     prompts = [list(PROMPT), list(reversed(PROMPT)), [(7 * token + 3) % 97 for token in PROMPT]]
     settings = {"max_new_tokens": 4, "stop": "length", "record": "cache_v", "positions": "all"}

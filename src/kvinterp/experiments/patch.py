@@ -50,6 +50,7 @@ class Patch(Experiment):
     max_new_tokens: int = option(32, "Most steps a prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
+    batch_size: int = option(1, "Most patches of one layer in a forward; used where it keeps the bits.", decides="nothing")
     controls: str = option("all", "all, quick (without planted causes) or none.")
 
     def settled(self) -> Patch:
@@ -107,6 +108,7 @@ _PASSED = (
     "examples",
     "max_new_tokens",
     "controls",
+    "batch_size",
 )
 
 

@@ -1,11 +1,13 @@
 """The recompute path as what it is, a pure function of its tokens: prefixes computed once, patched runs resumed.
 
 Both shortcuts give the bits of the long way round, and a test says so: a prefix computed twice is the same computation; and
-the blocks before the first patched one would return just what they returned without the patch.
+the blocks before the first patched one would return just what they returned without the patch. Lanes that resume at the same
+block can go in one batch, where that was checked to keep the bits (docs/laws.md, law 9).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +17,18 @@ from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
+from kvinterp.patching.by_row import PatchesByRow
 from kvinterp.patching.hook import PatchHook
 from kvinterp.paths import ExecutionPath
+from kvinterp.paths.batches import batched_alike, out_of_memory
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.model_cache import path_store, uncached
 from kvinterp.paths.store import Store
 from kvinterp.recording import PathHook
 
 __all__ = ["PureRecompute"]
+
+log = logging.getLogger("kvinterp")
 
 
 class PureRecompute:
@@ -51,12 +57,35 @@ class PureRecompute:
         self._outputs: list[Any] = []
         self._kernels = path.kernels.mode(self.adapter)
         self._unheard: Store | None = None
+        self._beside: dict[PatchHook, PatchesByRow] = {}
+        self._found: tuple[PatchesByRow, tuple[int, ...], dict[PatchHook, Tensor]] | None = None
+
+    def together(self, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int) -> None:
+        """Lets lanes that resume at the same block go in one batch, where this was checked to give each the bits it has alone.
+
+        Args:
+            hooks: The patches of each lane.
+            prompt: Token ids of all of them.
+            steps: Steps each will run.
+            batch_size: Most lanes in a batch.
+        """
+        if self._kernels.listeners:
+            return
+        like: dict[Any, list[PatchHook]] = {}
+        for hook in hooks:
+            first = hook.first_layer
+            like.setdefault((first, hook.only_output(first) is None), []).append(hook)
+        for lanes in like.values():
+            for batch in (lanes[start : start + batch_size] for start in range(0, len(lanes), batch_size)):
+                shifted = [[(token + row) % self.adapter.facts.vocabulary for token in prompt] for row in range(len(batch))]
+                if len(batch) > 1 and batched_alike(self.adapter, self.path, shifted, steps):
+                    self._beside |= dict.fromkeys(batch, PatchesByRow(batch))
 
     def logits(self, tokens: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Logits after a prefix, computed the first time it is asked for."""
         key = tuple(tokens)
         if key not in self._logits:
-            self._logits[key] = self._forward(key, [], None)
+            self._logits[key] = self._forward(key, [], None)[0]
         return self._logits[key]
 
     def capture(self, tokens: Sequence[int], heard: PathHook | None = None) -> Float[Tensor, " vocab"]:
@@ -71,7 +100,7 @@ class PureRecompute:
             outputs: list[Any] = []
             hooks = [b.register_forward_hook(lambda _, __, output: outputs.append(output)) for b in self.adapter.blocks]
             try:
-                self._logits[key] = self._forward(key, [], heard)
+                self._logits[key] = self._forward(key, [], heard)[0]
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -81,18 +110,46 @@ class PureRecompute:
     def patched(self, tokens: Sequence[int], step: int, hook: PatchHook) -> Float[Tensor, " vocab"]:
         """Logits after a prefix with patches applied, resumed at the first patched block where the prefix was captured."""
         key = tuple(tokens)
+        batch = self._beside.get(hook)
+        if batch is not None and key != self._captured:
+            # It has left the text that the others are on: theirs is another batch, and that was not checked.
+            self._apart(batch)
+            batch = None
+        found = None if batch is None else self._batched(key, step, batch).pop(hook, None)
+        return self._patched(key, step, hook)[0] if found is None else found
+
+    def _batched(self, key: tuple[int, ...], step: int, batch: PatchesByRow) -> dict[PatchHook, Tensor]:
+        """What a batch gave and nobody has taken yet, computed when the first of its lanes asks."""
+        if self._found is None or self._found[:2] != (batch, key):
+            found: dict[PatchHook, Tensor] = {}
+            try:
+                if all(hook.active(step) for hook in batch.hooks):
+                    found = dict(zip(batch.hooks, self._patched(key, step, batch, len(batch.hooks)), strict=True))
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                log.warning("out of memory with %d patches in a batch: they go one by one", len(batch.hooks))
+                self._apart(batch)
+            self._found = batch, key, found
+        return self._found[2]
+
+    def _apart(self, batch: PatchesByRow) -> None:
+        for hook in batch.hooks:
+            del self._beside[hook]
+
+    def _patched(self, key: tuple[int, ...], step: int, hook: PatchHook | PatchesByRow, rows: int = 1) -> Tensor:
         hook.at(step, len(key))
         # A kernel mode that follows the layers has to see them all.
-        kept = self._kept(hook) if key == self._captured and not self._kernels.listeners else []
-        return self._forward(key, kept, hook)
+        kept = self._kept(hook, rows) if key == self._captured and not self._kernels.listeners else []
+        return self._forward(key, kept, hook, rows)
 
-    def _kept(self, hook: PatchHook) -> list[Any]:
+    def _kept(self, hook: PatchHook | PatchesByRow, rows: int) -> list[Any]:
         """What the blocks that need not run return: as captured, the last of them patched where only its output is."""
         first = hook.first_layer
-        kept = self._outputs[:first]
+        kept = [_in_rows(output, rows) for output in self._outputs[:first]]
         change = hook.only_output(first) if first < len(self._outputs) else None
         if change is not None:
-            output = self._outputs[first]
+            output = _in_rows(self._outputs[first], rows)
             tensor = output[0] if isinstance(output, tuple) else output
             new = change(tensor)
             new = tensor if new is None else new
@@ -100,11 +157,11 @@ class PureRecompute:
         return kept
 
     @torch.no_grad()
-    def _forward(self, tokens: tuple[int, ...], kept: Sequence[Any], hook: PathHook | None) -> Tensor:
+    def _forward(self, tokens: tuple[int, ...], kept: Sequence[Any], hook: PathHook | None, rows: int = 1) -> Tensor:
         adapter = self.adapter
         self.blocks_run += adapter.facts.layers - len(kept)
         self.forwards += 1
-        row = torch.tensor([tokens], device=adapter.device)
+        row = torch.tensor([tokens] * rows, device=adapter.device)
         hooks = [] if hook is None else [hook]
         forwards = HookedForwards(adapter, self._kernels, [each.listeners for each in hooks])
         before = self._unheard if hook is None else None
@@ -113,4 +170,11 @@ class PureRecompute:
         with forwards.attached(), adapter.resumed(len(kept), kept):
             logits = forwards.call(adapter.forward, row, store)
         # A copy: a view would keep the logits of every position alive.
-        return logits[0, -1].clone()
+        return logits[:, -1].clone()
+
+
+def _in_rows(output: Any, rows: int) -> Any:
+    """What a block returned of one row, as it returns it of several alike."""
+    if rows > 1 and isinstance(output, Tensor):
+        return output.expand(rows, *output.shape[1:]).contiguous()
+    return tuple(_in_rows(each, rows) for each in output) if isinstance(output, tuple) else output

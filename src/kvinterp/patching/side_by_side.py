@@ -80,6 +80,7 @@ class Setting:
     logits: str = "discard"
     stop: str = "end of sequence"
     answers: tuple[int, int] | None = None
+    batch_size: int = 1
 
     def distance_of(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
         """What a distance is, given the logits of the donor and of another."""
@@ -201,6 +202,8 @@ class _Beside:
                 hook = PatchHook(base_model, lane.patches, _source(lane, donor, mirror, stranger), count)
                 patched = self._runner(setting.base, prompt, hook) if cached else PureLane(self.pure, prompt, hook)
                 taking[lane.run] = self._add(patched)
+        pure = [lane.hook for lane in self.running if isinstance(lane, PureLane) and lane.hook is not None]
+        self.pure.together(pure, prompt, setting.max_new_tokens, setting.batch_size)
         self.columns = [base, *(taking[lane.run] for lane in lanes)]
 
     def _runner(self, path: ExecutionPath, tokens: Sequence[int], hook: PathHook) -> Runner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ from kvinterp.progress import each
 from kvinterp.provenance import autocast, provenance
 
 __all__ = ["DIRECTIONS", "DISTANCES", "PRESETS", "SWEEPS", "Sweep", "highest_kl", "sweep"]
+
+log = logging.getLogger("kvinterp")
 
 SWEEPS = {
     "single": "one layer at a time",
@@ -98,6 +101,7 @@ def sweep(
     controls: words.Controls | str = "all",
     logits: words.Kept | str = "discard",
     stop: words.Stop | str = "end of sequence",
+    batch_size: int = 1,
     progress: words.Progress | str = "bar",
 ) -> Sweep:
     """Patches one place at a time and says how much of the difference between the paths each recovers.
@@ -136,6 +140,8 @@ def sweep(
         controls: ``"all"``; ``"quick"`` leaves out the planted causes, which need the model in float64; or ``"none"``.
         logits: ``"keep"`` keeps the full-vocabulary logits of every lane and step; ``"discard"`` does not.
         stop: ``"end of sequence"`` (of the unpatched cached path, or at the length) or ``"length"``.
+        batch_size: Most patches of one layer in one forward of the recompute path; used only where that was checked to give each
+            patch the bits it has alone (docs/laws.md, law 9), and not for the cached path, whose lanes keep a cache each.
         progress: ``"bar"`` or ``"none"``.
 
     Raises:
@@ -147,7 +153,7 @@ def sweep(
         >>> paper = kv.sweep(model, prompts, **kv.patching.PRESETS["paper"])  # doctest: +SKIP
         >>> paper.aggregate()[["sweep", "layer", "mean"]]  # doctest: +SKIP
     """
-    adapter = wrap(model)
+    adapter, batch_size = wrap(model), check_whole("batch_size", batch_size)
     site, own = site_of(site) if isinstance(site, str) else (site, None)
     layers = own if layers is None else layers
     for name, given, known in (
@@ -165,8 +171,10 @@ def sweep(
     spot = positions if positions is not None else "all" if site in PATCHED_CACHE else "newest"
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
     lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
+    if batch_size > 1 and direction == "into-cached":
+        log.info("batch_size=%d is not used into the cached path, whose lanes keep a cache each", batch_size)
     pair = answer_pair(adapter, answers) if LOGIT_DIFFERENCE in str(distance) else None
-    setting = Setting(adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop, pair)
+    setting = Setting(adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop, pair, batch_size)
     _check_reach(setting, lanes[0], shortest)
     chosen = list(range(len(tokens)))
     if examples is not None:

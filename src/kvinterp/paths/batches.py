@@ -20,7 +20,7 @@ from kvinterp.paths.path import ExecutionPath
 from kvinterp.provenance import autocast
 from kvinterp.recording import Recorder
 
-__all__ = ["batched", "in_batches"]
+__all__ = ["batched", "batched_alike", "in_batches", "out_of_memory"]
 
 log = logging.getLogger("kvinterp")
 Done = TypeVar("Done")
@@ -54,12 +54,14 @@ def in_batches(
     while waiting:
         batch = waiting.pop(0)
         try:
-            if len(batch) > 1 and not all(_same_bits(adapter, path, [prompts[i] for i in batch], steps) for path in paths):
+            if len(batch) > 1 and not all(
+                batched_alike(adapter, path, [prompts[i] for i in batch], steps) for path in paths
+            ):
                 waiting[:0] = [[index] for index in batch]
                 continue
             made = work(batch)
         except (RuntimeError, MemoryError) as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             if len(batch) == 1:
                 raise InputError(
@@ -78,7 +80,8 @@ def in_batches(
     return [results[index] for index in range(len(prompts))]
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is too little memory."""
     # On a CPU torch raises a plain RuntimeError.
     said = ("not enough memory", "DefaultCPUAllocator", "can't allocate memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in said)
@@ -94,8 +97,10 @@ def batched(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
             yield indices[start : start + size]
 
 
-def _same_bits(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence[int]], steps: int) -> bool:
+def batched_alike(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence[int]], steps: int) -> bool:
     """Whether a batch of this shape gives each prompt the bits it gets alone, at its first and at its last lengths."""
+    if _routes(adapter):
+        return False
     shape = (f"{path}, autocast {autocast(adapter.device)}", len(prompts), len(prompts[0]), steps)
     if shape not in adapter.checked_batches:
         tokens = torch.tensor(list(map(list, prompts)), device=adapter.device)
@@ -112,6 +117,11 @@ def _same_bits(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence
             path, adapter.device, adapter.dtype, len(prompts),
         )  # fmt: skip
     return adapter.checked_batches[shape]
+
+
+def _routes(adapter: Adapter) -> bool:
+    """Whether tokens go to experts: how many share one's product, and so its kernel, then hangs on what the other rows hold."""
+    return any(name.endswith(".experts") for name, _ in adapter.model.named_modules())
 
 
 def _numbers_alike(adapter: Adapter, path: ExecutionPath, tokens: Tensor, steps: int) -> int:
