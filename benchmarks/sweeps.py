@@ -36,6 +36,7 @@ from kvinterp.provenance import provenance
 STEPS = 32
 HEAD_STEPS = 16
 BOUND = 5.0
+HEADS = (("hooked", "z", "heads", "into-recompute"), ("native", "kv", "kv-heads", "into-cached"))
 HEAD_DTYPES = ("float32", "bfloat16", "float16")
 SWEEPS = ("single,cumulative", "single", "cumulative")
 
@@ -178,10 +179,10 @@ def by_heads(name, dtype, rounds):
         sizes = (1, heads) if number % 2 else (heads, 1)
         each = {size: timed(lambda size=size: kv.sweep(adapter, prompt, batch_size=size, **how)) for size in sizes}
         measured.append(each[heads]["processor"] / each[1]["processor"])
-    work = [swept.provenance["work"]["forwards"] for swept in (alone, first)]
     return {
         "model": name, "dtype": dtype, "heads": heads, "prompt_tokens": len(prompt), "steps": HEAD_STEPS,
-        "batches_allowed": work[1] < work[0], "forwards": {"alone": work[0], "batched": work[1]},
+        "kind": kind, "site": site, "direction": direction,
+        "batches_allowed": all(adapter.checked_batches.values()),
         "batched_over_alone": spread(measured), "first_call_with_its_check_s": checked["processor"],
         "same_bits": same_bits(alone.logits[0], first.logits[0]),
     }  # fmt: skip
@@ -266,7 +267,12 @@ def main():
                 results += rows
     console = Console(width=200)
     console.print(shown(results, options.rounds))
-    heads = [by_heads(name, dtype, options.rounds) for name in options.models.split(",") for dtype in HEAD_DTYPES]
+    heads = [
+        by_heads(name, dtype, options.rounds, *swept)
+        for name in options.models.split(",")
+        for dtype in HEAD_DTYPES
+        for swept in HEADS
+    ]
     for row in heads:
         console.print(row)
     by_count = counted(32, STEPS)

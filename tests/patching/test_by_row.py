@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.patching import recompute
-from kvinterp.paths import batches
+from kvinterp.patching import by_row, recompute
+from kvinterp.paths import Runner, batches
 from support import Case, assert_bitwise, cases
 
 pytestmark = pytest.mark.bits
@@ -71,7 +71,7 @@ def test_a_lane_that_leaves_the_text_goes_alone(load, case, monkeypatch):
 
 @cases(KINDS[2:])
 def test_where_a_batch_does_not_keep_the_bits_there_is_none(load, case, monkeypatch):
-    monkeypatch.setattr(recompute, "batched_alike", lambda *_: False)
+    monkeypatch.setattr(by_row, "batched_alike", lambda *_: False)
     alone, together = both(load(case), "z", "heads")
     assert_same(alone, together)
     assert together.provenance["work"] == alone.provenance["work"]
@@ -93,8 +93,29 @@ def test_without_memory_for_a_batch_they_go_one_by_one(load, case, monkeypatch, 
     assert "out of memory with 4 patches in a batch" in caplog.text
 
 
+@pytest.mark.parametrize(("site", "over"), [*SWEPT[:1], *SWEPT[2:4]])
+@cases(KINDS)
+def test_lanes_of_the_cached_path_are_rows_of_one_run(load, case, site, over, monkeypatch):
+    """Whatever their layers: none of them can begin later than the others."""
+    model, sizes, start = load(case), [], Runner.__init__
+
+    def started(self, adapter, path, prompt, *args, **kwargs):
+        sizes.append(len(prompt))
+        start(self, adapter, path, prompt, *args, **kwargs)
+
+    how = {"direction": "into-cached", "positions": "all" if site == "kv" else "newest"}
+    assert_same(*both(model, site, over, **how))
+    monkeypatch.setattr(by_row, "batched_alike", lambda *_: True)
+    monkeypatch.setattr(Runner, "__init__", started)
+    noisy = INVARIANT | {"recompute": "recompute[kernels=batch_invariant]+normal(0,0.3)"}
+    alone, together = both(model, site, over, **how, **noisy)
+    assert_same(alone, together)
+    assert max(sizes) == 4
+    assert (alone.recovery["d_before"] > 0).any()
+
+
 @cases(KINDS[2:])
-def test_the_cached_path_says_that_its_lanes_go_alone(load, case, caplog):
+def test_fed_their_own_tokens_lanes_of_the_cached_path_say_that_they_go_alone(load, case, caplog):
     with caplog.at_level(logging.INFO, "kvinterp"):
-        assert_same(*both(load(case), "kv", "kv-heads", direction="into-cached"))
+        assert_same(*both(load(case), "kv", "kv-heads", direction="into-cached", protocol="free"))
     assert "batch_size=4 is not used" in caplog.text

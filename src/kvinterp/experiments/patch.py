@@ -50,7 +50,7 @@ class Patch(Experiment):
     max_new_tokens: int = option(32, "Most steps a prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
-    batch_size: int = option(1, "Most patches of one layer in a forward; used where it keeps the bits.", decides="nothing")
+    batch_size: int = option(1, "Most patches in a forward; used where it keeps the bits.", decides="nothing")
     controls: str = option("all", "all, quick (without planted causes) or none.")
 
     def settled(self) -> Patch:

@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvinterp.models import Adapter
 from kvinterp.models.adapter import Listener, Site
 from kvinterp.patching.hook import PatchHook
+from kvinterp.paths import ExecutionPath, Runner
+from kvinterp.paths.batches import batched_alike
 from kvinterp.policies import Place
 from kvinterp.recording import PathHook
 
-__all__ = ["PatchesByRow", "by_row"]
+__all__ = ["OneBatch", "PatchesByRow", "by_row", "together"]
+
+
+def together(
+    adapter: Adapter, path: ExecutionPath, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int
+) -> Iterator[Sequence[PatchHook]]:
+    """Lanes in batches where it was checked that each has the bits that it has alone (docs/laws.md, law 9), else one by one.
+
+    Args:
+        adapter: The model.
+        path: The path they patch.
+        hooks: The patches of each lane.
+        prompt: Token ids of all of them.
+        steps: Steps each will run.
+        batch_size: Most lanes in a batch.
+    """
+    for start in range(0, len(hooks), batch_size):
+        batch = hooks[start : start + batch_size]
+        shifted = [[(token + row) % adapter.facts.vocabulary for token in prompt] for row in range(len(batch))]
+        if len(batch) > 1 and batched_alike(adapter, path, shifted, steps):
+            yield batch
+        else:
+            yield from ([hook] for hook in batch)
 
 
 class PatchesByRow(PathHook):
@@ -30,6 +56,11 @@ class PatchesByRow(PathHook):
         self.listeners: dict[Site, Listener] = {
             place: functools.partial(by_row, [hook.listeners.get(place) for hook in hooks]) for place in places
         }
+
+    def begin_step(self, step: int) -> None:
+        """What follows belongs to this step."""
+        for hook in self.hooks:
+            hook.begin_step(step)
 
     def at(self, step: int, end: int) -> None:
         """Says which step runs and how many positions the context then holds."""
@@ -69,3 +100,35 @@ def _put(tensor: Tensor, rows: Iterable[Tensor | None]) -> Tensor:
         if row is not None:
             new[number : number + 1] = row
     return new
+
+
+class OneBatch:
+    """Lanes of the cached path as rows of one run: all are fed the same token.
+
+    Args:
+        runner: The run.
+        rows: How many they are.
+    """
+
+    def __init__(self, runner: Runner, rows: int) -> None:
+        self.runner, self.rows, self._logits = runner, rows, torch.empty(0)
+
+    def row(self, number: int) -> _Row:
+        """One of the lanes."""
+        return _Row(self, number)
+
+    def advanced_to(self, step: int, tokens: Int[Tensor, " batch"] | None) -> Float[Tensor, "rows vocab"]:
+        """The logits of every row at a step, which the first lane that asks for it runs."""
+        if self.runner.step < step:
+            self._logits = self.runner.advance(None if tokens is None else tokens.expand(self.rows))
+        return self._logits
+
+
+class _Row:
+    def __init__(self, batch: OneBatch, number: int) -> None:
+        self.batch, self.number, self.step = batch, number, -1
+
+    def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
+        """Logits of the next step; the first takes no tokens."""
+        self.step += 1
+        return self.batch.advanced_to(self.step, tokens)[self.number : self.number + 1]

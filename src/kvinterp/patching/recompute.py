@@ -7,7 +7,6 @@ block can go in one batch, where that was checked to keep the bits (docs/laws.md
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,18 +16,15 @@ from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.patching.by_row import PatchesByRow
+from kvinterp.patching.by_row import PatchesByRow, together
 from kvinterp.patching.hook import PatchHook
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.batches import batched_alike, out_of_memory
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.model_cache import path_store, uncached
 from kvinterp.paths.store import Store
 from kvinterp.recording import PathHook
 
 __all__ = ["PureRecompute"]
-
-log = logging.getLogger("kvinterp")
 
 
 class PureRecompute:
@@ -76,9 +72,8 @@ class PureRecompute:
             first = hook.first_layer
             like.setdefault((first, hook.only_output(first) is None), []).append(hook)
         for lanes in like.values():
-            for batch in (lanes[start : start + batch_size] for start in range(0, len(lanes), batch_size)):
-                shifted = [[(token + row) % self.adapter.facts.vocabulary for token in prompt] for row in range(len(batch))]
-                if len(batch) > 1 and batched_alike(self.adapter, self.path, shifted, steps):
+            for batch in together(self.adapter, self.path, lanes, prompt, steps, batch_size):
+                if len(batch) > 1:
                     self._beside |= dict.fromkeys(batch, PatchesByRow(batch))
 
     def logits(self, tokens: Sequence[int]) -> Float[Tensor, " vocab"]:
@@ -113,7 +108,8 @@ class PureRecompute:
         batch = self._beside.get(hook)
         if batch is not None and key != self._captured:
             # It has left the text that the others are on: theirs is another batch, and that was not checked.
-            self._apart(batch)
+            for each in batch.hooks:
+                del self._beside[each]
             batch = None
         found = None if batch is None else self._batched(key, step, batch).pop(hook, None)
         return self._patched(key, step, hook)[0] if found is None else found
@@ -122,20 +118,10 @@ class PureRecompute:
         """What a batch gave and nobody has taken yet, computed when the first of its lanes asks."""
         if self._found is None or self._found[:2] != (batch, key):
             found: dict[PatchHook, Tensor] = {}
-            try:
-                if all(hook.active(step) for hook in batch.hooks):
-                    found = dict(zip(batch.hooks, self._patched(key, step, batch, len(batch.hooks)), strict=True))
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
-                    raise
-                log.warning("out of memory with %d patches in a batch: they go one by one", len(batch.hooks))
-                self._apart(batch)
+            if all(hook.active(step) for hook in batch.hooks):
+                found = dict(zip(batch.hooks, self._patched(key, step, batch, len(batch.hooks)), strict=True))
             self._found = batch, key, found
         return self._found[2]
-
-    def _apart(self, batch: PatchesByRow) -> None:
-        for hook in batch.hooks:
-            del self._beside[hook]
 
     def _patched(self, key: tuple[int, ...], step: int, hook: PatchHook | PatchesByRow, rows: int = 1) -> Tensor:
         hook.at(step, len(key))

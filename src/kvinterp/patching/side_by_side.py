@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.adapter import Site
 from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
 from kvinterp.models.sites import layout_of
+from kvinterp.patching.by_row import OneBatch, PatchesByRow, together
 from kvinterp.patching.hook import PatchHook, Window
 from kvinterp.patching.lanes import Donor, PureLane, Until
 from kvinterp.patching.patch import Patch, stored_sites
@@ -196,20 +197,33 @@ class _Beside:
             last = max((step for step in captured if any(lane.active(step) for lane in strange)), default=0)
             self._add(Until(self._runner(setting.donor, other, stranger), last), len(self.running))
         # Lanes that patch the same from the same donor are one run.
-        taking: dict[Any, int] = {}
+        hooks: dict[Any, PatchHook] = {}
         for lane in lanes:
-            if lane.run not in taking:
-                hook = PatchHook(base_model, lane.patches, _source(lane, donor, mirror, stranger), count)
-                patched = self._runner(setting.base, prompt, hook) if cached else PureLane(self.pure, prompt, hook)
-                taking[lane.run] = self._add(patched)
-        pure = [lane.hook for lane in self.running if isinstance(lane, PureLane) and lane.hook is not None]
-        self.pure.together(pure, prompt, setting.max_new_tokens, setting.batch_size)
-        self.columns = [base, *(taking[lane.run] for lane in lanes)]
+            if lane.run not in hooks:
+                hooks[lane.run] = PatchHook(base_model, lane.patches, _source(lane, donor, mirror, stranger), count)
+        patched = self._cached if cached else self._recomputed
+        numbers = dict(zip(hooks, map(self._add, patched(prompt, [*hooks.values()])), strict=True))
+        self.columns = [base, *(numbers[lane.run] for lane in lanes)]
 
-    def _runner(self, path: ExecutionPath, tokens: Sequence[int], hook: PathHook) -> Runner:
+    def _recomputed(self, prompt: Sequence[int], hooks: Sequence[PatchHook]) -> list[Lane]:
+        self.pure.together(hooks, prompt, self.setting.max_new_tokens, self.setting.batch_size)
+        return [PureLane(self.pure, prompt, hook) for hook in hooks]
+
+    def _cached(self, prompt: Sequence[int], hooks: Sequence[PatchHook]) -> Iterator[Lane]:
+        setting, path = self.setting, self.setting.base
+        # Fed each its own tokens, lanes that leave the text would leave a batch in which their caches are.
+        size = setting.batch_size if setting.protocol == "matched" else 1
+        for batch in together(setting.adapter, path, hooks, prompt, setting.max_new_tokens, size):
+            if len(batch) == 1:
+                yield self._runner(path, prompt, batch[0])
+            else:
+                one = OneBatch(self._runner(path, prompt, PatchesByRow(batch), len(batch)), len(batch))
+                yield from map(one.row, range(len(batch)))
+
+    def _runner(self, path: ExecutionPath, tokens: Sequence[int], hook: PathHook, rows: int = 1) -> Runner:
         adapter = self.setting.adapter
-        row = torch.tensor([list(tokens)], device=adapter.device)
-        return self._stack.enter_context(Runner(adapter, path, row, self.setting.max_new_tokens, [hook]))
+        prompt = torch.tensor([list(tokens)] * rows, device=adapter.device)
+        return self._stack.enter_context(Runner(adapter, path, prompt, self.setting.max_new_tokens, [hook]))
 
     def _add(self, lane: Lane, follows: int | None = None) -> int:
         """The number of a lane, which is fed as the protocol says where no other is named that it follows."""

@@ -32,6 +32,7 @@ from kvinterp.patching.side_by_side import (
 )
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
+from kvinterp.paths.batches import out_of_memory
 from kvinterp.progress import each
 from kvinterp.provenance import autocast, provenance
 
@@ -140,8 +141,8 @@ def sweep(
         controls: ``"all"``; ``"quick"`` leaves out the planted causes, which need the model in float64; or ``"none"``.
         logits: ``"keep"`` keeps the full-vocabulary logits of every lane and step; ``"discard"`` does not.
         stop: ``"end of sequence"`` (of the unpatched cached path, or at the length) or ``"length"``.
-        batch_size: Most patches of one layer in one forward of the recompute path; used only where that was checked to give each
-            patch the bits it has alone (docs/laws.md, law 9), and not for the cached path, whose lanes keep a cache each.
+        batch_size: Most patches in one forward: of one layer into the recompute path, of any into the cached path (the matched
+            protocol only); used only where that was checked to give each the bits it has alone (docs/laws.md, law 9).
         progress: ``"bar"`` or ``"none"``.
 
     Raises:
@@ -171,8 +172,8 @@ def sweep(
     spot = positions if positions is not None else "all" if site in PATCHED_CACHE else "newest"
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
     lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
-    if batch_size > 1 and direction == "into-cached":
-        log.info("batch_size=%d is not used into the cached path, whose lanes keep a cache each", batch_size)
+    if batch_size > 1 and direction == "into-cached" and protocol == "free":
+        log.info("batch_size=%d is not used: fed each its own tokens, patched cached paths go one by one", batch_size)
     pair = answer_pair(adapter, answers) if LOGIT_DIFFERENCE in str(distance) else None
     setting = Setting(adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop, pair, batch_size)
     _check_reach(setting, lanes[0], shortest)
@@ -186,7 +187,14 @@ def sweep(
     with located(f"model {adapter.facts.name}, {direction}"), own_threads(adapter):
         for example in each(chosen, "patching", "prompt", progress):
             other = not_the_same(tokens, example, adapter.facts.vocabulary)
-            advanced = advance_beside(setting, every, tokens[example], other)
+            try:
+                advanced = advance_beside(setting, every, tokens[example], other)
+            except (RuntimeError, MemoryError) as error:
+                if setting.batch_size == 1 or not out_of_memory(error):
+                    raise
+                log.warning("out of memory with %d patches in a batch: they go one by one", setting.batch_size)
+                setting = dataclasses.replace(setting, batch_size=1)
+                advanced = advance_beside(setting, every, tokens[example], other)
             check_finite(advanced.distances, f"example {example}")
             made.add(example, len(tokens[example]), every, advanced)
         if controls == "all" and adapter.attention_only:
