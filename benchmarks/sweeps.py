@@ -158,22 +158,14 @@ def cost(name, dtype, examples, rounds):
     return rows, adapter
 
 
-def by_heads(name, dtype, rounds):
+def by_heads(name, dtype, rounds, kind, site, over, direction):
     """A sweep over heads, alone and in batches: ratios of processor time within a round, and whether law 9 let it."""
-    how = {
-        "over": "heads",
-        "site": "z",
-        "max_new_tokens": HEAD_STEPS,
-        "stop": "length",
-        "controls": "none",
-        "progress": "none",
-    }
-    adapter = kv.load_model(f"zoo:{name}", kind="hooked", dtype=dtype, device="cpu")
+    how = {"over": over, "site": site, "direction": direction, "max_new_tokens": HEAD_STEPS, "stop": "length"}
+    how |= {"controls": "none", "progress": "none"}
+    adapter, again = (kv.load_model(f"zoo:{name}", kind=kind, dtype=dtype, device="cpu") for _ in range(2))
     prompt, heads = prompt_with(adapter, 0), adapter.facts.query_heads
     alone, first = (kv.sweep(adapter, prompt, batch_size=size, logits="keep", **how) for size in (1, heads))
-    checked = timed(
-        lambda: kv.sweep(kv.load_model(f"zoo:{name}", kind="hooked", dtype=dtype), prompt, batch_size=heads, **how)
-    )
+    checked = timed(lambda: kv.sweep(again, prompt, batch_size=heads, **how))
     measured = []
     for number in range(rounds):
         sizes = (1, heads) if number % 2 else (heads, 1)
