@@ -12,6 +12,7 @@ from kvinterp.claims.base import (
     FAILS,
     HOLDS,
     MANY,
+    PAPER,
     Claim,
     Found,
     NotTestableError,
@@ -29,18 +30,15 @@ from kvinterp.claims.base import (
 
 __all__ = ["CLAIMS", "decodes_of", "of_greedy_copies"]
 
-PAPER, NEWS = "FP16 paper", "news"
-SEEDS = 5
-"""How often the paper counts a greedy decode, whose seeds are copies."""
-
 
 def decodes_of(tables: Tables, protocol: str, *columns: str) -> pd.DataFrame:
-    """The decodes of a protocol, with ``unit``: the prompt, which all models, strategies and seeds share."""
+    """The decodes of a protocol, with ``unit``: the prompt, which all models, strategies and seeds share; and ``condition``."""
     found = table(tables, "decodes", "model", "strategy", "seed", "example", "protocol", "flip_index", *columns)
     found = found[found["protocol"] == protocol]
     if found.empty:
         raise NotTestableError(f"table decodes has no row of the {protocol} protocol")
-    return found.assign(unit=found["id"].astype(str) if "id" in found else found["example"].astype(str))
+    unit = found["id" if "id" in found else "example"].astype(str)
+    return found.assign(unit=unit, condition=found["model"].astype(str) + " " + found["strategy"].astype(str))
 
 
 def of_greedy_copies(decodes: pd.DataFrame) -> pd.Series:
@@ -91,17 +89,16 @@ def greedy_parts_too(tables: Tables) -> Found:
     if again.empty:
         raise NotTestableError("no path was run twice")
     by_unit = flips.groupby("unit")["flips"].max()
-    share, n = metrics.share_of(by_unit.to_numpy()), len(by_unit)
-    found = Found(share.effect, share.low, share.high, n, average(flips, "flips"))
+    n, verdict = len(by_unit), FAILS
     if again.sum():
-        return dataclasses.replace(found, verdict=FAILS, why="a path that is run twice differs from itself")
-    if by_unit.any():
-        return dataclasses.replace(
-            found, verdict=HOLDS, why=f"{int(by_unit.sum())} of {n} examples part under greedy decoding"
-        )
-    if n < MANY:
+        why = "a path that is run twice differs from itself"
+    elif by_unit.any():
+        verdict, why = HOLDS, f"{int(by_unit.sum())} of {n} examples part under greedy decoding"
+    elif n < MANY:
         raise NotTestableError(f"none of {n} greedy decodes parts, and fewer than {MANY} are too few to say that none does")
-    return dataclasses.replace(found, verdict=FAILS, why=f"none of {n} greedy decodes parts")
+    else:
+        why = f"none of {n} greedy decodes parts"
+    return Found.of(metrics.share_of(by_unit.to_numpy()), paper=average(flips, "flips"), verdict=verdict, why=why)
 
 
 def same_path_twice(tables: Tables) -> Found:
@@ -201,7 +198,7 @@ def js_goes_with_kl(tables: Tables) -> Found:
         test = metrics.correlation(
             decodes["mean_kl"], decodes["mean_js"], decodes["unit"], method="spearman", resamples=300
         )
-        found.append(Found(test.effect, test.low, test.high, test.n, why=test.why))
+        found.append(Found.of(test, why=test.why))
     if found[1].why:
         raise NotTestableError(found[1].why)
     return larger_of_intervals(found[1], 0.5).beside(found[0].matched)
@@ -314,7 +311,7 @@ CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 CLAIMS += (
     told_again(
-        CLAIMS, "diverges-always", id="news-100", source=NEWS, section="summary", value="100%",
+        CLAIMS, "diverges-always", id="news-100", value="100%",
         claim="The texts differ in every case tested, which proves that caching is not equivalent.",
     ),
 )  # fmt: skip

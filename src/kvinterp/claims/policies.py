@@ -7,11 +7,11 @@ import pandas as pd
 
 from kvinterp import metrics
 from kvinterp.claims.base import (
-    LEAST,
     Claim,
     Found,
     NotTestableError,
     Tables,
+    check_enough,
     known,
     larger_of_intervals,
     smaller,
@@ -119,8 +119,7 @@ def models_disagree(tables: Tables) -> Found:
     if both["model"].nunique() < 2:
         raise NotTestableError("it is of several models, and there is one")
     by = both.groupby(["unit", "model"])["difference"].mean().unstack("model").dropna()
-    if len(by) < LEAST:
-        raise NotTestableError(f"{len(by)} chains were run by every model, and fewer than {LEAST} decide nothing")
+    check_enough(len(by), f"{len(by)} chains were run by every model")
     means = by.mean()
     best, worst = means.idxmax(), means.idxmin()
     above, below = (
@@ -132,7 +131,7 @@ def models_disagree(tables: Tables) -> Found:
     holds = min(1.0, max(above.min(), below.min()) * len(means))
     fails = min(1.0, 2 * min(above.max(), below.max()))
     apart = metrics.mean_of(by[best] - by[worst])
-    return Found(apart.effect, apart.low, apart.high, len(by), holds=holds, fails=fails)
+    return Found.of(apart, holds=holds, fails=fails)
 
 
 _ERRORS = "1,000 and more prompts paired with the control on the source's model (Llama-3.2-1B-Instruct)"
