@@ -17,7 +17,6 @@ from kvinterp.comparison import compare
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import option
 from kvinterp.experiments.of_models import OfModels
-from kvinterp.inputs import check_whole
 from kvinterp.paths import strategy_named
 from kvinterp.paths.kernels import kernels_named
 
@@ -39,11 +38,10 @@ class Flips(OfModels):
     seeds: int = option(3, "How many seeds of the sampling.", min=1)
 
     def check(self) -> None:
-        """Kernels, strategy and seeds too."""
+        """Kernels and strategy too."""
         super().check()
         kernels_named(self.kernels)
         strategy_named(self.strategy)
-        check_whole("seeds", self.seeds)
 
     def cells(self) -> list[Cell]:
         """A cell a model, kernel mode, strategy and seed."""

@@ -11,7 +11,6 @@ from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.outcome import Outcome
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
     from kvinterp.cells import Cell, Made
@@ -44,60 +43,36 @@ class _OfFunction(Experiment):
         """Nothing, without cells."""
         return Outcome(None)
 
-    def sentences(self, outcome: Outcome) -> list[str]:
-        """Those that the summary holds."""
-        return list(outcome.summary["reading"])
-
 
 class _Localise(_OfFunction):
     """Where is the difference at the first decode step made?"""
 
     VERB: ClassVar = "localise"
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The cause as it was written."""
-        from kvinterp.patching import Cause
-
-        return Outcome(Cause.read(tables, summary), tables, summary)
+    RESULT: ClassVar = "kvinterp.patching:Cause"
 
 
 class _LogitLens(_OfFunction):
     """Behind which layer does the difference become visible in token space?"""
 
     VERB: ClassVar = "logit-lens"
+    RESULT: ClassVar = "kvinterp.comparison:LogitLens"
     FIGURES: ClassVar = "kvinterp.report.lens:save_lens_figures"
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The lens of its table."""
-        from kvinterp.comparison import LogitLens
-
-        return Outcome(LogitLens.read(tables, summary), tables, summary)
 
 
 class _LogitAttribution(_OfFunction):
     """Which layer, head and MLP wrote the difference of the logits?"""
 
     VERB: ClassVar = "logit-attribution"
+    RESULT: ClassVar = "kvinterp.comparison:LogitAttribution"
     FIGURES: ClassVar = "kvinterp.report.lens:save_attribution_figures"
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The attribution of its table."""
-        from kvinterp.comparison import LogitAttribution
-
-        return Outcome(LogitAttribution.read(tables, summary), tables, summary)
 
 
 class _Several(_OfFunction):
     """How far apart are a path and several others?"""
 
     VERB: ClassVar = "compare-several"
+    RESULT: ClassVar = "kvinterp.comparison:Comparisons"
     DRAWN: ClassVar = ("kl_by_step", "drift_by_layer")
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The comparisons of their tables."""
-        from kvinterp.comparison import Comparisons
-
-        return Outcome(Comparisons.read(tables, summary), tables, summary)
 
     def read(self, folder: Path) -> Outcome:
         """With the prompts."""

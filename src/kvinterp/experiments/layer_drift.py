@@ -30,9 +30,9 @@ from kvinterp.comparison.by_layer import (
 )
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Experiment, option, shared
+from kvinterp.experiments.base import option, shared
 from kvinterp.experiments.of_models import OfModels
-from kvinterp.inputs import check_known, check_seed, check_whole, encode_all
+from kvinterp.inputs import check_known, check_seed, encode_all
 from kvinterp.models import Adapter
 from kvinterp.paths import kernels_named, run, strategy_named
 from kvinterp.reading.layer_drift import EVERY_STEP, ONE_STEP
@@ -74,10 +74,6 @@ class LayerDrift(OfModels):
     )
     suffix: int = option(8, "Tokens behind the text in the null.", min=1)
 
-    def named(self, name: str | None = None) -> dict[str, Any]:
-        """A model in the dtype that was chosen."""
-        return Experiment.named(self, name)
-
     def check(self) -> None:
         """Everything that can be looked at before a model is loaded."""
         super().check()
@@ -86,9 +82,6 @@ class LayerDrift(OfModels):
         kernels_named(self.kernels)
         strategy_named(self.strategy)
         check_seed(self.seed)
-        for name in ("step", "divergent", "suffix"):
-            check_whole(name, getattr(self, name))
-        check_whole("max_new_tokens", self.max_new_tokens, 2)
         if self.step >= self.max_new_tokens:
             raise InputError(
                 f"step={self.step} is never decoded with max_new_tokens={self.max_new_tokens}, where the last step is "

@@ -21,9 +21,9 @@ from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.comparison import Comparison, compare
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Experiment, Outcome, option, shared
+from kvinterp.experiments.base import Outcome, option, shared
 from kvinterp.experiments.of_models import OfModels
-from kvinterp.inputs import check_known, check_whole, encode_all
+from kvinterp.inputs import check_known, encode_all
 from kvinterp.kept import flat
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
@@ -67,18 +67,12 @@ class Localisation(OfModels):
         (*SETS, SPLIT), f"{', '.join(SETS)} or {SPLIT}; may be given several times.", show_default="all of them"
     )
 
-    def named(self, name: str | None = None) -> dict[str, Any]:
-        """A model in the dtype that was chosen."""
-        return Experiment.named(self, name)
-
     def check(self) -> None:
-        """Numbers and parts too."""
+        """Kernels and parts too."""
         super().check()
         if len(set(self.models)) < len(self.models):
             raise InputError(f"the models {', '.join(self.models)} name one twice: give each once.")
         kernels_named(self.kernels)
-        check_whole("count", self.count)
-        check_whole("max_new_tokens", self.max_new_tokens, 2)
         if not self.part:
             raise InputError(f"the list of parts is empty: give at least one, such as {SPLIT!r}.")
         for name in self.part:
@@ -139,9 +133,6 @@ class Localisation(OfModels):
         own = {name: table for name, table in tables.items() if name not in ("chosen", "recovery_by_layer")}
         told: dict[str, Made] = {name: ({}, {"model": name, "parts": each}) for name, each in summary["told"].items()}
         return Outcome(_found(own, told), tables, summary)
-
-    figures = Experiment.figures
-    sentences = Experiment.sentences
 
     def _given(self, model: str) -> dict[str, Any]:
         paths = {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}

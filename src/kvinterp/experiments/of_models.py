@@ -33,7 +33,7 @@ FEW = 4
 class OfModels(Experiment):
     """An experiment on some models.
 
-    READING and FIGURES are given its tables by name and the provenance of each model, FIGURES also a folder.
+    READING is given its tables by name and the provenance of each model.
     """
 
     READING: ClassVar = "kvinterp.reading.root_cause:said_of_root_cause"
@@ -47,39 +47,32 @@ class OfModels(Experiment):
     attention: str | None = shared("attention")
 
     def named(self, name: str | None = None) -> dict[str, Any]:
-        """A model with its weights in float16."""
-        return {**super().named(name), "dtype": "float16"}
+        """A model with its weights in float16, where no other dtype can be chosen."""
+        return {"dtype": "float16", **super().named(name)}
 
     def adapters(self) -> list[Adapter]:
-        """The models, loaded.
-
-        Raises:
-            InputError: There are none.
-        """
-        self.check()
+        """The models, loaded."""
         return [loaded(self.named(model)) for model in self.models]
 
     def check(self) -> None:
-        """Looks at what was given, as far as no model is needed for it."""
+        """The list of models too."""
+        super().check()
         if not self.models:
             raise InputError("the list of models is empty: give at least one.")
-        load_prompts(self.prompts)
 
     def cells(self) -> list[Cell]:
-        """A cell a model: the function ``measured`` of the experiment's file."""
+        """A cell a model: the function ``measured`` of the experiment's file, given prompts and the fields of its own."""
+        own = {field.name for field in dataclasses.fields(self)} - {field.name for field in dataclasses.fields(OfModels)}
+        more = {name: getattr(self, name) for name in own}
         return [
             Cell(
                 f"{self.verb()}-{number}",
                 f"{type(self).__module__}:measured",
-                {"model": self.named(model), "prompts": self.prompts, **self.more()},
+                {"model": self.named(model), "prompts": self.prompts, **more},
                 f"{self.TABLES[0]} of {adapter.facts.name}",
             )
             for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))
         ]
-
-    def more(self) -> dict[str, Any]:
-        """What else a cell is called with."""
-        return {}
 
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         """Its tables, those of all models one below the other."""
@@ -94,14 +87,6 @@ class OfModels(Experiment):
     def noted(self) -> dict[str, Any]:
         """What the provenance says beside the model."""
         return {}
-
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """A figure a table."""
-        return list(imported(self.FIGURES)(outcome.tables, outcome.summary["provenance"], folder))
-
-    def sentences(self, outcome: Outcome) -> list[str]:
-        """What they say."""
-        return list(outcome.summary["reading"])
 
 
 def encoded(adapter: Adapter, prompts: str) -> list[list[int]]:

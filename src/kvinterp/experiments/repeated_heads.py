@@ -25,7 +25,6 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import UnsupportedError
 from kvinterp.experiments.base import option
 from kvinterp.experiments.of_models import OfModels
-from kvinterp.inputs import check_whole
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.paths import run
 from kvinterp.progress import each
@@ -45,22 +44,11 @@ class RepeatedHeads(OfModels):
     most: int = option(4, "How many of the prompts.", min=1)
     steps: int = option(12, "Most steps of each.", min=2)
 
-    def check(self) -> None:
-        """The numbers too."""
-        super().check()
-        check_whole("most", self.most)
-        check_whole("steps", self.steps, 2)
-
     def cells(self) -> list[Cell]:
         """A cell a model some of whose query heads share a KV head."""
         return [
-            Cell(
-                f"{self.verb()}-{number}",
-                f"{__name__}:measured",
-                {"model": self.named(model), "prompts": self.prompts, "most": self.most, "steps": self.steps},
-                f"K and V heads of {adapter.facts.name} repeated",
-            )
-            for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))
+            dataclasses.replace(cell, told=f"K and V heads of {adapter.facts.name} repeated")
+            for cell, adapter in zip(super().cells(), self.adapters(), strict=True)
             if adapter.facts.query_heads > adapter.facts.kv_heads
         ]
 

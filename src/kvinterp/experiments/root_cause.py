@@ -20,7 +20,6 @@ from kvinterp.experiments.ladder import Ladder
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.experiments.propagation import Propagation
 from kvinterp.experiments.repeated_heads import RepeatedHeads
-from kvinterp.inputs import check_whole
 
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
@@ -72,14 +71,13 @@ class RootCause(OfModels):
 
     def check(self) -> None:
         """What each of them asks."""
-        check_whole("seeds", self.seeds)
+        super().check()
         for seed in range(self.seeds):
             for part in self.parts(seed):
                 part.check()
 
     def cells(self) -> list[Cell]:
         """The cells of all of them, one model after another."""
-        self.check()
         made = [
             dataclasses.replace(cell, key=_key(cell.key, seed), told=cell.told * (seed == 0))
             for seed in range(self.seeds)

@@ -21,6 +21,7 @@ from scipy import stats
 
 from kvinterp import metrics
 from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.comparison import compare
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
@@ -41,6 +42,7 @@ class Susceptibility(Experiment):
     """How much noise in K and V flips a token?"""
 
     TABLES: ClassVar = ("steps", "rates", "thresholds", "calibration", "certificates")
+    FIGURES: ClassVar = "kvinterp.report.susceptibility:save_susceptibility_figures"
     READING: ClassVar = "kvinterp.reading.susceptibility:said_of_susceptibility"
 
     model: str = model()
@@ -60,9 +62,7 @@ class Susceptibility(Experiment):
     def cells(self) -> list[Cell]:
         """A cell a size and seed of the noise, and one of the model's own rounding."""
         check_choice("noise", self.noise, tuple(NOISE))
-        for name, least in (("bins", 1), ("seeds", 2), ("max_new_tokens", 2)):
-            check_whole(name, getattr(self, name), least)
-        load_prompts(self.prompts)
+        check_whole("max_new_tokens", self.max_new_tokens, 2)
         given = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         found = [Cell("rounding", f"{__name__}:measured", {**given, "b": "recompute"}, "cached against recompute")]
         for size in _sizes(self.sizes):
@@ -102,12 +102,6 @@ class Susceptibility(Experiment):
         }
         return Outcome(tables, tables, summary)
 
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Its figures, signed with what they were made with."""
-        from kvinterp.report.susceptibility import save_susceptibility_figures
-
-        return save_susceptibility_figures(outcome.tables, outcome.summary["provenance"], folder)
-
 
 def _sizes(text: str) -> list[float]:
     """The sizes of the noise, the smallest first.
@@ -130,8 +124,6 @@ def measured(
     model: Mapping[str, Any], prompts: str, max_new_tokens: int, b: str, size: float = 0.0, seed: int = 0
 ) -> pd.DataFrame:
     """Every decode step of the cached path beside another one, fed the same tokens."""
-    from kvinterp.comparison import compare
-
     found = compare(
         loaded(model), load_prompts(prompts), "cached", b, max_new_tokens=max_new_tokens, record="", progress="none"
     )
