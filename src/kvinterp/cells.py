@@ -22,7 +22,7 @@ import logging
 import re
 import secrets
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ __all__ = [
     "remove_parts",
     "run_alike",
     "run_cells",
+    "stacked",
     "unfinished_runs",
     "unlike",
 ]
@@ -164,8 +165,16 @@ def run_alike(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
 
 def joined(made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
     """The tables of all cells by name, those of one below those of another."""
-    names = dict.fromkeys(name for tables, _ in made.values() for name in tables)
-    return {name: pd.concat([tables[name] for tables, _ in made.values()], ignore_index=True) for name in names}
+    return stacked(tables for tables, _ in made.values())
+
+
+def stacked(several: Iterable[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
+    """Tables by name, each the tables of that name one below the other."""
+    found: dict[str, list[pd.DataFrame]] = {}
+    for tables in several:
+        for name, table in tables.items():
+            found.setdefault(name, []).append(table)
+    return {name: pd.concat(tables, ignore_index=True) for name, tables in found.items()}
 
 
 def imported(name: str) -> Callable[..., Any]:
@@ -282,11 +291,9 @@ class Parts:
 
     def withdraw(self) -> None:
         """Leaves no trace where no part was made."""
-        if not any(place.name != _SETTINGS for place in self.folder.iterdir()):
-            (self.folder / _SETTINGS).unlink(missing_ok=True)
-        for place in (self.folder, self._above):
-            with contextlib.suppress(OSError):
-                place.rmdir()
+        _vacate(self.folder)
+        with contextlib.suppress(OSError):
+            self._above.rmdir()
 
     def _place(self, key: str) -> Path:
         return self.folder / f"{key}{_SUFFIX}"
@@ -355,10 +362,7 @@ def remove_parts(path: Path) -> None:
     for held in _held(above):
         # The settings last: what a removal that is cut off leaves is still known to be kvinterp's.
         _sweep(held, _PART, _ASIDE, PARTIAL)
-        if not any(place.name != _SETTINGS for place in held.iterdir()):
-            (held / _SETTINGS).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            held.rmdir()
+        _vacate(held)
     with contextlib.suppress(OSError):
         above.rmdir()
 
@@ -388,6 +392,14 @@ def _is_ours(held: Path) -> bool:
     if is_plain(held / _SETTINGS):
         return True
     return all(PARTIAL.fullmatch(place.name) for place in held.iterdir())
+
+
+def _vacate(held: Path) -> None:
+    """Removes a folder of parts that holds its settings alone."""
+    if not any(place.name != _SETTINGS for place in held.iterdir()):
+        (held / _SETTINGS).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        held.rmdir()
 
 
 def _sweep(held: Path, *names: re.Pattern[str]) -> None:

@@ -12,6 +12,7 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp import metrics
+from kvinterp.behaviour.divergence import conditions
 from kvinterp.cells import Cell, Made, loaded
 from kvinterp.comparison import compare
 from kvinterp.data import load_prompts
@@ -60,15 +61,12 @@ class Flips(OfModels):
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         """The decodes, and how the step of the first flip goes with each KL: of each model, and of all."""
         flips = super().tables(made)["flips"]
-        settings = ["kernels", "strategy"]
-        each = flips.groupby(["model", *settings], sort=False)
-        tables = [correlations_of(group).assign(**dict(zip(each.keys, names, strict=True))) for names, group in each]
-        if len(self.models) > 1:
-            pooled = flips.groupby(settings, sort=False)
-            tables += [
-                correlations_of(group).assign(model="all", **dict(zip(settings, names, strict=True)))
-                for names, group in pooled
-            ]
+        pooled = [flips.assign(model="all")] if len(self.models) > 1 else []
+        tables = [
+            correlations_of(group).assign(**told)
+            for table in (flips, *pooled)
+            for told, group in conditions(table, "model", "kernels", "strategy")
+        ]
         return {"flips": flips, "correlations": pd.concat(tables, ignore_index=True)}
 
     def noted(self) -> dict[str, Any]:
@@ -119,26 +117,10 @@ def flips_of(
     settings["progress"] = "none"
     free = compare(model, prompts, f"cached{tail}", f"recompute{tail}", protocol="free", **settings).examples
     matched = compare(model, prompts, f"cached{tail}", f"recompute{tail}", **settings).examples
-    columns = [
-        "example",
-        "id",
-        "flip_index",
-        "mean_kl",
-        "mean_kl_before_flip",
-        "mean_kl_after_flip",
-        "smallest_margin",
-        "steps",
-    ]
-    return (
-        free[columns]
-        .merge(
-            matched[["example", "mean_kl", "smallest_margin"]].rename(
-                columns={"mean_kl": "matched_mean_kl", "smallest_margin": "matched_smallest_margin"}
-            ),
-            on="example",
-        )
-        .assign(seed=seed)
-    )
+    kls = ["mean_kl", "mean_kl_before_flip", "mean_kl_after_flip"]
+    apart = free[["example", "id", "flip_index", *kls, "smallest_margin", "steps"]]
+    together = matched.set_index("example")[["mean_kl", "smallest_margin"]].add_prefix("matched_")
+    return apart.merge(together, on="example").assign(seed=seed)
 
 
 def correlations_of(examples: pd.DataFrame) -> pd.DataFrame:

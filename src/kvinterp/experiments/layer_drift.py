@@ -77,8 +77,7 @@ class LayerDrift(OfModels):
     def check(self) -> None:
         """Everything that can be looked at before a model is loaded."""
         super().check()
-        if len(set(self.models)) < len(self.models):
-            raise InputError(f"the models {', '.join(self.models)} name one twice: give each once.")
+        self.check_distinct()
         kernels_named(self.kernels)
         strategy_named(self.strategy)
         check_seed(self.seed)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.cells import Cell, Made, joined, loaded, stacked
 from kvinterp.comparison import Comparison, compare
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
@@ -70,8 +70,7 @@ class Localisation(OfModels):
     def check(self) -> None:
         """Kernels and parts too."""
         super().check()
-        if len(set(self.models)) < len(self.models):
-            raise InputError(f"the models {', '.join(self.models)} name one twice: give each once.")
+        self.check_distinct()
         kernels_named(self.kernels)
         if not self.part:
             raise InputError(f"the list of parts is empty: give at least one, such as {SPLIT!r}.")
@@ -92,16 +91,11 @@ class Localisation(OfModels):
 
     def then(self, made: Mapping[str, Made]) -> list[Cell]:
         """The second stage, a cell a model and example of the highest KL, which is known from the first."""
-        found = []
-        chosen = self._chosen(made)
+        found, chosen, parts = [], self._chosen(made), list(dict.fromkeys(self.part))
         for number, model in enumerate(self.models):
             mine = chosen.loc[chosen["number"] == number]
             for place, example in enumerate(mine["example"]):
-                settings = {
-                    **self._given(model),
-                    "parts": list(dict.fromkeys(self.part)),
-                    "first": int(mine["example"].iloc[0]),
-                }
+                settings = {**self._given(model), "parts": parts, "first": int(mine["example"].iloc[0])}
                 told = f"localisation: patches in {mine['model'].iloc[0]}" * (place == 0)
                 found.append(Cell(f"{_PATCHED}-{number}-{example}", f"{__name__}:localised", settings, told))
         return found
@@ -208,16 +202,14 @@ def ranked(
 
     def done(part: Comparison) -> None:
         later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean()
-        for row in part.failures.to_dict("records"):
-            keep(
-                numbers[row["example"]],
-                {"table": pd.DataFrame([{**row, "mean_kl": np.nan}]).assign(model=adapter.facts.name)},
-            )
+        failed = part.failures.assign(mean_kl=np.nan, model=adapter.facts.name)
         columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]
-        for row in part.examples[columns].to_dict("records"):
-            # A prompt that ends with the prefill's token has no step that could differ.
-            table = pd.DataFrame([{"model": adapter.facts.name, **row, "mean_kl": later.get(row["example"], 0.0)}])
-            keep(numbers[row["example"]], {"table": table})
+        finished = part.examples[columns]
+        # A prompt that ends with the prefill's token has no step that could differ.
+        finished = finished.assign(mean_kl=finished["example"].map(lambda number: later.get(number, 0.0)))
+        finished.insert(0, "model", adapter.facts.name)
+        for row in (*failed.to_dict("records"), *finished.to_dict("records")):
+            keep(numbers[row["example"]], {"table": pd.DataFrame([row])})
 
     chosen = [given[number] for number in numbers]
     settings: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
@@ -253,6 +245,4 @@ def localised(
             labels = {"model": adapter.facts.name, "part": part}
             tables.append({name: table.assign(**labels) for name, table in made.items() if len(table)})
             told[part] = about
-        names = dict.fromkeys(name for each in tables for name in each)
-        whole = {name: pd.concat([each[name] for each in tables if name in each], ignore_index=True) for name in names}
-        keep(key, whole, {"model": adapter.facts.name, "parts": told})
+        keep(key, stacked(tables), {"model": adapter.facts.name, "parts": told})

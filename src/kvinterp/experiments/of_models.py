@@ -9,11 +9,13 @@ mean has its interval.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
+import torch
+from torch import Tensor
 
 from kvinterp.cells import Cell, Made, imported, joined, loaded
 from kvinterp.data import load_prompts
@@ -21,9 +23,10 @@ from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, argument, option, shared
 from kvinterp.inputs import encode
 from kvinterp.models import Adapter
+from kvinterp.models.threads import own_threads
 from kvinterp.provenance import provenance
 
-__all__ = ["FEW", "OfModels", "encoded"]
+__all__ = ["FEW", "OfModels", "Place", "encoded", "newest_at"]
 
 FEW = 4
 """Of how many prompts the experiments are that take one forward after another of the same tokens."""
@@ -60,6 +63,11 @@ class OfModels(Experiment):
         if not self.models:
             raise InputError("the list of models is empty: give at least one.")
 
+    def check_distinct(self) -> None:
+        """Raises where a model is given twice, for an experiment whose tables tell models apart by name alone."""
+        if len(set(self.models)) < len(self.models):
+            raise InputError(f"the models {', '.join(self.models)} name one twice: give each once.")
+
     def cells(self) -> list[Cell]:
         """A cell a model: the function ``measured`` of the experiment's file, given prompts and the fields of its own."""
         own = {field.name for field in dataclasses.fields(self)} - {field.name for field in dataclasses.fields(OfModels)}
@@ -87,6 +95,42 @@ class OfModels(Experiment):
     def noted(self) -> dict[str, Any]:
         """What the provenance says beside the model."""
         return {}
+
+
+Place = tuple[str, int]
+"""A site and a layer."""
+
+
+@torch.no_grad()
+def newest_at(
+    adapter: Adapter,
+    tokens: Tensor,
+    places: Iterable[Place],
+    planted: Mapping[Place, Callable[[Tensor], Tensor]] | None = None,
+) -> tuple[dict[Place, Tensor], Tensor]:
+    """What one forward computes at some places for the newest position, and its logits.
+
+    Args:
+        adapter: The model.
+        tokens: Token ids ``[1, position]``.
+        places: Sites and layers.
+        planted: What a tensor is turned into at a place, at every position, before the model goes on with it.
+    """
+    seen: dict[Place, Tensor] = {}
+    changes = planted or {}
+
+    def listener(place: Place) -> Callable[[Tensor], Tensor | None]:
+        def hear(tensor: Tensor) -> Tensor | None:
+            new = changes[place](tensor) if place in changes else None
+            seen[place] = (tensor if new is None else new)[0, -1].clone()
+            return new
+
+        return hear
+
+    listeners = {place: [listener(place)] for place in (*places, *changes)}
+    with own_threads(adapter), adapter.attached(list(listeners)), adapter.listening(listeners):
+        logits = adapter.forward(tokens)[0, -1]
+    return seen, logits
 
 
 def encoded(adapter: Adapter, prompts: str) -> list[list[int]]:

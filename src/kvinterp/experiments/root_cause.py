@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
+from kvinterp.cells import stacked
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.accumulation import Accumulation
@@ -96,16 +97,14 @@ class RootCause(OfModels):
 
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         """The tables of all of them, with the seed of the prompts where there are several."""
-        found: dict[str, list[pd.DataFrame]] = {}
+        found = []
         for seed in range(self.seeds):
             for part in self.parts(seed):
                 keys = {key: each for key, each in made.items() if key.startswith(f"{part.verb()}-")}
                 mine = {key: each for key, each in keys.items() if _key(key.partition("-of-")[0], seed) == key}
-                if not mine:
-                    continue
-                for name, table in part.tables(mine).items():
-                    found.setdefault(name, []).append(self._of_seed(table, seed))
-        return {name: pd.concat(tables, ignore_index=True) for name, tables in found.items()}
+                if mine:
+                    found.append({name: self._of_seed(table, seed) for name, table in part.tables(mine).items()})
+        return stacked(found)
 
     def _of_seed(self, table: pd.DataFrame, seed: int) -> pd.DataFrame:
         """A table with the seed, and with numbers of prompts that no other seed's have."""
