@@ -39,7 +39,6 @@ __all__ = [
     "Engine",
     "Made",
     "Parts",
-    "differences",
     "foreign_parts",
     "groups",
     "has_parts",

@@ -163,15 +163,15 @@ def load(folder: str | os.PathLike[str]) -> Any:
     if not is_file(place / SUMMARY):
         return _without_a_summary(place)
     summary = read_json(place / SUMMARY) or {}
-    verb = (summary.get("settings") or {}).get("verb") if isinstance(summary.get("settings"), dict) else None
+    settings = summary.get("settings")
+    verb = settings.get("verb") if isinstance(settings, dict) else None
     if not isinstance(verb, str):
         raise InputError(
             f"folder {str(place)!r} holds a summary.json that does not say what wrote it: it is damaged, another tool's, or of "
             "an earlier version of kvinterp; make the result again."
         )
     with reading(place, summary):
-        outcome = experiment_of(verb).held(place).read(place)
-        return _found(outcome, place)
+        return _found(experiment_of(verb).held(place).read(place), place)
 
 
 def _found(outcome: Outcome, folder: Path | None) -> Kept:
