@@ -16,7 +16,7 @@ import pandas as pd
 from kvinterp.metrics.dependence import slope
 from kvinterp.metrics.inference import Test, corrected, mcnemar, rule_of_three, share_of, sign_flips
 from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnemar_power, mean_power
-from kvinterp.metrics.statistics import Interval, clustered_interval
+from kvinterp.metrics.statistics import clustered_interval
 from kvinterp.metrics.survival import survival_by_step
 
 __all__ = [
@@ -148,7 +148,8 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for told, group in conditions(decodes.join(risk, on=[*keys, "seed", "example"]), *keys):
         rate, step = _rate(group), _rate(group, "at_risk")
-        kl = _mean_interval(group, "mean_kl")
+        known = group.dropna(subset=["mean_kl"])
+        kl = clustered_interval(np.mean, known["example"].to_numpy(), known["mean_kl"].to_numpy(float))
         means = {name: group[name].mean() for name in ("mean_kl_before_flip", "mean_kl_after_flip", "mean_js")}
         largest = group["max_abs_logit"].max()
         rows.append(
@@ -161,11 +162,6 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
             | {"above_bound": int((group["mean_kl"] > group["kl_bound"]).sum())}
         )
     return pd.DataFrame(rows)
-
-
-def _mean_interval(group: pd.DataFrame, column: str) -> Interval:
-    known = group.dropna(subset=[column])
-    return clustered_interval(np.mean, known["example"].to_numpy(), known[column].to_numpy(float))
 
 
 def _rate(group: pd.DataFrame, of: str = "") -> tuple[float, float, float]:

@@ -72,16 +72,6 @@ def _every(flips: pd.DataFrame) -> Found:
     return found.beside(float((flips["flips"] * weight).sum() / weight.sum()), why)
 
 
-def every_decode(tables: Tables) -> Found:
-    """Every decode parts."""
-    return _every(_flips(tables))
-
-
-def every_greedy_decode(tables: Tables) -> Found:
-    """Every greedy decode parts."""
-    return _every(_flips(tables, "greedy"))
-
-
 def greedy_parts_too(tables: Tables) -> Found:
     """Some greedy decode parts, while a path run twice does not."""
     flips, nulls = _flips(tables, "greedy"), table(tables, "nulls", "null", "differing_steps")
@@ -99,11 +89,6 @@ def greedy_parts_too(tables: Tables) -> Found:
     else:
         why = f"none of {n} greedy decodes parts"
     return Found.of(metrics.share_of(by_unit.to_numpy()), paper=average(flips, "flips"), verdict=verdict, why=why)
-
-
-def same_path_twice(tables: Tables) -> Found:
-    """A path run twice differs at no step."""
-    return _of_null(tables, "same path twice")
 
 
 def recompute_agrees_with_itself(tables: Tables) -> Found:
@@ -176,18 +161,15 @@ def kl_persists(tables: Tables) -> Found:
 
 def kl_grows(tables: Tables) -> Found:
     """The KL of rounding grows over the steps."""
-    growth, steps = table(tables, "growth", "model", "strategy", "protocol", "slope", "low", "high", "n"), _levels(tables)
-    relative = growth.merge(steps, on=["model", "strategy", "protocol"])
+    keys = ["model", "strategy", "protocol"]
+    growth = table(tables, "growth", *keys, "slope", "low", "high", "n")
+    steps = table(tables, "kl_by_step", *keys, "step", "mean_kl")
+    levels = steps[steps["step"] > 0].groupby(keys).agg(level=("mean_kl", "mean"), last=("step", "max"))
+    relative = growth.merge(levels.reset_index(), on=keys)
     for name in ("slope", "low", "high"):
         relative[name] *= relative["last"] / relative["level"].where(relative["level"] > 0)
     free, matched = (relative[relative["protocol"] == protocol] for protocol in ("free", "matched"))
     return larger_of_intervals(pooled(matched, "slope"), 0.0, 0.5).beside(average(free, "slope"))
-
-
-def _levels(tables: Tables) -> pd.DataFrame:
-    steps = table(tables, "kl_by_step", "model", "strategy", "protocol", "step", "mean_kl")
-    by = steps[steps["step"] > 0].groupby(["model", "strategy", "protocol"])
-    return by.agg(level=("mean_kl", "mean"), last=("step", "max")).reset_index()
 
 
 def js_goes_with_kl(tables: Tables) -> Found:
@@ -242,11 +224,12 @@ CLAIMS: tuple[Claim, ...] = (
         "diverges-always", PAPER, "abstract, 6.1", "Cached and recomputed decoding write different texts in every run.",
         "100% of 31,500", "share of decodes that part",
         f"does not hold with one decode that never parts; holds with none in at least {MANY} examples",
-        _RUN, every_decode,
+        _RUN, lambda tables: _every(_flips(tables)),
     ),
     Claim(
         "diverges-greedy", PAPER, "abstract, 6.1", "So they do in every run under greedy decoding.",
-        "100%", "share of greedy decodes that part", "as diverges-always, greedy decodes alone", _RUN, every_greedy_decode,
+        "100%", "share of greedy decodes that part", "as diverges-always, greedy decodes alone",
+        _RUN, lambda tables: _every(_flips(tables, "greedy")),
     ),
     Claim(
         "not-sampling", PAPER, "4.2, 6.1", "Greedy decoding parts too, so sampling is not the cause.",
@@ -258,7 +241,8 @@ CLAIMS: tuple[Claim, ...] = (
         "deterministic", PAPER, "1, 7.1", "The same input on the same hardware gives the same result on each path.",
         "always", "share of steps at which a path run twice differs",
         f"does not hold with one differing step; holds with none in {MANY} examples",
-        "each path twice on the paper's GPU, with and without deterministic algorithms", same_path_twice, if_equal="true",
+        "each path twice on the paper's GPU, with and without deterministic algorithms",
+        lambda tables: _of_null(tables, "same path twice"), if_equal="true",
     ),
     Claim(
         "cache-is-the-source", PAPER, "3.4", "The execution path with a cache is exactly what makes the difference.",

@@ -90,16 +90,6 @@ def eight_orders_of_logits(tables: Tables) -> Found:
     return _orders(tables, "max_abs_logit").beside(eight_orders_of_kl(tables).paper)
 
 
-def order_is_the_cause(tables: Tables) -> Found:
-    """One fixed order of additions, still in float16, leaves no difference."""
-    return _fixed_order(tables, HOLDS, FAILS)
-
-
-def format_is_the_cause(tables: Tables) -> Found:
-    """Float16 suffices to make the difference, whatever the order."""
-    return _fixed_order(tables, FAILS, HOLDS)
-
-
 def _fixed_order(tables: Tables, if_gone: str, if_left: str) -> Found:
     rungs = [_rung(tables, "float16", kernels) for kernels in ("native", "batch_invariant")]
     differs, left = (rung.groupby("id")["max_abs_logit"].max() > 0 for rung in rungs)
@@ -191,14 +181,14 @@ CLAIMS: tuple[Claim, ...] = (
         "sole driver",
         "share of examples that differ in float16 in one fixed order (its protocol: with the machine's own kernels)",
         "holds where a fixed order leaves no difference and the machine's own kernels make one; does not where one is left",
-        _RUN, order_is_the_cause,
+        _RUN, lambda tables: _fixed_order(tables, HOLDS, FAILS),
     ),
     Claim(
         "format-causes", PAPER, "6.3", "Not the mechanism but the format, FP16, makes the divergence: it suffices.",
         "dominant and sufficient",
         "share of examples that differ in float16 in one fixed order (its protocol: machine's own kernels)",
         "holds where float16 in a fixed order still differs, does not where it does not though other kernels do",
-        _RUN, format_is_the_cause,
+        _RUN, lambda tables: _fixed_order(tables, FAILS, HOLDS),
     ),
     Claim(
         "sums-flat", PAPER, "5.2, 6.3", "The relative error of attention's sums does not depend on the length.",

@@ -53,26 +53,15 @@ def _by_layer(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     return by[(by > 0).all(axis=1)]
 
 
-def _jump(rows: pd.DataFrame, column: str) -> pd.Series:
-    """The logarithm of layer 1's drift over layer 0's, by model and example."""
-    by = _by_layer(rows, column)
-    if not {0, 1} <= set(by.columns) or by.empty:
-        raise NotTestableError("no example drifts in layers 0 and 1")
-    return np.log(by[1] / by[0])
-
-
-def _free_jump(tables: Tables, *names: str) -> float:
-    """The paper's number: the ratio of the mean absolute distances."""
-    rows = _named(_drift(tables, "free", "l2"), *names)
-    means = rows[rows["layer"].isin([0, 1])].groupby("layer")["l2"].mean()
-    return float(means.get(1, np.nan) / means.get(0, np.nan))
-
-
 def sharp_at_layer_1(tables: Tables) -> Found:
     """Llama and Mistral models jump at layer 1."""
-    jump = _jump(_named(_drift(tables, "matched", BARE), "llama", "mistral"), BARE)
-    found = larger(jump, jump.index.get_level_values("example"), np.log(SHARP))
-    return found.through(np.exp).beside(_free_jump(tables, "llama", "mistral"))
+    by = _by_layer(_named(_drift(tables, "matched", BARE), "llama", "mistral"), BARE)
+    if not {0, 1} <= set(by.columns) or by.empty:
+        raise NotTestableError("no example drifts in layers 0 and 1")
+    found = larger(np.log(by[1] / by[0]), by.index.get_level_values("example"), np.log(SHARP)).through(np.exp)
+    # The paper's number: the ratio of the mean absolute distances.
+    means = _named(_drift(tables, "free", "l2"), "llama", "mistral").groupby("layer")["l2"].mean()
+    return found.beside(means.get(1, np.nan) / means.get(0, np.nan))
 
 
 def gemma_is_flat(tables: Tables) -> Found:

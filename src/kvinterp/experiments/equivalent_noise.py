@@ -74,7 +74,9 @@ class EquivalentNoise(Experiment):
             "max_new_tokens": self.max_new_tokens,
             "provenance": provenance(adapter),
         }
-        of_policies = {"policies": wholes.to_dict("records"), "places": _ranges(table)}
+        # The smallest and the largest of a layer and head, of each policy and tensor.
+        places = table.groupby(["policy", "tensor"], sort=False)["relative_rms"].agg(["min", "max"]).reset_index()
+        of_policies = {"policies": wholes.to_dict("records"), "places": places.to_dict("records")}
         return self.again({"equivalent_noise": table}, {"settings": settings, **about, **of_policies})
 
     def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
@@ -244,9 +246,3 @@ def _interval(by_prompt: pd.DataFrame) -> tuple[float, float]:
         return float((e2.sum() / x2.sum()) ** 0.5)
 
     return metrics.clustered_interval(rms, sums.index.to_numpy(), sums["e2"].to_numpy(), sums["x2"].to_numpy())
-
-
-def _ranges(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """The smallest and the largest relative_rms of a layer and head, of each policy and tensor."""
-    each = table.groupby(["policy", "tensor"], sort=False)["relative_rms"]
-    return each.agg(["min", "max"]).reset_index().to_dict("records")

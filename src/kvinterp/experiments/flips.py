@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -48,7 +48,8 @@ class Flips(OfModels):
         """A cell a model, kernel mode, strategy and seed."""
         found = []
         for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
-            for turn, (kernels, strategy) in enumerate(self._settings()):
+            chosen = itertools.product(dict.fromkeys(("native", self.kernels)), dict.fromkeys(("greedy", self.strategy)))
+            for turn, (kernels, strategy) in enumerate(chosen):
                 told = f"flips of {adapter.facts.name}, {kernels} kernels, {strategy}"
                 settings = {"model": self.named(model), "prompts": self.prompts, "kernels": kernels, "strategy": strategy}
                 # A greedy decode draws no random number.
@@ -72,9 +73,6 @@ class Flips(OfModels):
     def noted(self) -> dict[str, Any]:
         """Under which kernels and strategy."""
         return {"flip_kernels": self.kernels, "flip_strategy": self.strategy}
-
-    def _settings(self) -> Iterator[tuple[str, str]]:
-        return itertools.product(dict.fromkeys(("native", self.kernels)), dict.fromkeys(("greedy", self.strategy)))
 
 
 def measured(model: Mapping[str, Any], prompts: str, kernels: str, strategy: str, **settings: Any) -> pd.DataFrame:

@@ -11,8 +11,6 @@ from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.outcome import Outcome
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from kvinterp.cells import Cell, Made
 
 __all__ = ["FUNCTIONS", "prompts_of"]
@@ -85,17 +83,11 @@ class _Several(_OfFunction):
         return outcome
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Those that show all pairs beside each other."""
-        from kvinterp.report import save
-
-        return [save(figure, folder / f"{name}.png") for name, figure in self.drawings(outcome).items()]
-
-    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
         """KL by step and drift by layer, a line a pair."""
-        from kvinterp.report import figures
+        from kvinterp.report import figures, save
 
         drawn = figures({pair.provenance["paths"]["b"]: pair for pair in outcome.result})
-        return {name: drawn[name] for name in self.DRAWN if name in drawn}
+        return [save(drawn[name], folder / f"{name}.png") for name in self.DRAWN if name in drawn]
 
 
 FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (_Localise, _LogitAttribution, _LogitLens, _Several)}

@@ -248,13 +248,15 @@ def tables_of(
             labels = {"protocol": protocol, "selection": selection, "rule": rule}
             rows.append(_by_model(chosen, lambda part: means_of(part, MEASURES)).assign(**labels))
     matched = decoded[decoded["protocol"] == "matched"]
+    heads = parts["heads"].groupby(["model", "layer", "head", "pattern"], sort=False)["kl"]
     return {
         "layer_drift": every.loc[every["same_tokens"], ["model", "protocol", "example", "step", "layer", *MEASURES]],
         "layer_drift_rows": pd.concat([_counted(table, name) for name, table in selections.items()], ignore_index=True),
         "drift_by_layer": pd.concat(rows, ignore_index=True),
         "layer_tests": layer_tests_of(matched, parts["null"], contrasts),
         "amplification": _by_model(matched, amplification_of),
-        "head_kl": _head_kl(parts["heads"]),
+        # Each example counts once.
+        "head_kl": heads.agg(kl="mean", n="size").reset_index(),
         "head_correlation": _by_model(parts["pairs"], head_correlations_of),
         "drift_examples": examples.assign(divergent=examples.index.isin(highest.index)),
     }
@@ -282,9 +284,3 @@ def _counted(table: pd.DataFrame, selection: str) -> pd.DataFrame:
     """How many rows there are, each a step of an example in one layer, and how many of them the rule removed."""
     by = table.assign(removed=~table["same_tokens"]).groupby(["model", "protocol"], sort=False)["removed"]
     return by.agg(rows="size", removed="sum").reset_index().assign(selection=selection)
-
-
-def _head_kl(heads: pd.DataFrame) -> pd.DataFrame:
-    """The mean attention KL by head, each example counting once."""
-    by = heads.groupby(["model", "layer", "head", "pattern"], sort=False)["kl"]
-    return by.agg(kl="mean", n="size").reset_index()

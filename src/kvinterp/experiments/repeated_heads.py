@@ -31,6 +31,7 @@ from kvinterp.progress import each
 
 __all__ = ["RepeatedHeads", "repeated_heads", "with_repeated_heads"]
 
+TRUTH = "recompute@float64"
 KERNELS = ("native", "split_k(8,float16)")
 """The machine's own, under which paths may be equal, and kernels that differ by construction."""
 
@@ -81,7 +82,8 @@ def repeated_heads(copies: Mapping[int, Adapter], prompts: Any, steps: int) -> p
     sharing = original.facts.query_heads // original.facts.kv_heads
     sites = [s for s in recordable(original, None, range(original.facts.layers))[0] if s in ("resid_post", "pattern")]
     for prompt in each(prompts, "copies with more KV heads,", "prompt"):
-        exact = {times: _exact(adapter, prompt) for times, adapter in copies.items()}
+        whole = {times: run(adapter, prompt, TRUTH, max_new_tokens=1, logits="keep") for times, adapter in copies.items()}
+        exact = {times: torch.as_tensor(trace.logits) for times, trace in whole.items()}
         for kernels in KERNELS:
             fed: list[int] | None = None
             for times, adapter in copies.items():
@@ -108,11 +110,6 @@ def repeated_heads(copies: Mapping[int, Adapter], prompts: Any, steps: int) -> p
                     }
                 )
     return pd.DataFrame(rows)
-
-
-def _exact(adapter: Adapter, prompt: Any) -> Tensor:
-    trace = run(adapter, prompt, "recompute@float64", max_new_tokens=1, logits="keep")
-    return torch.as_tensor(trace.logits)
 
 
 def _numbers(found: Comparison, sharing: int) -> dict[str, float]:

@@ -32,7 +32,7 @@ from kvinterp.experiments.composed import (
     united,
     way_of,
 )
-from kvinterp.experiments.registry import experiment_named, experiments
+from kvinterp.experiments.registry import experiment_named
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,8 +44,7 @@ __all__ = ["EXPERIMENTS", "PRESETS", "Part", "Study"]
 
 log = logging.getLogger("kvinterp")
 
-_ORDER = ("behaviour", "boundary", "layer-drift", "root-cause", "localisation")
-EXPERIMENTS = tuple(name for name in _ORDER if name in experiments())
+EXPERIMENTS = ("behaviour", "boundary", "layer-drift", "root-cause", "localisation")
 """What a study can be made of, in the order of its report."""
 
 
