@@ -47,6 +47,7 @@ __all__ = [
     "loaded",
     "loading_once",
     "locally",
+    "numbered",
     "remove_parts",
     "run_alike",
     "run_cells",
@@ -160,6 +161,11 @@ def run_alike(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
         made = function(**cell.settings, **given)
         tables, about = made if isinstance(made, tuple) else (made, {})
         offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)
+
+
+def numbered(keys: Iterable[str]) -> dict[int, str]:
+    """Keys by the number that each ends with, as in ``example-3``."""
+    return {int(key.rpartition("-")[2]): key for key in keys}
 
 
 def joined(made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:

@@ -162,7 +162,7 @@ def compared(
     **settings: Any,
 ) -> None:
     """Compares some of the prompts, and keeps each as its batch is finished."""
-    from kvinterp.cells import loaded
+    from kvinterp.cells import loaded, numbered
     from kvinterp.comparison import PARTS, compare
     from kvinterp.data import load_prompts
 
@@ -171,7 +171,7 @@ def compared(
         log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
     for site, reason in left_out.items():
         log.info("%s is not recorded: %s", site, reason.split(": ")[0])
-    given, numbers = load_prompts(prompts), {int(key.rpartition("-")[2]): key for key in keys}
+    given, numbers = load_prompts(prompts), numbered(keys)
 
     def done(part: Comparison) -> None:
         for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.cells import Cell, Made, joined, loaded, numbered
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
 
@@ -60,7 +60,6 @@ def decomposed(
     from kvinterp.patching import decompose
 
     adapter, given = loaded(model), load_prompts(prompts)
-    for key in keys:
-        only = [int(key.rpartition("-")[2])]
-        found = decompose(adapter, given, max_new_tokens=max_new_tokens, only=only, progress="none")
+    for number, key in numbered(keys).items():
+        found = decompose(adapter, given, max_new_tokens=max_new_tokens, only=[number], progress="none")
         keep(key, {"decomposition": found.steps, "layers": found.layers}, found.provenance)

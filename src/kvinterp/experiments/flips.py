@@ -88,7 +88,6 @@ def flips_of(
     kernels: str,
     strategy: str,
     max_new_tokens: int,
-    dtype: str | None = None,
     seed: int = 0,
 ) -> pd.DataFrame:
     """The step of the first flipped token against the mean KL, and the control that the paper lacks.
@@ -103,18 +102,16 @@ def flips_of(
         kernels: The kernel mode of both paths.
         strategy: How tokens are chosen; sampled ones stand at a boundary more often than a sure model's greedy ones.
         max_new_tokens: Most steps.
-        dtype: The dtype of both paths; the model's own where it is not given.
         seed: Seeds the sampling.
 
     Returns:
         One row a prompt: flip_index, mean_kl, mean_kl_before_flip, which counts the step of the flip itself,
         mean_kl_after_flip, matched_mean_kl, smallest_margin, seed.
     """
-    tail = f"[kernels={kernels}]" + (f"@{dtype}" if dtype else "")
-    settings: dict[str, Any] = {"strategy": strategy, "max_new_tokens": max_new_tokens, "record": "", "seed": seed}
-    settings["progress"] = "none"
-    free = compare(model, prompts, f"cached{tail}", f"recompute{tail}", protocol="free", **settings).examples
-    matched = compare(model, prompts, f"cached{tail}", f"recompute{tail}", **settings).examples
+    paths = f"cached[kernels={kernels}]", f"recompute[kernels={kernels}]"
+    how: dict[str, Any] = {"strategy": strategy, "max_new_tokens": max_new_tokens, "seed": seed}
+    how |= {"record": "", "progress": "none"}
+    free, matched = (compare(model, prompts, *paths, protocol=each, **how).examples for each in ("free", "matched"))
     kls = ["mean_kl", "mean_kl_before_flip", "mean_kl_after_flip"]
     apart = free[["example", "id", "flip_index", *kls, "smallest_margin", "steps"]]
     together = matched.set_index("example")[["mean_kl", "smallest_margin"]].add_prefix("matched_")

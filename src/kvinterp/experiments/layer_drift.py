@@ -18,8 +18,8 @@ import pandas as pd
 import torch
 
 from kvinterp import metrics
-from kvinterp.cells import Cell, Made, joined, loaded
-from kvinterp.comparison import PARTS, Comparison, compare, recordable
+from kvinterp.cells import Cell, Made, joined, loaded, numbered
+from kvinterp.comparison import PARTS, Comparison, compare
 from kvinterp.comparison.by_layer import (
     CONTRASTS,
     amplification_of,
@@ -31,7 +31,7 @@ from kvinterp.comparison.by_layer import (
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import option, shared
-from kvinterp.experiments.of_models import OfModels
+from kvinterp.experiments.of_models import OfModels, shown_sites
 from kvinterp.inputs import check_known, check_seed, encode_all
 from kvinterp.models import Adapter
 from kvinterp.paths import kernels_named, run, strategy_named
@@ -130,23 +130,18 @@ def measured(
 
     Until the first flip both protocols feed the same tokens, so that only an example that flips is run free too.
     """
-    adapter, given = loaded(model), load_prompts(prompts)
-    numbers = {int(key.rpartition("-")[2]): key for key in keys}
+    adapter, given, numbers = loaded(model), load_prompts(prompts), numbered(keys)
     tail = f"[kernels={kernels}]"
     paths = f"cached{tail}", f"recompute{tail}"
-    sites = [
-        site for site in recordable(adapter, None, range(adapter.facts.layers))[0] if site in ("resid_post", "pattern")
-    ]
+    sites = shown_sites(adapter)
     settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "progress": "none"}
 
     def done(part: Comparison) -> None:
         for row in part.failures.to_dict("records"):
             keep(numbers[row["example"]], {"examples": pd.DataFrame([row]).assign(model=adapter.facts.name)}, {})
         for example in part.examples["example"]:
-            frames = {name: getattr(part, name) for name in PARTS}
-            mine = free = Comparison(
-                **{n: t[t["example"] == example] for n, t in frames.items()}, provenance=part.provenance
-            )
+            frames = {name: (frame := getattr(part, name))[frame["example"] == example] for name in PARTS}
+            mine = free = Comparison(**frames, provenance=part.provenance)
             if mine.examples["flip_index"].notna().any():
                 apart = {**settings, "protocol": "free", "record": "resid_post", "examples": [int(example)]}
                 free = compare(adapter, given[example], *paths, **apart)

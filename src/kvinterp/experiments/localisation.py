@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from kvinterp.cells import Cell, Made, joined, loaded, stacked
+from kvinterp.cells import Cell, Made, joined, loaded, numbered, stacked
 from kvinterp.comparison import Comparison, compare
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
@@ -197,8 +197,7 @@ def ranked(
     max_new_tokens: int,
 ) -> None:
     """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
-    adapter, given = loaded(model), load_prompts(prompts)
-    numbers = {int(key.rpartition("-")[2]): key for key in keys}
+    adapter, given, numbers = loaded(model), load_prompts(prompts), numbered(keys)
 
     def done(part: Comparison) -> None:
         later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean()
@@ -228,17 +227,16 @@ def localised(
 ) -> None:
     """Patches and splits some of the chosen examples, and keeps what each gave."""
     adapter, given = loaded(model), load_prompts(prompts)
-    for key in keys:
-        only = [int(key.rpartition("-")[2])]
+    for number, key in numbered(keys).items():
         tables, told = list[dict[str, pd.DataFrame]](), dict[str, Any]()
         for part in parts:
-            settings: dict[str, Any] = {**paths, "max_new_tokens": max_new_tokens, "only": only, "progress": "none"}
+            settings: dict[str, Any] = {**paths, "max_new_tokens": max_new_tokens, "only": [number], "progress": "none"}
             if part == SPLIT:
                 split = decompose(adapter, given, **settings)
                 made, about = {"decomposition": split.steps, "layers": split.layers}, split.provenance
             else:
                 # The planted causes are a matter of the model: they are looked for on one prompt.
-                controls = "all" if only == [first] and part == parts[0] else "quick"
+                controls = "all" if number == first and part == parts[0] else "quick"
                 found = sweep(adapter, given, **{"controls": controls, **settings, **SETS[part]})
                 made = {"recovery": found.recovery, "steps": found.steps, "controls": found.controls}
                 about = found.provenance

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.cells import Cell, Made, imported, joined, loaded
+from kvinterp.comparison import recordable
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, argument, option, shared
@@ -26,7 +27,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.threads import own_threads
 from kvinterp.provenance import provenance
 
-__all__ = ["FEW", "OfModels", "Place", "encoded", "newest_at"]
+__all__ = ["FEW", "OfModels", "Place", "encoded", "newest_at", "shown_sites"]
 
 FEW = 4
 """Of how many prompts the experiments are that take one forward after another of the same tokens."""
@@ -131,6 +132,12 @@ def newest_at(
     with own_threads(adapter), adapter.attached(list(listeners)), adapter.listening(listeners):
         logits = adapter.forward(tokens)[0, -1]
     return seen, logits
+
+
+def shown_sites(adapter: Adapter) -> list[str]:
+    """Residual streams, and attention patterns where the model shows them."""
+    sites, _ = recordable(adapter, None, range(adapter.facts.layers))
+    return [site for site in sites if site in ("resid_post", "pattern")]
 
 
 def encoded(adapter: Adapter, prompts: str) -> list[list[int]]:

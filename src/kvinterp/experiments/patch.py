@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.cells import Cell, Made, joined, loaded, numbered
 from kvinterp.data import load_prompts
 from kvinterp.errors import unknown
 from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
@@ -117,8 +117,7 @@ def patched(
     if examples is not None:
         how = {name: settings[name] for name in ("protocol", "max_new_tokens")}
         chosen = highest_kl(adapter, given, examples, **how, progress=progress)
-    for key in keys:
-        place = int(key.rpartition("-")[2])
+    for place, key in numbered(keys).items():
         # The planted causes are a matter of the model: they are looked for once.
         wanted = "quick" if controls == "all" and place else controls
         found = sweep(adapter, given, **settings, only=[chosen[place]], controls=wanted, progress="none")

@@ -12,7 +12,7 @@ import torch
 from kvinterp.cells import loaded
 from kvinterp.experiments.of_models import OfModels, encoded, newest_at
 from kvinterp.metrics.drift import l2_distance, relative_l2
-from kvinterp.models import dtype_named, wrap
+from kvinterp.models import wrap
 from kvinterp.progress import each
 
 __all__ = ["Propagation", "propagation"]
@@ -31,15 +31,12 @@ def measured(model: Mapping[str, Any], prompts: str) -> pd.DataFrame:
     return propagation(adapter, encoded(adapter, prompts)).assign(model=adapter.facts.name)
 
 
-def propagation(
-    model: Any, prompts: Sequence[Sequence[int]], rounding: str = "float16", sources: Sequence[int] | None = None
-) -> pd.DataFrame:
-    """Experiment 2: one block's output rounded once, everything else in float64, and how far it is off in every later block.
+def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[int] | None = None) -> pd.DataFrame:
+    """Experiment 2: one block's output rounded to float16 once, everything else in float64, and how far off later blocks are.
 
     Args:
         model: A model of any kind; it is run in float64.
         prompts: Token ids.
-        rounding: The dtype one block's output is rounded to, at every position.
         sources: The blocks, one at a time. Default: all.
 
     Returns:
@@ -48,7 +45,6 @@ def propagation(
         over that at the source (NaN where the rounding changed nothing there).
     """
     adapter = wrap(model).at(torch.float64)
-    dtype: Any = dtype_named(rounding)
     count = adapter.facts.layers
     places = [("resid_post", layer) for layer in range(count)]
     rows = []
@@ -56,16 +52,15 @@ def propagation(
         tokens = torch.tensor([list(prompt)], device=adapter.device)
         clean, _ = newest_at(adapter, tokens, places)
         for source in range(count) if sources is None else sources:
-            noisy, _ = newest_at(adapter, tokens, places, {places[source]: lambda x: x.to(dtype).to(x.dtype)})
+            noisy, _ = newest_at(adapter, tokens, places, {places[source]: lambda x: x.to(torch.float16).to(x.dtype)})
             for layer in range(source, count):
                 row: dict[str, Any] = {"prompt": number, "source": source, "layer": layer}
-                for name, measure in (("l2", l2_distance), ("relative", relative_l2)):
-                    now, first = (
-                        float(measure(noisy[at][None], clean[at][None])) for at in (places[layer], places[source])
-                    )
-                    row |= {
-                        name if name == "l2" else "relative_l2": now,
-                        f"{name}_growth": now / first if first else float("nan"),
-                    }
+                for name, growth, measure in (
+                    ("l2", "l2_growth", l2_distance),
+                    ("relative_l2", "relative_growth", relative_l2),
+                ):
+                    ends = (places[layer], places[source])
+                    now, first = (float(measure(noisy[at][None], clean[at][None])) for at in ends)
+                    row |= {name: now, growth: now / first if first else float("nan")}
                 rows.append(row)
     return pd.DataFrame(rows)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from kvinterp.cells import Cell, loaded
-from kvinterp.comparison import Comparison, compare, recordable
+from kvinterp.comparison import Comparison, compare
 from kvinterp.comparison.by_layer import pairs_of
 from kvinterp.data import load_prompts
 from kvinterp.errors import UnsupportedError
 from kvinterp.experiments.base import option
-from kvinterp.experiments.of_models import OfModels
+from kvinterp.experiments.of_models import OfModels, shown_sites
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.paths import run
 from kvinterp.progress import each
@@ -80,7 +80,7 @@ def repeated_heads(copies: Mapping[int, Adapter], prompts: Any, steps: int) -> p
     """
     original, rows = copies[1], []
     sharing = original.facts.query_heads // original.facts.kv_heads
-    sites = [s for s in recordable(original, None, range(original.facts.layers))[0] if s in ("resid_post", "pattern")]
+    sites = shown_sites(original)
     for prompt in each(prompts, "copies with more KV heads,", "prompt"):
         whole = {times: run(adapter, prompt, TRUTH, max_new_tokens=1, logits="keep") for times, adapter in copies.items()}
         exact = {times: torch.as_tensor(trace.logits) for times, trace in whole.items()}
