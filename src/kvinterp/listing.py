@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvinterp.console import escaped, table_of
 
@@ -26,22 +27,10 @@ def _models() -> Table:
     return table
 
 
-def _kinds() -> Table:
-    from kvinterp.models import KINDS
-
-    return _pairs("kinds", "kind", KINDS)
-
-
 def _sites() -> Table:
     from kvinterp.models.sites import GROUPS, SITES
 
     return _pairs("sites", "site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()})
-
-
-def _strategies() -> Table:
-    from kvinterp.paths import STRATEGIES
-
-    return _fields("strategies", STRATEGIES)
 
 
 EXAMPLE = {"layers": 32, "kv_heads": 8, "head_dim": 128}
@@ -85,18 +74,6 @@ def _metrics() -> Table:
     return table
 
 
-def _kernels() -> Table:
-    from kvinterp.paths import KERNELS
-
-    return _fields("kernels", KERNELS)
-
-
-def _protocols() -> Table:
-    from kvinterp.comparison import PROTOCOLS
-
-    return _pairs("protocols", "protocol", PROTOCOLS)
-
-
 def _experiments() -> Table:
     from kvinterp.experiments.registry import experiments, question_of
 
@@ -132,15 +109,20 @@ def _pairs(title: str, name: str, entries: dict[str, str]) -> Table:
     return table
 
 
+def _from(room: str, name: str) -> Any:
+    """What is called so in a room, which is imported once it is asked for."""
+    return getattr(importlib.import_module(f"kvinterp.{room}"), name)
+
+
 LISTED: dict[str, Callable[[], Table]] = {
     "models": _models,
-    "kinds": _kinds,
+    "kinds": lambda: _pairs("kinds", "kind", _from("models", "KINDS")),
     "sites": _sites,
-    "strategies": _strategies,
+    "strategies": lambda: _fields("strategies", _from("paths", "STRATEGIES")),
     "policies": _policies,
     "metrics": _metrics,
-    "kernels": _kernels,
-    "protocols": _protocols,
+    "kernels": lambda: _fields("kernels", _from("paths", "KERNELS")),
+    "protocols": lambda: _pairs("protocols", "protocol", _from("comparison", "PROTOCOLS")),
     "experiments": _experiments,
 }
 """What can be listed, each with what makes its table."""

@@ -160,23 +160,15 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
                 kept = x if positions is None else x.gather(2, positions[..., None].expand(*positions.shape, x.shape[3]))
                 sums = {name: values[0].tolist() for name, values in error_sums(kept, y).items()}
                 place = {"policy": str(policy), "bits": bits_of(policy, adapter, tensor.lower(), layer), "prompt": number}
+                counts = {"rows": x.shape[2], "rows_kept": y.shape[2]}
                 if not bool(torch.isfinite(y).all()):
                     raise NonFiniteError(
                         f"policy {policy} makes NaN or infinity of {tensor} in layer {layer}, in {y.dtype}, so "
                         "that its error has no size: give it a smaller amplitude or a larger scale, or --dtype float32."
                     )
-                rows += [
-                    {
-                        **place,
-                        "layer": layer,
-                        "tensor": tensor,
-                        "kv_head": head,
-                        "rows": x.shape[2],
-                        "rows_kept": y.shape[2],
-                    }
-                    | {name: sums[name][head] for name in SUMS}
-                    for head in range(x.shape[1])
-                ]
+                for head in range(x.shape[1]):
+                    errors = {name: sums[name][head] for name in SUMS}
+                    rows.append({**place, "layer": layer, "tensor": tensor, "kv_head": head, **counts, **errors})
     return pd.DataFrame(rows)
 
 
