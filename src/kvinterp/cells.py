@@ -47,7 +47,6 @@ __all__ = [
     "loaded",
     "loading_once",
     "locally",
-    "numbered",
     "remove_parts",
     "run_alike",
     "run_cells",
@@ -120,8 +119,7 @@ def run_cells(
     offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
     (engine or locally)(missing, offered)
     for cell in missing:
-        part = parts.read(cell.key)
-        if part is None:
+        if (part := parts.read(cell.key)) is None:
             raise InputError(
                 f"part {cell.key!r} in folder {str(parts.path)!r} is not what was just written: check the disk."
             )
@@ -161,11 +159,6 @@ def run_alike(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
         made = function(**cell.settings, **given)
         tables, about = made if isinstance(made, tuple) else (made, {})
         offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)
-
-
-def numbered(keys: Iterable[str]) -> dict[int, str]:
-    """Keys by the number that each ends with, as in ``example-3``."""
-    return {int(key.rpartition("-")[2]): key for key in keys}
 
 
 def joined(made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
@@ -354,11 +347,10 @@ def unfinished_runs(path: Path) -> list[dict[str, Any]]:
 def foreign_parts(path: Path) -> str | None:
     """Says what in the place for parts kvinterp did not put there; None where there is nothing."""
     above = path / FOLDER
-    if not is_there(above):
+    if not is_there(above) or (_is_folder(above) and all(map(_is_ours, above.iterdir()))):
         return None
-    ours = _is_folder(above) and all(map(_is_ours, above.iterdir()))
     move = "choose another folder with --out, or move it away."
-    return None if ours else f"folder {str(path)!r} holds {FOLDER!r}, which kvinterp did not write: {move}"
+    return f"folder {str(path)!r} holds {FOLDER!r}, which kvinterp did not write: {move}"
 
 
 def remove_parts(path: Path) -> None:
@@ -381,9 +373,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _held(above: Path) -> list[Path]:
-    if not _is_folder(above):
-        return []
-    return sorted(place for place in above.iterdir() if _KEY.fullmatch(place.name) and _is_ours(place))
+    return sorted(filter(_is_ours, above.iterdir())) if _is_folder(above) else []
 
 
 def _holds_parts(held: Path) -> bool:
@@ -394,9 +384,7 @@ def _is_ours(held: Path) -> bool:
     # A folder of parts names itself by what it was made with; before its settings are there it holds nothing else.
     if not (_KEY.fullmatch(held.name) and _is_folder(held)):
         return False
-    if is_plain(held / _SETTINGS):
-        return True
-    return all(PARTIAL.fullmatch(place.name) for place in held.iterdir())
+    return is_plain(held / _SETTINGS) or all(PARTIAL.fullmatch(place.name) for place in held.iterdir())
 
 
 def _vacate(held: Path) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,10 +27,27 @@ if TYPE_CHECKING:
     from kvinterp.models import Adapter
     from kvinterp.progress import Tell
 
-__all__ = ["NOTHING", "OPTION", "SHARED", "Experiment", "How", "Outcome", "argument", "model", "option", "shared"]
+__all__ = [
+    "NOTHING",
+    "OPTION",
+    "SHARED",
+    "Experiment",
+    "How",
+    "Outcome",
+    "argument",
+    "model",
+    "numbered",
+    "option",
+    "shared",
+]
 
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""
+
+
+def numbered(keys: Iterable[str]) -> dict[int, str]:
+    """Keys of cells by the number that each ends with, as in ``example-3``."""
+    return {int(key.rpartition("-")[2]): key for key in keys}
 
 
 # Experiments -----------------------------------------------------------------------------------------------------------

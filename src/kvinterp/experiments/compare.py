@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import KvinterpError
-from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+from kvinterp.experiments.base import Experiment, Outcome, model, numbered, option, shared
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -162,7 +162,7 @@ def compared(
     **settings: Any,
 ) -> None:
     """Compares some of the prompts, and keeps each as its batch is finished."""
-    from kvinterp.cells import loaded, numbered
+    from kvinterp.cells import loaded
     from kvinterp.comparison import PARTS, compare
     from kvinterp.data import load_prompts
 

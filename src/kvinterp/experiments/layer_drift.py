@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from kvinterp import metrics
-from kvinterp.cells import Cell, Made, joined, loaded, numbered
+from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.comparison import PARTS, Comparison, compare
 from kvinterp.comparison.by_layer import (
     CONTRASTS,
@@ -30,7 +30,7 @@ from kvinterp.comparison.by_layer import (
 )
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import option, shared
+from kvinterp.experiments.base import numbered, option, shared
 from kvinterp.experiments.of_models import OfModels, shown_sites
 from kvinterp.inputs import check_known, check_seed, encode_all
 from kvinterp.models import Adapter

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from kvinterp.cells import Cell, Made, joined, loaded, numbered, stacked
+from kvinterp.cells import Cell, Made, joined, loaded, stacked
 from kvinterp.comparison import Comparison, compare
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Outcome, option, shared
+from kvinterp.experiments.base import Outcome, numbered, option, shared
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.inputs import check_known, encode_all
 from kvinterp.kept import flat

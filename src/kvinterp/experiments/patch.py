@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvinterp.cells import Cell, Made, joined, loaded, numbered
+from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import unknown
-from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+from kvinterp.experiments.base import Experiment, Outcome, model, numbered, option, shared
 
 __all__ = ["Patch"]
 
