@@ -355,13 +355,12 @@ def foreign_parts(path: Path) -> str | None:
 
 def remove_parts(path: Path) -> None:
     """Removes parts; a file among them that kvinterp did not make stays."""
-    above = path / FOLDER
-    for held in _held(above):
+    for held in _held(path / FOLDER):
         # The settings last: what a removal that is cut off leaves is still known to be kvinterp's.
         _sweep(held, _PART, _ASIDE, PARTIAL)
         _vacate(held)
     with contextlib.suppress(OSError):
-        above.rmdir()
+        (path / FOLDER).rmdir()
 
 
 def _choices(settings: Mapping[str, Any]) -> dict[str, Any]:
