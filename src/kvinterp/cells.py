@@ -22,7 +22,7 @@ import logging
 import re
 import secrets
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ __all__ = [
     "Engine",
     "Made",
     "Parts",
-    "differences",
     "foreign_parts",
     "groups",
     "has_parts",
@@ -51,6 +50,7 @@ __all__ = [
     "remove_parts",
     "run_alike",
     "run_cells",
+    "stacked",
     "unfinished_runs",
     "unlike",
 ]
@@ -119,8 +119,7 @@ def run_cells(
     offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
     (engine or locally)(missing, offered)
     for cell in missing:
-        part = parts.read(cell.key)
-        if part is None:
+        if (part := parts.read(cell.key)) is None:
             raise InputError(
                 f"part {cell.key!r} in folder {str(parts.path)!r} is not what was just written: check the disk."
             )
@@ -164,8 +163,16 @@ def run_alike(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
 
 def joined(made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
     """The tables of all cells by name, those of one below those of another."""
-    names = dict.fromkeys(name for tables, _ in made.values() for name in tables)
-    return {name: pd.concat([tables[name] for tables, _ in made.values()], ignore_index=True) for name in names}
+    return stacked(tables for tables, _ in made.values())
+
+
+def stacked(several: Iterable[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
+    """Tables by name, each the tables of that name one below the other."""
+    found: dict[str, list[pd.DataFrame]] = {}
+    for tables in several:
+        for name, table in tables.items():
+            found.setdefault(name, []).append(table)
+    return {name: pd.concat(tables, ignore_index=True) for name, tables in found.items()}
 
 
 def imported(name: str) -> Callable[..., Any]:
@@ -282,11 +289,9 @@ class Parts:
 
     def withdraw(self) -> None:
         """Leaves no trace where no part was made."""
-        if not any(place.name != _SETTINGS for place in self.folder.iterdir()):
-            (self.folder / _SETTINGS).unlink(missing_ok=True)
-        for place in (self.folder, self._above):
-            with contextlib.suppress(OSError):
-                place.rmdir()
+        _vacate(self.folder)
+        with contextlib.suppress(OSError):
+            self._above.rmdir()
 
     def _place(self, key: str) -> Path:
         return self.folder / f"{key}{_SUFFIX}"
@@ -342,25 +347,20 @@ def unfinished_runs(path: Path) -> list[dict[str, Any]]:
 def foreign_parts(path: Path) -> str | None:
     """Says what in the place for parts kvinterp did not put there; None where there is nothing."""
     above = path / FOLDER
-    if not is_there(above):
+    if not is_there(above) or (_is_folder(above) and all(map(_is_ours, above.iterdir()))):
         return None
-    ours = _is_folder(above) and all(map(_is_ours, above.iterdir()))
     move = "choose another folder with --out, or move it away."
-    return None if ours else f"folder {str(path)!r} holds {FOLDER!r}, which kvinterp did not write: {move}"
+    return f"folder {str(path)!r} holds {FOLDER!r}, which kvinterp did not write: {move}"
 
 
 def remove_parts(path: Path) -> None:
     """Removes parts; a file among them that kvinterp did not make stays."""
-    above = path / FOLDER
-    for held in _held(above):
+    for held in _held(path / FOLDER):
         # The settings last: what a removal that is cut off leaves is still known to be kvinterp's.
         _sweep(held, _PART, _ASIDE, PARTIAL)
-        if not any(place.name != _SETTINGS for place in held.iterdir()):
-            (held / _SETTINGS).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            held.rmdir()
+        _vacate(held)
     with contextlib.suppress(OSError):
-        above.rmdir()
+        (path / FOLDER).rmdir()
 
 
 def _choices(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,9 +372,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _held(above: Path) -> list[Path]:
-    if not _is_folder(above):
-        return []
-    return sorted(place for place in above.iterdir() if _KEY.fullmatch(place.name) and _is_ours(place))
+    return sorted(filter(_is_ours, above.iterdir())) if _is_folder(above) else []
 
 
 def _holds_parts(held: Path) -> bool:
@@ -385,9 +383,15 @@ def _is_ours(held: Path) -> bool:
     # A folder of parts names itself by what it was made with; before its settings are there it holds nothing else.
     if not (_KEY.fullmatch(held.name) and _is_folder(held)):
         return False
-    if is_plain(held / _SETTINGS):
-        return True
-    return all(PARTIAL.fullmatch(place.name) for place in held.iterdir())
+    return is_plain(held / _SETTINGS) or all(PARTIAL.fullmatch(place.name) for place in held.iterdir())
+
+
+def _vacate(held: Path) -> None:
+    """Removes a folder of parts that holds its settings alone."""
+    if not any(place.name != _SETTINGS for place in held.iterdir()):
+        (held / _SETTINGS).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        held.rmdir()
 
 
 def _sweep(held: Path, *names: re.Pattern[str]) -> None:

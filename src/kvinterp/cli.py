@@ -30,7 +30,7 @@ from kvinterp.console import echo, rows_of
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import NOTHING, OPTION, Experiment
 from kvinterp.experiments.registry import experiment_named, experiments, question_of
-from kvinterp.listing import listed
+from kvinterp.listing import LISTED
 from kvinterp.models.finding import check_reached
 from kvinterp.progress import shown
 
@@ -251,8 +251,7 @@ def _report(folder: Folder) -> Mapping[str, Any]:
     return _show.__wrapped__(folder, rewrite=True, no_open=True)  # type: ignore[attr-defined,no-any-return]
 
 
-_LISTED = ("models", "kinds", "sites", "strategies", "policies", "metrics", "kernels", "protocols", "experiments")
-What = enum.Enum("What", {name: name for name in _LISTED}, type=str)  # type: ignore[misc]
+What = enum.Enum("What", {name: name for name in LISTED}, type=str)  # type: ignore[misc]
 
 
 @app.command("list")
@@ -263,7 +262,7 @@ def _list(
     """Show the models, kinds, sites, strategies, policies, metrics, kernels, protocols and experiments there are."""
     from rich.console import Console
 
-    tables = {item.value: listed(item.value) for item in (What if what is None else (what,))}
+    tables = {item.value: LISTED[item.value]() for item in (What if what is None else (what,))}
     console = Console()
     for table in tables.values():
         console.print(table)

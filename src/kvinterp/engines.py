@@ -138,21 +138,19 @@ class Remaining:
             offered["keep"](key, *made)
             pace.done(key)
 
-        quiet = _Quiet()
         if self.logged == "warnings":
-            log.addFilter(quiet)
+            log.addFilter(_is_warning)
         try:
             with listening(pace.say):
                 if len(cells) > 1:
                     pace.say()
                 self.engine(cells, {**offered, "keep": keep, "tell": pace.say})
         finally:
-            log.removeFilter(quiet)
+            log.removeFilter(_is_warning)
 
 
-class _Quiet(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING
+def _is_warning(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
 
 
 def _down(value: float) -> float:

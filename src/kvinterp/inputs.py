@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -114,15 +114,11 @@ def check_seed(seed: object) -> int:
 
 def is_among(given: object, known: Iterable[Any]) -> bool:
     """Whether a value is one of those known, whatever type it has."""
-    return isinstance(given, Hashable) and _hashes(given) and given in set(known)
-
-
-def _hashes(value: Hashable) -> bool:
     try:
-        hash(value)
+        return given in set(known)
     except TypeError:
+        # A list, say, is none of them.
         return False
-    return True
 
 
 def check_choice(name: str, given: object, known: Iterable[str]) -> None:
@@ -184,9 +180,9 @@ def whole_numbers(name: str, values: object, expected: str, least: int = 0, most
     Raises:
         InputError: It is no list, or one of them is something else.
     """
-    numbers = [whole_number(value) for value in given_list(name, values, expected)]
-    kept = [number for number in numbers if number is not None and least <= number <= most]
-    if len(kept) != len(numbers):
+    given = given_list(name, values, expected)
+    kept = [number for value in given if (number := whole_number(value)) is not None and least <= number <= most]
+    if len(kept) != len(given):
         raise unexpected(name, values, expected)
     return kept
 
@@ -324,8 +320,7 @@ def encode(adapter: Model, prompt: Any, max_new_tokens: int) -> list[int]:
     if not tokens:
         raise InputError(f"prompt {begins} has no token: give at least one.")
     facts = adapter.facts
-    wrong = _not_in_vocabulary(tokens, facts.vocabulary)
-    if wrong is not None:
+    if (wrong := _not_in_vocabulary(tokens, facts.vocabulary)) is not None:
         raise InputError(
             f"token id {wrong} in prompt {begins} does not exist: {facts.name} has 0 to {facts.vocabulary - 1}."
         )
@@ -353,8 +348,7 @@ def checked_continuation(continuation: Any, prompts: int, adapter: Model) -> lis
     if prompts != 1:
         raise InputError(f"continuation was given with {prompts} prompts: give one prompt at a time with it.")
     tokens = _checked_ids(continuation, "continuation")
-    wrong = _not_in_vocabulary(tokens, adapter.facts.vocabulary)
-    if wrong is not None:
+    if (wrong := _not_in_vocabulary(tokens, adapter.facts.vocabulary)) is not None:
         raise InputError(
             f"continuation holds token id {wrong}: {adapter.facts.name} has 0 to {adapter.facts.vocabulary - 1}."
         )

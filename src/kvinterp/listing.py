@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from kvinterp.console import escaped, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["POLICY_COLUMNS", "POLICY_NOTE", "listed", "policy_rows"]
-
-
-def listed(what: str) -> Table:
-    """The table of one kind of thing: models, kinds, sites, strategies, policies, metrics, kernels, protocols or experiments."""
-    makers = {
-        "models": _models,
-        "kinds": _kinds,
-        "sites": _sites,
-        "strategies": _strategies,
-        "policies": _policies,
-        "metrics": _metrics,
-        "kernels": _kernels,
-        "protocols": _protocols,
-        "experiments": _experiments,
-    }
-    return makers[what]()
+__all__ = ["LISTED", "POLICY_COLUMNS", "POLICY_NOTE", "policy_rows"]
 
 
 def _models() -> Table:
@@ -40,22 +27,10 @@ def _models() -> Table:
     return table
 
 
-def _kinds() -> Table:
-    from kvinterp.models import KINDS
-
-    return _pairs("kinds", "kind", KINDS)
-
-
 def _sites() -> Table:
     from kvinterp.models.sites import GROUPS, SITES
 
     return _pairs("sites", "site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()})
-
-
-def _strategies() -> Table:
-    from kvinterp.paths import STRATEGIES
-
-    return _fields("strategies", STRATEGIES)
 
 
 EXAMPLE = {"layers": 32, "kv_heads": 8, "head_dim": 128}
@@ -86,8 +61,7 @@ def policy_rows() -> list[tuple[str, ...]]:
         policy, width = kind(), EXAMPLE["head_dim"]
         bits = [16 if (found := policy.bits_stored(tensor, width)) is None else found for tensor in ("k", "v")]
         kib = sum(bits) * width * EXAMPLE["kv_heads"] * EXAMPLE["layers"] / 8 / 1024
-        first = (kind.__doc__ or "").strip().splitlines()[0]
-        rows.append((name, str(policy), _values_of(kind), first, f"{kib:g}", kind.SOURCE))
+        rows.append((name, str(policy), _values_of(kind), _told(kind), f"{kib:g}", kind.SOURCE))
     return rows
 
 
@@ -96,21 +70,8 @@ def _metrics() -> Table:
 
     table = table_of("metrics", "name", "fills", "what it is")
     for metric in REGISTRY.values():
-        first = (metric.function.__doc__ or "").strip().splitlines()[0]
-        table.add_row(metric.name, f"{KINDS[metric.kind].table}.{metric.column}", first)
+        table.add_row(metric.name, f"{KINDS[metric.kind].table}.{metric.column}", _told(metric.function))
     return table
-
-
-def _kernels() -> Table:
-    from kvinterp.paths import KERNELS
-
-    return _fields("kernels", KERNELS)
-
-
-def _protocols() -> Table:
-    from kvinterp.comparison import PROTOCOLS
-
-    return _pairs("protocols", "protocol", PROTOCOLS)
 
 
 def _experiments() -> Table:
@@ -122,14 +83,17 @@ def _experiments() -> Table:
 def _fields(title: str, classes: dict[str, type]) -> Table:
     table = table_of(title, "name", "values", "what it does")
     for name, found in classes.items():
-        table.add_row(name, _values_of(found), (found.__doc__ or "").strip().splitlines()[0])
+        table.add_row(name, _values_of(found), _told(found))
     return table
+
+
+def _told(plugin: object) -> str:
+    """The first line of a docstring."""
+    return (plugin.__doc__ or "").strip().splitlines()[0]
 
 
 def _values_of(kind: type) -> str:
     """The fields of a plugin and their defaults."""
-    import dataclasses
-
     return ", ".join(
         field.name
         if field.default is dataclasses.MISSING
@@ -140,6 +104,25 @@ def _values_of(kind: type) -> str:
 
 def _pairs(title: str, name: str, entries: dict[str, str]) -> Table:
     table = table_of(title, name, "what it is")
-    for key, value in entries.items():
-        table.add_row(key, value)
+    for row in entries.items():
+        table.add_row(*row)
     return table
+
+
+def _from(room: str, name: str) -> Any:
+    """What is called so in a room, which is imported once it is asked for."""
+    return getattr(importlib.import_module(f"kvinterp.{room}"), name)
+
+
+LISTED: dict[str, Callable[[], Table]] = {
+    "models": _models,
+    "kinds": lambda: _pairs("kinds", "kind", _from("models", "KINDS")),
+    "sites": _sites,
+    "strategies": lambda: _fields("strategies", _from("paths", "STRATEGIES")),
+    "policies": _policies,
+    "metrics": _metrics,
+    "kernels": lambda: _fields("kernels", _from("paths", "KERNELS")),
+    "protocols": lambda: _pairs("protocols", "protocol", _from("comparison", "PROTOCOLS")),
+    "experiments": _experiments,
+}
+"""What can be listed, each with what makes its table."""

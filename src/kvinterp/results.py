@@ -21,11 +21,11 @@ import pandas as pd
 from pyarrow import ArrowException
 
 from kvinterp._version import __version__
-from kvinterp.cells import ADVICE, Parts, differences, has_parts, remove_parts, unlike
+from kvinterp.cells import ADVICE, Parts, has_parts, remove_parts, unlike
 from kvinterp.comparison import COLUMNS, TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError, KvinterpError
-from kvinterp.files import Record, digest_of, is_there, read_json, strict_json, told, whole, write_whole
+from kvinterp.files import Record, differences, digest_of, is_there, read_json, strict_json, told, whole, write_whole
 from kvinterp.folders import SUMMARY, check_free
 from kvinterp.kept import flat
 from kvinterp.locks import Lock
@@ -110,8 +110,7 @@ class ResultFolder:
                     self.finished = True
                     self.release()
                     return
-                held = read_json(self.path / SUMMARY)
-                self._keeps = (held or {}).get("interrupted") is False
+                self._keeps = (read_json(self.path / SUMMARY) or {}).get("interrupted") is False
                 self._replaces = existing == "overwrite" or (self.path / SUMMARY).exists()
                 self.parts = Parts(self.path, self.settings, existing)
         except BaseException:
@@ -205,9 +204,8 @@ def load_result(folder: str | Path) -> Result:
     tables = read_tables(path, summary, [name for name in TABLES if name not in older])
     tables |= {name: pd.DataFrame(columns=COLUMNS[name]) for name in older}
     with reading(path, summary):
-        if not isinstance(summary["provenance"], Mapping) or not {"paths", "protocol", "strategy"} <= set(
-            summary["provenance"]
-        ):
+        about = summary["provenance"]
+        if not isinstance(about, Mapping) or not {"paths", "protocol", "strategy"} <= about.keys():
             raise ValueError("summary.json does not say which paths were compared")
         for column in ("kl", "max_abs_logit"):
             pd.to_numeric(tables["steps"][column])
@@ -264,10 +262,10 @@ def reading(folder: Path, summary: Mapping[str, Any]) -> Iterator[None]:
         about = summary.get("provenance")
         held = about.get("kvinterp", __version__) if isinstance(about, Mapping) else __version__
         other = f", or read it with kvinterp {held}, which wrote it" if held != __version__ else ""
-        missing = error.filename if isinstance(error, FileNotFoundError) and error.filename else ""
-        why = (
-            f"{Path(missing).name} is not there" if missing else str(error).splitlines()[0][:300] if str(error) else "empty"
-        )
+        if isinstance(error, FileNotFoundError) and error.filename:
+            why = f"{Path(error.filename).name} is not there"
+        else:
+            why = str(error).splitlines()[0][:300] if str(error) else "empty"
         raise InputError(f"folder {str(folder)!r} holds no readable result ({why}): make it again{other}.") from error
 
 
@@ -275,9 +273,8 @@ def prompt_lines(prompts: Sequence[Prompt]) -> str:
     """The prompts as a file that :func:`kvinterp.data.load_prompts` reads back."""
     rows = []
     for prompt in prompts:
-        fields = {field.name: getattr(prompt, field.name) for field in dataclasses.fields(prompt)}
-        text = fields.pop("text")
-        rows.append({"id": fields.pop("id"), "prompt": text, **{k: v for k, v in fields.items() if v}})
+        more = {name: value for name, value in vars(prompt).items() if value and name not in ("id", "text")}
+        rows.append({"id": prompt.id, "prompt": prompt.text, **more})
     return "".join(json.dumps(row, default=dict) + "\n" for row in rows)
 
 

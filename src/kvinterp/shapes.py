@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-__all__ = ["Flag", "HeadVectors", "Logits", "Measure", "Pattern", "Residual", "TopTokens"]
+__all__ = ["Flag", "HeadVectors", "Logits", "Measure", "Pattern", "Residual"]
 
 #: Next-token logits, before the softmax.
 Logits: TypeAlias = Float[Tensor, "*batch vocab"]
@@ -24,9 +24,6 @@ Pattern: TypeAlias = Float[Tensor, "*batch key"]
 
 #: Queries, keys, values or attention outputs, one vector a head.
 HeadVectors: TypeAlias = Float[Tensor, "*batch head_dim"]
-
-#: The token with the largest logit, the first of them where several are equal.
-TopTokens: TypeAlias = Int64[Tensor, "*batch"]
 
 #: One number of a metric for each element of the batch.
 Measure: TypeAlias = Float64[Tensor, "*batch"]

@@ -7,6 +7,7 @@ from scipy import stats
 
 import kvinterp as kv
 from kvinterp.experiments import susceptibility as s
+from kvinterp.experiments.base import Outcome
 from kvinterp.reading.susceptibility import said_of_susceptibility
 
 SIZES = (0.1, 0.2, 0.4, 0.8, 1.6)
@@ -122,6 +123,13 @@ def test_the_sentences_follow_the_numbers() -> None:
     said = "\n".join(said_of_susceptibility(summary(certificates=wrong, rounding=equal)))
     assert "1 of them flip, which cannot be: report it" in said
     assert "nothing to set beside the threshold" in said
+
+
+def test_what_was_said_is_said_again() -> None:
+    """A threshold without an interval: what is read again has None where there was NaN, and told of ends that it has not."""
+    read = summary(reading=["as it was said"])
+    assert s.Susceptibility().sentences(Outcome({}, {}, read)) == ["as it was said"]
+    assert s.Susceptibility().sentences(Outcome({}, {}, summary())) == said_of_susceptibility(summary())
 
 
 @pytest.mark.slow

@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from kvinterp.behaviour.divergence import DECODE
+from kvinterp.behaviour.divergence import DECODE, conditions
 from kvinterp.metrics.dependence import correlation, restricted_correlation, terciles
 from kvinterp.metrics.inference import Test, nothing
 from kvinterp.metrics.prediction import auc, brier, calibration, roc
@@ -45,7 +45,7 @@ CURVE = 200
 
 _FEW = f"fewer than {LEAST} prompts have such a flip"
 
-Condition = tuple[dict[str, Any], pd.DataFrame]
+CONDITION = ("model", "strategy")
 
 
 def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) -> dict[str, pd.DataFrame]:
@@ -57,7 +57,7 @@ def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) ->
         above: The paper's second restriction: flips later than this step alone.
     """
     flips, risk = flips_with_kl(decodes), predicted(steps)
-    by_step = [(told, group) for told, group in _conditions(risk)]
+    by_step = list(conditions(risk, *CONDITION))
     curves = [_curve(group).assign(**told) for told, group in by_step]
     bins = [_bins(group).assign(**told) for told, group in by_step]
     return {
@@ -100,7 +100,7 @@ def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
         value, low, high, p, n (decodes), n_prompts, why (there is none).
     """
     rows = []
-    for told, group in _conditions(flips):
+    for told, group in conditions(flips, *CONDITION):
         for quantity in QUANTITIES:
             held = "matched_mean_kl" if quantity == "smallest_margin" else "smallest_margin"
             known = group[np.isfinite(group[[quantity, held]].astype(float)).all(axis=1)]
@@ -129,7 +129,7 @@ def terciles_of(flips: pd.DataFrame) -> pd.DataFrame:
         One row a model, strategy and quantity: ratio of the two means, low, high, p (Welch), n (decodes), n_prompts, why.
     """
     rows = []
-    for told, group in _conditions(flips):
+    for told, group in conditions(flips, *CONDITION):
         for quantity in QUANTITIES:
             known = group.dropna(subset=[quantity])
             given, few = (known["flip_index"], known[quantity], known["example"]), known["example"].nunique()
@@ -157,7 +157,7 @@ def hazard_of(decodes: pd.DataFrame, risk: pd.DataFrame) -> pd.DataFrame:
     matched = decodes.loc[decodes["protocol"] == "matched", [*DECODE, "flip_index", "steps", "diverged"]]
     of_decode = risk.groupby(DECODE)["margin"].agg(mean="mean", smallest="min").reset_index()
     rows = []
-    for told, group in _conditions(matched.merge(of_decode, on=DECODE)):
+    for told, group in conditions(matched.merge(of_decode, on=DECODE), *CONDITION):
         time, events = group["flip_index"].fillna(group["steps"] - 1), int(group["diverged"].sum())
         found = {name: cox(time, group["diverged"], group[name], group["example"]) for name in ("mean", "smallest")}
         of_step = risk[(risk["model"] == told["model"]) & (risk["strategy"] == told["strategy"])]
@@ -223,7 +223,7 @@ def predicted(steps: pd.DataFrame) -> pd.DataFrame:
     return found[~found["after_flip"]].reset_index(drop=True)
 
 
-def _prediction(by_step: list[Condition]) -> pd.DataFrame:
+def _prediction(by_step: list[tuple[dict[str, Any], pd.DataFrame]]) -> pd.DataFrame:
     """How well the margin tells which step flips, and the chance how often.
 
     Returns:
@@ -259,11 +259,6 @@ def _curve(group: pd.DataFrame) -> pd.DataFrame:
     """The ROC curve of the margin, at so many thresholds at most."""
     curve = roc(-group["margin"], group["flipped"])
     return curve.iloc[np.unique(np.linspace(0, len(curve) - 1, CURVE).astype(int))].assign(margin=lambda c: -c["threshold"])
-
-
-def _conditions(table: pd.DataFrame) -> Iterator[Condition]:
-    for (model, strategy), group in table.groupby(["model", "strategy"], sort=False):
-        yield {"model": model, "strategy": strategy}, group
 
 
 def _ends(test: Test) -> dict[str, float]:

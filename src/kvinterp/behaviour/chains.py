@@ -12,12 +12,13 @@ from scipy import stats
 
 from kvinterp import metrics
 from kvinterp.behaviour.decoding import write
+from kvinterp.behaviour.divergence import conditions
 from kvinterp.data import Prompt
 from kvinterp.data.chat import chat_tokens
 from kvinterp.data.restate import score
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
-from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopP
+from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopP, run
 
 __all__ = [
     "attractors_of",
@@ -33,7 +34,8 @@ __all__ = [
 
 TEXT = "{text}"
 """Where a template takes the text."""
-CHAIN = ["model", "arm", "temperature", "text", "seed"]
+ARM = ["model", "arm", "temperature"]
+CHAIN = [*ARM, "text", "seed"]
 """What names one chain in a table."""
 
 
@@ -188,8 +190,6 @@ def _counts(texts: Sequence[str]) -> np.ndarray:
 
 
 def _pooled(adapter: Adapter, text: str) -> np.ndarray:
-    from kvinterp.paths import run
-
     last = adapter.facts.layers - 1
     how: dict[str, Any] = {"max_new_tokens": 1, "record": "resid_post", "layers": [last], "positions": "all"}
     (stream,) = run(adapter, adapter.encode(text or " "), "recompute", **how).records["resid_post", last]
@@ -217,23 +217,23 @@ def cycles_of(chains: pd.DataFrame) -> pd.DataFrame:
         hops it does: 1 is a fixed point. NaN where none comes again. At temperature 0 the chain stays there; above it may leave.
     """
     rows = []
-    for names, chain in chains.sort_values("hop").groupby(CHAIN, sort=False):
+    for told, chain in conditions(chains.sort_values("hop"), *CHAIN):
         first: dict[str, int] = {}
-        found = (float("nan"), float("nan"))
+        enters = period = float("nan")
         for hop, text in zip(chain["hop"], chain["said"], strict=True):
             if text in first:
-                found = (float(first[text]), float(hop - first[text]))
+                enters, period = float(first[text]), float(hop - first[text])
                 break
             first[text] = int(hop)
-        rows.append(dict(zip([*CHAIN, "enters", "period"], (*names, *found), strict=True)))
+        rows.append({**told, "enters": enters, "period": period})
     return pd.DataFrame(rows)
 
 
 def curves_of(chains: pd.DataFrame) -> pd.DataFrame:
     """Mean similarity and share of facts by hop, of each model, arm and temperature, with bootstrap intervals over chains."""
     rows = []
-    for names, group in chains.groupby(["model", "arm", "temperature", "hop"], sort=False):
-        row = dict(zip(("model", "arm", "temperature", "hop"), names, strict=True)) | {"chains": len(group)}
+    for told, group in conditions(chains, *ARM, "hop"):
+        row = told | {"chains": len(group)}
         for column in ("similarity", "facts"):
             known = group[column].dropna().to_numpy()
             low, high = _interval(known, resamples=500)
@@ -269,15 +269,14 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
     beside = last.merge(own, on=keys, suffixes=("", "_control"))
     halves = chains[(chains["similarity"] <= 0.5)].groupby(["arm", *pair])["hop"].min()
     rows = []
-    for names, group in beside.groupby(["model", "arm", "temperature"], sort=False):
-        model, arm, temperature = names
+    for told, group in conditions(beside, *ARM):
         delta = (group["similarity"] - group["similarity_control"]).to_numpy()
         low, high = _interval(delta)
-        places = [(arm, *row) for row in group[pair].itertuples(index=False)]
+        places = [(told["arm"], *row) for row in group[pair].itertuples(index=False)]
         half = [float(halves.loc[place]) for place in places if place in halves.index]
         rows.append(
             {
-                "model": model, "arm": arm, "temperature": temperature, "chains": len(group),
+                **told, "chains": len(group),
                 "similarity": float(group["similarity"].mean()), "facts": float(group["facts"].mean()),
                 "delta": float(delta.mean()), "delta_low": low, "delta_high": high,
                 "better": int((delta > 0).sum()), "worse": int((delta < 0).sum()),
@@ -304,12 +303,11 @@ def attractors_of(chains: pd.DataFrame) -> pd.DataFrame:
     """
     rows = []
     ordered = chains.sort_values("hop")
-    for names, group in ordered.groupby(["model", "arm", "temperature"], sort=False):
+    for told, group in conditions(ordered, *ARM):
         for of in ("words", "similarity"):
             before = group.groupby(CHAIN)[of].shift(1)
             known = before.notna()
             x, y = before[known].astype(float), group.loc[known, of].astype(float)
-            row = dict(zip(("model", "arm", "temperature"), names, strict=True)) | {"of": of, "pairs": len(x)}
             numbers = dict.fromkeys(("position", "strength", "strength_low", "strength_high"), np.nan)
             if len(x) > 2 and x.nunique() > 1:
                 line: Any = stats.linregress(x, y)
@@ -318,5 +316,5 @@ def attractors_of(chains: pd.DataFrame) -> pd.DataFrame:
                 position = float(line.intercept) / strength if abs(strength) > 1e-9 else np.nan
                 values = (position, strength, strength - far, strength + far)
                 numbers = dict(zip(numbers, values, strict=True))
-            rows.append(row | numbers)
+            rows.append({**told, "of": of, "pairs": len(x), **numbers})
     return pd.DataFrame(rows)

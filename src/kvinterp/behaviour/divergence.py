@@ -7,6 +7,7 @@ from resampling whole examples, and each ``n`` counts examples.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ import pandas as pd
 from kvinterp.metrics.dependence import slope
 from kvinterp.metrics.inference import Test, corrected, mcnemar, rule_of_three, share_of, sign_flips
 from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnemar_power, mean_power
-from kvinterp.metrics.statistics import Interval, clustered_interval
+from kvinterp.metrics.statistics import clustered_interval
 from kvinterp.metrics.survival import survival_by_step
 
 __all__ = [
     "accuracy_of",
     "behaviour_tables",
+    "conditions",
     "divergence_of",
     "examples_of",
     "growth_of",
@@ -56,6 +58,12 @@ def behaviour_tables(decodes: pd.DataFrame, steps: pd.DataFrame) -> dict[str, pd
     }
 
 
+def conditions(table: pd.DataFrame, *columns: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """The rows that have some columns in common, and what these hold; in the order in which they come."""
+    for names, group in table.groupby(list(columns), sort=False):
+        yield dict(zip(columns, names, strict=True)), group
+
+
 def with_free_steps(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """The steps of every decode in both protocols: where no token flips, the free one is the matched one to the bit."""
     stays = decodes.loc[(decodes["protocol"] == "matched") & ~decodes["diverged"], DECODE]
@@ -80,14 +88,14 @@ def kl_by_step_of(steps: pd.DataFrame) -> pd.DataFrame:
         n_examples, rows, flips (first ones at this step), at_risk (decodes that had none before).
     """
     tables = []
-    for names, group in steps.groupby(["model", "strategy", "protocol"], sort=False):
+    for told, group in conditions(steps, "model", "strategy", "protocol"):
         by = group.groupby("step")
         table = pd.DataFrame({"mean_kl": by["kl"].mean(), "n_examples": by["example"].nunique(), "rows": by.size()})
         table["low"], table["high"] = _intervals_by_step(group)
         before = group[~group["after_flip"]].groupby("step")
         table["flips"] = before["flipped"].sum().reindex(table.index, fill_value=0).astype(int)
         table["at_risk"] = before.size().reindex(table.index, fill_value=0)
-        tables.append(table.reset_index().assign(**dict(zip(("model", "strategy", "protocol"), names, strict=True))))
+        tables.append(table.reset_index().assign(**told))
     columns = ["model", "strategy", "protocol", "step", "mean_kl", "low", "high", "n_examples", "rows", "flips", "at_risk"]
     return pd.concat(tables, ignore_index=True)[columns]
 
@@ -115,15 +123,11 @@ def survival_of(decodes: pd.DataFrame) -> pd.DataFrame:
         :func:`kvinterp.metrics.survival.survival_by_step`.
     """
     tables = []
-    for (model, strategy), group in _matched(decodes).groupby(["model", "strategy"], sort=False):
-        table = survival_by_step(_time(group), group["diverged"])
-        tables.append(table.assign(model=model, strategy=strategy))
+    for told, group in conditions(_matched(decodes), "model", "strategy"):
+        # The step of the first flip, or the last step where there is none.
+        time = group["flip_index"].fillna(group["steps"] - 1)
+        tables.append(survival_by_step(time, group["diverged"]).assign(**told))
     return pd.concat(tables, ignore_index=True)
-
-
-def _time(decodes: pd.DataFrame) -> pd.Series:
-    """The step of the first flip, or the last step where there is none."""
-    return decodes["flip_index"].fillna(decodes["steps"] - 1)
 
 
 def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
@@ -142,13 +146,14 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     keys = ["model", "strategy", "protocol"]
     risk = steps[~steps["after_flip"]].groupby([*keys, "seed", "example"]).size().rename("at_risk")
     rows = []
-    for names, group in decodes.join(risk, on=[*keys, "seed", "example"]).groupby(keys, sort=False):
+    for told, group in conditions(decodes.join(risk, on=[*keys, "seed", "example"]), *keys):
         rate, step = _rate(group), _rate(group, "at_risk")
-        kl = _mean_interval(group, "mean_kl")
+        known = group.dropna(subset=["mean_kl"])
+        kl = clustered_interval(np.mean, known["example"].to_numpy(), known["mean_kl"].to_numpy(float))
         means = {name: group[name].mean() for name in ("mean_kl_before_flip", "mean_kl_after_flip", "mean_js")}
         largest = group["max_abs_logit"].max()
         rows.append(
-            dict(zip(keys, names, strict=True))
+            told
             | {"decodes": len(group), "n": group["example"].nunique(), "diverged": int(group["diverged"].sum())}
             | {"rate": rate[0], "low": rate[1], "high": rate[2], "at_risk": int(group["at_risk"].sum())}
             | {"flip_rate": step[0], "flip_rate_low": step[1], "flip_rate_high": step[2]}
@@ -157,11 +162,6 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
             | {"above_bound": int((group["mean_kl"] > group["kl_bound"]).sum())}
         )
     return pd.DataFrame(rows)
-
-
-def _mean_interval(group: pd.DataFrame, column: str) -> Interval:
-    known = group.dropna(subset=[column])
-    return clustered_interval(np.mean, known["example"].to_numpy(), known[column].to_numpy(float))
 
 
 def _rate(group: pd.DataFrame, of: str = "") -> tuple[float, float, float]:
@@ -193,9 +193,8 @@ def growth_of(steps: pd.DataFrame) -> pd.DataFrame:
     later = steps[steps["step"] > 0]
     before = later[(later["protocol"] == "matched") & ~later["after_flip"]].assign(protocol="before the flip")
     rows = []
-    for names, group in pd.concat([later, before]).groupby(["model", "strategy", "protocol"], sort=False):
+    for told, group in conditions(pd.concat([later, before]), "model", "strategy", "protocol"):
         found = slope(group["step"], group["kl"], group["example"])
-        told = dict(zip(("model", "strategy", "protocol"), names, strict=True))
         rows.append({**told, "slope": found.effect, **_numbers(found), "rows": len(group), "why": found.why})
     return pd.DataFrame(rows)
 
@@ -229,11 +228,11 @@ def accuracy_of(decodes: pd.DataFrame) -> pd.DataFrame:
         known.
     """
     rows = []
-    for (model, strategy), group in _answered(decodes).groupby(["model", "strategy"], sort=False):
+    for told, group in conditions(_answered(decodes), "model", "strategy"):
         a, b = (group[f"correct_{side}"].to_numpy(bool) for side in "ab")
-        told = {"model": model, "strategy": strategy, "decodes": len(group), "accuracy_a": a.mean(), "accuracy_b": b.mean()}
+        shares = {"decodes": len(group), "accuracy_a": a.mean(), "accuracy_b": b.mean()}
         counts = {"only_a": int((a & ~b).sum()), "only_b": int((b & ~a).sum())}
-        rows.append(told | counts | _compared(a, b, group["example"]))
+        rows.append(told | shares | counts | _compared(a, b, group["example"]))
     return _corrected(rows, ["model", "strategy", "decodes", "accuracy_a", "accuracy_b", "only_a", "only_b"])
 
 

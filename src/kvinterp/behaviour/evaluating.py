@@ -27,7 +27,7 @@ from kvinterp import metrics
 from kvinterp.behaviour.harness import PathLM
 from kvinterp.errors import InputError, KvinterpError
 
-__all__ = ["changed", "check_tasks", "compared", "evaluated"]
+__all__ = ["changed", "compared", "evaluated", "manager_of"]
 
 FEWSHOT_SEED = 1234
 """Seeds the choice of worked examples, as in the harness."""
@@ -58,9 +58,6 @@ def manager_of(names: Sequence[str], include: str | None) -> TaskManager:
                 "which `lm-eval ls tasks` lists; --include names a folder of your own."
             )
     return every
-
-
-check_tasks = manager_of
 
 
 def evaluated(

@@ -123,7 +123,7 @@ def contrasted(examples: pd.DataFrame, contrasts: Mapping[str, Mapping[tuple[str
             each = sum(weight * table[column] for column, weight in weights.items())
             known = pd.Series(each).dropna().to_numpy()
             if len(known):
-                low, high = _interval((known,), _mean)
+                low, high = _interval((known,), np.mean)
                 numbers = {"difference": known.mean(), "low": low, "high": high, "p": _sign_test(known)}
                 rows.append({"contrast": name, "metric": metric, **numbers, "prompts": len(known)})
     return pd.DataFrame(rows, columns=["contrast", "metric", "difference", "low", "high", "p", "prompts"])
@@ -152,10 +152,6 @@ def _compared(mine: np.ndarray, control: np.ndarray, measure: Measure) -> dict[s
         "prompts": len(mine),
         "p": _sign_test(mine - control),
     }
-
-
-def _mean(values: np.ndarray, axis: int = -1) -> Any:
-    return values.mean(axis)
 
 
 def _interval(columns: tuple[np.ndarray, ...], statistic: Callable[..., Any]) -> tuple[float, float]:

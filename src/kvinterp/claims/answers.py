@@ -13,6 +13,7 @@ from kvinterp.claims.base import (
     HOLDS,
     LEAST,
     OPEN,
+    PAPER,
     Claim,
     Found,
     NotTestableError,
@@ -22,7 +23,7 @@ from kvinterp.claims.base import (
     table,
     told_again,
 )
-from kvinterp.claims.behaviour import NEWS, PAPER, decodes_of, of_greedy_copies
+from kvinterp.claims.behaviour import decodes_of, of_greedy_copies
 
 __all__ = ["CLAIMS"]
 
@@ -34,13 +35,12 @@ LEVEL = 0.05
 
 
 def _answered(tables: Tables) -> pd.DataFrame:
-    """Decodes of both paths whose answers are known: ``difference`` is 1, 0 or -1, ``condition`` the model and strategy."""
-    decodes = decodes_of(tables, "free", "correct_a", "correct_b")
-    decodes = decodes.dropna(subset=["correct_a", "correct_b"])
+    """Decodes of both paths whose answers are known: ``difference`` is 1, 0 or -1."""
+    decodes = decodes_of(tables, "free", "correct_a", "correct_b").dropna(subset=["correct_a", "correct_b"])
     if decodes.empty:
         raise NotTestableError("no answer is known to be right or wrong on both paths")
     a, b = (decodes[f"correct_{side}"].astype(float) for side in "ab")
-    return decodes.assign(difference=a - b, condition=decodes["model"].astype(str) + " " + decodes["strategy"].astype(str))
+    return decodes.assign(difference=a - b)
 
 
 def _papers(answered: pd.DataFrame) -> pd.DataFrame:
@@ -207,7 +207,7 @@ CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 CLAIMS += (
     told_again(
-        CLAIMS, "eight-of-nine", id="news-accuracy", source=NEWS, section="summary", value="8 of 9",
+        CLAIMS, "eight-of-nine", id="news-accuracy", value="8 of 9",
         claim="Caching often gives higher accuracy, so the divergence has a predictable direction.",
     ),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -23,16 +23,20 @@ __all__ = [
     "FAILS",
     "HOLDS",
     "LEAST",
+    "NEWS",
     "OPEN",
+    "PAPER",
     "Claim",
     "Found",
     "NotTestableError",
     "Tables",
     "average",
+    "check_enough",
     "inside",
     "larger",
     "larger_of_intervals",
     "never",
+    "of_models",
     "pooled",
     "smaller",
     "smaller_of_intervals",
@@ -42,6 +46,8 @@ __all__ = [
 
 HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not testable here"
 """The verdicts."""
+PAPER, NEWS = "FP16 paper", "news"
+"""The sources of most claims."""
 LEAST = 5
 """Fewer independent units (examples, seeds of made-up numbers) decide nothing."""
 MANY = 30
@@ -80,6 +86,11 @@ class Found:
     fails: float = np.nan
     verdict: str = ""
     why: str = ""
+
+    @classmethod
+    def of(cls, test: metrics.Test, **more: Any) -> Found:
+        """The effect of a test, with its interval and its units; the verdict is the caller's."""
+        return cls(test.effect, test.low, test.high, test.n, **more)
 
     def through(self, function: Callable[[float], float]) -> Found:
         """With the effect and its ends on another scale; the p-values are of the same statement."""
@@ -122,16 +133,18 @@ class Claim:
     if_equal: str = "false"
 
 
-def told_again(claims: Sequence[Claim], of: str, **told: str) -> Claim:
+def told_again(claims: Sequence[Claim], of: str, source: str = NEWS, section: str = "summary", **told: str) -> Claim:
     """A claim that another source makes too: the same test, counted once.
 
     Args:
         claims: Where the first is.
         of: Its id.
-        told: What differs: id, source, section, claim, value.
+        source: The other source.
+        section: Where it stands there.
+        told: What else differs: id, claim, value.
     """
     (first,) = (claim for claim in claims if claim.id == of)
-    return dataclasses.replace(first, **told)  # type: ignore[arg-type]
+    return dataclasses.replace(first, source=source, section=section, **told)  # type: ignore[arg-type]
 
 
 # Tables ----------------------------------------------------------------------------------------------------------------
@@ -171,6 +184,17 @@ def known(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return rows[finite]
 
 
+def of_models(rows: pd.DataFrame, *names: str) -> pd.DataFrame:
+    """The rows of models that have one of these words in their name."""
+    return rows[rows["model"].astype(str).str.lower().str.contains("|".join(names))]
+
+
+def check_enough(n: int, said: str) -> None:
+    """Raises NotTestableError, with what is said of their number, where units are fewer than :data:`LEAST`."""
+    if n < LEAST:
+        raise NotTestableError(f"{said}, and fewer than {LEAST} decide nothing")
+
+
 # Rules -----------------------------------------------------------------------------------------------------------------
 
 
@@ -191,18 +215,16 @@ def larger(
     """
     claimed = than if claimed is None else claimed
     test = metrics.mean_of(values, units)
-    if test.n < LEAST:
-        raise NotTestableError(f"the number of independent units is {test.n}, and fewer than {LEAST} decide nothing")
+    check_enough(test.n, f"the number of independent units is {test.n}")
     if test.why:
         # There is no spread to test against, but so many units on one side of the bound: the sign test.
         why = f"all {test.n} units have the same value"
-        found = Found(test.effect, test.effect, test.effect, test.n, why=why)
-        return _of_signs(found, than, claimed, flags)
+        return _of_signs(Found(test.effect, test.effect, test.effect, test.n, why=why), than, claimed, flags)
     above, below = (
         metrics.mean_of(values, units, against=bound, alternative=side).p
         for bound, side in ((than, "greater"), (claimed, "less"))
     )
-    return Found(test.effect, test.low, test.high, test.n, holds=above, fails=below)
+    return Found.of(test, holds=above, fails=below)
 
 
 def _of_signs(found: Found, than: float, claimed: float, flags: bool = False) -> Found:
@@ -252,8 +274,7 @@ def larger_of_intervals(found: Found, than: float, claimed: float | None = None)
         NotTestableError: It is of fewer than :data:`LEAST` units.
     """
     claimed = than if claimed is None else claimed
-    if found.n < LEAST:
-        raise NotTestableError(f"the number of independent units is {found.n}, and fewer than {LEAST} decide nothing")
+    check_enough(found.n, f"the number of independent units is {found.n}")
     # Bootstrap intervals have the normal distribution's length; with Student's tails few units count as few.
     error, spread = (found.high - found.low) / (2 * stats.norm.ppf(0.975)), stats.t(found.n - 1)
     if not error > 0:
@@ -277,9 +298,9 @@ def never(happened: metrics.Column, units: metrics.Column) -> Found:
         units: What each row belongs to.
     """
     by_unit = pd.Series(np.asarray(happened, bool)).groupby(np.asarray(units)).max()
-    share, n, count = metrics.share_of(by_unit.to_numpy()), len(by_unit), int(by_unit.sum())
+    n, count = len(by_unit), int(by_unit.sum())
     if count:
-        return Found(share.effect, share.low, share.high, n, verdict=FAILS, why=f"it happened in {count} of {n} units")
-    found = Found(0.0, 0.0, metrics.rule_of_three(n).high, n, verdict=HOLDS if n >= MANY else OPEN)
+        why = f"it happened in {count} of {n} units"
+        return Found.of(metrics.share_of(by_unit.to_numpy()), verdict=FAILS, why=why)
     why = "" if n >= MANY else f"it happened in none of {n} units, and fewer than {MANY} are too few to say never"
-    return dataclasses.replace(found, why=why)
+    return Found(0.0, 0.0, metrics.rule_of_three(n).high, n, verdict=HOLDS if n >= MANY else OPEN, why=why)

@@ -12,6 +12,7 @@ from kvinterp.claims.base import (
     FAILS,
     HOLDS,
     MANY,
+    PAPER,
     Claim,
     Found,
     NotTestableError,
@@ -29,18 +30,15 @@ from kvinterp.claims.base import (
 
 __all__ = ["CLAIMS", "decodes_of", "of_greedy_copies"]
 
-PAPER, NEWS = "FP16 paper", "news"
-SEEDS = 5
-"""How often the paper counts a greedy decode, whose seeds are copies."""
-
 
 def decodes_of(tables: Tables, protocol: str, *columns: str) -> pd.DataFrame:
-    """The decodes of a protocol, with ``unit``: the prompt, which all models, strategies and seeds share."""
+    """The decodes of a protocol, with ``unit``: the prompt, which all models, strategies and seeds share; and ``condition``."""
     found = table(tables, "decodes", "model", "strategy", "seed", "example", "protocol", "flip_index", *columns)
     found = found[found["protocol"] == protocol]
     if found.empty:
         raise NotTestableError(f"table decodes has no row of the {protocol} protocol")
-    return found.assign(unit=found["id"].astype(str) if "id" in found else found["example"].astype(str))
+    unit = found["id" if "id" in found else "example"].astype(str)
+    return found.assign(unit=unit, condition=found["model"].astype(str) + " " + found["strategy"].astype(str))
 
 
 def of_greedy_copies(decodes: pd.DataFrame) -> pd.Series:
@@ -74,16 +72,6 @@ def _every(flips: pd.DataFrame) -> Found:
     return found.beside(float((flips["flips"] * weight).sum() / weight.sum()), why)
 
 
-def every_decode(tables: Tables) -> Found:
-    """Every decode parts."""
-    return _every(_flips(tables))
-
-
-def every_greedy_decode(tables: Tables) -> Found:
-    """Every greedy decode parts."""
-    return _every(_flips(tables, "greedy"))
-
-
 def greedy_parts_too(tables: Tables) -> Found:
     """Some greedy decode parts, while a path run twice does not."""
     flips, nulls = _flips(tables, "greedy"), table(tables, "nulls", "null", "differing_steps")
@@ -91,22 +79,16 @@ def greedy_parts_too(tables: Tables) -> Found:
     if again.empty:
         raise NotTestableError("no path was run twice")
     by_unit = flips.groupby("unit")["flips"].max()
-    share, n = metrics.share_of(by_unit.to_numpy()), len(by_unit)
-    found = Found(share.effect, share.low, share.high, n, average(flips, "flips"))
+    n, verdict = len(by_unit), FAILS
     if again.sum():
-        return dataclasses.replace(found, verdict=FAILS, why="a path that is run twice differs from itself")
-    if by_unit.any():
-        return dataclasses.replace(
-            found, verdict=HOLDS, why=f"{int(by_unit.sum())} of {n} examples part under greedy decoding"
-        )
-    if n < MANY:
+        why = "a path that is run twice differs from itself"
+    elif by_unit.any():
+        verdict, why = HOLDS, f"{int(by_unit.sum())} of {n} examples part under greedy decoding"
+    elif n < MANY:
         raise NotTestableError(f"none of {n} greedy decodes parts, and fewer than {MANY} are too few to say that none does")
-    return dataclasses.replace(found, verdict=FAILS, why=f"none of {n} greedy decodes parts")
-
-
-def same_path_twice(tables: Tables) -> Found:
-    """A path run twice differs at no step."""
-    return _of_null(tables, "same path twice")
+    else:
+        why = f"none of {n} greedy decodes parts"
+    return Found.of(metrics.share_of(by_unit.to_numpy()), paper=average(flips, "flips"), verdict=verdict, why=why)
 
 
 def recompute_agrees_with_itself(tables: Tables) -> Found:
@@ -179,18 +161,15 @@ def kl_persists(tables: Tables) -> Found:
 
 def kl_grows(tables: Tables) -> Found:
     """The KL of rounding grows over the steps."""
-    growth, steps = table(tables, "growth", "model", "strategy", "protocol", "slope", "low", "high", "n"), _levels(tables)
-    relative = growth.merge(steps, on=["model", "strategy", "protocol"])
+    keys = ["model", "strategy", "protocol"]
+    growth = table(tables, "growth", *keys, "slope", "low", "high", "n")
+    steps = table(tables, "kl_by_step", *keys, "step", "mean_kl")
+    levels = steps[steps["step"] > 0].groupby(keys).agg(level=("mean_kl", "mean"), last=("step", "max"))
+    relative = growth.merge(levels.reset_index(), on=keys)
     for name in ("slope", "low", "high"):
         relative[name] *= relative["last"] / relative["level"].where(relative["level"] > 0)
     free, matched = (relative[relative["protocol"] == protocol] for protocol in ("free", "matched"))
     return larger_of_intervals(pooled(matched, "slope"), 0.0, 0.5).beside(average(free, "slope"))
-
-
-def _levels(tables: Tables) -> pd.DataFrame:
-    steps = table(tables, "kl_by_step", "model", "strategy", "protocol", "step", "mean_kl")
-    by = steps[steps["step"] > 0].groupby(["model", "strategy", "protocol"])
-    return by.agg(level=("mean_kl", "mean"), last=("step", "max")).reset_index()
 
 
 def js_goes_with_kl(tables: Tables) -> Found:
@@ -201,7 +180,7 @@ def js_goes_with_kl(tables: Tables) -> Found:
         test = metrics.correlation(
             decodes["mean_kl"], decodes["mean_js"], decodes["unit"], method="spearman", resamples=300
         )
-        found.append(Found(test.effect, test.low, test.high, test.n, why=test.why))
+        found.append(Found.of(test, why=test.why))
     if found[1].why:
         raise NotTestableError(found[1].why)
     return larger_of_intervals(found[1], 0.5).beside(found[0].matched)
@@ -245,11 +224,12 @@ CLAIMS: tuple[Claim, ...] = (
         "diverges-always", PAPER, "abstract, 6.1", "Cached and recomputed decoding write different texts in every run.",
         "100% of 31,500", "share of decodes that part",
         f"does not hold with one decode that never parts; holds with none in at least {MANY} examples",
-        _RUN, every_decode,
+        _RUN, lambda tables: _every(_flips(tables)),
     ),
     Claim(
         "diverges-greedy", PAPER, "abstract, 6.1", "So they do in every run under greedy decoding.",
-        "100%", "share of greedy decodes that part", "as diverges-always, greedy decodes alone", _RUN, every_greedy_decode,
+        "100%", "share of greedy decodes that part", "as diverges-always, greedy decodes alone",
+        _RUN, lambda tables: _every(_flips(tables, "greedy")),
     ),
     Claim(
         "not-sampling", PAPER, "4.2, 6.1", "Greedy decoding parts too, so sampling is not the cause.",
@@ -261,7 +241,8 @@ CLAIMS: tuple[Claim, ...] = (
         "deterministic", PAPER, "1, 7.1", "The same input on the same hardware gives the same result on each path.",
         "always", "share of steps at which a path run twice differs",
         f"does not hold with one differing step; holds with none in {MANY} examples",
-        "each path twice on the paper's GPU, with and without deterministic algorithms", same_path_twice, if_equal="true",
+        "each path twice on the paper's GPU, with and without deterministic algorithms",
+        lambda tables: _of_null(tables, "same path twice"), if_equal="true",
     ),
     Claim(
         "cache-is-the-source", PAPER, "3.4", "The execution path with a cache is exactly what makes the difference.",
@@ -314,7 +295,7 @@ CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 CLAIMS += (
     told_again(
-        CLAIMS, "diverges-always", id="news-100", source=NEWS, section="summary", value="100%",
+        CLAIMS, "diverges-always", id="news-100", value="100%",
         claim="The texts differ in every case tested, which proves that caching is not equivalent.",
     ),
 )  # fmt: skip

@@ -7,8 +7,8 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp import metrics
-from kvinterp.claims.base import Claim, Found, NotTestableError, Tables, larger, larger_of_intervals
-from kvinterp.claims.behaviour import PAPER, decodes_of
+from kvinterp.claims.base import PAPER, Claim, Found, NotTestableError, Tables, larger, larger_of_intervals
+from kvinterp.claims.behaviour import decodes_of
 
 __all__ = ["CLAIMS"]
 
@@ -18,14 +18,12 @@ FEWEST = 10
 
 
 def _flipped(tables: Tables, protocol: str, *columns: str) -> pd.DataFrame:
-    """Decodes that flip, with ``condition``."""
+    """Decodes that flip."""
     decodes = decodes_of(tables, protocol, "mean_kl", *columns)
     found = decodes.dropna(subset=["flip_index", "mean_kl", *columns])
-    if found["unit"].nunique() < 10:
-        raise NotTestableError(
-            f"a token flips in {found['unit'].nunique()} examples, and fewer than {FEWEST} are no correlation"
-        )
-    return found.assign(condition=found["model"].astype(str) + " " + found["strategy"].astype(str))
+    if (count := found["unit"].nunique()) < FEWEST:
+        raise NotTestableError(f"a token flips in {count} examples, and fewer than {FEWEST} are no correlation")
+    return found
 
 
 def _ranked(rows: pd.DataFrame, column: str) -> pd.Series:
@@ -37,10 +35,15 @@ def _ranked(rows: pd.DataFrame, column: str) -> pd.Series:
 def _correlation(rows: pd.DataFrame, *given: str) -> Found:
     columns = [_ranked(rows, name) for name in ("flip_index", "mean_kl", *given)]
     test = metrics.correlation(columns[0], columns[1], rows["unit"], *columns[2:], resamples=RESAMPLES)
+    return _one_sided(test, test.effect < 0)
+
+
+def _one_sided(test: metrics.Test, on_its_side: bool) -> Found:
+    """What a two-sided test says of a claim about one side, given whether the effect lies there."""
     if not np.isfinite(test.p):
         raise NotTestableError(test.why)
-    below = test.p / 2 if test.effect < 0 else 1 - test.p / 2
-    return Found(test.effect, test.low, test.high, test.n, holds=below, fails=1 - below)
+    holds = test.p / 2 if on_its_side else 1 - test.p / 2
+    return Found.of(test, holds=holds, fails=1 - holds)
 
 
 def earlier_flips_more_kl(tables: Tables) -> Found:
@@ -62,7 +65,7 @@ def stronger_without_the_first(tables: Tables) -> Found:
     matched = _flipped(tables, "matched")
     # The paper's step 0 is the first that a cached path computes alone, ours is 1.
     restricted = matched[matched["flip_index"] > 1]
-    if restricted["unit"].nunique() < 10:
+    if restricted["unit"].nunique() < FEWEST:
         raise NotTestableError(f"fewer than {FEWEST} examples flip after step 1")
     x, y = (_ranked(matched, name).to_numpy() for name in ("flip_index", "mean_kl"))
     later = (matched["flip_index"] > 1).to_numpy(float)
@@ -110,13 +113,12 @@ def _thirds(rows: pd.DataFrame) -> Found:
     )
     if not np.isfinite(test.effect):
         raise NotTestableError(test.why or "the mean KL of the last third is 0")
-    return Found(test.effect, test.low, test.high, test.n)
+    return Found.of(test)
 
 
 def margin_tells_the_flip(tables: Tables) -> Found:
     """Decodes that come nearer to a tie are those that flip."""
     decodes = decodes_of(tables, "matched", "smallest_margin").dropna(subset=["smallest_margin"])
-    decodes = decodes.assign(condition=decodes["model"].astype(str) + " " + decodes["strategy"].astype(str))
     near = -_ranked(decodes, "smallest_margin")
     of_unit = decodes.assign(near=near, flips=decodes["flip_index"].notna()).groupby("unit")
     nearest, flips = of_unit["near"].max(), of_unit["flips"].max()
@@ -124,32 +126,25 @@ def margin_tells_the_flip(tables: Tables) -> Found:
         of = f"a token flips in {int(flips.sum())} of {len(flips)} examples"
         raise NotTestableError(f"{of}, and fewer than {FEWEST} of either kind are no ranking")
     test = metrics.mann_whitney(nearest[flips], nearest[~flips])
-    if not np.isfinite(test.p):
-        raise NotTestableError(test.why)
-    above = test.p / 2 if test.effect > 0.5 else 1 - test.p / 2
-    return Found(test.effect, test.low, test.high, test.n, holds=above, fails=1 - above)
+    return _one_sided(test, test.effect > 0.5)
 
 
 def margin_delays_the_flip(tables: Tables) -> Found:
     """A larger margin goes with a later first flip, decodes that never flip counted."""
     decodes = decodes_of(tables, "matched", "smallest_margin", "steps").dropna(subset=["smallest_margin"])
-    decodes = decodes.assign(condition=decodes["model"].astype(str) + " " + decodes["strategy"].astype(str))
     event = decodes["flip_index"].notna()
     when = decodes["flip_index"].fillna(decodes["steps"] - 1)
     test = metrics.cox(when, event, _ranked(decodes, "smallest_margin"), decodes["unit"])
-    if not np.isfinite(test.effect):
-        raise NotTestableError(test.why)
-    below = test.p / 2 if test.effect < 1 else 1 - test.p / 2
-    return Found(test.effect, test.low, test.high, test.n, holds=below, fails=1 - below)
+    return _one_sided(test, test.effect < 1)
 
 
 def flips_come_at_once(tables: Tables) -> Found:
     """Most first flips come in the first eighth of the steps."""
-    rows = decodes_of(tables, "matched", "steps").dropna(subset=["flip_index"])
+    decodes = decodes_of(tables, "matched", "steps")
+    rows = decodes.dropna(subset=["flip_index"])
     if rows.empty:
         raise NotTestableError("no token flips")
-    most = decodes_of(tables, "matched", "steps")["steps"].max()
-    early = (rows["flip_index"] <= most / 8).astype(float)
+    early = (rows["flip_index"] <= decodes["steps"].max() / 8).astype(float)
     return larger(early, rows["unit"], 0.5, flags=True).beside(float(early.mean()))
 
 

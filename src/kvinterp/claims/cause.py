@@ -11,21 +11,22 @@ from kvinterp import metrics
 from kvinterp.claims.base import (
     FAILS,
     HOLDS,
-    LEAST,
     MANY,
+    NEWS,
     OPEN,
+    PAPER,
     Claim,
     Found,
     NotTestableError,
     Tables,
     average,
+    check_enough,
     inside,
     known,
     larger,
     table,
     told_again,
 )
-from kvinterp.claims.behaviour import NEWS, PAPER
 
 __all__ = ["CLAIMS"]
 
@@ -50,8 +51,7 @@ def _flipped(rung: pd.DataFrame) -> pd.Series:
 def float32_flips_nothing(tables: Tables) -> Found:
     """Float32 leaves no flip where float16 has some."""
     half, single = (_flipped(_rung(tables, dtype)) for dtype in ("float16", "float32"))
-    share, n = metrics.share_of(single.to_numpy()), len(single)
-    found = Found(share.effect, share.low, share.high, n)
+    found, n = Found.of(metrics.share_of(single.to_numpy())), len(single)
     if single.any():
         return dataclasses.replace(found, verdict=FAILS, why=f"{int(single.sum())} of {n} examples flip in float32")
     found = dataclasses.replace(found, high=metrics.rule_of_three(n).high)
@@ -90,30 +90,16 @@ def eight_orders_of_logits(tables: Tables) -> Found:
     return _orders(tables, "max_abs_logit").beside(eight_orders_of_kl(tables).paper)
 
 
-def order_is_the_cause(tables: Tables) -> Found:
-    """One fixed order of additions, still in float16, leaves no difference."""
-    native, fixed = (_rung(tables, "float16", kernels) for kernels in ("native", "batch_invariant"))
-    return _fixed_order(native, fixed, HOLDS, FAILS)
-
-
-def format_is_the_cause(tables: Tables) -> Found:
-    """Float16 suffices to make the difference, whatever the order."""
-    native, fixed = (_rung(tables, "float16", kernels) for kernels in ("native", "batch_invariant"))
-    return _fixed_order(native, fixed, FAILS, HOLDS)
-
-
-def _fixed_order(native: pd.DataFrame, fixed: pd.DataFrame, if_gone: str, if_left: str) -> Found:
-    differs, left = (rung.groupby("id")["max_abs_logit"].max() > 0 for rung in (native, fixed))
+def _fixed_order(tables: Tables, if_gone: str, if_left: str) -> Found:
+    rungs = [_rung(tables, "float16", kernels) for kernels in ("native", "batch_invariant")]
+    differs, left = (rung.groupby("id")["max_abs_logit"].max() > 0 for rung in rungs)
     if not differs.any():
         raise NotTestableError("the paths are bitwise equal in float16 with the machine's own kernels")
-    share, n = metrics.share_of(left.to_numpy()), len(left)
-    found = Found(share.effect, share.low, share.high, n, float(differs.mean()))
+    found, n = Found.of(metrics.share_of(left.to_numpy()), paper=float(differs.mean())), len(left)
     if left.any():
-        return dataclasses.replace(
-            found, verdict=if_left, why=f"{int(left.sum())} of {n} examples differ in a fixed order too"
-        )
-    if n < LEAST:
-        raise NotTestableError(f"no example of {n} differs in a fixed order, and fewer than {LEAST} decide nothing")
+        why = f"{int(left.sum())} of {n} examples differ in a fixed order too"
+        return dataclasses.replace(found, verdict=if_left, why=why)
+    check_enough(n, f"no example of {n} differs in a fixed order")
     why = f"none of {n} examples differs in a fixed order, {int(differs.sum())} of {len(differs)} do otherwise"
     return dataclasses.replace(found, high=metrics.rule_of_three(n).high, verdict=if_gone, why=why)
 
@@ -152,11 +138,8 @@ def written_alone_differs(tables: Tables) -> Found:
     """K and V differ where they are written."""
     written = table(tables, "kv_write", "kernels", "prompt", "relative_error")
     native = written[written["kernels"] == "native"]
-    if native["prompt"].nunique() < LEAST:
-        raise NotTestableError(
-            f"{native['prompt'].nunique()} prompts were looked at, and fewer than {LEAST} decide nothing"
-        )
     by = native.groupby("prompt")["relative_error"].max()
+    check_enough(len(by), f"{len(by)} prompts were looked at")
     share = metrics.share_of((by > 0).to_numpy())
     verdict = HOLDS if share.effect > 0.5 else FAILS
     why = f"K or V of {int((by > 0).sum())} of {len(by)} prompts differ where the input is bitwise the same"
@@ -198,14 +181,14 @@ CLAIMS: tuple[Claim, ...] = (
         "sole driver",
         "share of examples that differ in float16 in one fixed order (its protocol: with the machine's own kernels)",
         "holds where a fixed order leaves no difference and the machine's own kernels make one; does not where one is left",
-        _RUN, order_is_the_cause,
+        _RUN, lambda tables: _fixed_order(tables, HOLDS, FAILS),
     ),
     Claim(
         "format-causes", PAPER, "6.3", "Not the mechanism but the format, FP16, makes the divergence: it suffices.",
         "dominant and sufficient",
         "share of examples that differ in float16 in one fixed order (its protocol: machine's own kernels)",
         "holds where float16 in a fixed order still differs, does not where it does not though other kernels do",
-        _RUN, format_is_the_cause,
+        _RUN, lambda tables: _fixed_order(tables, FAILS, HOLDS),
     ),
     Claim(
         "sums-flat", PAPER, "5.2, 6.3", "The relative error of attention's sums does not depend on the length.",
@@ -233,7 +216,7 @@ CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 CLAIMS += (
     told_again(
-        CLAIMS, "fp32-no-flips", id="news-fp32", source=NEWS, section="summary", value="0",
+        CLAIMS, "fp32-no-flips", id="news-fp32", value="0",
         claim="FP32 eliminates token flips, which pinpoints the cause.",
     ),
 )  # fmt: skip

@@ -9,20 +9,22 @@ from kvinterp.claims.base import (
     FAILS,
     HOLDS,
     LEAST,
+    PAPER,
     Claim,
     Found,
     NotTestableError,
     Tables,
     average,
+    check_enough,
     known,
     larger,
     larger_of_intervals,
+    of_models,
     pooled,
     smaller,
     table,
     told_again,
 )
-from kvinterp.claims.behaviour import NEWS, PAPER
 
 __all__ = ["CLAIMS"]
 
@@ -39,7 +41,7 @@ def _drift(tables: Tables, protocol: str, *columns: str) -> pd.DataFrame:
 
 
 def _named(rows: pd.DataFrame, *names: str) -> pd.DataFrame:
-    found = rows[rows["model"].astype(str).str.lower().str.contains("|".join(names))]
+    found = of_models(rows, *names)
     if found.empty:
         raise NotTestableError(f"it is of {' and '.join(names)} models, and there is none of those")
     return found
@@ -51,27 +53,15 @@ def _by_layer(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     return by[(by > 0).all(axis=1)]
 
 
-def _jump(rows: pd.DataFrame, column: str) -> pd.Series:
-    """The logarithm of layer 1's drift over layer 0's, by model and example."""
-    by = _by_layer(rows, column)
-    if not {0, 1} <= set(by.columns) or by.empty:
-        raise NotTestableError("no example drifts in layers 0 and 1")
-    return np.log(by[1] / by[0])
-
-
-def _free_jump(tables: Tables, *names: str) -> float:
-    """The paper's number: the ratio of the mean absolute distances."""
-    rows = _drift(tables, "free", "l2")
-    rows = _named(rows, *names) if names else rows
-    means = rows[rows["layer"].isin([0, 1])].groupby("layer")["l2"].mean()
-    return float(means.get(1, np.nan) / means.get(0, np.nan))
-
-
 def sharp_at_layer_1(tables: Tables) -> Found:
     """Llama and Mistral models jump at layer 1."""
-    jump = _jump(_named(_drift(tables, "matched", BARE), "llama", "mistral"), BARE)
-    found = larger(jump, jump.index.get_level_values("example"), np.log(SHARP))
-    return found.through(np.exp).beside(_free_jump(tables, "llama", "mistral"))
+    by = _by_layer(_named(_drift(tables, "matched", BARE), "llama", "mistral"), BARE)
+    if not {0, 1} <= set(by.columns) or by.empty:
+        raise NotTestableError("no example drifts in layers 0 and 1")
+    found = larger(np.log(by[1] / by[0]), by.index.get_level_values("example"), np.log(SHARP)).through(np.exp)
+    # The paper's number: the ratio of the mean absolute distances.
+    means = _named(_drift(tables, "free", "l2"), "llama", "mistral").groupby("layer")["l2"].mean()
+    return found.beside(means.get(1, np.nan) / means.get(0, np.nan))
 
 
 def gemma_is_flat(tables: Tables) -> Found:
@@ -100,26 +90,23 @@ def rows_hold_the_same_token(tables: Tables) -> Found:
     if not count:
         raise NotTestableError("no row is of the free protocol")
     n = int(table(tables, "layer_drift", "example")["example"].nunique())
-    share = removed / count
-    if n < LEAST:
-        raise NotTestableError(f"there are {n} examples, and fewer than {LEAST} decide nothing")
+    check_enough(n, f"there are {n} examples")
     why = f"{removed} of {count} rows are of steps at which the paths had read other tokens"
-    return Found(n=n, paper=share, verdict=FAILS if removed else HOLDS, why=why)
+    return Found(n=n, paper=removed / count, verdict=FAILS if removed else HOLDS, why=why)
 
 
 def layers_are_significant(tables: Tables) -> Found:
     """Nearly every layer's drift differs from that of the layer before."""
-    tests = table(tables, "layer_tests", "model", "layer", "contrast", "test", "n", "p_bh")
-    if "measure" in tests:
-        tests = tests[tests["measure"].isin(["l2", BARE])]
-    tests = tests[(tests["contrast"] == "previous layer") & tests["p_bh"].notna()]
+    tests = table(tables, "layer_tests", "model", "layer", "contrast", "test", "n", "p_bh", "measure")
+    tests = tests[tests["measure"].isin(["l2", BARE]) & (tests["contrast"] == "previous layer") & tests["p_bh"].notna()]
     paired = tests[tests["test"].str.contains("ilcoxon")]
     if paired.empty or paired["n"].min() < LEAST:
         raise NotTestableError(f"no layer is tested against the one before over {LEAST} examples, pair by pair")
-    beside = tests[tests["test"].str.contains("itney") & (tests["measure"] == "l2" if "measure" in tests else True)]
-    bare = paired[paired["measure"] == BARE] if "measure" in paired and BARE in set(paired["measure"]) else paired
-    share, count = float((bare["p_bh"] <= 0.05).mean()), len(bare)
-    why = f"{int((bare['p_bh'] <= 0.05).sum())} of {count} layers; corrected by Benjamini and Hochberg over all of them"
+    beside = tests[tests["test"].str.contains("itney") & (tests["measure"] == "l2")]
+    bare = paired[paired["measure"] == BARE] if BARE in set(paired["measure"]) else paired
+    significant = bare["p_bh"] <= 0.05
+    share = float(significant.mean())
+    why = f"{int(significant.sum())} of {len(bare)} layers; corrected by Benjamini and Hochberg over all of them"
     found = Found(share, n=int(bare["n"].min()), verdict=HOLDS if share >= 0.95 else FAILS, why=why)
     return found.beside(float((beside["p_bh"] <= 0.05).mean()) if len(beside) else np.nan)
 
@@ -225,7 +212,7 @@ CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 CLAIMS += (
     told_again(
-        CLAIMS, "layer-1", id="news-layer-1", source=NEWS, section="summary", value="",
+        CLAIMS, "layer-1", id="news-layer-1", value="",
         claim="Models with grouped-query attention diverge sharply at the first layer.",
     ),
 )  # fmt: skip

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pandas as pd
 
-from kvinterp.claims.base import Claim, Found, NotTestableError, Tables, average, known, larger, smaller, table, told_again
-from kvinterp.claims.behaviour import NEWS, PAPER
+from kvinterp.claims.base import (
+    PAPER,
+    Claim,
+    Found,
+    NotTestableError,
+    Tables,
+    average,
+    known,
+    larger,
+    of_models,
+    smaller,
+    table,
+    told_again,
+)
 
 __all__ = ["CLAIMS"]
 
@@ -61,12 +73,10 @@ def all_layers_make_it_worse(tables: Tables) -> Found:
 
 def gemma_recovers_somewhat(tables: Tables) -> Found:
     """One layer's residual stream recovers something in the Gemma model."""
-    rows = _recovered(tables, "resid_post", "single", "into-recompute", "matched")
-    rows = rows[rows["model"].astype(str).str.lower().str.contains("gemma")]
+    rows = of_models(_recovered(tables, "resid_post", "single", "into-recompute", "matched"), "gemma")
     if rows.empty:
         raise NotTestableError("it is of a Gemma model, and there is none")
-    medians, paper = _medians(rows), _papers(tables, "single")
-    paper = paper[paper["model"].astype(str).str.lower().str.contains("gemma")]
+    medians, paper = _medians(rows), of_models(_papers(tables, "single"), "gemma")
     return larger(medians, medians.index.get_level_values("example"), 0.0).beside(paper["recovery"].astype(float).median())
 
 
@@ -119,7 +129,7 @@ CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 CLAIMS += (
     told_again(
-        CLAIMS, "residual-all", id="news-residual", source=NEWS, section="summary", value="",
+        CLAIMS, "residual-all", id="news-residual", value="",
         claim="Manipulating the residual stream cannot recover the cache-free trajectory.",
     ),
 )  # fmt: skip

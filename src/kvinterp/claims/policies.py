@@ -7,11 +7,11 @@ import pandas as pd
 
 from kvinterp import metrics
 from kvinterp.claims.base import (
-    LEAST,
     Claim,
     Found,
     NotTestableError,
     Tables,
+    check_enough,
     known,
     larger_of_intervals,
     smaller,
@@ -44,21 +44,6 @@ def _score(tables: Tables, policy: str, metric: str) -> Found:
     return Found(value, low, high, int(row["prompts"]))
 
 
-def q8_keeps_instructions(tables: Tables) -> Found:
-    """q8_0 follows nearly as many instructions."""
-    return larger_of_intervals(_score(tables, "q8_0", "instructions"), 0.9)
-
-
-def q4_guesses_more_words(tables: Tables) -> Found:
-    """q4_0 guesses more words than no quantisation."""
-    return larger_of_intervals(_score(tables, "q4_0", "next_token"), 1.0)
-
-
-def noise_costs_instructions(tables: Tables) -> Found:
-    """Uniform noise of up to the value's own size costs a sixth of the instructions."""
-    return smaller_of_intervals(_score(tables, "uniform(-1,1)", "instructions"), 0.95)
-
-
 def _effect(tables: Tables, factor: str) -> Found:
     rows = table(tables, "contrasts", "contrast", "metric", "difference", "low", "high", "prompts")
     named = rows["contrast"].astype(str).str.startswith(f"{factor}, ")
@@ -67,16 +52,6 @@ def _effect(tables: Tables, factor: str) -> Found:
         raise NotTestableError(f"no factorial at a matched error has a contrast of {factor}")
     row = rows.iloc[-1]
     return Found(float(row["difference"]), float(row["low"]), float(row["high"]), int(row["prompts"]))
-
-
-def flipped_signs_are_catastrophic(tables: Tables) -> Found:
-    """At the same mean square of the error, flipped signs cost instructions."""
-    return smaller_of_intervals(_effect(tables, "flips"), 0.0)
-
-
-def a_shifted_mean_is_catastrophic(tables: Tables) -> Found:
-    """At the same mean square of the error, an error of another mean than 0 costs instructions."""
-    return smaller_of_intervals(_effect(tables, "shift"), 0.0)
 
 
 # Chains ----------------------------------------------------------------------------------------------------------------
@@ -119,8 +94,7 @@ def models_disagree(tables: Tables) -> Found:
     if both["model"].nunique() < 2:
         raise NotTestableError("it is of several models, and there is one")
     by = both.groupby(["unit", "model"])["difference"].mean().unstack("model").dropna()
-    if len(by) < LEAST:
-        raise NotTestableError(f"{len(by)} chains were run by every model, and fewer than {LEAST} decide nothing")
+    check_enough(len(by), f"{len(by)} chains were run by every model")
     means = by.mean()
     best, worst = means.idxmax(), means.idxmin()
     above, below = (
@@ -132,7 +106,7 @@ def models_disagree(tables: Tables) -> Found:
     holds = min(1.0, max(above.min(), below.min()) * len(means))
     fails = min(1.0, 2 * min(above.max(), below.max()))
     apart = metrics.mean_of(by[best] - by[worst])
-    return Found(apart.effect, apart.low, apart.high, len(by), holds=holds, fails=fails)
+    return Found.of(apart, holds=holds, fails=fails)
 
 
 _ERRORS = "1,000 and more prompts paired with the control on the source's model (Llama-3.2-1B-Instruct)"
@@ -142,27 +116,29 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "q8-instructions", ERRORS, "table 1", "8-bit quantisation keeps nearly all of instruction following.",
         "98%", "instructions followed, as a share of the control's", "holds above 90%, does not below",
-        _ERRORS, q8_keeps_instructions, if_equal="open",
+        _ERRORS, lambda tables: larger_of_intervals(_score(tables, "q8_0", "instructions"), 0.9), if_equal="open",
     ),
     Claim(
         "q4-words", ERRORS, "6.1, table 2", "4-bit quantisation guesses more next words than no quantisation.",
         "115%", "words guessed, as a share of the control's", "holds above 100%, does not below",
-        _ERRORS, q4_guesses_more_words, if_equal="open",
+        _ERRORS, lambda tables: larger_of_intervals(_score(tables, "q4_0", "next_token"), 1.0), if_equal="open",
     ),
     Claim(
         "uniform-noise", ERRORS, "table 3", "Uniform noise within the value's own size costs instruction following.",
         "83%", "instructions followed, as a share of the control's", "holds below 95%, does not above",
-        _ERRORS, noise_costs_instructions, if_equal="open",
+        _ERRORS, lambda tables: smaller_of_intervals(_score(tables, "uniform(-1,1)", "instructions"), 0.95), if_equal="open",
     ),
     Claim(
         "flipped-signs", ERRORS, "5.5, 6.4", "At the same magnitude, errors that flip signs are catastrophic.",
         "", "instructions followed: effect of flipped signs at a matched mean square, as a share",
-        "holds below 0, does not above", _ERRORS, flipped_signs_are_catastrophic, if_equal="open",
+        "holds below 0, does not above",
+        _ERRORS, lambda tables: smaller_of_intervals(_effect(tables, "flips"), 0.0), if_equal="open",
     ),
     Claim(
         "skewed-errors", ERRORS, "5.5", "At the same magnitude, errors with a mean other than zero are catastrophic.",
         "", "instructions followed: effect of a shifted mean at a matched mean square, as a share",
-        "holds below 0, does not above", _ERRORS, a_shifted_mean_is_catastrophic, if_equal="open",
+        "holds below 0, does not above",
+        _ERRORS, lambda tables: smaller_of_intervals(_effect(tables, "shift"), 0.0), if_equal="open",
     ),
     Claim(
         "exact-chains", DRIFT, "results", "Chains of restatements keep more of the text with 16 bits than with 8.",

@@ -43,10 +43,6 @@ def _value(step: str) -> int:
     return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]
 
 
-def _person(rng: Random) -> tuple[str, str]:
-    return rng.choice(PEOPLE)
-
-
 def _pair(rng: Random) -> tuple[str, str]:
     first, second = rng.sample(PEOPLE, 2)
     return first[0], second[0]
@@ -127,7 +123,7 @@ def _relative(rng: Random) -> tuple[str, list[str]]:
 
 
 def _price(rng: Random) -> tuple[str, list[str]]:
-    name, _ = _person(rng)
+    name, _ = rng.choice(PEOPLE)
     objects = rng.choice(OBJECTS[1:])
     count, price = rng.randint(2, 9), rng.randint(2, 9)
     cost = count * price
@@ -145,7 +141,7 @@ def _price(rng: Random) -> tuple[str, list[str]]:
 
 
 def _share(rng: Random) -> tuple[str, list[str]]:
-    name, pronoun = _person(rng)
+    name, pronoun = rng.choice(PEOPLE)
     objects = rng.choice(OBJECTS)
     friends, each = rng.randint(2, 9), rng.randint(2, 9)
     total = friends * each

@@ -100,9 +100,9 @@ def _object(where: str, line: str) -> dict[str, Any]:
 def prompts_of(path: Path) -> list[Prompt]:
     """The prompts of a file, as :func:`kvinterp.data.load_prompts` says."""
     _check_there(path)
-    return (
-        _texts_of(path) if path.suffix.lower() == ".txt" else [_prompt(where, record) for where, record in lines_of(path)]
-    )
+    if path.suffix.lower() == ".txt":
+        return _texts_of(path)
+    return [_prompt(where, record) for where, record in lines_of(path)]
 
 
 def _texts_of(path: Path) -> list[Prompt]:

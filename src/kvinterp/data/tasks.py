@@ -11,7 +11,7 @@ from kvinterp.data.example import Example, Prompt, Split, distinct, draws
 from kvinterp.data.few_shot import cut_at
 from kvinterp.errors import unknown
 
-__all__ = ["JUDGES", "TASKS", "Task", "get", "score", "stream"]
+__all__ = ["JUDGES", "TASKS", "Task", "score", "stream"]
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,6 @@ JUDGES: dict[str, Callable[[Prompt, str], bool]] = {
 """What judges a completion, by what ``Prompt.task`` says: every task's, and those of problems that come from files."""
 
 
-def get(name: str) -> Task:
-    """Finds a task.
-
-    Raises:
-        InputError: If there is none of that name; the message gives the near names.
-    """
-    if name not in TASKS:
-        raise unknown("task", name, TASKS)
-    return TASKS[name]
-
-
 def score(prompt: Prompt, completion: str) -> bool:
     """Judges a completion by the prompt's own task, cut where ``prompt.meta["until"]`` says.
 
@@ -80,5 +69,11 @@ def score(prompt: Prompt, completion: str) -> bool:
 
 
 def stream(name: str, seed: int, split: Split = "train") -> Iterator[Example]:
-    """Yields a task's examples without end; problems may repeat. See :meth:`Task.generate` for different ones."""
-    return draws(get(name).draw, seed, split)
+    """Yields a task's examples without end; problems may repeat. See :meth:`Task.generate` for different ones.
+
+    Raises:
+        InputError: If there is no task of that name; the message gives the near names.
+    """
+    if name not in TASKS:
+        raise unknown("task", name, TASKS)
+    return draws(TASKS[name].draw, seed, split)

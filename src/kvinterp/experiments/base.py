@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,10 +27,27 @@ if TYPE_CHECKING:
     from kvinterp.models import Adapter
     from kvinterp.progress import Tell
 
-__all__ = ["NOTHING", "OPTION", "SHARED", "Experiment", "How", "Outcome", "argument", "model", "option", "shared"]
+__all__ = [
+    "NOTHING",
+    "OPTION",
+    "SHARED",
+    "Experiment",
+    "How",
+    "Outcome",
+    "argument",
+    "model",
+    "numbered",
+    "option",
+    "shared",
+]
 
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""
+
+
+def numbered(keys: Iterable[str]) -> dict[int, str]:
+    """Keys of cells by the number that each ends with, as in ``example-3``."""
+    return {int(key.rpartition("-")[2]): key for key in keys}
 
 
 # Experiments -----------------------------------------------------------------------------------------------------------
@@ -52,10 +69,13 @@ class Experiment(abc.ABC):
     """The page that every experiment gets; ``""``: it has none, or one of its own among its files."""
     DRAWN: ClassVar[tuple[str, ...]] = ()
     """What the names of its figures begin with, where it is not the command's."""
+    RESULT: ClassVar[str] = ""
+    """The import name of the class of its result, which is read from tables and summary; ``""``: the tables are its result."""
     FIGURES: ClassVar[str] = ""
-    """The import name of what draws its figures: given the result and a folder, it returns their files."""
+    """The import name of what draws its figures: given the result (tables alone with their provenance) and a folder, it returns
+    their files."""
     READING: ClassVar[str] = ""
-    """The import name of what says in sentences what the summary holds."""
+    """The import name of what says in sentences what the summary holds, where that has no ``reading``."""
     UNIT: ClassVar[str] = "parts"
     """What a cell is of, in the plural."""
     LOGGED: ClassVar[str] = "everything"
@@ -72,9 +92,23 @@ class Experiment(abc.ABC):
 
     # What each experiment says -----------------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Looks at what was given, as far as no model is needed: prompts, and numbers that an option has a least of."""
+        from kvinterp.data import load_prompts
+        from kvinterp.inputs import check_whole
+
+        for field in dataclasses.fields(self):
+            given, least = getattr(self, field.name), field.metadata.get(OPTION, {}).get("min")
+            if given is None and field.default is None:
+                continue
+            if least is not None:
+                check_whole(field.name, given, least)
+            if field.name == "prompts":
+                load_prompts(given)
+
     @abc.abstractmethod
     def cells(self) -> list[Cell]:
-        """The pieces of work; what was given is checked first, and before a model is loaded what can be."""
+        """The pieces of work, once :meth:`check` has looked at what was given."""
 
     def then(self, made: Mapping[str, Made]) -> list[Cell]:
         """The cells of a second stage, which are known only from what the first gave: on the examples of the highest KL, say.
@@ -99,13 +133,17 @@ class Experiment(abc.ABC):
         """Draws its figures into a folder and returns their files."""
         from kvinterp.cells import imported
 
-        return list(imported(self.FIGURES)(outcome.result, folder)) if self.FIGURES else []
+        signed = (outcome.summary["provenance"],) if self.FIGURES and outcome.result is outcome.tables else ()
+        return list(imported(self.FIGURES)(outcome.result, *signed, folder)) if self.FIGURES else []
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """What was found, a sentence a line."""
         from kvinterp.cells import imported
 
-        return list(imported(self.READING)(outcome.summary)) if self.READING else []
+        said = outcome.summary.get("reading")
+        if said is None and self.READING:
+            said = imported(self.READING)(outcome.summary)
+        return list(said or ())
 
     def read(self, folder: Path) -> Outcome:
         """A finished result as it is in its folder.
@@ -178,7 +216,10 @@ class Experiment(abc.ABC):
 
     def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
         """What was found, from its tables and summary alone: without a model its figures and sentences are made again."""
-        return Outcome(tables, tables, summary)
+        from kvinterp.cells import imported
+
+        kind: Any = imported(self.RESULT) if self.RESULT else None
+        return Outcome(tables if kind is None else kind.read(tables, summary), tables, summary)
 
     def chosen(self) -> dict[str, Any]:
         """The choices that decide the numbers."""
@@ -191,15 +232,15 @@ class Experiment(abc.ABC):
         Args:
             name: Its name; that of the option ``model`` unless given.
         """
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        wanted: dict[str, Any] = {each: values[each] for each in ("kind", "dtype", "device", "attention") if each in values}
-        return {"name": str(values["model"] if name is None else name), **wanted}
+        given = vars(self)
+        wanted: dict[str, Any] = {each: given[each] for each in ("kind", "dtype", "device", "attention") if each in given}
+        return {"name": str(given["model"] if name is None else name), **wanted}
 
     def check_reached(self) -> None:
         """Raises where a model is on a hub that cannot be reached: before torch is imported, since that takes seconds."""
         from kvinterp.models.finding import check_reached
 
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        given = vars(self)
         for name in filter(None, (given.get("model"), *given.get("models", ()))):
             # TransformerLens has names of its own.
             if given.get("kind") != "hooked" or "/" in name:
@@ -209,7 +250,7 @@ class Experiment(abc.ABC):
         """The models it is asked of, loaded: that of the option ``model``, where there is one."""
         from kvinterp.cells import loaded
 
-        return [loaded(self.named()) for field in dataclasses.fields(self) if field.name == "model"]
+        return [loaded(self.named())] if "model" in vars(self) else []
 
     def asked(self) -> dict[str, Any]:
         """The choices that decide the numbers, with what the prompts hold."""
@@ -286,6 +327,7 @@ class Experiment(abc.ABC):
                 # The cheap questions first: a typing error should not cost the loading of a model.
                 check_free(out, how.existing, names, mark)
             held.enter_context(loading_once())
+            self.check()
             cells = self.cells()
             if out is None:
                 made = self._made(cells, None, how)
@@ -305,12 +347,10 @@ class Experiment(abc.ABC):
 
     def _made(self, cells: list[Cell], parts: Parts | None, how: How) -> dict[str, Made]:
         """What the cells of both stages gave; the second's are added to the list, for whoever is cut off among them."""
-        from kvinterp.cells import locally, run_cells
+        from kvinterp.cells import run_cells
         from kvinterp.engines import Remaining
 
-        engine = how.engine or locally
-        if how.tell is not None:
-            engine = Remaining(engine, self.UNIT, self.LOGGED)
+        engine = how.engine if how.tell is None else Remaining(how.engine, self.UNIT, self.LOGGED)
         given = (parts, how.tell, how.progress, self.UNIT, engine)
         made = run_cells(cells, *given)
         more = self.then(made)

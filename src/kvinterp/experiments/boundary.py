@@ -19,7 +19,6 @@ from kvinterp.behaviour.boundary import boundary_tables
 from kvinterp.cells import Cell, Made, joined
 from kvinterp.experiments.base import Outcome, option
 from kvinterp.experiments.behaviour import Behaviour
-from kvinterp.inputs import check_whole
 
 __all__ = ["Boundary"]
 
@@ -33,19 +32,13 @@ class Boundary(Behaviour):
 
     above: int = option(8, "The paper's second restriction: flips later than this step alone.", min=0)
 
-    def check(self) -> None:
-        """The restriction too."""
-        super().check()
-        check_whole("above", self.above, 0)
-
     def cells(self) -> list[Cell]:
         """The decodes of ``behaviour``, under the same keys."""
         return [cell for cell in super().cells() if "-null-" not in cell.key and not cell.key.endswith("-oracle")]
 
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         """What the decodes say of their flips."""
-        kept = {key: each for key, each in made.items() if "decodes" in each[0]}
-        decodes = joined(kept)
+        decodes = joined({key: each for key, each in made.items() if "decodes" in each[0]})
         return boundary_tables(decodes["decodes"], decodes["steps"], self.above)
 
     def said(self, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any]) -> list[str]:

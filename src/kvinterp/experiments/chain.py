@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import pandas as pd
+
+from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.data import Prompt, load_prompts
+from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome, argument, option, shared
+from kvinterp.experiments.outcome import records
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from kvinterp.cells import Cell, Made
-    from kvinterp.data import Prompt
     from kvinterp.models import Adapter
     from kvinterp.policies import Policy
 
@@ -64,13 +66,10 @@ class Chain(Experiment):
 
     def adapters(self) -> list[Adapter]:
         """The models, loaded."""
-        from kvinterp.cells import loaded
-
         return [loaded(self.named(model)) for model in dict.fromkeys(self.models)]
 
     def arms(self) -> dict[str, str]:
         """The paths by the names of their arms: no policy, the same with other seeds, and each policy on each tensor."""
-        from kvinterp.errors import InputError
         from kvinterp.paths import Cached
         from kvinterp.policies import policy_named
 
@@ -88,11 +87,10 @@ class Chain(Experiment):
 
     def cells(self) -> list[Cell]:
         """A cell a model, arm, temperature and text."""
-        from kvinterp.behaviour.chains import embedder_named, tokens_of
-        from kvinterp.cells import Cell
+        from kvinterp.behaviour.chains import embedder_named, facts_of, tokens_of
         from kvinterp.experiments.circumstances import tried
 
-        texts, arms, temperatures = self._checked()
+        texts, arms, temperatures = self._texts(), self.arms(), self._temperatures()
         names = ("template", "system", "chat", "hops", "max_new_tokens", "embedder", "batch_size")
         more = {name: getattr(self, name) for name in names}
         for adapter in self.adapters():
@@ -111,7 +109,7 @@ class Chain(Experiment):
                     for number, text in enumerate(texts):
                         settings = {
                             "model": self.named(model), "arm": arm, "path": path, "temperature": temperature, "number": number,
-                            "text": text.text, "facts": list(_facts(text)), "seeds": seeds, **more,
+                            "text": text.text, "facts": list(facts_of(text)), "seeds": seeds, **more,
                         }  # fmt: skip
                         told = f"chains of {model} on {arm}, temperature {temperature:g}" * (number == 0)
                         key = f"chain-{place}-{turn}-{degree}-{number}"
@@ -120,12 +118,11 @@ class Chain(Experiment):
 
     def settings(self) -> dict[str, Any]:
         """With the texts themselves: a file may change."""
-        return {**super().settings(), "restated": [text.text for text in self._checked()[0]]}
+        return {**super().settings(), "restated": [text.text for text in self._texts()]}
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """What the chains come to."""
         from kvinterp.behaviour.chains import attractors_of, curves_of, cycles_of, deltas_of
-        from kvinterp.cells import joined
         from kvinterp.provenance import provenance
 
         chains = joined(made)["chains"]
@@ -137,7 +134,7 @@ class Chain(Experiment):
             "attractors": attractors_of(chains),
         }
         about = {adapter.facts.name: provenance(adapter) for adapter in self.adapters()}
-        rows = {name: _plain(tables[name]) for name in ("deltas", "cycles", "attractors")}
+        rows = {name: records(tables[name]) for name in ("deltas", "cycles", "attractors")}
         chosen = {name: getattr(self, name) for name in ("hops", "seeds", "embedder")}
         summary = {**rows, **chosen, "control": CONTROL, "null": NULL, "provenance": about, "settings": settings}
         return self.again(tables, summary)
@@ -147,21 +144,25 @@ class Chain(Experiment):
         more = {"provenance": summary["provenance"], "embedder": summary["embedder"]}
         return Outcome({**tables, **more}, tables, summary)
 
-    def _checked(self) -> tuple[list[Prompt], dict[str, str], list[float]]:
-        """Texts, arms and temperatures, once everything that can be was looked at."""
+    def check(self) -> None:
+        """Models, template, temperatures, texts and policies too."""
         from kvinterp.behaviour.chains import TEXT
-        from kvinterp.data import load_prompts
-        from kvinterp.errors import InputError
-        from kvinterp.inputs import check_choice, check_whole
-        from kvinterp.paths import TopP
+        from kvinterp.inputs import check_choice
 
+        super().check()
         if not self.models:
             raise InputError("the list of models is empty: give at least one.")
         check_choice("chat", self.chat, ("none", "template"))
         if TEXT not in self.template:
             raise InputError(f"--template {self.template!r} takes no text: write {TEXT} where it goes.")
-        for name, least in (("hops", 1), ("seeds", 2), ("max_new_tokens", 1), ("batch_size", 1)):
-            check_whole(name, getattr(self, name), least=least)
+        self._temperatures(), self._texts(), self.arms()
+
+    def _texts(self) -> list[Prompt]:
+        return [_bare(text) for text in load_prompts(self.texts if self.text is None else [self.text])]
+
+    def _temperatures(self) -> list[float]:
+        from kvinterp.paths import TopP
+
         try:
             temperatures = [float(part) for part in self.temperatures.split(",")]
         except ValueError as error:
@@ -170,8 +171,7 @@ class Chain(Experiment):
             if not temperature > 0:
                 raise InputError(f"--temperatures {self.temperatures!r}: expected numbers from 0 on, as in 0.7,0.")
             TopP(1.0, temperature)
-        texts = load_prompts(self.texts) if self.text is None else load_prompts([self.text])
-        return [_bare(text) for text in texts], self.arms(), list(dict.fromkeys(temperatures))
+        return list(dict.fromkeys(temperatures))
 
 
 def measured(
@@ -193,10 +193,7 @@ def measured(
     progress: str = "none",
 ) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
     """The chains of one text."""
-    import pandas as pd
-
     from kvinterp.behaviour.chains import cosines, embedder_named, played, share_kept, tokens_of
-    from kvinterp.cells import loaded
     from kvinterp.progress import counting
 
     adapter = loaded(model)
@@ -225,7 +222,6 @@ def _on(policy: Policy, part: str) -> Policy:
     Raises:
         InputError: It cannot be: it has no say over one tensor alone.
     """
-    from kvinterp.errors import InputError
     from kvinterp.policies.base import Chain as Several
     from kvinterp.policies.base import Selective
 
@@ -241,17 +237,7 @@ def _on(policy: Policy, part: str) -> Policy:
 
 def _bare(prompt: Prompt) -> Prompt:
     """A generated problem without its request: the text that is to be restated."""
-    inner = (
-        prompt.text.removeprefix("Text: ").removesuffix("\nIn other words:") if prompt.task == "restate" else prompt.text
-    )
-    return dataclasses.replace(prompt, text=inner.strip())
-
-
-def _facts(prompt: Prompt) -> tuple[str, ...]:
-    from kvinterp.behaviour.chains import facts_of
-
-    return facts_of(prompt)
-
-
-def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [dict(row) for row in table.astype(object).where(table.notna(), None).to_dict("records")]
+    text = prompt.text
+    if prompt.task == "restate":
+        text = text.removeprefix("Text: ").removesuffix("\nIn other words:")
+    return dataclasses.replace(prompt, text=text.strip())

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+from kvinterp.errors import KvinterpError
+from kvinterp.experiments.base import Experiment, Outcome, model, numbered, option, shared
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvinterp.cells import Cell, Made
     from kvinterp.comparison import Comparison
-    from kvinterp.models import Adapter
 
 __all__ = ["Compare"]
 
@@ -71,8 +71,9 @@ class Compare(Experiment):
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
         from kvinterp.cells import Cell
+        from kvinterp.data import load_prompts
 
-        count = self._checked()
+        count = len(load_prompts(self.prompts))
         settings = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}, **self._recorded()}
         return [Cell(f"example-{number}", f"{__name__}:compared", settings) for number in range(count)]
 
@@ -90,9 +91,10 @@ class Compare(Experiment):
         """The page and its figures, where there is anything to show."""
         from kvinterp.report import write_report
 
-        for row in outcome.result.comparison.failures.to_dict("records"):
+        found = outcome.result.comparison
+        for row in found.failures.to_dict("records"):
             log.warning("prompt %s is left out: %s", row["id"], row["message"])
-        return [] if outcome.result.comparison.steps.empty else [write_report([outcome.result], folder.parent)]
+        return [] if found.steps.empty else [write_report([outcome.result], folder.parent)]
 
     def drawings(self, outcome: Outcome) -> dict[str, Figure]:
         """The figures that the tables can give."""
@@ -102,14 +104,10 @@ class Compare(Experiment):
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """Where the paths differ."""
-        from kvinterp.errors import KvinterpError
-
-        failures, folder = outcome.result.comparison.failures, outcome.result.folder
-        if outcome.result.comparison.steps.empty:
-            raise KvinterpError(
-                f"none of the {len(failures)} prompts could be compared; {folder / 'summary.json'} says why."
-            )
-        return list(outcome.result.comparison.where().splitlines())
+        found, place = outcome.result.comparison, outcome.result.folder / "summary.json"
+        if found.steps.empty:
+            raise KvinterpError(f"none of the {len(found.failures)} prompts could be compared; {place} says why.")
+        return list(found.where().splitlines())
 
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
         """What differs, and where everything is."""
@@ -125,20 +123,14 @@ class Compare(Experiment):
         outcome = Outcome(found, found.comparison.written()[0], found.summary)
         return self._of(outcome, settings, found.summary.get("choices", settings), folder)
 
-    @property
-    def _adapter(self) -> Adapter:
-        (adapter,) = self.adapters()
-        return adapter
-
-    def _checked(self) -> int:
-        """How many prompts there are, once what can be checked without a model was."""
+    def check(self) -> None:
+        """Paths, strategy, protocol and sites too."""
         from kvinterp.comparison import PROTOCOLS
-        from kvinterp.data import load_prompts
         from kvinterp.inputs import check_choice, check_seed, check_whole
         from kvinterp.models.hook_names import sites_of
         from kvinterp.paths import path_named, strategy_named
 
-        prompts = load_prompts(self.prompts)
+        super().check()
         path_named(self.a), path_named(self.b), strategy_named(self.strategy)
         check_choice("protocol", self.protocol, tuple(PROTOCOLS))
         check_choice("stop", self.stop, ("end of sequence", "length"))
@@ -146,14 +138,14 @@ class Compare(Experiment):
         for name in ("max_new_tokens", "batch_size"):
             check_whole(name, getattr(self, name))
         sites_of(self.record or "")
-        return len(prompts)
 
     def _recorded(self) -> dict[str, Any]:
         from kvinterp.comparison import recordable
         from kvinterp.inputs import chosen_layers
 
-        layers = chosen_layers(self._adapter, self.layers)
-        sites, left_out = recordable(self._adapter, self.record, layers)
+        (adapter,) = self.adapters()
+        layers = chosen_layers(adapter, self.layers)
+        sites, left_out = recordable(adapter, self.record, layers)
         return {"record": list(sites), "layers": list(layers), "left_out": left_out}
 
 
@@ -179,7 +171,7 @@ def compared(
         log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
     for site, reason in left_out.items():
         log.info("%s is not recorded: %s", site, reason.split(": ")[0])
-    given, numbers = load_prompts(prompts), {int(key.rpartition("-")[2]): key for key in keys}
+    given, numbers = load_prompts(prompts), numbered(keys)
 
     def done(part: Comparison) -> None:
         for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):

@@ -109,10 +109,8 @@ class Part:
 
 def united(cells: Mapping[Part, Sequence[Cell]]) -> list[Cell]:
     """The cells of several experiments, each under a key of its own; one that several have is taken once."""
-    named = {
-        (key := key_of(part, cell)): dataclasses.replace(cell, key=key) for part, each in cells.items() for cell in each
-    }
-    return list(named.values())
+    keyed = {key_of(part, cell): cell for part, each in cells.items() for cell in each}
+    return [dataclasses.replace(cell, key=key) for key, cell in keyed.items()]
 
 
 def key_of(part: Part, cell: Cell) -> str:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from kvinterp.cells import Cell, Made
+from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.data import load_prompts
+from kvinterp.experiments.base import Experiment, Outcome, model, numbered, option, shared
 
 __all__ = ["Decompose"]
 
@@ -23,6 +20,7 @@ class Decompose(Experiment):
 
     TABLES: ClassVar = ("decomposition", "layers")
     DRAWN: ClassVar = ("decomposition",)
+    RESULT: ClassVar = "kvinterp.patching:Decomposition"
     FIGURES: ClassVar = "kvinterp.report:save_decomposition_figure"
     READING: ClassVar = "kvinterp.reading.patching:said_of_decomposition"
     UNIT: ClassVar = "prompts"
@@ -37,28 +35,18 @@ class Decompose(Experiment):
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
-        from kvinterp.cells import Cell
-        from kvinterp.data import load_prompts
-
         count = len(load_prompts(self.prompts))
         settings = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         return [Cell(f"example-{number}", f"{__name__}:decomposed", settings) for number in range(count)]
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The split over all of them."""
-        from kvinterp.cells import joined
         from kvinterp.patching import Decomposition
 
         tables = joined(made)
         about = next(about for _, about in made.values())
         found = Decomposition(tables["decomposition"], tables["layers"], about)
         return Outcome(found, *found.written())
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The split from its tables."""
-        from kvinterp.patching import Decomposition
-
-        return Outcome(Decomposition.read(tables, summary), tables, summary)
 
 
 def decomposed(
@@ -69,12 +57,9 @@ def decomposed(
     max_new_tokens: int,
 ) -> None:
     """Decomposes some of the prompts, and keeps what each gave."""
-    from kvinterp.cells import loaded
-    from kvinterp.data import load_prompts
     from kvinterp.patching import decompose
 
     adapter, given = loaded(model), load_prompts(prompts)
-    for key in keys:
-        only = [int(key.rpartition("-")[2])]
-        found = decompose(adapter, given, max_new_tokens=max_new_tokens, only=only, progress="none")
+    for number, key in numbered(keys).items():
+        found = decompose(adapter, given, max_new_tokens=max_new_tokens, only=[number], progress="none")
         keep(key, {"decomposition": found.steps, "layers": found.layers}, found.provenance)

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import pandas as pd
+
+from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
 from kvinterp.experiments.base import Experiment, Outcome, argument, option, shared
 
 if TYPE_CHECKING:
-    import pandas as pd
     from torch import Tensor
 
-    from kvinterp.cells import Cell, Made
     from kvinterp.models import Adapter
     from kvinterp.policies import Policy
 
@@ -49,12 +51,6 @@ class EquivalentNoise(Experiment):
 
     def cells(self) -> list[Cell]:
         """A cell a policy; what it does not fit is said before any is measured."""
-        from kvinterp.cells import Cell
-        from kvinterp.data import load_prompts
-        from kvinterp.inputs import check_whole
-
-        load_prompts(self.prompts)
-        check_whole("max_new_tokens", self.max_new_tokens)
         (adapter,) = self.adapters()
         settings = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         return [
@@ -64,9 +60,6 @@ class EquivalentNoise(Experiment):
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """By policy, layer, tensor and head over all prompts; the summary has each policy's K and V as a whole."""
-        import pandas as pd
-
-        from kvinterp.cells import joined
         from kvinterp.provenance import provenance
 
         (adapter,) = self.adapters()
@@ -81,13 +74,13 @@ class EquivalentNoise(Experiment):
             "max_new_tokens": self.max_new_tokens,
             "provenance": provenance(adapter),
         }
-        of_policies = {"policies": wholes.to_dict("records"), "places": _ranges(table)}
+        # The smallest and the largest of a layer and head, of each policy and tensor.
+        places = table.groupby(["policy", "tensor"], sort=False)["relative_rms"].agg(["min", "max"]).reset_index()
+        of_policies = {"policies": wholes.to_dict("records"), "places": places.to_dict("records")}
         return self.again({"equivalent_noise": table}, {"settings": settings, **about, **of_policies})
 
     def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
         """The table, with each policy's K and V as a whole."""
-        import pandas as pd
-
         return Outcome((tables["equivalent_noise"], pd.DataFrame(summary["policies"]), summary), tables, summary)
 
 
@@ -124,8 +117,6 @@ def bits_of(policy: Policy, adapter: Adapter, tensor: str, layer: int) -> float:
 
 def measured(model: Mapping[str, Any], prompts: str, policy: str, max_new_tokens: int) -> pd.DataFrame:
     """The sums of one policy, prompt by prompt."""
-    from kvinterp.cells import loaded
-    from kvinterp.data import load_prompts
     from kvinterp.policies import policy_named
 
     return error_of_policy(loaded(model), load_prompts(prompts), policy_named(policy), max_new_tokens)
@@ -151,7 +142,6 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
     Raises:
         UnsupportedError: The policy chooses rows by what a model's attention shows.
     """
-    import pandas as pd
     import torch
 
     from kvinterp.behaviour.designs import reseeded
@@ -170,23 +160,15 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
                 kept = x if positions is None else x.gather(2, positions[..., None].expand(*positions.shape, x.shape[3]))
                 sums = {name: values[0].tolist() for name, values in error_sums(kept, y).items()}
                 place = {"policy": str(policy), "bits": bits_of(policy, adapter, tensor.lower(), layer), "prompt": number}
+                counts = {"rows": x.shape[2], "rows_kept": y.shape[2]}
                 if not bool(torch.isfinite(y).all()):
                     raise NonFiniteError(
                         f"policy {policy} makes NaN or infinity of {tensor} in layer {layer}, in {y.dtype}, so "
                         "that its error has no size: give it a smaller amplitude or a larger scale, or --dtype float32."
                     )
-                rows += [
-                    {
-                        **place,
-                        "layer": layer,
-                        "tensor": tensor,
-                        "kv_head": head,
-                        "rows": x.shape[2],
-                        "rows_kept": y.shape[2],
-                    }
-                    | {name: sums[name][head] for name in SUMS}
-                    for head in range(x.shape[1])
-                ]
+                for head in range(x.shape[1]):
+                    errors = {name: sums[name][head] for name in SUMS}
+                    rows.append({**place, "layer": layer, "tensor": tensor, "kv_head": head, **counts, **errors})
     return pd.DataFrame(rows)
 
 
@@ -236,8 +218,6 @@ def pooled(by_prompt: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
         by_prompt: As :func:`error_of_policy` gives it.
         keys: Columns; the rest is put together.
     """
-    import pandas as pd
-
     from kvinterp.metrics.equivalent_noise import SUMS, noise_of_sums
 
     each = by_prompt.groupby(list(keys), sort=False)
@@ -257,11 +237,4 @@ def _interval(by_prompt: pd.DataFrame) -> tuple[float, float]:
     def rms(e2: Any, x2: Any) -> float:
         return float((e2.sum() / x2.sum()) ** 0.5)
 
-    low, high = metrics.clustered_interval(rms, sums.index.to_numpy(), sums["e2"].to_numpy(), sums["x2"].to_numpy())
-    return low, high
-
-
-def _ranges(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """The smallest and the largest relative_rms of a layer and head, of each policy and tensor."""
-    each = table.groupby(["policy", "tensor"], sort=False)["relative_rms"]
-    return each.agg(["min", "max"]).reset_index().to_dict("records")
+    return metrics.clustered_interval(rms, sums.index.to_numpy(), sums["e2"].to_numpy(), sums["x2"].to_numpy())

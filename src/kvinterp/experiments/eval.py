@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib.metadata
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import pandas as pd
+
+from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from kvinterp.cells import Cell, Made
+from kvinterp.experiments.outcome import records
 
 __all__ = ["Eval"]
 
@@ -55,7 +58,6 @@ class Eval(Experiment):
 
     def paths(self) -> list[str]:
         """The paths it is run on, the one that is compared with first."""
-        from kvinterp.errors import InputError
         from kvinterp.paths import path_named
 
         if self.policy is not None and self.path is not None:
@@ -68,10 +70,9 @@ class Eval(Experiment):
 
     def cells(self) -> list[Cell]:
         """A cell a task and path."""
-        from kvinterp.cells import Cell
         from kvinterp.experiments.circumstances import tried
 
-        names, paths = self._checked(), self.paths()
+        paths = self.paths()
         more = {name: getattr(self, name) for name in _PASSED}
         for adapter in self.adapters():
             tried(adapter, paths)
@@ -82,34 +83,32 @@ class Eval(Experiment):
                 {"model": self.named(), "task": name, "path": path, **more},
                 f"{name} on {path}",
             )
-            for number, name in enumerate(names)
+            for number, name in enumerate(self._names())
             for turn, path in enumerate(paths)
         ]
 
     def settings(self) -> dict[str, Any]:
         """With the harness's version, and what is in the folder of one's own tasks."""
-        import importlib.metadata
-
         found = super().settings()
         found["made_with"] = {**found["made_with"], "lm_eval": importlib.metadata.version("lm_eval")}
         return {**found, "included": None if self.include is None else _digest(Path(self.include))}
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The scores, each with its interval and beside the other path's."""
-        import importlib.metadata
-
         from kvinterp.behaviour.evaluating import changed, compared
-        from kvinterp.cells import joined
         from kvinterp.reading.evaluators import said_of_eval
 
         tables, paths = joined(made), self.paths()
         results = compared(tables["results"], tables["samples"], paths[0] if len(paths) > 1 else "")
         abouts = [about for _, about in made.values()]
+        counts = {path: Counter[str]() for path in paths}
+        for about in abouts:
+            counts[about["path"]].update(about["counts"])
         summary = {
-            "results": results.astype(object).where(results.notna(), None).to_dict("records"),
+            "results": records(results),
             "paths": paths,
             "through": self.through,
-            "counts": {path: _summed(about["counts"] for about in abouts if about["path"] == path) for path in paths},
+            "counts": {path: dict(total) for path, total in counts.items()},
             "versions": {name: version for about in abouts for name, version in about["versions"].items()},
             "lm_eval": importlib.metadata.version("lm_eval"),
             "provenance": abouts[0]["provenance"],
@@ -123,24 +122,22 @@ class Eval(Experiment):
         """The tables; the figure is of the summary."""
         return Outcome(summary, tables, summary)
 
-    def _checked(self) -> list[str]:
-        """The names of the tasks, once everything that can be was looked at."""
-        from kvinterp.errors import InputError
-        from kvinterp.inputs import check_choice, check_seed, check_whole
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(name.strip() for name in self.tasks.split(",") if name.strip()))
 
-        names = list(dict.fromkeys(name.strip() for name in self.tasks.split(",") if name.strip()))
-        if not names:
+    def check(self) -> None:
+        """Tasks, paths and folder too."""
+        from kvinterp.inputs import check_choice, check_seed
+
+        super().check()
+        if not (names := self._names()):
             raise InputError("no task was given: name at least one, as in --tasks gsm8k,wikitext.")
         self.paths()
         check_choice("chat", self.chat, ("none", "template"))
-        check_seed(self.seed), check_whole("through", self.through, least=0), check_whole("batch_size", self.batch_size)
-        for name, least in (("limit", 1), ("fewshot", 0)):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), least=least)
+        check_seed(self.seed)
         if self.include is not None and not Path(self.include).is_dir():
             raise InputError(f"--include {self.include} is no folder: give one that holds task files (YAML).")
-        _harness().check_tasks(names, self.include)
-        return names
+        _harness().manager_of(names, self.include)
 
 
 _PASSED = (
@@ -154,8 +151,6 @@ def _harness() -> Any:
     Raises:
         InputError: The extra is not installed.
     """
-    from kvinterp.errors import InputError
-
     try:
         from kvinterp.behaviour import evaluating
     except ModuleNotFoundError as error:
@@ -177,7 +172,6 @@ def measured(
 ) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
     """One task on one path."""
     from kvinterp.behaviour.harness import PathLM
-    from kvinterp.cells import loaded
     from kvinterp.provenance import provenance
 
     adapter = loaded(model)
@@ -190,18 +184,8 @@ def measured(
     }
 
 
-def _summed(counts: Any) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for each in counts:
-        for name, count in each.items():
-            total[name] = total.get(name, 0) + int(count)
-    return total
-
-
 def _digest(folder: Path) -> str:
     """Of what is in a folder of tasks: another question is not gone on with."""
-    import hashlib
-
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(place for place in folder.rglob("*") if place.is_file() and "__pycache__" not in place.parts):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())

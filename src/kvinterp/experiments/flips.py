@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,12 +12,12 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp import metrics
+from kvinterp.behaviour.divergence import conditions
 from kvinterp.cells import Cell, Made, loaded
 from kvinterp.comparison import compare
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import option
 from kvinterp.experiments.of_models import OfModels
-from kvinterp.inputs import check_whole
 from kvinterp.paths import strategy_named
 from kvinterp.paths.kernels import kernels_named
 
@@ -39,17 +39,17 @@ class Flips(OfModels):
     seeds: int = option(3, "How many seeds of the sampling.", min=1)
 
     def check(self) -> None:
-        """Kernels, strategy and seeds too."""
+        """Kernels and strategy too."""
         super().check()
         kernels_named(self.kernels)
         strategy_named(self.strategy)
-        check_whole("seeds", self.seeds)
 
     def cells(self) -> list[Cell]:
         """A cell a model, kernel mode, strategy and seed."""
         found = []
         for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
-            for turn, (kernels, strategy) in enumerate(self._settings()):
+            chosen = itertools.product(dict.fromkeys(("native", self.kernels)), dict.fromkeys(("greedy", self.strategy)))
+            for turn, (kernels, strategy) in enumerate(chosen):
                 told = f"flips of {adapter.facts.name}, {kernels} kernels, {strategy}"
                 settings = {"model": self.named(model), "prompts": self.prompts, "kernels": kernels, "strategy": strategy}
                 # A greedy decode draws no random number.
@@ -62,23 +62,17 @@ class Flips(OfModels):
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         """The decodes, and how the step of the first flip goes with each KL: of each model, and of all."""
         flips = super().tables(made)["flips"]
-        settings = ["kernels", "strategy"]
-        each = flips.groupby(["model", *settings], sort=False)
-        tables = [correlations_of(group).assign(**dict(zip(each.keys, names, strict=True))) for names, group in each]
-        if len(self.models) > 1:
-            pooled = flips.groupby(settings, sort=False)
-            tables += [
-                correlations_of(group).assign(model="all", **dict(zip(settings, names, strict=True)))
-                for names, group in pooled
-            ]
+        pooled = [flips.assign(model="all")] if len(self.models) > 1 else []
+        tables = [
+            correlations_of(group).assign(**told)
+            for table in (flips, *pooled)
+            for told, group in conditions(table, "model", "kernels", "strategy")
+        ]
         return {"flips": flips, "correlations": pd.concat(tables, ignore_index=True)}
 
     def noted(self) -> dict[str, Any]:
         """Under which kernels and strategy."""
         return {"flip_kernels": self.kernels, "flip_strategy": self.strategy}
-
-    def _settings(self) -> Iterator[tuple[str, str]]:
-        return itertools.product(dict.fromkeys(("native", self.kernels)), dict.fromkeys(("greedy", self.strategy)))
 
 
 def measured(model: Mapping[str, Any], prompts: str, kernels: str, strategy: str, **settings: Any) -> pd.DataFrame:
@@ -94,7 +88,6 @@ def flips_of(
     kernels: str,
     strategy: str,
     max_new_tokens: int,
-    dtype: str | None = None,
     seed: int = 0,
 ) -> pd.DataFrame:
     """The step of the first flipped token against the mean KL, and the control that the paper lacks.
@@ -109,38 +102,20 @@ def flips_of(
         kernels: The kernel mode of both paths.
         strategy: How tokens are chosen; sampled ones stand at a boundary more often than a sure model's greedy ones.
         max_new_tokens: Most steps.
-        dtype: The dtype of both paths; the model's own where it is not given.
         seed: Seeds the sampling.
 
     Returns:
         One row a prompt: flip_index, mean_kl, mean_kl_before_flip, which counts the step of the flip itself,
         mean_kl_after_flip, matched_mean_kl, smallest_margin, seed.
     """
-    tail = f"[kernels={kernels}]" + (f"@{dtype}" if dtype else "")
-    settings: dict[str, Any] = {"strategy": strategy, "max_new_tokens": max_new_tokens, "record": "", "seed": seed}
-    settings["progress"] = "none"
-    free = compare(model, prompts, f"cached{tail}", f"recompute{tail}", protocol="free", **settings).examples
-    matched = compare(model, prompts, f"cached{tail}", f"recompute{tail}", **settings).examples
-    columns = [
-        "example",
-        "id",
-        "flip_index",
-        "mean_kl",
-        "mean_kl_before_flip",
-        "mean_kl_after_flip",
-        "smallest_margin",
-        "steps",
-    ]
-    return (
-        free[columns]
-        .merge(
-            matched[["example", "mean_kl", "smallest_margin"]].rename(
-                columns={"mean_kl": "matched_mean_kl", "smallest_margin": "matched_smallest_margin"}
-            ),
-            on="example",
-        )
-        .assign(seed=seed)
-    )
+    paths = f"cached[kernels={kernels}]", f"recompute[kernels={kernels}]"
+    how: dict[str, Any] = {"strategy": strategy, "max_new_tokens": max_new_tokens, "seed": seed}
+    how |= {"record": "", "progress": "none"}
+    free, matched = (compare(model, prompts, *paths, protocol=each, **how).examples for each in ("free", "matched"))
+    kls = ["mean_kl", "mean_kl_before_flip", "mean_kl_after_flip"]
+    apart = free[["example", "id", "flip_index", *kls, "smallest_margin", "steps"]]
+    together = matched.set_index("example")[["mean_kl", "smallest_margin"]].add_prefix("matched_")
+    return apart.merge(together, on="example").assign(seed=seed)
 
 
 def correlations_of(examples: pd.DataFrame) -> pd.DataFrame:

@@ -11,9 +11,6 @@ from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.outcome import Outcome
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
     from kvinterp.cells import Cell, Made
 
 __all__ = ["FUNCTIONS", "prompts_of"]
@@ -44,60 +41,36 @@ class _OfFunction(Experiment):
         """Nothing, without cells."""
         return Outcome(None)
 
-    def sentences(self, outcome: Outcome) -> list[str]:
-        """Those that the summary holds."""
-        return list(outcome.summary["reading"])
-
 
 class _Localise(_OfFunction):
     """Where is the difference at the first decode step made?"""
 
     VERB: ClassVar = "localise"
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The cause as it was written."""
-        from kvinterp.patching import Cause
-
-        return Outcome(Cause.read(tables, summary), tables, summary)
+    RESULT: ClassVar = "kvinterp.patching:Cause"
 
 
 class _LogitLens(_OfFunction):
     """Behind which layer does the difference become visible in token space?"""
 
     VERB: ClassVar = "logit-lens"
+    RESULT: ClassVar = "kvinterp.comparison:LogitLens"
     FIGURES: ClassVar = "kvinterp.report.lens:save_lens_figures"
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The lens of its table."""
-        from kvinterp.comparison import LogitLens
-
-        return Outcome(LogitLens.read(tables, summary), tables, summary)
 
 
 class _LogitAttribution(_OfFunction):
     """Which layer, head and MLP wrote the difference of the logits?"""
 
     VERB: ClassVar = "logit-attribution"
+    RESULT: ClassVar = "kvinterp.comparison:LogitAttribution"
     FIGURES: ClassVar = "kvinterp.report.lens:save_attribution_figures"
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The attribution of its table."""
-        from kvinterp.comparison import LogitAttribution
-
-        return Outcome(LogitAttribution.read(tables, summary), tables, summary)
 
 
 class _Several(_OfFunction):
     """How far apart are a path and several others?"""
 
     VERB: ClassVar = "compare-several"
+    RESULT: ClassVar = "kvinterp.comparison:Comparisons"
     DRAWN: ClassVar = ("kl_by_step", "drift_by_layer")
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The comparisons of their tables."""
-        from kvinterp.comparison import Comparisons
-
-        return Outcome(Comparisons.read(tables, summary), tables, summary)
 
     def read(self, folder: Path) -> Outcome:
         """With the prompts."""
@@ -110,17 +83,11 @@ class _Several(_OfFunction):
         return outcome
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Those that show all pairs beside each other."""
-        from kvinterp.report import save
-
-        return [save(figure, folder / f"{name}.png") for name, figure in self.drawings(outcome).items()]
-
-    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
         """KL by step and drift by layer, a line a pair."""
-        from kvinterp.report import figures
+        from kvinterp.report import figures, save
 
         drawn = figures({pair.provenance["paths"]["b"]: pair for pair in outcome.result})
-        return {name: drawn[name] for name in self.DRAWN if name in drawn}
+        return [save(drawn[name], folder / f"{name}.png") for name in self.DRAWN if name in drawn]
 
 
 FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (_Localise, _LogitAttribution, _LogitLens, _Several)}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -13,11 +14,10 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.cells import Cell, loaded
-from kvinterp.experiments.of_models import OfModels, encoded
+from kvinterp.experiments.of_models import OfModels, Place, encoded, newest_at
 from kvinterp.metrics.drift import relative_l2
 from kvinterp.metrics.kv import relative_error
-from kvinterp.models import Adapter, wrap
-from kvinterp.models.threads import own_threads
+from kvinterp.models import wrap
 from kvinterp.progress import each
 
 __all__ = ["Gqa", "gqa_spread"]
@@ -74,12 +74,16 @@ def gqa_spread(
     for model in models:
         adapter = wrap(model).at(torch.float64)
         facts = adapter.facts
+        places: dict[str, Place] = {name: (name, layer) for name in ("z", "attn_out", "resid_post")}
+        places["final"] = ("resid_post", facts.layers - 1)
         for number, prompt in enumerate(each(prompts, f"planting errors in {facts.name},", "prompt")):
             tokens = torch.tensor([list(prompt)], device=adapter.device)
-            clean = _attention_of(adapter, tokens, layer, None)
+            clean, logits = newest_at(adapter, tokens, places.values())
             for tensor, head, position in itertools.product(("k", "v"), range(facts.kv_heads), positions):
-                noisy = _attention_of(adapter, tokens, layer, (tensor, head, position, error))
-                off = relative_error(noisy["z"], clean["z"])
+                noise = {(tensor, layer): functools.partial(_planted, head=head, position=position, error=error)}
+                noisy, changed = newest_at(adapter, tokens, places.values(), noise)
+                off = relative_error(noisy["z", layer], clean["z", layer])
+                drift = {name: relative_l2(noisy[place][None], clean[place][None]) for name, place in places.items()}
                 touched = off > 0
                 rows.append(
                     {
@@ -92,40 +96,14 @@ def gqa_spread(
                         "heads_touched": int(touched.sum()),
                         "share_touched": float(touched.double().mean()),
                         "head_error": float(off[touched].mean()) if bool(touched.any()) else 0.0,
-                        "attn_out": _relative(noisy["attn_out"], clean["attn_out"]),
-                        "resid_post": _relative(noisy["resid_post"], clean["resid_post"]),
-                        "final": _relative(noisy["final"], clean["final"]),
-                        "kl": float(metrics.compare_logits(clean["logits"][None], noisy["logits"][None])["kl"]),
+                        **{name: float(drift[name]) for name in ("attn_out", "resid_post", "final")},
+                        "kl": float(metrics.compare_logits(logits[None], changed[None])["kl"]),
                     }
                 )
     return pd.DataFrame(rows)
 
 
-def _relative(a: Tensor, b: Tensor) -> float:
-    return float(relative_l2(a[None], b[None]))
-
-
-@torch.no_grad()
-def _attention_of(
-    adapter: Adapter, tokens: Tensor, layer: int, plant: tuple[str, int, int, float] | None
-) -> dict[str, Tensor]:
-    seen: dict[str, Tensor] = {}
-    last = adapter.facts.layers - 1
-
-    def keep(name: str) -> Callable[[Tensor], None]:
-        return lambda tensor: seen.__setitem__(name, tensor[0, -1].clone())
-
-    listeners: dict[Any, Any] = {(site, layer): [keep(site)] for site in ("z", "attn_out", "resid_post")}
-    listeners.setdefault(("resid_post", last), []).append(keep("final"))
-    if plant is not None:
-        site, head, position, error = plant
-
-        def change(tensor: Tensor) -> Tensor:
-            planted = tensor.clone()
-            planted[:, position, head] *= 1 + error
-            return planted
-
-        listeners[site, layer] = [change]
-    with own_threads(adapter), adapter.attached(list(listeners)), adapter.listening(listeners):
-        seen["logits"] = adapter.forward(tokens)[0, -1]
-    return seen
+def _planted(tensor: Tensor, head: int, position: int, error: float) -> Tensor:
+    planted = tensor.clone()
+    planted[:, position, head] *= 1 + error
+    return planted

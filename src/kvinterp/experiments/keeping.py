@@ -62,7 +62,7 @@ def outcome_of(found: Kept, folder: Path | None = None) -> Outcome:
     if found.VERB == "compare":
         from kvinterp.experiments.compare import outcome_with
 
-        place = folder or (None if held is None else held.folder)
+        place = folder or (held and held.folder)
         outcome = outcome_with(found, settings, place)  # type: ignore[arg-type]
     else:
         outcome = Outcome(found, *found.written(), texts=prompts_of(found))
@@ -93,10 +93,9 @@ def report(found: Kept, folder: str | os.PathLike[str] | None = None, existing: 
     from kvinterp.locks import Lock
 
     held = found.held
-    if folder is None:
-        place = held.folder if held is not None else Path(tempfile.mkdtemp(prefix="kvinterp-"))
-    else:
-        place = _folder(folder)
+    if folder is None and held is None:
+        folder = tempfile.mkdtemp(prefix="kvinterp-")
+    place = held.folder if held is not None and folder is None else _folder(folder)
     if held is None or held.folder.resolve() != place.resolve() or existing != "error":
         place = _written(found, place, existing, "drawn")
     else:
@@ -164,15 +163,15 @@ def load(folder: str | os.PathLike[str]) -> Any:
     if not is_file(place / SUMMARY):
         return _without_a_summary(place)
     summary = read_json(place / SUMMARY) or {}
-    verb = (summary.get("settings") or {}).get("verb") if isinstance(summary.get("settings"), dict) else None
+    settings = summary.get("settings")
+    verb = settings.get("verb") if isinstance(settings, dict) else None
     if not isinstance(verb, str):
         raise InputError(
             f"folder {str(place)!r} holds a summary.json that does not say what wrote it: it is damaged, another tool's, or of "
             "an earlier version of kvinterp; make the result again."
         )
     with reading(place, summary):
-        outcome = experiment_of(verb).held(place).read(place)
-        return _found(outcome, place)
+        return _found(experiment_of(verb).held(place).read(place), place)
 
 
 def _found(outcome: Outcome, folder: Path | None) -> Kept:
@@ -238,9 +237,8 @@ def card(found: Kept) -> str:
     lines = found.sentences()
     more = f"{len(lines) - _SENTENCES} more in .sentences()" if len(lines) > _SENTENCES else ""
     parts: list[Any] = [Text(repr(found)[1:-1]), Answer(lines[:_SENTENCES])]
-    for name, figure in found.figures().items():
+    for name, figure in list(found.figures().items())[:1]:
         parts.append(Picture(name.replace("_", " "), png(figure, _DOTS)))
-        break
     return fragment(*parts, *([Text(more)] if more else []))
 
 

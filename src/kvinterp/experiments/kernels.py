@@ -5,14 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from kvinterp.cells import Cell, Made, loaded
 from kvinterp.experiments.base import Experiment, Outcome, option, shared
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from kvinterp.cells import Cell, Made
 
 __all__ = ["Kernels"]
 
@@ -23,6 +19,7 @@ class Kernels(Experiment):
 
     OUT: ClassVar = None
     TABLES: ClassVar = ("kernels",)
+    RESULT: ClassVar = "kvinterp.auditing:KernelsTable"
 
     model: str = option("zoo:mistral-mini", "zoo:NAME, a checkpoint folder or a hub id.")
     random_init: bool = shared("random_init")
@@ -39,8 +36,6 @@ class Kernels(Experiment):
 
     def cells(self) -> list[Cell]:
         """One cell: the operations are those of one forward."""
-        from kvinterp.cells import Cell
-
         settings = {"model": self.named(), "sizes": list(self.sizes), "kernels": self.kernels, "seed": self.seed}
         return [Cell("kernels", f"{__name__}:measured", settings, f"operations of {self.model}")]
 
@@ -56,12 +51,6 @@ class Kernels(Experiment):
         tables, about = made["kernels"]
         found = KernelsTable(tables["kernels"], about["first"], about["provenance"])
         return Outcome(found, *found.written())
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The table as it was written."""
-        from kvinterp.auditing import KernelsTable
-
-        return Outcome(KernelsTable.read(tables, summary), tables, summary)
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """Which operations depend on the shape they are called with."""
@@ -95,7 +84,6 @@ def measured(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The kernels table of a model."""
     from kvinterp.auditing import kernels_table
-    from kvinterp.cells import loaded
 
     made = kernels_table(loaded(model), sizes=sizes, kernels=kernels, seed=seed)
     return {"kernels": made.table}, {"first": made.first, "provenance": made.provenance}

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import pandas as pd
+
+from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome, argument, option, shared
+from kvinterp.experiments.equivalent_noise import error_of_policy, pooled, usable
+from kvinterp.experiments.outcome import records
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from kvinterp.behaviour.designs import Design
-    from kvinterp.cells import Cell, Made
     from kvinterp.models import Adapter
 
 __all__ = ["READINGS", "STRING", "KvError", "behaviour_of", "strings_of"]
@@ -62,7 +66,6 @@ class KvError(Experiment):
             UnsupportedError: The model cannot run one of the policies.
         """
         from kvinterp.behaviour.designs import DESIGNS, Design, designed
-        from kvinterp.experiments.equivalent_noise import usable
         from kvinterp.inputs import check_known
 
         names = [name.strip() for name in self.design.split(",") if name.strip()]
@@ -89,12 +92,12 @@ class KvError(Experiment):
         return names
 
     def check(self) -> None:
-        """Looks at what needs no model."""
-        from kvinterp.data import load_prompts
-        from kvinterp.inputs import check_number, check_whole
+        """Designs, policies and what the prompts are of too."""
+        from kvinterp.inputs import check_number
         from kvinterp.paths import strategy_named
         from kvinterp.policies import policy_named
 
+        super().check()
         self.chosen_readings()
         strategy_named(self.strategy)
         policy_named(self.base)
@@ -106,7 +109,6 @@ class KvError(Experiment):
                     f"--{name} {given} was given, but no design that was asked for uses it: "
                     f"add {' or '.join(sorted(users))} to --design."
                 )
-        check_whole("repeats", self.repeats), check_whole("max_new_tokens", self.max_new_tokens)
         check_number("rms", self.rms)
         for name in ("instructions", "problems"):
             if not all(prompt.task for prompt in load_prompts(getattr(self, name))):
@@ -122,11 +124,9 @@ class KvError(Experiment):
         """A cell a policy, reading and repeat; those of control, and behind them the noise that each policy amounts to."""
         from kvinterp.behaviour.designs import is_seeded
         from kvinterp.behaviour.scores import AGAIN, CONTROL
-        from kvinterp.cells import Cell
         from kvinterp.experiments.circumstances import tried
         from kvinterp.policies import policy_named
 
-        self.check()
         (adapter,) = self.adapters()
         policies = dict.fromkeys(text for design in self.designs(adapter).values() for text in design.policies)
         policies.pop("identity", None)
@@ -155,17 +155,16 @@ class KvError(Experiment):
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """Scores beside control, the designs' contrasts, every text, and the noise that each policy amounts to."""
         from kvinterp.behaviour.scores import contrasted, scored
-        from kvinterp.cells import joined
-        from kvinterp.experiments.equivalent_noise import pooled
         from kvinterp.provenance import provenance
 
         (adapter,) = self.adapters()
         runs = joined({key: each for key, each in made.items() if key.startswith("run-")})["table"]
         noises = joined({key: each for key, each in made.items() if key.startswith("noise-")})
-        noise = pooled(noises["table"], ["policy"]) if noises else _no_noise()
+        columns = ["policy", "bits", "relative_rms", "sign_flips"]
+        noise = pooled(noises["table"], ["policy"]) if noises else pd.DataFrame(columns=columns)
         designs = self.designs(adapter)
         group = {text: name for name in reversed(designs) for text in designs[name].policies}
-        scores = scored(runs).merge(noise[["policy", "bits", "relative_rms", "sign_flips"]], on="policy", how="left")
+        scores = scored(runs).merge(noise[columns], on="policy", how="left")
         scores.insert(0, "design", scores["policy"].map(group))
         contrasts = contrasted(runs, dict(self._contrasts(designs)))
         summary = {
@@ -174,8 +173,8 @@ class KvError(Experiment):
             "repeats": self.repeats,
             "max_new_tokens": self.max_new_tokens,
             "failed": int(runs["failed"].sum()),
-            "scores": _plain(scores),
-            "contrasts": _plain(contrasts),
+            "scores": records(scores),
+            "contrasts": records(contrasts),
             "provenance": provenance(adapter, strategy=self.strategy),
         }
         tables = {"scores": scores, "contrasts": contrasts, "examples": runs, "noise": noise}
@@ -199,24 +198,11 @@ class KvError(Experiment):
 _PASSED = ("instructions", "problems", "texts", "strings", "strategy", "max_new_tokens")
 
 
-def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return table.astype(object).where(table.notna(), None).to_dict("records")
-
-
-def _no_noise() -> pd.DataFrame:
-    import pandas as pd
-
-    return pd.DataFrame(columns=["policy", "bits", "relative_rms", "sign_flips"])
-
-
 # One run ---------------------------------------------------------------------------------------------------------------
 
 
 def noise(model: Mapping[str, Any], prompts: str, policy: str) -> pd.DataFrame:
     """The sums of a policy's error on a few prompts."""
-    from kvinterp.cells import loaded
-    from kvinterp.data import load_prompts
-    from kvinterp.experiments.equivalent_noise import error_of_policy
     from kvinterp.policies import policy_named
 
     return error_of_policy(loaded(model), load_prompts(prompts)[:_NOISE_PROMPTS], policy_named(policy), _NOISE_TOKENS)
@@ -226,8 +212,6 @@ def measured(
     model: Mapping[str, Any], label: str, policy: str, reading: str, repeat: int, draw: int, **settings: Any
 ) -> pd.DataFrame:
     """The examples of one policy, reading and repeat."""
-    from kvinterp.cells import loaded
-
     table = behaviour_of(loaded(model), policy, reading, repeat, draw, **settings)
     return table.assign(policy=label, reading=reading, repeat=repeat)
 
@@ -267,11 +251,9 @@ def behaviour_of(
         One row a task and prompt: task, prompt, id, correct, loop, outside, tokens, nats (a token), text, failed (NaN or Inf
         logits; then nothing is right, and nats is not known).
     """
-    import pandas as pd
-
     from kvinterp.behaviour.decoding import likelihoods, write
     from kvinterp.behaviour.designs import reseeded
-    from kvinterp.data import load_prompts, loop_at_end, outside_share, score, task_words
+    from kvinterp.data import loop_at_end, outside_share, score, task_words
     from kvinterp.errors import NonFiniteError
     from kvinterp.inputs import encode
     from kvinterp.models.threads import own_threads
@@ -339,10 +321,6 @@ def strings_of(source: str) -> list[tuple[str, str, str]]:
     Raises:
         InputError: No text has ten words.
     """
-    import re
-
-    from kvinterp.data import load_prompts
-
     found: list[tuple[str, str, str]] = []
     for prompt in load_prompts(source):
         text = f"{prompt.text} {prompt.answer}"

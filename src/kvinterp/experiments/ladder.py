@@ -16,7 +16,6 @@ from kvinterp.comparison import Comparison, compare
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import option
 from kvinterp.experiments.of_models import OfModels
-from kvinterp.inputs import check_whole
 from kvinterp.models import dtype_named
 from kvinterp.progress import each
 
@@ -47,15 +46,6 @@ class Ladder(OfModels):
 
     most: int = option(6, "How many of the prompts go up the ladder, whose slow rungs cost the most.", min=1)
     steps: int = option(16, "Most steps of each.", min=1)
-
-    def check(self) -> None:
-        """The numbers too."""
-        super().check()
-        check_whole("most", self.most)
-
-    def more(self) -> dict[str, Any]:
-        """How many prompts and steps."""
-        return {"most": self.most, "steps": self.steps}
 
 
 def measured(model: Mapping[str, Any], prompts: str, most: int, steps: int) -> pd.DataFrame:

@@ -19,7 +19,7 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.cells import Cell, Made, joined, loaded
-from kvinterp.comparison import PARTS, Comparison, compare, recordable
+from kvinterp.comparison import PARTS, Comparison, compare
 from kvinterp.comparison.by_layer import (
     CONTRASTS,
     amplification_of,
@@ -30,9 +30,9 @@ from kvinterp.comparison.by_layer import (
 )
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Experiment, option, shared
-from kvinterp.experiments.of_models import OfModels
-from kvinterp.inputs import check_known, check_seed, check_whole, encode_all
+from kvinterp.experiments.base import numbered, option, shared
+from kvinterp.experiments.of_models import OfModels, shown_sites
+from kvinterp.inputs import check_known, check_seed, encode_all
 from kvinterp.models import Adapter
 from kvinterp.paths import kernels_named, run, strategy_named
 from kvinterp.reading.layer_drift import EVERY_STEP, ONE_STEP
@@ -74,21 +74,13 @@ class LayerDrift(OfModels):
     )
     suffix: int = option(8, "Tokens behind the text in the null.", min=1)
 
-    def named(self, name: str | None = None) -> dict[str, Any]:
-        """A model in the dtype that was chosen."""
-        return Experiment.named(self, name)
-
     def check(self) -> None:
         """Everything that can be looked at before a model is loaded."""
         super().check()
-        if len(set(self.models)) < len(self.models):
-            raise InputError(f"the models {', '.join(self.models)} name one twice: give each once.")
+        self.check_distinct()
         kernels_named(self.kernels)
         strategy_named(self.strategy)
         check_seed(self.seed)
-        for name in ("step", "divergent", "suffix"):
-            check_whole(name, getattr(self, name))
-        check_whole("max_new_tokens", self.max_new_tokens, 2)
         if self.step >= self.max_new_tokens:
             raise InputError(
                 f"step={self.step} is never decoded with max_new_tokens={self.max_new_tokens}, where the last step is "
@@ -138,23 +130,18 @@ def measured(
 
     Until the first flip both protocols feed the same tokens, so that only an example that flips is run free too.
     """
-    adapter, given = loaded(model), load_prompts(prompts)
-    numbers = {int(key.rpartition("-")[2]): key for key in keys}
+    adapter, given, numbers = loaded(model), load_prompts(prompts), numbered(keys)
     tail = f"[kernels={kernels}]"
     paths = f"cached{tail}", f"recompute{tail}"
-    sites = [
-        site for site in recordable(adapter, None, range(adapter.facts.layers))[0] if site in ("resid_post", "pattern")
-    ]
+    sites = shown_sites(adapter)
     settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "progress": "none"}
 
     def done(part: Comparison) -> None:
         for row in part.failures.to_dict("records"):
             keep(numbers[row["example"]], {"examples": pd.DataFrame([row]).assign(model=adapter.facts.name)}, {})
         for example in part.examples["example"]:
-            frames = {name: getattr(part, name) for name in PARTS}
-            mine = free = Comparison(
-                **{n: t[t["example"] == example] for n, t in frames.items()}, provenance=part.provenance
-            )
+            frames = {name: (frame := getattr(part, name))[frame["example"] == example] for name in PARTS}
+            mine = free = Comparison(**frames, provenance=part.provenance)
             if mine.examples["flip_index"].notna().any():
                 apart = {**settings, "protocol": "free", "record": "resid_post", "examples": [int(example)]}
                 free = compare(adapter, given[example], *paths, **apart)
@@ -256,13 +243,15 @@ def tables_of(
             labels = {"protocol": protocol, "selection": selection, "rule": rule}
             rows.append(_by_model(chosen, lambda part: means_of(part, MEASURES)).assign(**labels))
     matched = decoded[decoded["protocol"] == "matched"]
+    heads = parts["heads"].groupby(["model", "layer", "head", "pattern"], sort=False)["kl"]
     return {
         "layer_drift": every.loc[every["same_tokens"], ["model", "protocol", "example", "step", "layer", *MEASURES]],
         "layer_drift_rows": pd.concat([_counted(table, name) for name, table in selections.items()], ignore_index=True),
         "drift_by_layer": pd.concat(rows, ignore_index=True),
         "layer_tests": layer_tests_of(matched, parts["null"], contrasts),
         "amplification": _by_model(matched, amplification_of),
-        "head_kl": _head_kl(parts["heads"]),
+        # Each example counts once.
+        "head_kl": heads.agg(kl="mean", n="size").reset_index(),
         "head_correlation": _by_model(parts["pairs"], head_correlations_of),
         "drift_examples": examples.assign(divergent=examples.index.isin(highest.index)),
     }
@@ -290,9 +279,3 @@ def _counted(table: pd.DataFrame, selection: str) -> pd.DataFrame:
     """How many rows there are, each a step of an example in one layer, and how many of them the rule removed."""
     by = table.assign(removed=~table["same_tokens"]).groupby(["model", "protocol"], sort=False)["removed"]
     return by.agg(rows="size", removed="sum").reset_index().assign(selection=selection)
-
-
-def _head_kl(heads: pd.DataFrame) -> pd.DataFrame:
-    """The mean attention KL by head, each example counting once."""
-    by = heads.groupby(["model", "layer", "head", "pattern"], sort=False)["kl"]
-    return by.agg(kl="mean", n="size").reset_index()

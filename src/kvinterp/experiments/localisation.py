@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.cells import Cell, Made, joined, loaded, stacked
 from kvinterp.comparison import Comparison, compare
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Experiment, Outcome, option, shared
+from kvinterp.experiments.base import Outcome, numbered, option, shared
 from kvinterp.experiments.of_models import OfModels
-from kvinterp.inputs import check_known, check_whole, encode_all
+from kvinterp.inputs import check_known, encode_all
 from kvinterp.kept import flat
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
@@ -67,18 +67,11 @@ class Localisation(OfModels):
         (*SETS, SPLIT), f"{', '.join(SETS)} or {SPLIT}; may be given several times.", show_default="all of them"
     )
 
-    def named(self, name: str | None = None) -> dict[str, Any]:
-        """A model in the dtype that was chosen."""
-        return Experiment.named(self, name)
-
     def check(self) -> None:
-        """Numbers and parts too."""
+        """Kernels and parts too."""
         super().check()
-        if len(set(self.models)) < len(self.models):
-            raise InputError(f"the models {', '.join(self.models)} name one twice: give each once.")
+        self.check_distinct()
         kernels_named(self.kernels)
-        check_whole("count", self.count)
-        check_whole("max_new_tokens", self.max_new_tokens, 2)
         if not self.part:
             raise InputError(f"the list of parts is empty: give at least one, such as {SPLIT!r}.")
         for name in self.part:
@@ -98,16 +91,11 @@ class Localisation(OfModels):
 
     def then(self, made: Mapping[str, Made]) -> list[Cell]:
         """The second stage, a cell a model and example of the highest KL, which is known from the first."""
-        found = []
-        chosen = self._chosen(made)
+        found, chosen, parts = [], self._chosen(made), list(dict.fromkeys(self.part))
         for number, model in enumerate(self.models):
             mine = chosen.loc[chosen["number"] == number]
             for place, example in enumerate(mine["example"]):
-                settings = {
-                    **self._given(model),
-                    "parts": list(dict.fromkeys(self.part)),
-                    "first": int(mine["example"].iloc[0]),
-                }
+                settings = {**self._given(model), "parts": parts, "first": int(mine["example"].iloc[0])}
                 told = f"localisation: patches in {mine['model'].iloc[0]}" * (place == 0)
                 found.append(Cell(f"{_PATCHED}-{number}-{example}", f"{__name__}:localised", settings, told))
         return found
@@ -139,9 +127,6 @@ class Localisation(OfModels):
         own = {name: table for name, table in tables.items() if name not in ("chosen", "recovery_by_layer")}
         told: dict[str, Made] = {name: ({}, {"model": name, "parts": each}) for name, each in summary["told"].items()}
         return Outcome(_found(own, told), tables, summary)
-
-    figures = Experiment.figures
-    sentences = Experiment.sentences
 
     def _given(self, model: str) -> dict[str, Any]:
         paths = {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}
@@ -212,21 +197,18 @@ def ranked(
     max_new_tokens: int,
 ) -> None:
     """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
-    adapter, given = loaded(model), load_prompts(prompts)
-    numbers = {int(key.rpartition("-")[2]): key for key in keys}
+    adapter, given, numbers = loaded(model), load_prompts(prompts), numbered(keys)
 
     def done(part: Comparison) -> None:
         later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean()
-        for row in part.failures.to_dict("records"):
-            keep(
-                numbers[row["example"]],
-                {"table": pd.DataFrame([{**row, "mean_kl": np.nan}]).assign(model=adapter.facts.name)},
-            )
+        failed = part.failures.assign(mean_kl=np.nan, model=adapter.facts.name)
         columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]
-        for row in part.examples[columns].to_dict("records"):
-            # A prompt that ends with the prefill's token has no step that could differ.
-            table = pd.DataFrame([{"model": adapter.facts.name, **row, "mean_kl": later.get(row["example"], 0.0)}])
-            keep(numbers[row["example"]], {"table": table})
+        finished = part.examples[columns]
+        # A prompt that ends with the prefill's token has no step that could differ.
+        finished = finished.assign(mean_kl=finished["example"].map(lambda number: later.get(number, 0.0)))
+        finished.insert(0, "model", adapter.facts.name)
+        for row in (*failed.to_dict("records"), *finished.to_dict("records")):
+            keep(numbers[row["example"]], {"table": pd.DataFrame([row])})
 
     chosen = [given[number] for number in numbers]
     settings: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
@@ -245,23 +227,20 @@ def localised(
 ) -> None:
     """Patches and splits some of the chosen examples, and keeps what each gave."""
     adapter, given = loaded(model), load_prompts(prompts)
-    for key in keys:
-        only = [int(key.rpartition("-")[2])]
+    for number, key in numbered(keys).items():
         tables, told = list[dict[str, pd.DataFrame]](), dict[str, Any]()
         for part in parts:
-            settings: dict[str, Any] = {**paths, "max_new_tokens": max_new_tokens, "only": only, "progress": "none"}
+            settings: dict[str, Any] = {**paths, "max_new_tokens": max_new_tokens, "only": [number], "progress": "none"}
             if part == SPLIT:
                 split = decompose(adapter, given, **settings)
                 made, about = {"decomposition": split.steps, "layers": split.layers}, split.provenance
             else:
                 # The planted causes are a matter of the model: they are looked for on one prompt.
-                controls = "all" if only == [first] and part == parts[0] else "quick"
+                controls = "all" if number == first and part == parts[0] else "quick"
                 found = sweep(adapter, given, **{"controls": controls, **settings, **SETS[part]})
                 made = {"recovery": found.recovery, "steps": found.steps, "controls": found.controls}
                 about = found.provenance
             labels = {"model": adapter.facts.name, "part": part}
             tables.append({name: table.assign(**labels) for name, table in made.items() if len(table)})
             told[part] = about
-        names = dict.fromkeys(name for each in tables for name in each)
-        whole = {name: pd.concat([each[name] for each in tables if name in each], ignore_index=True) for name in names}
-        keep(key, whole, {"model": adapter.facts.name, "parts": told})
+        keep(key, stacked(tables), {"model": adapter.facts.name, "parts": told})

@@ -18,12 +18,15 @@ import pandas as pd
 
 from kvinterp import metrics
 from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.comparison import compare
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
 from kvinterp.experiments.circumstances import tried
 from kvinterp.inputs import check_whole
 from kvinterp.models import dtype_named
+from kvinterp.paths import Cached, Recompute, path_named, run
+from kvinterp.policies import policy_named
 from kvinterp.provenance import provenance
 
 __all__ = ["Mitigate", "costs_of", "interactions_of", "pareto"]
@@ -36,6 +39,7 @@ class Mitigate(Experiment):
     """What does a mitigation leave of the divergence, and at what cost?"""
 
     DRAWN: ClassVar = ("mitigations",)
+    FIGURES: ClassVar = "kvinterp.report.mitigate:save_mitigate_figures"
     TABLES: ClassVar = ("examples", "mitigations", "interactions")
     READING: ClassVar = "kvinterp.reading.mitigate:said_of_mitigate"
 
@@ -63,10 +67,6 @@ class Mitigate(Experiment):
 
     def cells(self) -> list[Cell]:
         """A cell a path, beside its reference and beside float64; three a policy."""
-        from kvinterp.paths import Cached, Recompute, path_named
-        from kvinterp.policies import policy_named
-
-        load_prompts(self.prompts)
         check_whole("max_new_tokens", self.max_new_tokens, 2)
         if not self.path:
             raise InputError("the list of paths is empty: give at least one, such as cached[refresh=4].")
@@ -115,17 +115,9 @@ class Mitigate(Experiment):
         }
         return Outcome(tables, tables, summary)
 
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Its figures, signed with what they were made with."""
-        from kvinterp.report.mitigate import save_mitigate_figures
-
-        return save_mitigate_figures(outcome.tables, outcome.summary["provenance"], folder)
-
 
 def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: str, a: str, b: str) -> pd.DataFrame:
     """One path beside its reference: a row a prompt, over the steps from 1 on."""
-    from kvinterp.comparison import compare
-
     adapter, given = loaded(model), load_prompts(prompts)
     found = compare(adapter, given, a, b, max_new_tokens=max_new_tokens, record="", progress="none")
     steps = found.steps[found.steps["step"] > 0]
@@ -145,10 +137,7 @@ def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: 
 
 def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[float, float]:
     """Rows that the first block is given for each token decoded after the prefill, and bytes that a cache stores of a token."""
-    from kvinterp.paths import path_named, run
-
     path, given = path_named(text), list[int]()
-    handle = None
     wanted, kept_in = dtype_named(path.dtype), dtype_named(path.cache_dtype)
     running = adapter if wanted is None else adapter.at(wanted)
 
@@ -156,12 +145,11 @@ def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[fl
         stream = next(each for each in (*args, *kwargs.values()) if hasattr(each, "shape"))
         given.append(int(stream.shape[0] * stream.shape[1]))
 
+    handle = next(iter(running.blocks)).register_forward_pre_hook(seen, with_kwargs=True)
     try:
-        handle = next(iter(running.blocks)).register_forward_pre_hook(seen, with_kwargs=True)
         trace = run(adapter, prompt, path, max_new_tokens=max_new_tokens)
     finally:
-        if handle is not None:
-            handle.remove()
+        handle.remove()
     decoded = max(len(trace.tokens) - 1, 1)
     facts, dtype = running.facts, path.kernels.compute_dtype(running.dtype)
     kept = 8 * (kept_in or dtype).itemsize

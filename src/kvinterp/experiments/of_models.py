@@ -9,21 +9,25 @@ mean has its interval.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
+import torch
+from torch import Tensor
 
 from kvinterp.cells import Cell, Made, imported, joined, loaded
+from kvinterp.comparison import recordable
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, argument, option, shared
 from kvinterp.inputs import encode
 from kvinterp.models import Adapter
+from kvinterp.models.threads import own_threads
 from kvinterp.provenance import provenance
 
-__all__ = ["FEW", "OfModels", "encoded"]
+__all__ = ["FEW", "OfModels", "Place", "encoded", "newest_at", "shown_sites"]
 
 FEW = 4
 """Of how many prompts the experiments are that take one forward after another of the same tokens."""
@@ -33,7 +37,7 @@ FEW = 4
 class OfModels(Experiment):
     """An experiment on some models.
 
-    READING and FIGURES are given its tables by name and the provenance of each model, FIGURES also a folder.
+    READING is given its tables by name and the provenance of each model.
     """
 
     READING: ClassVar = "kvinterp.reading.root_cause:said_of_root_cause"
@@ -47,39 +51,37 @@ class OfModels(Experiment):
     attention: str | None = shared("attention")
 
     def named(self, name: str | None = None) -> dict[str, Any]:
-        """A model with its weights in float16."""
-        return {**super().named(name), "dtype": "float16"}
+        """A model with its weights in float16, where no other dtype can be chosen."""
+        return {"dtype": "float16", **super().named(name)}
 
     def adapters(self) -> list[Adapter]:
-        """The models, loaded.
-
-        Raises:
-            InputError: There are none.
-        """
-        self.check()
+        """The models, loaded."""
         return [loaded(self.named(model)) for model in self.models]
 
     def check(self) -> None:
-        """Looks at what was given, as far as no model is needed for it."""
+        """The list of models too."""
+        super().check()
         if not self.models:
             raise InputError("the list of models is empty: give at least one.")
-        load_prompts(self.prompts)
+
+    def check_distinct(self) -> None:
+        """Raises where a model is given twice, for an experiment whose tables tell models apart by name alone."""
+        if len(set(self.models)) < len(self.models):
+            raise InputError(f"the models {', '.join(self.models)} name one twice: give each once.")
 
     def cells(self) -> list[Cell]:
-        """A cell a model: the function ``measured`` of the experiment's file."""
+        """A cell a model: the function ``measured`` of the experiment's file, given prompts and the fields of its own."""
+        own = {field.name for field in dataclasses.fields(self)} - {field.name for field in dataclasses.fields(OfModels)}
+        more = {name: getattr(self, name) for name in own}
         return [
             Cell(
                 f"{self.verb()}-{number}",
                 f"{type(self).__module__}:measured",
-                {"model": self.named(model), "prompts": self.prompts, **self.more()},
+                {"model": self.named(model), "prompts": self.prompts, **more},
                 f"{self.TABLES[0]} of {adapter.facts.name}",
             )
             for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))
         ]
-
-    def more(self) -> dict[str, Any]:
-        """What else a cell is called with."""
-        return {}
 
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         """Its tables, those of all models one below the other."""
@@ -95,13 +97,47 @@ class OfModels(Experiment):
         """What the provenance says beside the model."""
         return {}
 
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """A figure a table."""
-        return list(imported(self.FIGURES)(outcome.tables, outcome.summary["provenance"], folder))
 
-    def sentences(self, outcome: Outcome) -> list[str]:
-        """What they say."""
-        return list(outcome.summary["reading"])
+Place = tuple[str, int]
+"""A site and a layer."""
+
+
+@torch.no_grad()
+def newest_at(
+    adapter: Adapter,
+    tokens: Tensor,
+    places: Iterable[Place],
+    planted: Mapping[Place, Callable[[Tensor], Tensor]] | None = None,
+) -> tuple[dict[Place, Tensor], Tensor]:
+    """What one forward computes at some places for the newest position, and its logits.
+
+    Args:
+        adapter: The model.
+        tokens: Token ids ``[1, position]``.
+        places: Sites and layers.
+        planted: What a tensor is turned into at a place, at every position, before the model goes on with it.
+    """
+    seen: dict[Place, Tensor] = {}
+    changes = planted or {}
+
+    def listener(place: Place) -> Callable[[Tensor], Tensor | None]:
+        def hear(tensor: Tensor) -> Tensor | None:
+            new = changes[place](tensor) if place in changes else None
+            seen[place] = (tensor if new is None else new)[0, -1].clone()
+            return new
+
+        return hear
+
+    listeners = {place: [listener(place)] for place in (*places, *changes)}
+    with own_threads(adapter), adapter.attached(list(listeners)), adapter.listening(listeners):
+        logits = adapter.forward(tokens)[0, -1]
+    return seen, logits
+
+
+def shown_sites(adapter: Adapter) -> list[str]:
+    """Residual streams, and attention patterns where the model shows them."""
+    sites, _ = recordable(adapter, None, range(adapter.facts.layers))
+    return [site for site in sites if site in ("resid_post", "pattern")]
 
 
 def encoded(adapter: Adapter, prompts: str) -> list[list[int]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvinterp.cells import Engine
     from kvinterp.progress import Tell
 
-__all__ = ["How", "Outcome"]
+__all__ = ["How", "Outcome", "records"]
 
 
 @dataclasses.dataclass(repr=False)
@@ -73,6 +73,11 @@ class Outcome(Kept):
         return {"folder": self.folder and str(self.folder), "exit_code": self.exit_code, **held}
 
 
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a table as a summary holds them: what is not there is None."""
+    return table.astype(object).where(table.notna(), None).to_dict("records")  # type: ignore[return-value]
+
+
 @dataclasses.dataclass(frozen=True)
 class How:
     """How an experiment is run: what :meth:`Experiment.run` was given."""
@@ -82,4 +87,4 @@ class How:
     progress: str
     figures: str
     tell: Tell | None
-    engine: Engine | None = None
+    engine: Engine

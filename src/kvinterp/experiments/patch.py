@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.data import load_prompts
 from kvinterp.errors import unknown
-from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from kvinterp.cells import Cell, Made
+from kvinterp.experiments.base import Experiment, Outcome, model, numbered, option, shared
 
 __all__ = ["Patch"]
 
@@ -24,6 +21,7 @@ class Patch(Experiment):
 
     TABLES: ClassVar = ("recovery", "steps", "controls")
     DRAWN: ClassVar = ("recovery",)
+    RESULT: ClassVar = "kvinterp.patching:Sweep"
     FIGURES: ClassVar = "kvinterp.report:save_sweep_figures"
     READING: ClassVar = "kvinterp.reading.patching:said_of_sweep"
     UNIT: ClassVar = "prompts"
@@ -61,13 +59,11 @@ class Patch(Experiment):
 
         if self.preset not in PRESETS:
             raise unknown("preset", self.preset, PRESETS)
-        values = dict(PRESETS[self.preset])
-        return dataclasses.replace(self, **{"sweep" if name == "over" else name: value for name, value in values.items()})
+        values = PRESETS[self.preset].items()
+        return dataclasses.replace(self, **{"sweep" if name == "over" else name: value for name, value in values})
 
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
-        from kvinterp.cells import Cell
-        from kvinterp.data import load_prompts
         from kvinterp.inputs import check_whole
 
         count = len(load_prompts(self.prompts))
@@ -78,7 +74,6 @@ class Patch(Experiment):
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The sweep over all of them."""
-        from kvinterp.cells import joined
         from kvinterp.patching import Sweep
 
         tables, abouts = joined(made), [about for _, about in made.values()]
@@ -89,12 +84,6 @@ class Patch(Experiment):
         work = {name: sum(about["work"][name] for about in abouts) for name in abouts[0]["work"]}
         found = Sweep(**tables, provenance={**abouts[0], "work": work})
         return Outcome(found, *found.written())
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The sweep from its tables."""
-        from kvinterp.patching import Sweep
-
-        return Outcome(Sweep.read(tables, summary), tables, summary)
 
 
 _PASSED = (
@@ -123,23 +112,14 @@ def patched(
     **settings: Any,
 ) -> None:
     """Sweeps over some of the prompts that are patched, and keeps what each gave."""
-    from kvinterp.cells import loaded
-    from kvinterp.data import load_prompts
     from kvinterp.patching import highest_kl, sweep
 
     adapter, given = loaded(model), load_prompts(prompts)
     chosen = list(range(len(given)))
     if examples is not None:
-        chosen = highest_kl(
-            adapter,
-            given,
-            examples,
-            protocol=settings["protocol"],
-            max_new_tokens=settings["max_new_tokens"],
-            progress=progress,
-        )
-    for key in keys:
-        place = int(key.rpartition("-")[2])
+        how = {name: settings[name] for name in ("protocol", "max_new_tokens")}
+        chosen = highest_kl(adapter, given, examples, **how, progress=progress)
+    for place, key in numbered(keys).items():
         # The planted causes are a matter of the model: they are looked for once.
         wanted = "quick" if controls == "all" and place else controls
         found = sweep(adapter, given, **settings, only=[chosen[place]], controls=wanted, progress="none")

@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from kvinterp.cells import Cell, loaded
-from kvinterp.comparison import Comparison, compare, recordable
+from kvinterp.comparison import Comparison, compare
 from kvinterp.comparison.by_layer import pairs_of
 from kvinterp.data import load_prompts
 from kvinterp.errors import UnsupportedError
 from kvinterp.experiments.base import option
-from kvinterp.experiments.of_models import OfModels
-from kvinterp.inputs import check_whole
+from kvinterp.experiments.of_models import OfModels, shown_sites
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.paths import run
 from kvinterp.progress import each
 
 __all__ = ["RepeatedHeads", "repeated_heads", "with_repeated_heads"]
 
+TRUTH = "recompute@float64"
 KERNELS = ("native", "split_k(8,float16)")
 """The machine's own, under which paths may be equal, and kernels that differ by construction."""
 
@@ -45,22 +45,11 @@ class RepeatedHeads(OfModels):
     most: int = option(4, "How many of the prompts.", min=1)
     steps: int = option(12, "Most steps of each.", min=2)
 
-    def check(self) -> None:
-        """The numbers too."""
-        super().check()
-        check_whole("most", self.most)
-        check_whole("steps", self.steps, 2)
-
     def cells(self) -> list[Cell]:
         """A cell a model some of whose query heads share a KV head."""
         return [
-            Cell(
-                f"{self.verb()}-{number}",
-                f"{__name__}:measured",
-                {"model": self.named(model), "prompts": self.prompts, "most": self.most, "steps": self.steps},
-                f"K and V heads of {adapter.facts.name} repeated",
-            )
-            for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))
+            dataclasses.replace(cell, told=f"K and V heads of {adapter.facts.name} repeated")
+            for cell, adapter in zip(super().cells(), self.adapters(), strict=True)
             if adapter.facts.query_heads > adapter.facts.kv_heads
         ]
 
@@ -91,9 +80,10 @@ def repeated_heads(copies: Mapping[int, Adapter], prompts: Any, steps: int) -> p
     """
     original, rows = copies[1], []
     sharing = original.facts.query_heads // original.facts.kv_heads
-    sites = [s for s in recordable(original, None, range(original.facts.layers))[0] if s in ("resid_post", "pattern")]
+    sites = shown_sites(original)
     for prompt in each(prompts, "copies with more KV heads,", "prompt"):
-        exact = {times: _exact(adapter, prompt) for times, adapter in copies.items()}
+        whole = {times: run(adapter, prompt, TRUTH, max_new_tokens=1, logits="keep") for times, adapter in copies.items()}
+        exact = {times: torch.as_tensor(trace.logits) for times, trace in whole.items()}
         for kernels in KERNELS:
             fed: list[int] | None = None
             for times, adapter in copies.items():
@@ -120,11 +110,6 @@ def repeated_heads(copies: Mapping[int, Adapter], prompts: Any, steps: int) -> p
                     }
                 )
     return pd.DataFrame(rows)
-
-
-def _exact(adapter: Adapter, prompt: Any) -> Tensor:
-    trace = run(adapter, prompt, "recompute@float64", max_new_tokens=1, logits="keep")
-    return torch.as_tensor(trace.logits)
 
 
 def _numbers(found: Comparison, sharing: int) -> dict[str, float]:

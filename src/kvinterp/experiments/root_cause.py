@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
+from kvinterp.cells import stacked
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.accumulation import Accumulation
@@ -20,7 +21,6 @@ from kvinterp.experiments.ladder import Ladder
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.experiments.propagation import Propagation
 from kvinterp.experiments.repeated_heads import RepeatedHeads
-from kvinterp.inputs import check_whole
 
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
@@ -72,14 +72,13 @@ class RootCause(OfModels):
 
     def check(self) -> None:
         """What each of them asks."""
-        check_whole("seeds", self.seeds)
+        super().check()
         for seed in range(self.seeds):
             for part in self.parts(seed):
                 part.check()
 
     def cells(self) -> list[Cell]:
         """The cells of all of them, one model after another."""
-        self.check()
         made = [
             dataclasses.replace(cell, key=_key(cell.key, seed), told=cell.told * (seed == 0))
             for seed in range(self.seeds)
@@ -98,16 +97,14 @@ class RootCause(OfModels):
 
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         """The tables of all of them, with the seed of the prompts where there are several."""
-        found: dict[str, list[pd.DataFrame]] = {}
+        found = []
         for seed in range(self.seeds):
             for part in self.parts(seed):
                 keys = {key: each for key, each in made.items() if key.startswith(f"{part.verb()}-")}
                 mine = {key: each for key, each in keys.items() if _key(key.partition("-of-")[0], seed) == key}
-                if not mine:
-                    continue
-                for name, table in part.tables(mine).items():
-                    found.setdefault(name, []).append(self._of_seed(table, seed))
-        return {name: pd.concat(tables, ignore_index=True) for name, tables in found.items()}
+                if mine:
+                    found.append({name: self._of_seed(table, seed) for name, table in part.tables(mine).items()})
+        return stacked(found)
 
     def _of_seed(self, table: pd.DataFrame, seed: int) -> pd.DataFrame:
         """A table with the seed, and with numbers of prompts that no other seed's have."""

@@ -32,7 +32,7 @@ from kvinterp.experiments.composed import (
     united,
     way_of,
 )
-from kvinterp.experiments.registry import experiment_named, experiments
+from kvinterp.experiments.registry import experiment_named
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,8 +44,7 @@ __all__ = ["EXPERIMENTS", "PRESETS", "Part", "Study"]
 
 log = logging.getLogger("kvinterp")
 
-_ORDER = ("behaviour", "boundary", "layer-drift", "root-cause", "localisation")
-EXPERIMENTS = tuple(name for name in _ORDER if name in experiments())
+EXPERIMENTS = ("behaviour", "boundary", "layer-drift", "root-cause", "localisation")
 """What a study can be made of, in the order of its report."""
 
 
@@ -85,8 +84,7 @@ class Study(Experiment):
         """With what its preset sets."""
         if self.preset not in PRESETS:
             raise unknown("preset", self.preset, PRESETS)
-        preset = dict(PRESETS[self.preset])
-        preset |= {"only": EXPERIMENTS}
+        preset = {**PRESETS[self.preset], "only": EXPERIMENTS}
         del preset["more"]
         kept = {name: given for name in preset if (given := getattr(self, name))}
         return dataclasses.replace(self, **preset | kept)
@@ -131,10 +129,8 @@ class Study(Experiment):
             fields = {each.name: each for each in dataclasses.fields(experiment_named(name))}
             if field not in fields or field == "models":
                 raise unknown(f"choice of {name}", field, fields.keys() - {"models"})
-            chosen, least = (
-                read_choice(text, fields[field].default, value),
-                fields[field].metadata.get(OPTION, {}).get("min"),
-            )
+            chosen = read_choice(text, fields[field].default, value)
+            least = fields[field].metadata.get(OPTION, {}).get("min")
             if least is not None and chosen is not None and chosen < least:
                 raise InputError(f"--set {text!r} was given: expected at least {least}.")
             if name in found:
@@ -147,7 +143,7 @@ class Study(Experiment):
         """As any experiment, with what remains said; a finished study with the same settings is read."""
         from kvinterp.engines import engine_named
 
-        engine = engine_named(self.engine) if self.engine != "local" or how.engine is None else how.engine
+        engine = engine_named(self.engine) if self.engine != "local" else how.engine
         existing = "use" if how.existing == "error" else how.existing
         return super().answered(dataclasses.replace(how, engine=engine, existing=existing))
 
@@ -172,8 +168,7 @@ class Study(Experiment):
 
     def adapters(self) -> list[Adapter]:
         """Every model of every kind, loaded."""
-        found = [adapter for part in self.parts for adapter in part.experiment.adapters()]
-        return list({id(adapter): adapter for adapter in found}.values())
+        return list({id(one): one for part in self.parts for one in part.experiment.adapters()}.values())
 
     @functools.cached_property
     def _first(self) -> dict[Part, list[Cell]]:
@@ -184,12 +179,14 @@ class Study(Experiment):
         """Filled by :meth:`then`."""
         return {}
 
+    def check(self) -> None:
+        """What each of its experiments asks."""
+        super().check()
+        for part in self.parts:
+            part.experiment.check()
+
     def cells(self) -> list[Cell]:
         """Those of all its experiments, one that several of them have once."""
-        for part in self.parts:
-            check = getattr(part.experiment, "check", None)
-            if check is not None:
-                check()
         return united(self._first)
 
     def then(self, made: Mapping[str, Made]) -> list[Cell]:
@@ -203,7 +200,9 @@ class Study(Experiment):
 
         Where the study was interrupted an experiment is left out that cannot be reduced from some of its cells.
         """
+        from kvinterp.data import load_prompts
         from kvinterp.provenance import provenance
+        from kvinterp.results import prompt_lines
 
         found: dict[Part, Outcome] = {}
         known = {part: [*first, *self._second.get(part, ())] for part, first in self._first.items()}
@@ -234,16 +233,11 @@ class Study(Experiment):
         }
         tables = labelled(found)
         outcome = self.found(found, {"claims": claims_table(tables), **tables, "cells": listed}, summary)
-        return dataclasses.replace(outcome, texts={"prompts.jsonl": self._prompt_lines()})
-
-    def _prompt_lines(self) -> str:
-        """The prompts of all its experiments, those that several have once."""
-        from kvinterp.data import load_prompts
-        from kvinterp.results import prompt_lines
-
-        given = dict.fromkeys(getattr(part.experiment, "prompts", None) for part in self.parts)
-        prompts = {(prompt.id, prompt.text): prompt for text in given if text for prompt in load_prompts(text)}
-        return prompt_lines(list(prompts.values()))
+        # The prompts of all its experiments, those that several have once.
+        sources = filter(None, dict.fromkeys(getattr(part.experiment, "prompts", None) for part in self.parts))
+        prompts = {(prompt.id, prompt.text): prompt for source in sources for prompt in load_prompts(source)}
+        outcome.texts = {"prompts.jsonl": prompt_lines(list(prompts.values()))}
+        return outcome
 
     def found(
         self, parts: Mapping[Part, Outcome], tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
@@ -266,10 +260,6 @@ class Study(Experiment):
             with saving(f"{part.prefix}-" if several else "", ("svg", "pdf")):
                 drawn[part] = part.experiment.figures(found, folder)
         return drawn
-
-    def sentences(self, outcome: Outcome) -> list[str]:
-        """What is said first."""
-        return list(outcome.summary["reading"])
 
     def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
         """The figures of its experiments, the page, and the tables for a paper."""
@@ -335,5 +325,4 @@ class Study(Experiment):
         tables["claims"] = claims_table({name: table for name, table in tables.items() if name != "claims"})
         outcome = self._of(self.found(found, tables, summary), summary["settings"], folder=folder)
         said = [] if before is None else judged_anew(before, tables["claims"])
-        read = dataclasses.replace(outcome, summary={**outcome.summary, "reading": [*self.sentences(outcome), *said]})
-        return self._of(read, summary["settings"], folder=folder)
+        return dataclasses.replace(outcome, summary={**outcome.summary, "reading": [*self.sentences(outcome), *said]})

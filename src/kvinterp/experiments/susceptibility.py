@@ -21,6 +21,7 @@ from scipy import stats
 
 from kvinterp import metrics
 from kvinterp.cells import Cell, Made, joined, loaded
+from kvinterp.comparison import compare
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
@@ -41,6 +42,7 @@ class Susceptibility(Experiment):
     """How much noise in K and V flips a token?"""
 
     TABLES: ClassVar = ("steps", "rates", "thresholds", "calibration", "certificates")
+    FIGURES: ClassVar = "kvinterp.report.susceptibility:save_susceptibility_figures"
     READING: ClassVar = "kvinterp.reading.susceptibility:said_of_susceptibility"
 
     model: str = model()
@@ -60,9 +62,7 @@ class Susceptibility(Experiment):
     def cells(self) -> list[Cell]:
         """A cell a size and seed of the noise, and one of the model's own rounding."""
         check_choice("noise", self.noise, tuple(NOISE))
-        for name, least in (("bins", 1), ("seeds", 2), ("max_new_tokens", 2)):
-            check_whole(name, getattr(self, name), least)
-        load_prompts(self.prompts)
+        check_whole("max_new_tokens", self.max_new_tokens, 2)
         given = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         found = [Cell("rounding", f"{__name__}:measured", {**given, "b": "recompute"}, "cached against recompute")]
         for size in _sizes(self.sizes):
@@ -102,12 +102,6 @@ class Susceptibility(Experiment):
         }
         return Outcome(tables, tables, summary)
 
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Its figures, signed with what they were made with."""
-        from kvinterp.report.susceptibility import save_susceptibility_figures
-
-        return save_susceptibility_figures(outcome.tables, outcome.summary["provenance"], folder)
-
 
 def _sizes(text: str) -> list[float]:
     """The sizes of the noise, the smallest first.
@@ -130,8 +124,6 @@ def measured(
     model: Mapping[str, Any], prompts: str, max_new_tokens: int, b: str, size: float = 0.0, seed: int = 0
 ) -> pd.DataFrame:
     """Every decode step of the cached path beside another one, fed the same tokens."""
-    from kvinterp.comparison import compare
-
     found = compare(
         loaded(model), load_prompts(prompts), "cached", b, max_new_tokens=max_new_tokens, record="", progress="none"
     )
@@ -188,10 +180,8 @@ def flip_rates_of(steps: pd.DataFrame) -> pd.DataFrame:
         for size, group in part.groupby("size"):
             flips = group["flip"].to_numpy(float)
             low, high = metrics.clustered_interval(np.mean, group["example"].to_numpy(), flips, resamples=RESAMPLES)
-            counts = {"steps": len(group), "prompts": group["example"].nunique(), "flips": int(flips.sum())}
-            bounds = {"margin_low": group["margin_low"].min(), "margin_high": group["margin_high"].max()}
             mean = {"rate": flips.mean(), "low": low, "high": high, "rms_logit": group["rms_logit"].mean()}
-            rows.append({"bin": number, "size": size, **bounds, **counts, **mean})
+            rows.append({"bin": number, "size": size, **_bounds(group), **_counts(group), **mean})
     return pd.DataFrame(rows)
 
 
@@ -207,29 +197,26 @@ def thresholds_of(steps: pd.DataFrame) -> pd.DataFrame:
     for number, part in _classes(steps):
         sizes = np.sort(part["size"].unique())
         columns = [part[name].to_numpy(float) for name in ("size", "flip")]
-        found = _half(*columns)
-        inside = bool(sizes[0] <= found <= sizes[-1])
-        below = part.loc[part["size"] == sizes[0], "flip"].mean() >= 0.5
-        why = "" if inside else "below the smallest size" if below else "above the largest size"
-        interval = metrics.clustered_interval(_half, part["example"].to_numpy(), *columns, resamples=RESAMPLES)
-        noise = part.groupby("size")["rms_logit"].mean()
-        level = (
-            float(np.exp(np.interp(np.log(found), np.log(sizes), np.log(noise.clip(lower=1e-30))))) if inside else np.nan
-        )
-        low, high = interval if inside else (np.nan, np.nan)
-        bounds = {"margin_low": part["margin_low"].min(), "margin_high": part["margin_high"].max()}
-        rows.append(
-            {
-                "bin": number,
-                **bounds,
-                "threshold": found if inside else np.nan,
-                "low": low,
-                "high": high,
-                "rms_logit": level,
-            }
-            | {"steps": len(part), "prompts": part["example"].nunique(), "flips": int(part["flip"].sum()), "why": why}
-        )
+        numbers, found = dict.fromkeys(("threshold", "low", "high", "rms_logit"), np.nan), _half(*columns)
+        if sizes[0] <= found <= sizes[-1]:
+            low, high = metrics.clustered_interval(_half, part["example"].to_numpy(), *columns, resamples=RESAMPLES)
+            noise = np.log(part.groupby("size")["rms_logit"].mean().clip(lower=1e-30))
+            level = float(np.exp(np.interp(np.log(found), np.log(sizes), noise)))
+            numbers, why = {"threshold": found, "low": low, "high": high, "rms_logit": level}, ""
+        elif part.loc[part["size"] == sizes[0], "flip"].mean() >= 0.5:
+            why = "below the smallest size"
+        else:
+            why = "above the largest size"
+        rows.append({"bin": number, **_bounds(part), **numbers, **_counts(part), "why": why})
     return pd.DataFrame(rows)
+
+
+def _bounds(steps: pd.DataFrame) -> dict[str, float]:
+    return {"margin_low": steps["margin_low"].min(), "margin_high": steps["margin_high"].max()}
+
+
+def _counts(steps: pd.DataFrame) -> dict[str, int]:
+    return {"steps": len(steps), "prompts": steps["example"].nunique(), "flips": int(steps["flip"].sum())}
 
 
 def _half(size: Any, flip: Any) -> float:
@@ -299,12 +286,13 @@ def certificates_of(steps: pd.DataFrame) -> pd.DataFrame:
         One row a size of the noise, 0 for the model's own rounding: steps, certified, flips, flips_certified.
     """
     certain = steps["margin"] > 2 * steps["max_abs_logit"]
-    rows = [
-        {"size": size, "steps": len(part), "certified": int(certain[part.index].sum()), "flips": int(part["flip"].sum())}
-        | {"flips_certified": int((part["flip"] & certain[part.index]).sum())}
-        for size, part in steps.groupby("size")
-    ]
-    return pd.DataFrame(rows)
+    counted = steps.assign(certified=certain, flips_certified=steps["flip"] & certain).groupby("size")
+    return counted.agg(
+        steps=("flip", "size"),
+        certified=("certified", "sum"),
+        flips=("flip", "sum"),
+        flips_certified=("flips_certified", "sum"),
+    ).reset_index()
 
 
 def _classes(steps: pd.DataFrame) -> Sequence[tuple[int, pd.DataFrame]]:

@@ -1,0 +1,32 @@
+"""What an experiment is given is looked at before a model is loaded, and is called by the name that it was given by."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import kvinterp as kv
+from kvinterp.experiments.base import OPTION
+from kvinterp.experiments.registry import experiment_named, experiments
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_a_number_below_the_least_of_its_option_is_refused_by_its_name(name: str) -> None:
+    """The command line holds options to it; from Python some were taken, and one of root-cause's told by another's name."""
+    kind = experiment_named(name)
+    for field in dataclasses.fields(kind):
+        least = field.metadata.get(OPTION, {}).get("min")
+        if least is not None:
+            with pytest.raises(
+                kv.InputError, match=rf"^{field.name}={least - 1} was given: expected a whole number of at least"
+            ):
+                kind(**{field.name: least - 1}).check()
+
+
+@pytest.mark.parametrize("name", [name for name in experiments() if name not in ("audit", "demo")])
+def test_prompts_that_cannot_be_read_are_refused(name: str) -> None:
+    kind = experiment_named(name)
+    if "prompts" in {field.name for field in dataclasses.fields(kind)}:
+        with pytest.raises(kv.InputError, match="unknown prompt generator"):
+            kind(prompts="aritmetic:20").check()
