@@ -71,7 +71,8 @@ class OfModels(Experiment):
 
     def cells(self) -> list[Cell]:
         """A cell a model: the function ``measured`` of the experiment's file, given prompts and the fields of its own."""
-        own = {field.name for field in dataclasses.fields(self)} - {field.name for field in dataclasses.fields(OfModels)}
+        shared_by_all = {field.name for field in dataclasses.fields(OfModels)}
+        own = [field.name for field in dataclasses.fields(self) if field.name not in shared_by_all]
         more = {name: getattr(self, name) for name in own}
         return [
             Cell(
