@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +16,7 @@ from kvinterp.models.adapter import ModelInfo
 from kvinterp.models.caches import taken
 from kvinterp.spec import name_of, text_of
 
-__all__ = ["KV", "Chain", "Place", "Policy", "Selective"]
+__all__ = ["KV", "Chain", "Place", "Policy", "Selective", "running"]
 
 KV = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
 
@@ -191,6 +192,16 @@ class Policy:
     def __str__(self) -> str:
         """The text form used on the command line and in tables."""
         return text_of(self)
+
+
+Kind = TypeVar("Kind", bound=Policy)
+
+
+def running(policy: Kind, **state: Any) -> Kind:
+    """A twin of a policy for one pass, with attributes of its own beside the fields."""
+    twin = copy.copy(policy)
+    vars(twin).update(state)
+    return twin
 
 
 TENSORS = {"kv": ("k", "v"), "k": ("k",), "v": ("v",)}

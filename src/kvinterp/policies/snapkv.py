@@ -29,6 +29,7 @@ class Snapkv(Budgeted):
     """
 
     SOURCE: ClassVar[str] = "SnapKV (arXiv 2404.14469), average pooling; kvpress SnapKVPress"
+    goes_on: ClassVar[bool] = False
 
     window_size: int = 64
     kernel_size: int = 5
@@ -43,11 +44,6 @@ class Snapkv(Budgeted):
     def sites(self) -> tuple[str, ...]:
         """What attention reads."""
         return ("pattern",)
-
-    @property
-    def goes_on(self) -> bool:
-        """It compresses the prompt alone."""
-        return False
 
     def room(self, prompt: int) -> int:
         """The budget, of which the window is a part."""
