@@ -128,9 +128,6 @@ class HookedAdapter(Adapter):
             attention="transformer_lens",
         )
         super().__init__(model, facts, tokenizer if tokenizer is not None else model.tokenizer)
-        self._check_runnable(config)
-
-    def _check_runnable(self, config: Any) -> None:
         if config.attention_dir != "causal":
             raise InputError(
                 f"model {self.facts.name} has {config.attention_dir} attention, and a KV cache needs causal attention: "

@@ -296,10 +296,10 @@ def _projections(shown: _Shown, layer: int, checked: Checked) -> Mapping[str, st
             checked.head_major.add((site, layer))
         elif not _same_rows(given, rows):
             reasons[site] = "it is changed between its projection and its norm, so that none is seen as it is before RoPE"
-    if ("k", layer) in checked.head_major and k is not None:
-        k = k.transpose(1, 2)
-    if ("q", layer) in checked.head_major and q is not None:
-        q = q.transpose(1, 2)
+    q, k = (
+        tensor.transpose(1, 2) if tensor is not None and (site, layer) in checked.head_major else tensor
+        for site, tensor in (("q", q), ("k", k))
+    )
     keys, values = shown.store.read.get(layer, (None, None))
     if v is not None and values is not None and not _alike(v.transpose(1, 2), values):
         reasons["v"] = "the values that attention reads are not those that its projection gives in this place"
