@@ -79,15 +79,11 @@ class Recogniser:
             named = [kwargs[name] for name in ("batch1", "batch2") if name in kwargs]
             given = [*args[func in _BADDBMM :], *named]
             return self._multiplied(given[0], given[1], result) if len(given) > 1 else None
-        if func in _SOFTMAX and self.product is not None and args[0].dim() >= 3:
-            return self._weighed(self.product, args[0], kwargs.get("dtype"))
+        product = self.product
+        if func in _SOFTMAX and product is not None and args[0].dim() >= 3 and _rows(args[0]) == _rows(product.made):
+            self.scores, self.product = Scores(product, args[0], kwargs.get("dtype")), None
+            return self.scores
         return None
-
-    def _weighed(self, product: Product, given: Tensor, dtype: torch.dtype | None) -> Scores | None:
-        if _rows(given) != _rows(product.made):
-            return None
-        self.scores, self.product = Scores(product, given, dtype), None
-        return self.scores
 
     def _multiplied(self, a: Tensor, b: Tensor, made: Tensor) -> Product | Values | None:
         if a.dim() < 3 or a.dim() != b.dim():

@@ -123,16 +123,7 @@ def audit(
 
 
 class _Auditor:
-    """Climbs the ladder and looks inside where a rung shows something.
-
-    Args:
-        adapter: The model.
-        plan: What is run on each rung.
-        dtypes: The rungs, by name.
-        sweep: ``"yes"`` or ``"no"``: one long decode too.
-        checks: ``"default"``, ``"thorough"`` or ``"none"``: what is exercised beside tokens fed one by one.
-        progress: Told what runs next.
-    """
+    """Climbs the ladder and looks inside where a rung shows something; what it is given, :func:`audit` was given."""
 
     def __init__(
         self,

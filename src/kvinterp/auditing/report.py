@@ -38,7 +38,6 @@ __all__ = [
     "save_verdict",
     "tables_of",
     "texts_of",
-    "write",
 ]
 
 TABLES = ("steps", "local", "sweep", "chunks")
@@ -68,15 +67,6 @@ def check_own(folder: Path) -> None:
         check_writable(folder)
 
 
-def write(audit: Audit, folder: Path) -> Path:
-    """Writes the folder, over an earlier audit's; each file is complete or not there at all.
-
-    Raises:
-        InputError: It cannot be written, or a file that kvinterp did not write has one of the names.
-    """
-    return put(texts_of(audit), folder)
-
-
 def texts_of(audit: Audit) -> dict[str, str]:
     """Page, tables and verdict by the names of their files."""
     texts = {"audit.html": page(audit)}
@@ -96,7 +86,11 @@ def tables_of(audit: Audit) -> dict[str, pd.DataFrame]:
 
 
 def put(texts: Mapping[str, str], folder: Path) -> Path:
-    """Writes what :func:`texts_of` gave, over an earlier audit's."""
+    """Writes what :func:`texts_of` gave, over an earlier audit's; each file is complete or not there at all.
+
+    Raises:
+        InputError: As :func:`check_own` says.
+    """
     with Lock(folder):
         check_own(folder)
         record = Record(folder)
@@ -240,11 +234,7 @@ def _table(rows: Sequence[Mapping[str, Any]], here: str | None = None, text: str
 
 
 def ladder_figure(evidence: Mapping[str, Mapping[str, Any]]) -> Figure | None:
-    """Differences by precision beside the unit roundoff of each; rounding falls with it. None where no precision was run.
-
-    Args:
-        evidence: That of a verdict.
-    """
+    """Differences by precision beside the unit roundoff of each; rounding falls with it. None where no precision was run."""
     named = {name: found["unit_roundoff"] for name, found in evidence.items() if name in DTYPES}
     units = dict(sorted(named.items(), key=lambda item: -item[1]))
     if not units:

@@ -80,10 +80,6 @@ class KernelsTable(Kept):
         """The table as it was written."""
         return cls(tables["kernels"], summary["first"], tables["kernels"].attrs)
 
-    def overview(self) -> pd.DataFrame:
-        """The same as :meth:`summary`."""
-        return self.summary()
-
     def summary(self) -> pd.DataFrame:
         """One row an operation and varied dimension: the smallest size at which it differs, and the worst ULP."""
         rows = []
@@ -103,6 +99,8 @@ class KernelsTable(Kept):
                 }
             )
         return pd.DataFrame(rows)
+
+    overview = summary
 
     def __str__(self) -> str:
         first, same = self.first, self.table.groupby(["operation", "shape"])["bitwise_equal"].all()

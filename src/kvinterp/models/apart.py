@@ -17,12 +17,7 @@ _DEPTH = 4
 
 
 def check_apart(model: nn.Module, copy: nn.Module, name: str) -> None:
-    """Raises where a copy would run the original's modules: deep copies share functions, and so what these hold on to.
-
-    Args:
-        model: The original.
-        copy: Its deep copy.
-        name: What the message calls it.
+    """Raises where a deep copy would run the original's modules: copies share functions, and so what these hold on to.
 
     Raises:
         UnsupportedError: A module's ``forward`` was replaced by a function that holds on to a module of the original.

@@ -340,15 +340,7 @@ def cache_named(given: Any) -> CacheKind:
 
 
 def check_plain(kind: CacheKind, who: str) -> None:
-    """Refuses a cache of another kind than the model's own for a kind of model that cannot use it.
-
-    Args:
-        kind: The kind of cache.
-        who: The kind of model, and why.
-
-    Raises:
-        UnsupportedError: It is another kind than ``dynamic`` and ``preallocated``.
-    """
+    """Raises UnsupportedError for a cache of another kind than the model's own; ``who`` cannot use it, and why."""
     if not isinstance(kind, Dynamic):
         raise UnsupportedError(f"cache={kind} cannot be used by {who}: load the model with kind='native'.")
 

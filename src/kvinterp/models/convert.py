@@ -93,10 +93,7 @@ def hooked_from_transformers(
 
     Args:
         source: A transformers model of the Llama, Mistral or Gemma-2 family; it is left as it is.
-        config: Its config.
-        name: The name to give the model.
-        dtype: Weight and compute dtype.
-        device: Where to put it.
+        config, name, dtype, device: As for :func:`convert_checkpoint`.
 
     Raises:
         UnsupportedError: The architecture is none of the three families, or has weights that TransformerLens has no

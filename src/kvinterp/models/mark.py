@@ -52,11 +52,7 @@ _NOT_COMPUTED_WITH = frozenset(
 
 
 def mark_of(model: nn.Module) -> Mark:
-    """What changes when the model does.
-
-    Args:
-        model: The model.
-    """
+    """What changes when the model does."""
     tensors = _tensors(model)
     found = tuple(
         (

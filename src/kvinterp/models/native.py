@@ -210,11 +210,6 @@ class NativeAdapter(OnTransformersCache):
         self._sites.facts = self._facts
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        """The decoder's blocks."""
-        return self._blocks
-
-    @property
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values."""
         return self._attention_only

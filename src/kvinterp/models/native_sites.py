@@ -227,14 +227,7 @@ class _Shown:
 
 
 def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
-    """Runs a few tokens and holds every site inside the blocks to what it means.
-
-    The hooks that others put on the model do not hear it.
-
-    Args:
-        adapter: The model.
-        sites: Where its sites were found.
-    """
+    """Runs a few tokens, unheard by the hooks of others, and holds every site inside the blocks to what it means."""
     shown, checked = _Shown(adapter, sites), Checked()
     for (site, layer), _ in shown.taps.items():
         times = len(shown.raw.get((site, layer), []))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import (
     BaseQuantizedLayer,
     Cache,
@@ -135,11 +135,7 @@ def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) ->
 
 
 class TransformersCache:
-    """A transformers cache of any class, of which the store hears every update.
-
-    Args:
-        cache: A new, empty one.
-    """
+    """A transformers cache of any class, new and empty, of which the store hears every update."""
 
     def __init__(self, cache: Cache) -> None:
         self.model_cache, self.name = cache, type(cache).__name__
@@ -243,7 +239,14 @@ def check_used(cache: Cache, architecture: str) -> None:
 
 
 class OnTransformersCache(Adapter):
-    """An adapter whose model's user keeps a transformers cache."""
+    """An adapter over a transformers model, whose user keeps a transformers cache."""
+
+    _blocks: nn.ModuleList
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder's blocks; of a bridge those of the model inside, which it runs through."""
+        return self._blocks
 
     def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The transformers cache among a block's arguments, which every architecture names its own way."""

@@ -62,12 +62,7 @@ class Unembedding:
 
 
 class FrozenNorm:
-    """The map from a part of a residual stream to its part of the logits, with the final norm's scale held at one stream's.
-
-    Args:
-        of: The unembedding.
-        stream: The stream.
-    """
+    """The map from a part of a residual stream to its part of the logits, with the final norm's scale held at one stream's."""
 
     def __init__(self, of: Unembedding, stream: Float64[Tensor, " width"]) -> None:
         self._of, stream = of, stream.double()

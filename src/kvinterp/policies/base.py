@@ -121,11 +121,7 @@ class Policy:
         """Raises InputError where the policy names a layer that a model of so many has not; the base names none."""
 
     def start(self, facts: ModelInfo) -> Policy:
-        """What runs in one pass from position 0: itself, or a fresh twin that may keep state.
-
-        Args:
-            facts: The model's facts.
-        """
+        """What runs in one pass from position 0: itself, or a fresh twin that may keep state (see :func:`running`)."""
         return self
 
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:

@@ -93,10 +93,5 @@ class Memory(dict[tuple[int, str], Settled]):
     """What was settled of each layer's keys and values in one pass."""
 
     def at(self, place: Place, which: str) -> Settled:
-        """That of a place where no row was let go of; a new one where rows may not be those of the read before.
-
-        Args:
-            place: Where.
-            which: ``"k"`` or ``"v"``.
-        """
+        """That of a place where no row was let go of; a new one where rows may not be those of the read before."""
         return Settled() if place.remade else self.setdefault((place.layer, which), Settled())
