@@ -22,6 +22,7 @@ __all__ = [
     "Tap",
     "first_of",
     "hooks_suspended",
+    "in_order",
     "own_hook",
     "put_first",
     "remove_own_hooks",
@@ -164,6 +165,13 @@ def tap_hooks(
     return [own_hook(tap.module, after, "output")]
 
 
+def in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of torch, with what it names ``input`` in its place, the first."""
+    if "input" not in kwargs:
+        return args, kwargs
+    return (kwargs["input"], *args), {name: value for name, value in kwargs.items() if name != "input"}
+
+
 class _SoftmaxMode(torch.overrides.TorchFunctionMode):
     """Shows the input or the output of the softmax that runs inside one attention module."""
 
@@ -175,6 +183,7 @@ class _SoftmaxMode(torch.overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in (torch.softmax, torch.nn.functional.softmax, Tensor.softmax):
             return func(*args, **kwargs)
+        args, kwargs = in_order(args, kwargs)
         scores = args[0]
         if self.site == "attn_scores":
             new = self.emit(scores)

@@ -39,8 +39,7 @@ class Unembedding:
 
     def logits(self, streams: Float64[Tensor, "row width"]) -> Float64[Tensor, "row vocab"]:
         """The logits of each stream."""
-        parts = [self._forward(part) for part in streams.double().split(ROWS)]
-        return torch.cat(parts)
+        return torch.cat([self._forward(part) for part in streams.double().split(ROWS)])
 
     def uncapped(self, streams: Float64[Tensor, "row width"]) -> Float64[Tensor, "row vocab"]:
         """The logits before a soft cap, where the model has one: what the unembedding itself gives."""
