@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
-from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, shared, taken
+from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, taken
 from kvinterp.models.leading import lead
 
 __all__ = [
@@ -134,7 +134,7 @@ def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) ->
     return made
 
 
-class TransformersCache:
+class TransformersCache(OwnCache):
     """A transformers cache of any class, new and empty, of which the store hears every update."""
 
     def __init__(self, cache: Cache) -> None:
@@ -188,10 +188,6 @@ class TransformersCache:
         if isinstance(found, BaseQuantizedLayer) or not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             return None
         return keys, values
-
-    def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
-        """What it handed over, where that is the layer's own memory."""
-        return shared(handed, self.held(layer))
 
     def let_go(self, kind: str) -> None:
         """Puts layers that count what they have seen in place of a DynamicCache's.

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.models.caches import taken
+from kvinterp.models.caches import KeysValues, taken
 from kvinterp.spec import name_of, text_of
 
 __all__ = ["KV", "Chain", "Place", "Policy", "Selective", "running"]
 
-KV = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
+KV = KeysValues
 
 
 @dataclasses.dataclass(frozen=True)
