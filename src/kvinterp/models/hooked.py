@@ -97,6 +97,7 @@ class HookedAdapter(Adapter):
     """A HookedTransformer, run as it is: its own kernels, its own cache layout."""
 
     kind = "hooked"
+    position_major_cache = True
 
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         config: Any = model.cfg
@@ -153,11 +154,6 @@ class HookedAdapter(Adapter):
     def blocks(self) -> nn.ModuleList:
         """The blocks."""
         return self.model.blocks  # type: ignore[return-value]
-
-    @property
-    def position_major_cache(self) -> bool:
-        """TransformerLens caches ``[batch, position, kv_head, head_dim]``."""
-        return True
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> _OwnCache:
         """A TransformerLensKeyValueCache."""

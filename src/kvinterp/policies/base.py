@@ -54,14 +54,7 @@ class Place:
         return torch.arange(self.start, self.stop) if self.rows is None else self.rows
 
     def check_known(self, site: str) -> None:
-        """Refuses to name positions that are not known.
-
-        Args:
-            site: What was to be recorded or moved.
-
-        Raises:
-            UnsupportedError: The cache holds fewer positions than were put in.
-        """
+        """Raises UnsupportedError for what is recorded or moved where the cache holds fewer positions than were put in."""
         if not self.known:
             raise UnsupportedError(
                 f"site {site!r} cannot be had at layer {self.layer}: the cache holds {self.stop - self.start} of {self.stop} "
@@ -69,14 +62,7 @@ class Place:
             )
 
     def check_whole(self, site: str) -> None:
-        """Refuses what takes positions side by side where they are not known, or some were let go of.
-
-        Args:
-            site: What was to be compared or moved.
-
-        Raises:
-            UnsupportedError: Rows are missing.
-        """
+        """Raises UnsupportedError for what takes positions side by side where rows are missing, or not known."""
         self.check_known(site)
         if self.rows is not None and self.rows.shape[-1] < self.stop:
             raise UnsupportedError(

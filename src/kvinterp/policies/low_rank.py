@@ -29,6 +29,7 @@ class LowRank(Selective):
     """
 
     SOURCE: ClassVar[str] = "xKV (arXiv 2503.18893), which takes keys before RoPE: give keys=before"
+    depends_on = ("prompt",)
 
     rank: int = 64
     group: int = 1
@@ -50,11 +51,6 @@ class LowRank(Selective):
                 f"policy {self} groups {len(layers)} layers by {self.group}: expected a divisor of {len(layers)}."
             )
         return running(self, _every=sorted(layers), _given={}, _made={})
-
-    @property
-    def depends_on(self) -> tuple[str, ...]:
-        """The prompt's rows are decomposed and the answer's are not."""
-        return ("prompt",)
 
     def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """Holds the rows of the prompt."""
