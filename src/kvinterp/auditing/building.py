@@ -120,7 +120,7 @@ def users_model(
     place_on, found = device_named(device), _imported(code)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        if _is_transformers_class(found):
+        if inspect.isclass(found) and "PreTrainedModel" in {base.__name__ for base in found.__mro__}:
             called = code if source is None else f"{code} ({source})"
             load = weights == "loaded"
             model = _loaded(code, found, str(source), remote_code) if load else _from_config(code, found, source)
@@ -154,10 +154,6 @@ def _imported(code: str) -> Any:
             raise unknown(f"name in module {module!r}", name, [n for n in vars(found) if not n.startswith("_")])
         found = getattr(found, name)
     return found
-
-
-def _is_transformers_class(found: Any) -> bool:
-    return inspect.isclass(found) and "PreTrainedModel" in {base.__name__ for base in found.__mro__}
 
 
 def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:

@@ -149,13 +149,14 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
         files: The tables that are written beside it.
     """
     first, why, _ = say.reading_parts(verdict)
+    figure = ladder_figure(verdict.evidence)
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
         *_place(verdict),
         Text("What was exercised, and what not", look="h2"),
         *_exercised(verdict),
         Text("The ladder", look="h2"),
-        *_ladder(verdict.evidence),
+        *([] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]),
         Text(say.LADDER, look="note"),
         _table([_rung_row(name, found) for name, found in verdict.evidence.items()]),
         Text("First tensor that differs, given equal inputs", look="h3"),
@@ -250,11 +251,6 @@ def ladder_figure(evidence: Mapping[str, Mapping[str, Any]]) -> Figure | None:
         axes = draw_ladder(figure, units, lines)
         axes.set(xlabel="dtype of weights and arithmetic", ylabel="relative difference")
     return figure
-
-
-def _ladder(evidence: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
-    figure = ladder_figure(evidence)
-    return [] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]
 
 
 def _rung_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,6 @@ def convert_checkpoint(
         InputError: Weights are missing, or hold NaN or Inf.
         UnsupportedError: The architecture is none of the three families.
     """
-    hooked_class()
     _check_convertible((config.architectures or ["unknown"])[0])
     source, found = weights_of(folder, config=config, dtype=dtype)
     check_loaded(found, name)
@@ -82,7 +81,10 @@ def convert_checkpoint(
     model: Any = hooked_from_transformers(source, config, name, dtype, device)
     model.generation_config = source.generation_config
     if tokenizer is not None:
-        model.set_tokenizer(_for_transformer_lens(tokenizer, folder))
+        # TransformerLens builds a second tokenizer from this one's saved arguments, and looks its source up there.
+        mine = copy.deepcopy(tokenizer)
+        mine.init_kwargs.setdefault("name_or_path", str(folder))
+        model.set_tokenizer(mine)
     return model
 
 
@@ -181,13 +183,6 @@ def _attention_biases(tensors: Mapping[str, Tensor], weights: Mapping[str, Tenso
             key = next(k for mark in ("", "_") if (k := f"blocks.{layer}.attn.{mark}b_{letter}") in weights)
             found[key] = bias.reshape(weights[key].shape)
     return found
-
-
-def _for_transformer_lens(tokenizer: Any, folder: Path) -> Any:
-    # TransformerLens builds a second tokenizer from this one's saved arguments, and looks its source up there.
-    mine = copy.deepcopy(tokenizer)
-    mine.init_kwargs.setdefault("name_or_path", str(folder))
-    return mine
 
 
 def _config_fields(config: Any, architecture: str) -> dict[str, Any]:
