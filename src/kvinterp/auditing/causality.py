@@ -28,11 +28,7 @@ LENGTH = 12
 
 
 def check_causal(adapter: Adapter) -> None:
-    """Refuses a model whose tokens see the ones after them.
-
-    Raises:
-        InputError: An earlier token's logits depend on a later token.
-    """
+    """Raises InputError for a model whose tokens see the ones after them: an earlier one's logits depend on a later one."""
     if adapter.facts.vocabulary < 2 or adapter.facts.context < 4:
         return
     with own_threads(adapter):

@@ -182,12 +182,7 @@ def device_named(device: str | torch.device | None) -> torch.device:
 
 
 def _check_decoder(model: Any, name: str | None) -> None:
-    """Refuses a transformers model that does not decode, or not as it is.
-
-    Raises:
-        InputError: It has an encoder of its own, its tokens see the ones after them, it has no language-model head, or it
-            is in training mode.
-    """
+    """Raises InputError for a transformers model that does not decode, or not as it is."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     config = model.config

@@ -108,11 +108,7 @@ def layout_of(site: str) -> Layout:
 
 
 def listed_names(names: str | Sequence[str]) -> list[str]:
-    """The names of one text with commas, or of a list.
-
-    Raises:
-        InputError: They are neither.
-    """
+    """The names of one text with commas, or of a list; InputError where they are neither."""
     if isinstance(names, str):
         return [part.strip() for part in names.split(",") if part.strip()]
     return given_list("sites", names, "names such as 'resid_post,kv', or a list of them")

@@ -215,11 +215,7 @@ class TransformersCache(OwnCache):
 
 
 def check_used(cache: Cache, architecture: str) -> None:
-    """Refuses a cache that is about to be used again and that no layer wrote to: the path would have no memory.
-
-    Raises:
-        UnsupportedError: The model lets the cache it is given lie.
-    """
+    """Raises UnsupportedError for a cache that is about to be used again and that no layer wrote to: there is no memory."""
     unused = False
     for layer in cache.layers:
         if isinstance(layer, CacheLayerMixin):

@@ -15,17 +15,7 @@ __all__ = ["Memory", "Settled", "affine", "check_blocks", "cut"]
 
 
 def check_blocks(policy: object, block: int, width: int, name: str) -> None:
-    """Refuses heads that blocks do not fill.
-
-    Args:
-        policy: Whose blocks; its text form is named.
-        block: Elements of a block, along ``head_dim``.
-        width: ``head_dim``.
-        name: The model.
-
-    Raises:
-        UnsupportedError: ``width`` is no multiple of ``block``.
-    """
+    """Raises UnsupportedError where ``width``, a model's ``head_dim``, is no multiple of a policy's block along it."""
     if width % block:
         fitting = [f"zoo:{record['name']}" for record in zoo.describe() if record["head_dim"] % block == 0]
         such = f", such as {fitting[0]}" if fitting else ""

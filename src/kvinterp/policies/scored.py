@@ -21,11 +21,7 @@ __all__ = ["Budgeted", "Scored", "rows_left", "share"]
 
 
 def share(policy: Policy, field: str, least: float = 0.0) -> float:
-    """A field of a policy, where it is a share from ``least`` up to, and not reaching, 1.
-
-    Raises:
-        InputError: It is something else.
-    """
+    """A field of a policy; InputError where it is no share from ``least`` up to, and not reaching, 1."""
     given = getattr(policy, field)
     number = check_number(f"{field} of policy {name_of(type(policy))!r}", given)
     if not least <= number < 1:
