@@ -56,7 +56,13 @@ def with_a_sink(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.matmul(torch.nn.functional.softmax(scores, dim=-1)[..., :-1], value)
 
 
-@pytest.mark.parametrize("attend", [by_matmul, by_bmm, with_a_sink])
+def by_name(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Every argument named: an audit of such a model ended with an IndexError."""
+    scores = torch.matmul(input=query, other=key.transpose(-1, -2))
+    return torch.matmul(input=torch.softmax(input=scores, dim=-1), other=value)
+
+
+@pytest.mark.parametrize("attend", [by_matmul, by_bmm, with_a_sink, by_name])
 def test_products_with_a_softmax_between_are_attention(attend: Callable[..., Tensor]) -> None:
     query, key, value = activations()
     product, scores, values = heard(lambda: attend(query, key, value))
@@ -71,7 +77,13 @@ def test_the_fused_call_is_attention_with_its_mask() -> None:
     query, key, value = activations()
     mask = torch.ones(1, 1, ROWS, KEYS, dtype=torch.bool)
     attend = torch.nn.functional.scaled_dot_product_attention
-    for given in (lambda: attend(query, key, value, attn_mask=mask), lambda: attend(query, key, value, mask)):
+    named = {"query": query, "key": key, "value": value, "attn_mask": mask}
+    calls = (
+        lambda: attend(query, key, value, attn_mask=mask),
+        lambda: attend(query, key, value, mask),
+        lambda: attend(**named),
+    )
+    for given in calls:
         (found,) = heard(given)
         assert isinstance(found, Fused)
         assert found.mask is mask

@@ -413,6 +413,14 @@ def test_the_pytest_helper(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_cache_consistent(build("llama"), **quickly)
 
 
+def test_prompts_may_be_tensors_of_ids() -> None:
+    """As for every other verb; what a tensor holds was refused, for it is no int."""
+    given: Any = {"rungs": ("float32",), "lengths": (5,), "detail": "everything"}
+    ids = one_prompt(12)
+    listed, tensor = (quick(build("llama"), prompts=prompts, **given) for prompts in (ids, torch.tensor(ids)))
+    assert listed.plan == tensor.plan
+
+
 @pytest.mark.parametrize(
     ("choices", "words"),
     [

@@ -90,3 +90,22 @@ def test_several_streams_are_compared_by_their_cache() -> None:
     both = kv.compare(made(gemma3n), [5, 6, 7, 8], max_new_tokens=3, record="kv", stop="length", progress="none")
     assert both.failures.empty
     assert not both.kv_steps.empty
+
+
+def test_a_softmax_whose_argument_is_named_shows_its_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of a user's own may write ``torch.softmax(input=...)``, which ended in an IndexError."""
+    import transformers as t
+
+    def given_by_name(func: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda scores, *args, **kwargs: func(*args, input=scores, **kwargs)
+
+    kept = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    model = made(lambda: t.LlamaForCausalLM(t.LlamaConfig(**kept, attn_implementation="eager")))
+    tokens = torch.arange(3, 9)[None]
+    shown = []
+    for softmax in (torch.nn.functional.softmax, given_by_name(torch.softmax)):
+        monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+        with kv.record(model, "pattern") as seen:
+            model(tokens)
+        shown.append(seen["pattern", 0][0])
+    assert torch.equal(*shown)

@@ -51,13 +51,7 @@ class Account:
 
 
 def account(twin: Adapter, run: PrecisionRun, terms: int) -> Account:
-    """Judges the free-running differences of a rung by those given equal inputs.
-
-    Args:
-        twin: The model in the rung's dtype.
-        run: What it showed.
-        terms: The longest sum in the model.
-    """
+    """Judges the free-running differences of a rung by those given equal inputs; arguments as for ``judging.RungJudge``."""
     sides = {"fixed order": run.fixed, "native": run}
     accounts = [_judge(twin, run, side, terms, name) for name, side in sides.items() if side]
     return next((a for a in accounts if not a.holds), accounts[0])

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvinterp.models.hooks import in_order
+
 __all__ = ["MATMUL", "Fused", "Product", "Recogniser", "Scores", "Values"]
 
 _F = torch.nn.functional
@@ -72,22 +74,18 @@ class Recogniser:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Fused | Product | Scores | Values | None:
         """What a call and its result are, or None."""
+        args, kwargs = in_order(args, kwargs)
         if func is _FUSED:
-            query, key, value, *rest = args
-            return Fused(query, key, value, kwargs.get("attn_mask", rest[0] if rest else None), kwargs, result)
+            return _fused(result, *args, **kwargs)
         if func in MATMUL or func in _BADDBMM:
-            named = [kwargs[name] for name in ("batch1", "batch2") if name in kwargs]
+            named = [kwargs[name] for name in ("batch1", "batch2", "other", "mat2") if name in kwargs]
             given = [*args[func in _BADDBMM :], *named]
             return self._multiplied(given[0], given[1], result) if len(given) > 1 else None
-        if func in _SOFTMAX and self.product is not None and args[0].dim() >= 3:
-            return self._weighed(self.product, args[0], kwargs.get("dtype"))
+        product = self.product
+        if func in _SOFTMAX and product is not None and args[0].dim() >= 3 and _rows(args[0]) == _rows(product.made):
+            self.scores, self.product = Scores(product, args[0], kwargs.get("dtype")), None
+            return self.scores
         return None
-
-    def _weighed(self, product: Product, given: Tensor, dtype: torch.dtype | None) -> Scores | None:
-        if _rows(given) != _rows(product.made):
-            return None
-        self.scores, self.product = Scores(product, given, dtype), None
-        return self.scores
 
     def _multiplied(self, a: Tensor, b: Tensor, made: Tensor) -> Product | Values | None:
         if a.dim() < 3 or a.dim() != b.dim():
@@ -98,6 +96,20 @@ class Recogniser:
         found = Product(a, b, made, self.product)
         self.product = Product(a, b, made)
         return found
+
+
+def _fused(
+    made: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Fused:
+    """SDPA's arguments by name, however they were given."""
+    return Fused(query, key, value, attn_mask, {"is_causal": is_causal, **options}, made)
 
 
 def _rows(tensor: Tensor) -> int:

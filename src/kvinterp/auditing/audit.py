@@ -29,7 +29,16 @@ from kvinterp.auditing.verdict import VERDICTS, Evidence, judge
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
-from kvinterp.inputs import check_callable, check_choice, check_instance, check_known, check_seed, given_list, whole_number
+from kvinterp.inputs import (
+    check_callable,
+    check_choice,
+    check_instance,
+    check_known,
+    check_seed,
+    given_list,
+    token_ids,
+    whole_number,
+)
 from kvinterp.locks import Lock
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
@@ -123,16 +132,7 @@ def audit(
 
 
 class _Auditor:
-    """Climbs the ladder and looks inside where a rung shows something.
-
-    Args:
-        adapter: The model.
-        plan: What is run on each rung.
-        dtypes: The rungs, by name.
-        sweep: ``"yes"`` or ``"no"``: one long decode too.
-        checks: ``"default"``, ``"thorough"`` or ``"none"``: what is exercised beside tokens fed one by one.
-        progress: Told what runs next.
-    """
+    """Climbs the ladder and looks inside where a rung shows something; what it is given, :func:`audit` was given."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: 
     for prompt in given_list("prompts", prompts, "a list of prompts, each text or token ids"):
         if not isinstance(prompt, str | Prompt | Iterable):
             raise InputError(f"prompt {prompt!r} cannot be audited: expected text or a list of token ids.")
-        ids = prompt_ids(adapter, prompt) if isinstance(prompt, str | Prompt) else list(prompt)
+        ids = prompt_ids(adapter, prompt) if isinstance(prompt, str | Prompt) else token_ids(prompt) or list(prompt)
         vocabulary = adapter.facts.vocabulary
         wrong = next((t for t in ids if not isinstance(t, int) or not 0 <= t < vocabulary), None)
         if wrong is not None or len(ids) < 3:

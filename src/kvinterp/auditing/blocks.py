@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,12 +19,13 @@ from torch import Tensor, nn
 from kvinterp.errors import UnsupportedError
 from kvinterp.inputs import check_seed
 from kvinterp.models import Adapter
+from kvinterp.models.hooks import first_of, put_first, stream_hook
 from kvinterp.models.native import plain_experts, text_config
 from kvinterp.models.transformers_cache import CACHES
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 from kvinterp.paths.vocabulary import padding_of
 
-__all__ = ["BlockHooks", "BlockModel", "Masking", "Reference", "evaluating", "first_of", "prompts_for", "referenced"]
+__all__ = ["BlockHooks", "BlockModel", "Masking", "Reference", "evaluating", "prompts_for", "referenced"]
 
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
 
@@ -220,11 +222,6 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = True
 
 
-def first_of(output: Any) -> Any:
-    """What a module returned, where it returned more beside it."""
-    return output[0] if isinstance(output, tuple | list) and output else output
-
-
 @dataclasses.dataclass
 class Reference:
     """What one forward without a cache computed, row by row.
@@ -281,26 +278,13 @@ class BlockHooks:
         """Hooks the blocks for as long as the context lasts."""
         with contextlib.ExitStack() as hooks:
             for layer, block in enumerate(self.model.blocks):
-                hooks.enter_context(block.register_forward_pre_hook(self._before(layer), with_kwargs=True))
+                before = stream_hook(functools.partial(self._met, "inputs", layer))
+                hooks.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
                 hooks.enter_context(block.register_forward_hook(self._after(layer)))
             yield self
 
-    def _before(self, layer: int) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            name = None if args else _stream(kwargs)
-            forced = self._met("inputs", layer, args[0] if name is None else kwargs[name])
-            if forced is None:
-                return None
-            return ((forced, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: forced})
-
-        return hook
-
-    def _after(self, layer: int) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> Any:
-            forced = self._met("outputs", layer, first_of(output))
-            return (forced, *output[1:]) if forced is not None and isinstance(output, tuple | list) else forced
-
-        return hook
+    def _after(self, layer: int) -> Callable[..., Any]:
+        return lambda _, __, output: put_first(output, self._met("outputs", layer, first_of(output)))
 
     def _met(self, side: str, layer: int, tensor: Tensor) -> Tensor | None:
         """Keeps what a block is given or returns; what goes in its place, or None."""
@@ -357,14 +341,6 @@ class BlockHooks:
             return forward(*given)
         finally:
             self._forced_from = None
-
-
-def _stream(given: dict[str, Any]) -> str:
-    """The argument that is the residual stream, where a block is called with names alone."""
-    if "hidden_states" in given:
-        return "hidden_states"
-    floats = (name for name, value in given.items() if isinstance(value, Tensor) and value.is_floating_point())
-    return next(floats)
 
 
 def prompts_for(adapter: Adapter, count: int, length: int, seed: int = 0) -> list[Sequence[int]]:

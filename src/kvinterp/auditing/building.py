@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -109,9 +110,7 @@ def users_model(
             arguments and returns a model.
         source: For a class: a config.json or a folder that holds one; None for the defaults of the class's own config.
         weights: ``"random"``, or ``"loaded"``: those of the checkpoint folder or hub id ``source``.
-        dtype: Dtype of the weights.
-        seed: Seeds the weights.
-        device: Where to put it; CUDA where there is one for None.
+        dtype, seed, device: As for :func:`random_model`.
         remote_code: ``"refuse"`` or ``"trust"``: whether other code, that comes with a checkpoint, may run.
 
     Raises:
@@ -121,7 +120,7 @@ def users_model(
     place_on, found = device_named(device), _imported(code)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        if _is_transformers_class(found):
+        if inspect.isclass(found) and "PreTrainedModel" in {base.__name__ for base in found.__mro__}:
             called = code if source is None else f"{code} ({source})"
             load = weights == "loaded"
             model = _loaded(code, found, str(source), remote_code) if load else _from_config(code, found, source)
@@ -155,10 +154,6 @@ def _imported(code: str) -> Any:
             raise unknown(f"name in module {module!r}", name, [n for n in vars(found) if not n.startswith("_")])
         found = getattr(found, name)
     return found
-
-
-def _is_transformers_class(found: Any) -> bool:
-    return inspect.isclass(found) and "PreTrainedModel" in {base.__name__ for base in found.__mro__}
 
 
 def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
@@ -206,8 +201,7 @@ def _loaded(code: str, found: Any, source: str, remote_code: str) -> nn.Module:
         model, report = weights_of(folder or source, found, remote_code, **options)
     check_loaded(report, source)
     check_finite(model, source, folder or cached_folder(source))
-    made: nn.Module = model
-    return made
+    return model  # type: ignore[no-any-return]
 
 
 def _called(code: str, found: Any) -> Any:
@@ -216,15 +210,10 @@ def _called(code: str, found: Any) -> Any:
             f"{code!r} is a {type(found).__name__}: expected a transformers model class, a model, or a function without "
             "arguments that returns one."
         )
-    try:
-        signature: inspect.Signature | None = inspect.signature(found)
-    except (TypeError, ValueError):
-        signature = None
-    needed = [
-        name
-        for name, p in ({} if signature is None else signature.parameters).items()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    needed: list[str] = []
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(found).parameters.values()
+        needed += [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
         raise InputError(
             f"{code!r} needs the arguments {', '.join(needed)}: expected a transformers model class, or a function without "

@@ -9,13 +9,13 @@ processor. So the derivative of the earlier rows by the later ones decides, wher
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
+from kvinterp.models.hooks import stream_hook
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
 
@@ -28,11 +28,7 @@ LENGTH = 12
 
 
 def check_causal(adapter: Adapter) -> None:
-    """Refuses a model whose tokens see the ones after them.
-
-    Raises:
-        InputError: An earlier token's logits depend on a later token.
-    """
+    """Raises InputError for a model whose tokens see the ones after them: an earlier one's logits depend on a later one."""
     if adapter.facts.vocabulary < 2 or adapter.facts.context < 4:
         return
     with own_threads(adapter):
@@ -87,12 +83,11 @@ def _gradient_reaches(adapter: Adapter, tokens: Tensor, rows: int) -> bool | Non
     """Whether the logits of the first rows have a derivative by what a later token brings into the first block."""
     entered: list[Tensor] = []
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stream = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
-        entered.append(stream)
-        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
+    def enter(stream: Tensor) -> Tensor:
+        entered.append(stream.detach().requires_grad_())
+        return entered[-1]
 
-    handle = adapter.blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
+    handle = adapter.blocks[0].register_forward_pre_hook(stream_hook(enter), with_kwargs=True)
     try:
         with torch.inference_mode(False), torch.enable_grad(), adapter.own_state({}):
             logits = adapter.forward(tokens)[0, :rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pandas as pd
 
@@ -13,9 +13,6 @@ from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.auditing.verdict import Verdict
 from kvinterp.inputs import check_choice
 from kvinterp.kept import Kept
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["Audit"]
 
@@ -54,21 +51,17 @@ class Audit(Kept):
 
     def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
         """Writes verdict.json, audit.html and the tables as CSV, over an earlier audit's; returns the folder."""
-        from kvinterp.auditing.report import write
+        from kvinterp.auditing.report import put, texts_of
 
         check_choice("existing", existing, ("overwrite",))
-        return write(self, Path(folder))
+        return put(texts_of(self), Path(folder))
 
-    report, overview = Verdict.report, Verdict.overview
+    report, overview, figures = Verdict.report, Verdict.overview, Verdict.figures
 
     @property
     def evidence(self) -> dict[str, dict[str, Any]]:
         """The verdict's."""
         return self.verdict.evidence
-
-    def figures(self) -> dict[str, Figure]:
-        """The ladder of precisions."""
-        return self.verdict.figures()
 
     def sentences(self) -> list[str]:
         """The verdict's reading, line by line."""

@@ -190,11 +190,6 @@ def _placed(bench: Bench, check: Check, name: str) -> Check:
 
     The same check is made with each block's output in the place of the logits: the first that fails holds the error, or is
     handed it. There what attention reads in the last cached step is compared with what it reads in the recomputation.
-
-    Args:
-        bench: What the check ran on.
-        check: A failed one.
-        name: What makes it, of :data:`CHECKS`.
     """
     if check.name.startswith("generate()"):
         return check  # What generate() feeds is wrong, not what the blocks make of it.

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvinterp.auditing.blocks import UNMASKED, BlockModel, Masking, first_of
+from kvinterp.auditing.blocks import UNMASKED, BlockModel, Masking
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.watch import Watch, watching
 from kvinterp.models import Adapter
+from kvinterp.models.hooks import first_of, put_first
 from kvinterp.paths.kernels import Kernels
 
 __all__ = ["NARROW", "Runner", "Seen", "lacking"]
@@ -140,10 +141,9 @@ class Runner(BlockModel):
         size, generator = self.roundoff(length), torch.Generator().manual_seed(seed)
 
         def moved(_: nn.Module, __: Any, output: Any) -> Any:
-            made = output[0] if isinstance(output, tuple) else output
+            made = first_of(output)
             noise = torch.rand(made.shape, generator=generator, dtype=torch.float64).to(made.device) * 2 - 1
-            new = (made.double() * (1 + size * noise)).to(made.dtype)
-            return (new, *output[1:]) if isinstance(output, tuple) else new
+            return put_first(output, (made.double() * (1 + size * noise)).to(made.dtype))
 
         with contextlib.ExitStack() as hooks:
             for block in self.blocks:

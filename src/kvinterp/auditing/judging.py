@@ -191,11 +191,7 @@ class RungJudge:
             self.open.append((judged, sight, side, case))
 
     def _left_in_float64(self, twin: Adapter, side: PrecisionRun, case: Case, layer: int) -> float:
-        """What a block's two sides differ by in float64, with or without its own casts, whichever is less.
-
-        Raises:
-            RuntimeError: The block runs in float64 in neither way.
-        """
+        """What a block's two sides differ by in float64, with or without its casts, the less; RuntimeError where neither runs."""
         self.twin = twin
         try:
             tried = [self._tried(side, kernels, case, [layer]) for kernels in (Native(), WithoutCasts())]

@@ -42,20 +42,18 @@ def junit_xml(audit: Audit) -> str:
         # What the verdict says of the whole stands with the precision that serves.
         own, kind = f"ladder {_own(audit)}", "error" if verdict.verdict == CANNOT_TELL else "failure"
         cases = [(n, kind, verdict.reading, s) if n == own else (n, k, said, s) for n, k, said, s in cases]
-    counts = {f"{kind}s" if kind != "skipped" else kind: 0 for kind in ("failure", "error", "skipped")}
     name = f"kvinterp audit of {audit.provenance['model']}"
     suite = Tree.Element("testsuite", name=_clean(name), tests=str(len(cases)))
     for case, kind, said, seconds in cases:
         element = Tree.SubElement(suite, "testcase", classname="kvinterp.audit", name=_clean(case), time=f"{seconds:.3f}")
         if kind:
-            counts["skipped" if kind == "skipped" else f"{kind}s"] += 1
             message = _clean(why if said == verdict.reading else said.splitlines()[0] if said else verdict.verdict)
             inner = Tree.SubElement(element, kind, message=message)
             if kind != "skipped":
                 inner.set("type", verdict.verdict)
                 inner.text = _clean(said)
-    for key, count in counts.items():
-        suite.set(key, str(count))
+    for key, counted in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(key, str(sum(kind == counted for _, kind, _, _ in cases)))
     suite.set("time", f"{sum(case[3] for case in cases):.3f}")
     Tree.SubElement(suite, "system-out").text = _clean(verdict.reading)
     root = Tree.Element("testsuites")

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvinterp.auditing.attention import MATMUL, Fused, Product, Recogniser, Scores, Values
 from kvinterp.auditing.blocks import BlockModel
 from kvinterp.models import Adapter
+from kvinterp.models.hooks import in_order
 from kvinterp.paths.kernels.base import Functions
 
 __all__ = ["BACKENDS", "Operation", "Variant", "collect"]
@@ -104,6 +105,7 @@ class _Collector:
         """Told a call; gives its result."""
         result = func(*args, **kwargs)
         found = self.attention.told(func, args, kwargs, result)
+        args, kwargs = in_order(args, kwargs)
         if isinstance(found, Fused):
             self.fused(found)
         elif isinstance(found, Product):

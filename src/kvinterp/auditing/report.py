@@ -38,7 +38,6 @@ __all__ = [
     "save_verdict",
     "tables_of",
     "texts_of",
-    "write",
 ]
 
 TABLES = ("steps", "local", "sweep", "chunks")
@@ -68,15 +67,6 @@ def check_own(folder: Path) -> None:
         check_writable(folder)
 
 
-def write(audit: Audit, folder: Path) -> Path:
-    """Writes the folder, over an earlier audit's; each file is complete or not there at all.
-
-    Raises:
-        InputError: It cannot be written, or a file that kvinterp did not write has one of the names.
-    """
-    return put(texts_of(audit), folder)
-
-
 def texts_of(audit: Audit) -> dict[str, str]:
     """Page, tables and verdict by the names of their files."""
     texts = {"audit.html": page(audit)}
@@ -96,7 +86,11 @@ def tables_of(audit: Audit) -> dict[str, pd.DataFrame]:
 
 
 def put(texts: Mapping[str, str], folder: Path) -> Path:
-    """Writes what :func:`texts_of` gave, over an earlier audit's."""
+    """Writes what :func:`texts_of` gave, over an earlier audit's; each file is complete or not there at all.
+
+    Raises:
+        InputError: As :func:`check_own` says.
+    """
     with Lock(folder):
         check_own(folder)
         record = Record(folder)
@@ -155,13 +149,14 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
         files: The tables that are written beside it.
     """
     first, why, _ = say.reading_parts(verdict)
+    figure = ladder_figure(verdict.evidence)
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
         *_place(verdict),
         Text("What was exercised, and what not", look="h2"),
         *_exercised(verdict),
         Text("The ladder", look="h2"),
-        *_ladder(verdict.evidence),
+        *([] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]),
         Text(say.LADDER, look="note"),
         _table([_rung_row(name, found) for name, found in verdict.evidence.items()]),
         Text("First tensor that differs, given equal inputs", look="h3"),
@@ -240,11 +235,7 @@ def _table(rows: Sequence[Mapping[str, Any]], here: str | None = None, text: str
 
 
 def ladder_figure(evidence: Mapping[str, Mapping[str, Any]]) -> Figure | None:
-    """Differences by precision beside the unit roundoff of each; rounding falls with it. None where no precision was run.
-
-    Args:
-        evidence: That of a verdict.
-    """
+    """Differences by precision beside the unit roundoff of each; rounding falls with it. None where no precision was run."""
     named = {name: found["unit_roundoff"] for name, found in evidence.items() if name in DTYPES}
     units = dict(sorted(named.items(), key=lambda item: -item[1]))
     if not units:
@@ -260,11 +251,6 @@ def ladder_figure(evidence: Mapping[str, Mapping[str, Any]]) -> Figure | None:
         axes = draw_ladder(figure, units, lines)
         axes.set(xlabel="dtype of weights and arithmetic", ylabel="relative difference")
     return figure
-
-
-def _ladder(evidence: Mapping[str, Mapping[str, Any]]) -> list[Picture]:
-    figure = ladder_figure(evidence)
-    return [] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]
 
 
 def _rung_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from torch.nn.attention import sdpa_kernel
 
 from kvinterp.auditing.blocks import BlockModel, prompts_for, referenced
 from kvinterp.auditing.first_difference import Feed, Finding, differing, look
-from kvinterp.auditing.ladder import prefix_plan
 from kvinterp.auditing.operations import BACKENDS, Operation, Variant, collect
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_whole, given_list, whole_number
@@ -80,10 +79,6 @@ class KernelsTable(Kept):
         """The table as it was written."""
         return cls(tables["kernels"], summary["first"], tables["kernels"].attrs)
 
-    def overview(self) -> pd.DataFrame:
-        """The same as :meth:`summary`."""
-        return self.summary()
-
     def summary(self) -> pd.DataFrame:
         """One row an operation and varied dimension: the smallest size at which it differs, and the worst ULP."""
         rows = []
@@ -103,6 +98,8 @@ class KernelsTable(Kept):
                 }
             )
         return pd.DataFrame(rows)
+
+    overview = summary
 
     def __str__(self) -> str:
         first, same = self.first, self.table.groupby(["operation", "shape"])["bitwise_equal"].all()
@@ -173,10 +170,9 @@ def _within(module: str, outer: str) -> bool:
 
 def _first(adapter: Adapter, kernels: Kernels, prompt: Sequence[int], length: int) -> Finding | None:
     model, tokens = BlockModel(adapter, kernels), torch.tensor([list(prompt)], device=adapter.device)
-    plan = prefix_plan([prompt], (length,), STEPS, adapter.facts.context)
-    feeds = Feed.one_by_one(plan.prefills[0], plan.prefills[0] + plan.steps)
     with referenced(model, tokens) as hooks:
-        found = differing(look(hooks, feeds, range(-1, len(model.blocks) + 1)), 0.0)
+        sights = look(hooks, Feed.one_by_one(length, length + STEPS), range(-1, len(model.blocks) + 1))
+        found = differing(sights, 0.0)
     return next((tensors[0] for _, tensors in found.values()), None)
 
 

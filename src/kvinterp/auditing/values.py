@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import BlockModel, first_of
+from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.ladder import dtype_name
+from kvinterp.models.hooks import first_of
 
 __all__ = ["first_nonfinite", "grid_module", "logit_grid", "narrower", "on_grid"]
 

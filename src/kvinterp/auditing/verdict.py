@@ -139,12 +139,7 @@ class Verdict(Kept):
         return pd.DataFrame([{"rung": name, **{n: held[n] for n in names}} for name, held in self.evidence.items()])
 
     def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
-        """Writes verdict.json and the page, over an earlier audit's; returns the folder.
-
-        Args:
-            folder: The folder.
-            existing: ``"overwrite"``: an audit writes its own folder again.
-        """
+        """Writes verdict.json and the page; an earlier audit's are always written over (``existing``). Returns the folder."""
         from kvinterp.auditing.report import save_verdict
 
         check_choice("existing", existing, ("overwrite",))
@@ -236,12 +231,7 @@ Told = tuple[str, Place, list[str]]
 
 
 def judge(seen: Evidence, allow: tuple[str, ...] = ()) -> Verdict:
-    """Says what the evidence means.
-
-    Args:
-        seen: The evidence.
-        allow: Words that do not fail.
-    """
+    """Says what the evidence means, where some words do not fail."""
     return _Judge(seen, allow).verdict()
 
 

@@ -18,6 +18,7 @@ from kvinterp.auditing.attention import Fused, Recogniser, Scores, Values
 from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.values import narrower
+from kvinterp.models.hooks import in_order
 from kvinterp.paths.kernels.base import Functions, Operations
 
 __all__ = ["CHOICE", "RESIDUAL", "Event", "Watch", "watching"]
@@ -153,7 +154,7 @@ class Watch:
             self.add("V", found.values)
             self.add("attention output", found.made[..., self.back, :])
         elif func in _TOPK:
-            self.choice(args[0], result[1])
+            self.choice(in_order(args, kwargs)[0][0], result[1])
         return result
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

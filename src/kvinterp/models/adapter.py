@@ -110,6 +110,8 @@ class Adapter(Attaching):
     """A model, its tokenizer and its facts behind the one face the rest of kvinterp talks to."""
 
     kind: str
+    position_major_cache: bool = False
+    """Whether this model's own cache lays a position's heads side by side in memory."""
 
     def __init__(self, model: nn.Module, facts: ModelInfo, tokenizer: Any = None) -> None:
         super().__init__()
@@ -169,11 +171,6 @@ class Adapter(Attaching):
         Raises:
             InputError: The block is handed no cache.
         """
-
-    @property
-    def position_major_cache(self) -> bool:
-        """Whether this model's own cache lays a position's heads side by side in memory."""
-        return False
 
     @property
     def attention_only(self) -> bool:

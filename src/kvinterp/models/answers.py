@@ -18,21 +18,12 @@ LOGIT_DIFFERENCE = "logit_difference"
 
 
 def logit_difference(logits: Float[Tensor, "*batch vocab"], pair: tuple[int, int]) -> Float64[Tensor, "*batch"]:
-    """The first answer's logit less the second's.
-
-    Args:
-        logits: The logits.
-        pair: Token ids of the two answers.
-    """
+    """The first answer's logit less the second's, of a pair of token ids."""
     return logits[..., pair[0]].double() - logits[..., pair[1]].double()
 
 
 def answer_pair(adapter: Adapter, answers: Sequence[str | int] | None) -> tuple[int, int]:
-    """The token ids of two answers.
-
-    Args:
-        adapter: The model.
-        answers: The answer whose logit counts and the one whose is taken off: texts of one token, or token ids.
+    """The token ids of two answers, given as texts of one token or ids: whose logit counts, and whose is taken off.
 
     Raises:
         InputError: They are not two answers of one token each.

@@ -17,15 +17,9 @@ _DEPTH = 4
 
 
 def check_apart(model: nn.Module, copy: nn.Module, name: str) -> None:
-    """Raises where a copy would run the original's modules: deep copies share functions, and so what these hold on to.
+    """Raises UnsupportedError where a deep copy would run the original's modules.
 
-    Args:
-        model: The original.
-        copy: Its deep copy.
-        name: What the message calls it.
-
-    Raises:
-        UnsupportedError: A module's ``forward`` was replaced by a function that holds on to a module of the original.
+    Copies share functions, and so what a function that took the place of a module's ``forward`` holds on to.
     """
     originals = {id(module) for module in model.modules()}
     for place, module in copy.named_modules():

@@ -56,13 +56,9 @@ class Attaching(abc.ABC):
 
     @contextlib.contextmanager
     def alone(self, context: str = "") -> Iterator[None]:
-        """Keeps other threads from hooking the model; see :mod:`kvinterp.models.holding`.
-
-        Args:
-            context: What the user leaves open, such as ``"kv.record"``; empty for work that ends by itself.
+        """Keeps other threads from hooking the model; ``context`` and what is raised as for :meth:`Hold.taken`.
 
         Raises:
-            InputError: Another thread has the model in a context that its user left open.
             UnsupportedError: The model, or a part of it, is compiled, so that it runs no hook.
         """
         with self.hold.taken(self.facts.name, context):
@@ -186,11 +182,7 @@ def _returning(kept: Any, forward: Callable[..., Any], hold: Hold) -> Callable[.
 
 
 def _check_evaluating(model: nn.Module, name: str) -> None:
-    """Refuses a model of which any part is in training mode.
-
-    Raises:
-        InputError: A module is; the message names it.
-    """
+    """Raises InputError where any part of the model is in training mode."""
     part = next((path for path, module in model.named_modules() if module.training), None)
     if part is not None:
         where = f"the module {part!r} of model {name}" if part else f"model {name}"
@@ -200,10 +192,9 @@ def _check_evaluating(model: nn.Module, name: str) -> None:
 
 
 def _check_uncompiled(model: nn.Module, name: str) -> None:
-    """Refuses a model of which any part was compiled in place: what Dynamo compiled runs no hook that came later.
+    """Raises UnsupportedError where any part was compiled in place: what Dynamo compiled runs no hook that came later.
 
-    Raises:
-        UnsupportedError: A module was, by ``module.compile()`` or ``module.forward = torch.compile(module.forward)``.
+    By ``module.compile()`` or ``module.forward = torch.compile(module.forward)``.
     """
     for path, module in model.named_modules():
         forward = vars(module).get("forward")

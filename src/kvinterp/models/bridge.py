@@ -70,11 +70,6 @@ class BridgeAdapter(OnTransformersCache):
         return self.model.original_model  # type: ignore[return-value]
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        """The blocks of the transformers model inside, which the bridge runs through."""
-        return self._blocks
-
-    @property
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values."""
         return keeps_only_keys_and_values(self.source)

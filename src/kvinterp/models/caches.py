@@ -42,7 +42,6 @@ __all__ = [
     "cache_named",
     "check_plain",
     "installed",
-    "shared",
     "taken",
 ]
 
@@ -75,15 +74,14 @@ class KVStore(Protocol):
         """Appends, and returns what attention is to read: all positions, or the last ``window - 1`` plus the new."""
 
 
-@runtime_checkable
-class OwnCache(Protocol):
-    """A library's own cache of one run, behind the one face that a store needs."""
+class OwnCache:
+    """What keeps the keys and values of one run, a library's own cache for one; the base keeps nothing."""
 
-    name: str
+    name: str = ""
     """The name of its class."""
 
-    model_cache: Any
-    """What the model is given, or None where it is given the store's own memory in the shape of a cache."""
+    model_cache: Any = None
+    """What the model is given, or None where it is given the store in the shape of a cache, which it then calls."""
 
     def connect(self, update: Callable[..., KeysValues]) -> None:
         """Sends every update the model makes to ``update(layer, keys, values, None, *more)``, which calls :meth:`append`."""
@@ -92,12 +90,20 @@ class OwnCache(Protocol):
         self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
     ) -> KeysValues:
         """What the library itself does: appends, and returns what attention reads, any unfilled room included."""
+        return keys, values
 
     def held(self, layer: int) -> KeysValues | None:
         """The tensors in which a layer keeps its keys and values, or None where it keeps them in another form."""
+        return None
 
     def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
         """Where a layer keeps what it has just handed to attention, row for row; None where it does so in another form."""
+        held = self.held(layer)
+        same = held is not None and all(
+            one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+            for one, other in zip(handed, held, strict=True)
+        )
+        return handed if same else None
 
     def let_go(self, kind: str) -> None:
         """Told before anything is put in that rows will be let go of.
@@ -116,15 +122,6 @@ class OwnCache(Protocol):
 def taken(tensor: Tensor, rows: Int[Tensor, "batch kv_head kept"]) -> Tensor:
     """Some rows of keys or values ``[batch, kv_head, row, head_dim]``, others for each sequence and KV head."""
     return torch.gather(tensor, 2, rows[..., None].expand(*rows.shape, tensor.shape[3]))
-
-
-def shared(handed: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-    """What was handed to attention where it is the memory in which it is held, or lies in it; else None."""
-    same = held is not None and all(
-        one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        for one, other in zip(handed, held, strict=True)
-    )
-    return handed if same else None
 
 
 # Kinds -----------------------------------------------------------------------------------------------------------------
@@ -340,15 +337,7 @@ def cache_named(given: Any) -> CacheKind:
 
 
 def check_plain(kind: CacheKind, who: str) -> None:
-    """Refuses a cache of another kind than the model's own for a kind of model that cannot use it.
-
-    Args:
-        kind: The kind of cache.
-        who: The kind of model, and why.
-
-    Raises:
-        UnsupportedError: It is another kind than ``dynamic`` and ``preallocated``.
-    """
+    """Raises UnsupportedError for a cache of another kind than the model's own; ``who`` cannot use it, and why."""
     if not isinstance(kind, Dynamic):
         raise UnsupportedError(f"cache={kind} cannot be used by {who}: load the model with kind='native'.")
 

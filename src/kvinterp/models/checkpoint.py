@@ -21,16 +21,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
-_SIZES = (
-    *_LAYERS,
-    *_HEADS,
-    *_WIDTH,
-    "vocab_size",
-    "head_dim",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "n_positions",
-)
+_OTHERS = ("vocab_size", "head_dim", "num_key_value_heads")
+_SIZES = (*_LAYERS, *_HEADS, *_WIDTH, *_OTHERS, "max_position_embeddings", "n_positions")
 _NESTED = ("text_config", "llm_config", "language_config", "decoder")
 _OBJECTS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 
@@ -78,7 +70,9 @@ def check_files(folder: Path) -> None:
     config, where = read_object(folder / "config.json", "a transformers config"), shown(folder / "config.json")
     for name in _OBJECTS:
         if (folder / name).exists():
-            _check_side_file(folder / name)
+            found = read_object(folder / name, "a file of transformers")
+            if name == "generation_config.json":
+                _check_ends(found, shown(folder / name))
     _check_tokenizer(folder / "tokenizer.json")
     headers = _shapes(folder)
     if not headers:
@@ -92,12 +86,6 @@ def check_files(folder: Path) -> None:
             f"{where} says {layers:,} layers, but the weights hold {len(headers):,} tensors in all: give the config that "
             "belongs to these weights."
         )
-
-
-def _check_side_file(file: Path) -> None:
-    found = read_object(file, "a file of transformers")
-    if file.name == "generation_config.json":
-        _check_ends(found, shown(file))
 
 
 def _check_tokenizer(file: Path) -> None:
@@ -207,7 +195,7 @@ def _check_fits(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     """No weight is longer than all that is stored: such a config would fill the memory before anything else failed."""
     stored = sum(math.prod(shape) for shape in shapes.values())
     for part in _parts(config):
-        for name in (*_WIDTH, *_HEADS, "vocab_size", "head_dim", "num_key_value_heads", "intermediate_size", "n_inner"):
+        for name in (*_WIDTH, *_HEADS, *_OTHERS, "intermediate_size", "n_inner"):
             value = part.get(name)
             if isinstance(value, int) and value > stored:
                 raise InputError(

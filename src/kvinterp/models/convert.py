@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.door import weights_of
+from kvinterp.models.native import layer_windows
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights
 
-__all__ = ["convert_checkpoint", "hooked_class", "hooked_from_transformers", "lay_out_for_products", "layer_windows"]
+__all__ = ["convert_checkpoint", "hooked_class", "hooked_from_transformers", "lay_out_for_products"]
 
 CONVERTED = {
     "LlamaForCausalLM": "convert_llama_weights",
@@ -31,9 +32,11 @@ CARRIED = re.compile(
 gate, where these families add it before, so that it has no place for theirs."""
 BIAS = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qkvo])_proj\.bias")
 # How TransformerLens turns each weight before it multiplies by it, at every forward.
-TURNED_INWARD = {"W_Q": (0, 2, 1), "W_K": (0, 2, 1), "W_V": (0, 2, 1), "_W_K": (0, 2, 1), "_W_V": (0, 2, 1)}
-TURNED_OUTWARD = {"W_O": (2, 0, 1)}
-TURNED_FLAT = {"W_gate": (1, 0), "W_in": (1, 0), "W_out": (1, 0), "W_U": (1, 0)}
+TURNED = {
+    **dict.fromkeys(("W_Q", "W_K", "W_V", "_W_K", "_W_V"), (0, 2, 1)),
+    "W_O": (2, 0, 1),
+    **dict.fromkeys(("W_gate", "W_in", "W_out", "W_U"), (1, 0)),
+}
 
 
 def hooked_class() -> type[nn.Module]:
@@ -69,7 +72,6 @@ def convert_checkpoint(
         InputError: Weights are missing, or hold NaN or Inf.
         UnsupportedError: The architecture is none of the three families.
     """
-    hooked_class()
     _check_convertible((config.architectures or ["unknown"])[0])
     source, found = weights_of(folder, config=config, dtype=dtype)
     check_loaded(found, name)
@@ -79,7 +81,10 @@ def convert_checkpoint(
     model: Any = hooked_from_transformers(source, config, name, dtype, device)
     model.generation_config = source.generation_config
     if tokenizer is not None:
-        model.set_tokenizer(_for_transformer_lens(tokenizer, folder))
+        # TransformerLens builds a second tokenizer from this one's saved arguments, and looks its source up there.
+        mine = copy.deepcopy(tokenizer)
+        mine.init_kwargs.setdefault("name_or_path", str(folder))
+        model.set_tokenizer(mine)
     return model
 
 
@@ -90,10 +95,7 @@ def hooked_from_transformers(
 
     Args:
         source: A transformers model of the Llama, Mistral or Gemma-2 family; it is left as it is.
-        config: Its config.
-        name: The name to give the model.
-        dtype: Weight and compute dtype.
-        device: Where to put it.
+        config, name, dtype, device: As for :func:`convert_checkpoint`.
 
     Raises:
         UnsupportedError: The architecture is none of the three families, or has weights that TransformerLens has no
@@ -136,24 +138,18 @@ def lay_out_for_products(model: nn.Module) -> nn.Module:
     """
     blocks: Any = model.blocks
     for block in blocks:
-        # One head is not copied: turning it is a view, and another layout would be another kernel.
-        _turn(block.attn, {name: order for name, order in TURNED_INWARD.items() if _heads(block.attn, name) > 1})
-        _turn(block.attn, TURNED_OUTWARD)
+        _turn(block.attn)
         if isinstance(getattr(getattr(block, "mlp", None), "W_gate", None), nn.Parameter):
-            _turn(block.mlp, TURNED_FLAT)
-    _turn(model.unembed, TURNED_FLAT)
+            _turn(block.mlp)
+    _turn(model.unembed)
     return model
 
 
-def _heads(attention: nn.Module, name: str) -> int:
-    weight = dict(attention.named_parameters(recurse=False)).get(name)
-    return 0 if weight is None else weight.shape[0]
-
-
-def _turn(module: Any, orders: Mapping[str, tuple[int, ...]]) -> None:
+def _turn(module: Any) -> None:
     for name, weight in module.named_parameters(recurse=False):
-        order = orders.get(name)
-        if order is not None and weight.dim() == len(order):
+        order = TURNED.get(name, ())
+        # One head is not copied: turning it is a view, and another layout would be another kernel.
+        if weight.dim() == len(order) and not (order == (0, 2, 1) and len(weight) == 1):
             back = [order.index(dimension) for dimension in range(len(order))]
             weight.data = weight.data.permute(order).contiguous().permute(back)
 
@@ -187,13 +183,6 @@ def _attention_biases(tensors: Mapping[str, Tensor], weights: Mapping[str, Tenso
             key = next(k for mark in ("", "_") if (k := f"blocks.{layer}.attn.{mark}b_{letter}") in weights)
             found[key] = bias.reshape(weights[key].shape)
     return found
-
-
-def _for_transformer_lens(tokenizer: Any, folder: Path) -> Any:
-    # TransformerLens builds a second tokenizer from this one's saved arguments, and looks its source up there.
-    mine = copy.deepcopy(tokenizer)
-    mine.init_kwargs.setdefault("name_or_path", str(folder))
-    return mine
 
 
 def _config_fields(config: Any, architecture: str) -> dict[str, Any]:
@@ -254,12 +243,3 @@ def _config_fields(config: Any, architecture: str) -> dict[str, Any]:
             "use_normalization_before_and_after": True,
         }
     return fields
-
-
-def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """The sliding window of each layer of a transformers config, in positions; None where attention is full."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return (window,) * config.num_hidden_layers
-    return tuple(window if "sliding" in kind else None for kind in types)

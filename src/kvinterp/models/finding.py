@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -87,23 +86,22 @@ def reach(name: str) -> dict[str, Any]:
 
 def _within(seconds: float, ask: Callable[[], Any]) -> None:
     """Asks, and waits no longer: a library's timeout is that of each try, and a name server's answer has none."""
-    heard: queue.Queue[BaseException | None] = queue.Queue()
+    raised: list[BaseException] = []
 
     def work() -> None:
         try:
             ask()
-            heard.put(None)
         # Raised again where it is waited for.
         except BaseException as error:
-            heard.put(error)
+            raised.append(error)
 
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        error = heard.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"it did not answer within {seconds:g} seconds") from None
-    if error is not None:
-        raise error
+    asking = threading.Thread(target=work, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    if asking.is_alive():
+        raise TimeoutError(f"it did not answer within {seconds:g} seconds")
+    if raised:
+        raise raised[0]
 
 
 def cached_folder(name: str) -> Path | None:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvinterp.errors import InputError, shown, unknown
-from kvinterp.inputs import Model, chosen_layers, given_list
+from kvinterp.inputs import Model, chosen_layers
 from kvinterp.models.adapter import Site
-from kvinterp.models.sites import expand_sites
+from kvinterp.models.sites import expand_sites, listed_names
 
 __all__ = ["HOOKS", "hook_of", "listed_names", "place_of", "places_of", "site_of", "sites_of"]
 
@@ -84,17 +84,6 @@ def place_of(place: object) -> object:
     """The site and layer of a hook's name; anything else as it is."""
     found = hook_of(place)
     return place if found is None or found[1] is None else found
-
-
-def listed_names(names: str | Sequence[str]) -> list[str]:
-    """The names of one text with commas, or of a list.
-
-    Raises:
-        InputError: They are neither.
-    """
-    if isinstance(names, str):
-        return [part.strip() for part in names.split(",") if part.strip()]
-    return given_list("sites", names, "names such as 'resid_post,kv', or a list of them")
 
 
 def sites_of(names: str | Sequence[str]) -> tuple[str, ...]:

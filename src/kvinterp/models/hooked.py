@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo, Tap
-from kvinterp.models.caches import CacheKind, check_plain, shared
+from kvinterp.models.caches import CacheKind, OwnCache, check_plain
 from kvinterp.models.hook_names import HOOKS
 from kvinterp.models.leading import lead
 
@@ -62,8 +62,8 @@ class _Cache:
         return mask.new_ones(mask.shape[0], self.entries[0].store.length(0) + mask.shape[1])
 
 
-class _OwnCache:
-    """TransformerLens' own cache, of which the store hears every append."""
+class _OwnCache(OwnCache):
+    """TransformerLens' own cache, of which the store hears every append through the entries that stand for it."""
 
     name = "TransformerLensKeyValueCache"
 
@@ -75,9 +75,6 @@ class _OwnCache:
             # They begin with a tensor of no positions, whose dtype decides with the new keys' what is kept.
             entry.past_keys, entry.past_values = entry.past_keys.to(dtype), entry.past_values.to(dtype)
 
-    def connect(self, update: Any) -> None:
-        """The store is heard through the entries that stand for it in every forward."""
-
     def append(
         self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
@@ -88,10 +85,6 @@ class _OwnCache:
         """The entry's own tensors."""
         return _turned((self.model_cache[layer].past_keys, self.model_cache[layer].past_values))
 
-    def memory_of(self, layer: int, handed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """What it handed over: the entry's own tensors."""
-        return shared(handed, self.held(layer))
-
     def let_go(self, kind: str) -> None:
         """Refuses: keys are held before RoPE, and turned at every step by the number of their row."""
         raise UnsupportedError(
@@ -99,14 +92,12 @@ class _OwnCache:
             "another: load the model with kind='native' or kind='bridge'."
         )
 
-    def take(self, layer: int, rows: Tensor) -> None:
-        """Never asked, since :meth:`let_go` refuses."""
-
 
 class HookedAdapter(Adapter):
     """A HookedTransformer, run as it is: its own kernels, its own cache layout."""
 
     kind = "hooked"
+    position_major_cache = True
 
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         config: Any = model.cfg
@@ -128,9 +119,6 @@ class HookedAdapter(Adapter):
             attention="transformer_lens",
         )
         super().__init__(model, facts, tokenizer if tokenizer is not None else model.tokenizer)
-        self._check_runnable(config)
-
-    def _check_runnable(self, config: Any) -> None:
         if config.attention_dir != "causal":
             raise InputError(
                 f"model {self.facts.name} has {config.attention_dir} attention, and a KV cache needs causal attention: "
@@ -166,11 +154,6 @@ class HookedAdapter(Adapter):
     def blocks(self) -> nn.ModuleList:
         """The blocks."""
         return self.model.blocks  # type: ignore[return-value]
-
-    @property
-    def position_major_cache(self) -> bool:
-        """TransformerLens caches ``[batch, position, kv_head, head_dim]``."""
-        return True
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> _OwnCache:
         """A TransformerLensKeyValueCache."""

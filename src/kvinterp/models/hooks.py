@@ -17,7 +17,18 @@ from torch.utils.hooks import RemovableHandle
 
 from kvinterp.models.derived import FusedMode
 
-__all__ = ["Closing", "Tap", "hooks_suspended", "own_hook", "remove_own_hooks", "tap_hooks"]
+__all__ = [
+    "Closing",
+    "Tap",
+    "first_of",
+    "hooks_suspended",
+    "in_order",
+    "own_hook",
+    "put_first",
+    "remove_own_hooks",
+    "stream_hook",
+    "tap_hooks",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +100,33 @@ def own_hook(
     return module.register_forward_hook(registered, prepend=first, with_kwargs=True, always_call=always_call)
 
 
-def _all_rows() -> str:
-    return "all"
+def stream_hook(change: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
+    """A pre-hook that takes keyword arguments: what ``change`` makes of the first one, the residual stream, goes in its place."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        name = "" if args else _named_stream(kwargs)
+        new = change(kwargs[name] if name else args[0])
+        if new is None:
+            return None
+        return (args, {**kwargs, name: new}) if name else ((new, *args[1:]), kwargs)
+
+    return hook
+
+
+def _named_stream(given: dict[str, Any]) -> str:
+    """The argument that is the residual stream, where a module is called with names alone."""
+    floats = (name for name, value in given.items() if isinstance(value, Tensor) and value.is_floating_point())
+    return "hidden_states" if "hidden_states" in given else next(floats, "hidden_states")
+
+
+def first_of(output: Any) -> Any:
+    """What a module returned, where it returned more beside it; a list is what the old OpenAI GPT's blocks return."""
+    return output[0] if isinstance(output, tuple | list) and output else output
+
+
+def put_first(output: Any, new: Any) -> Any:
+    """What a module returned, with another tensor in the place of :func:`first_of`; None for None."""
+    return (new, *output[1:]) if new is not None and isinstance(output, tuple | list) else new
 
 
 def tap_hooks(
@@ -98,7 +134,7 @@ def tap_hooks(
     site: str,
     emit: Callable[[Tensor], Tensor | None],
     mine: Callable[[], bool] = lambda: True,
-    rows: Callable[[], str] = _all_rows,
+    rows: Callable[[], str] = lambda: "all",
 ) -> list[Any]:
     """Hooks a tap's module: ``emit`` is called with the raw tensor, and what it returns goes in its place.
 
@@ -114,29 +150,26 @@ def tap_hooks(
     if tap.side == "fused":
         return _mode_hooks(tap.module, lambda: FusedMode(site, tap.heads or 0, emit, rows), mine)
     if tap.side == "input":
-
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-            if args:
-                new = emit(args[0])
-                return None if new is None else ((new, *args[1:]), kwargs)
-            new = emit(kwargs["hidden_states"])
-            return None if new is None else (args, {**kwargs, "hidden_states": new})
-
-        return [own_hook(tap.module, before, "input")]
+        return [own_hook(tap.module, stream_hook(emit), "input")]
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        # A list where the old OpenAI GPT's blocks return what others return as a tuple.
-        raw = output[0] if isinstance(output, tuple | list) else output
-        given = args[0] if args else None
+        raw, given = first_of(output), args[0] if args else None
         if isinstance(given, Tensor) and raw.dim() == 2 and given.dim() == 3:
             # Experts may return one row a token; what hears it gets ``[batch, position, width]`` all the same.
             new = emit(raw.unflatten(0, given.shape[:2]))
             new = None if new is None else new.flatten(0, 1)
         else:
             new = emit(raw)
-        return None if new is None else (new, *output[1:]) if isinstance(output, tuple | list) else new
+        return put_first(output, new)
 
     return [own_hook(tap.module, after, "output")]
+
+
+def in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of torch, with what it names ``input`` in its place, the first."""
+    if "input" not in kwargs:
+        return args, kwargs
+    return (kwargs["input"], *args), {name: value for name, value in kwargs.items() if name != "input"}
 
 
 class _SoftmaxMode(torch.overrides.TorchFunctionMode):
@@ -150,6 +183,7 @@ class _SoftmaxMode(torch.overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in (torch.softmax, torch.nn.functional.softmax, Tensor.softmax):
             return func(*args, **kwargs)
+        args, kwargs = in_order(args, kwargs)
         scores = args[0]
         if self.site == "attn_scores":
             new = self.emit(scores)

@@ -75,31 +75,25 @@ def load_model(
     called = str(name)
     folder = local_folder(called)
     log.info("loading %s as %s in %s on %s", called, kind, str(wanted).removeprefix("torch."), place)
-    adapter = _loaded(called, folder, kind, wanted, place, attention, remote_code)
+    if kind == "hooked":
+        adapter = _hooked(called, folder, wanted, place, remote_code)
+    else:
+        eager = "eager" if kind == "bridge" else attention
+        source, tokenizer = _transformers(called, folder, wanted, place, eager, remote_code)
+        with loading(called):
+            adapter = _adapted(source, kind, called, tokenizer)
     check_runs(adapter)
     return adapter
 
 
-def _loaded(
-    name: str,
-    folder: Path | None,
-    kind: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str | None,
-    remote_code: str,
-) -> Adapter:
-    if kind == "hooked":
-        return _hooked(name, folder, dtype, device, remote_code)
-    source, tokenizer = _transformers(name, folder, dtype, device, "eager" if kind == "bridge" else attention, remote_code)
-    with loading(name):
-        if kind == "bridge":
-            from kvinterp.models.bridge import BridgeAdapter, build_bridge
+def _adapted(source: nn.Module, kind: str, name: str, tokenizer: Any) -> Adapter:
+    if kind == "bridge":
+        from kvinterp.models.bridge import BridgeAdapter, build_bridge
 
-            return BridgeAdapter(build_bridge(source, name), name, tokenizer)
-        from kvinterp.models.native import NativeAdapter
+        return BridgeAdapter(build_bridge(source, name), name, tokenizer)
+    from kvinterp.models.native import NativeAdapter
 
-        return NativeAdapter(source, name, tokenizer)
+    return NativeAdapter(source, name, tokenizer)
 
 
 def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
@@ -188,12 +182,7 @@ def device_named(device: str | torch.device | None) -> torch.device:
 
 
 def _check_decoder(model: Any, name: str | None) -> None:
-    """Refuses a transformers model that does not decode, or not as it is.
-
-    Raises:
-        InputError: It has an encoder of its own, its tokens see the ones after them, it has no language-model head, or it
-            is in training mode.
-    """
+    """Raises InputError for a transformers model that does not decode, or not as it is."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     config = model.config

@@ -52,12 +52,9 @@ _NOT_COMPUTED_WITH = frozenset(
 
 
 def mark_of(model: nn.Module) -> Mark:
-    """What changes when the model does.
-
-    Args:
-        model: The model.
-    """
-    tensors = _tensors(model)
+    """What changes when the model does."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = [(name, t.detach()) for name, t in named if not t.is_meta and not t.is_quantized]
     found = tuple(
         (
             name,
@@ -162,11 +159,6 @@ def _told(value: Any, seen: dict[int, int]) -> str:
 
 
 # Tensors ---------------------------------------------------------------------------------------------------------------
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    named = (*model.named_parameters(), *model.named_buffers())
-    return [(name, t.detach()) for name, t in named if not t.is_meta and not t.is_quantized]
 
 
 def _sums(tensors: list[Tensor]) -> list[int]:

@@ -31,7 +31,6 @@ from kvinterp.models.transformers_cache import (
     TransformersCache,
     is_attention_only,
     model_cache,
-    unwrapped_cache,
 )
 
 __all__ = [
@@ -39,6 +38,7 @@ __all__ = [
     "cast_transformers",
     "decoder_layers",
     "keeps_only_keys_and_values",
+    "layer_windows",
     "plain_experts",
     "text_config",
     "transformers_facts",
@@ -50,7 +50,7 @@ _STATE = re.compile("state|cache")
 def text_config(model: nn.Module) -> Any:
     """The config of the decoder, inside a multimodal config too."""
     config: Any = model.config
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return config.get_text_config(decoder=True)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -61,8 +61,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """
     count = text_config(model).num_hidden_layers
     # A multimodal model has an encoder besides, which may have as many blocks.
-    transformers_model: Any = model
-    decoder = transformers_model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder: Any = model.get_decoder()  # type: ignore[operator]
     places = (decoder, model) if isinstance(decoder, nn.Module) else (model,)
     found = [m for part in places for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not found:
@@ -87,7 +86,7 @@ def transformers_facts(model: nn.Module, name: str | None, attention: str | None
         width=config.hidden_size,
         vocabulary=config.vocab_size,
         context=getattr(config, "max_position_embeddings", None) or 2**31,
-        windows=_windows(config),
+        windows=layer_windows(config),
         cached_keys_rotated=True,
         attention=attention or getattr(config, "_attn_implementation", None) or "eager",
     )
@@ -112,9 +111,10 @@ def _widest(config: Any, name: str) -> int | None:
     return getattr(config, name, None)
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer of a transformers config, in positions; None where attention is full."""
     # The cache transformers would make knows best which layers slide.
-    layers = unwrapped_cache(config).layers
+    layers = DynamicCache(config=config).layers
     found = [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
     return tuple(found[: config.num_hidden_layers]) + (None,) * (config.num_hidden_layers - len(found))
 
@@ -155,7 +155,7 @@ def keeps_only_keys_and_values(model: nn.Module) -> bool:
     config = text_config(model)
     if getattr(config, "kv_lora_rank", None):
         return False  # Multi-head latent attention caches what keys and values are made from.
-    cache = unwrapped_cache(config)
+    cache = DynamicCache(config=config)
     return is_attention_only(cache) and len(cache.layers) in (0, config.num_hidden_layers)
 
 
@@ -210,11 +210,6 @@ class NativeAdapter(OnTransformersCache):
         self._sites.facts = self._facts
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        """The decoder's blocks."""
-        return self._blocks
-
-    @property
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values."""
         return self._attention_only
@@ -251,7 +246,7 @@ class NativeAdapter(OnTransformersCache):
         with self.own_state({}), hooks_suspended(self.model):
             made = getattr(self.model(input_ids=tokens, use_cache=True), "past_key_values", None)
         if not isinstance(made, Cache) or type(made) is DynamicCache:
-            return lambda: unwrapped_cache(config)
+            return lambda: DynamicCache(config=config)
         takes_config = "config" in inspect.signature(type(made)).parameters
         return lambda: type(made)(**({"config": config} if takes_config else {}))
 

@@ -128,10 +128,6 @@ class NativeSites:
         """The norm on queries or on keys, where an architecture has one."""
         return _child(attention, {"q": QUERY_NORM, "k": KEY_NORM}.get(site, ()))
 
-    def attention(self, layer: int) -> nn.Module | None:
-        """The attention of a block."""
-        return _child(self.blocks[layer], ATTENTION)
-
     def lacks(self, site: str, why: str, not_there: tuple[str, ...] = ()) -> UnsupportedError:
         """The error for a site that cannot be given, with what can be recorded instead."""
         have = [s for s in ("resid_pre", "resid_post", "attn_out", "mlp_out") if s != site and s not in not_there]
@@ -180,7 +176,7 @@ class _Shown:
     """What every site of every layer showed in one forward, and what entered the norms on queries and keys."""
 
     def __init__(self, adapter: Adapter, sites: NativeSites) -> None:
-        self.sites, self.facts = sites, adapter.facts
+        self.facts = adapter.facts
         # Another number than that of the heads, so that the dimensions can be told apart.
         self.count = next(n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads))
         self.taps: dict[Site, Tap] = {}
@@ -192,21 +188,21 @@ class _Shown:
                     continue
         self.raw: dict[tuple[str, int], list[Tensor]] = {}
         self.store = _Seen()
-        self._run(adapter)
+        self._run(adapter, sites)
 
     @torch.no_grad()
-    def _run(self, adapter: Adapter) -> None:
+    def _run(self, adapter: Adapter, sites: NativeSites) -> None:
         tokens = torch.arange(3, 3 + self.count, device=adapter.device)[None] % self.facts.vocabulary
         with hooks_suspended(adapter.model):
             handles = []
             try:
                 for (site, layer), tap in self.taps.items():
                     handles += tap_hooks(tap, site, self._keep(site, layer))
-                    attention = self.sites.attention(layer)
-                    norm = None if attention is None else self.sites.norm(site, attention)
+                    attention = _child(sites.blocks[layer], ATTENTION)
+                    norm = None if attention is None else sites.norm(site, attention)
                     if norm is not None and attention is not None and tap.module is norm:
                         handles += tap_hooks(Tap(norm, "input"), site, self._keep(f"{site} into its norm", layer))
-                        projected = self.sites.projected(site, attention)
+                        projected = sites.projected(site, attention)
                         handles += tap_hooks(projected, site, self._keep(f"{site} projected", layer, projected))
                 adapter.forward(tokens, self.store if adapter.attention_only else None)
             finally:
@@ -227,14 +223,7 @@ class _Shown:
 
 
 def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
-    """Runs a few tokens and holds every site inside the blocks to what it means.
-
-    The hooks that others put on the model do not hear it.
-
-    Args:
-        adapter: The model.
-        sites: Where its sites were found.
-    """
+    """Runs a few tokens, unheard by the hooks of others, and holds every site inside the blocks to what it means."""
     shown, checked = _Shown(adapter, sites), Checked()
     for (site, layer), _ in shown.taps.items():
         times = len(shown.raw.get((site, layer), []))
@@ -296,10 +285,10 @@ def _projections(shown: _Shown, layer: int, checked: Checked) -> Mapping[str, st
             checked.head_major.add((site, layer))
         elif not _same_rows(given, rows):
             reasons[site] = "it is changed between its projection and its norm, so that none is seen as it is before RoPE"
-    if ("k", layer) in checked.head_major and k is not None:
-        k = k.transpose(1, 2)
-    if ("q", layer) in checked.head_major and q is not None:
-        q = q.transpose(1, 2)
+    q, k = (
+        tensor.transpose(1, 2) if tensor is not None and (site, layer) in checked.head_major else tensor
+        for site, tensor in (("q", q), ("k", k))
+    )
     keys, values = shown.store.read.get(layer, (None, None))
     if v is not None and values is not None and not _alike(v.transpose(1, 2), values):
         reasons["v"] = "the values that attention reads are not those that its projection gives in this place"

@@ -15,7 +15,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,14 +28,15 @@ __all__ = ["Passes", "WatchesPasses"]
 log = logging.getLogger("kvinterp")
 
 
-class WatchesPasses(Protocol):
-    """What is told of passes and of the blocks in them."""
+class WatchesPasses:
+    """What is told of passes and of the blocks in them; the base takes no notice."""
 
     def pass_begins(self, new: int, held: int) -> None:
         """A pass begins that computes ``new`` positions after ``held`` ones in a cache."""
 
     def block_begins(self, layer: int, cache: Any) -> Callable[[], None] | None:
         """A block is about to run, with the cache that it was handed, or None; returns what is called when it was left."""
+        return None
 
     def block_ends(self, layer: int, cache: Any) -> None:
         """A block ran."""

@@ -32,6 +32,7 @@ __all__ = [
     "Layout",
     "expand_sites",
     "layout_of",
+    "listed_names",
 ]
 
 
@@ -106,6 +107,13 @@ def layout_of(site: str) -> Layout:
     return LAYOUTS[GROUPS.get(site, (site,))[0]]
 
 
+def listed_names(names: str | Sequence[str]) -> list[str]:
+    """The names of one text with commas, or of a list; InputError where they are neither."""
+    if isinstance(names, str):
+        return [part.strip() for part in names.split(",") if part.strip()]
+    return given_list("sites", names, "names such as 'resid_post,kv', or a list of them")
+
+
 def expand_sites(sites: str | Sequence[str]) -> tuple[str, ...]:
     """Expands groups (``kv``, ``resid``) and checks names, keeping the order given.
 
@@ -115,10 +123,8 @@ def expand_sites(sites: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         InputError: A name is not a site; the near names are offered.
     """
-    if isinstance(sites, str):
-        sites = [part.strip() for part in sites.split(",") if part.strip()]
     expanded: list[str] = []
-    for name in given_list("sites", sites, "names such as 'resid_post,kv', or a list of them"):
+    for name in listed_names(sites):
         check_known("site", name, [*SITES, *GROUPS])
         expanded += [site for site in GROUPS.get(name, (name,)) if site not in expanded]
     return tuple(expanded)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import (
     BaseQuantizedLayer,
     Cache,
@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
-from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, shared, taken
+from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, taken
 from kvinterp.models.leading import lead
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "check_used",
     "is_attention_only",
     "model_cache",
-    "unwrapped_cache",
 ]
 
 
@@ -113,11 +112,6 @@ def is_attention_only(cache: Cache) -> bool:
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
-def unwrapped_cache(config: Any) -> DynamicCache:
-    """The cache transformers itself would make for this model."""
-    return DynamicCache(config=config)
-
-
 def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) -> Cache:
     """The cache that a store is given to the model as: one for its whole life, since some layers keep a state in it.
 
@@ -132,7 +126,7 @@ def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) ->
     elif store.own is not None:
         store.model_cache = store.own.model_cache
     else:
-        store.model_cache = unwrapped_cache(config())
+        store.model_cache = DynamicCache(config=config())
         for index, layer in enumerate(store.model_cache.layers):
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
                 store.model_cache.layers[index] = StoreLayer(store, index, getattr(layer, "sliding_window", None))
@@ -140,12 +134,8 @@ def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) ->
     return made
 
 
-class TransformersCache:
-    """A transformers cache of any class, of which the store hears every update.
-
-    Args:
-        cache: A new, empty one.
-    """
+class TransformersCache(OwnCache):
+    """A transformers cache of any class, new and empty, of which the store hears every update."""
 
     def __init__(self, cache: Cache) -> None:
         self.model_cache, self.name = cache, type(cache).__name__
@@ -161,8 +151,7 @@ class TransformersCache:
             capacity: Most positions that will be put in.
             plain: Makes the cache that the model would make by itself, where that is no plain DynamicCache.
         """
-        own = plain is not None and isinstance(kind, Dynamic)
-        return cls(plain() if own and plain is not None else kind.make(config, capacity))
+        return cls(plain() if plain is not None and isinstance(kind, Dynamic) else kind.make(config, capacity))
 
     def connect(self, update: Callable[..., KeysValues]) -> None:
         """Leads every update through the store's."""
@@ -200,10 +189,6 @@ class TransformersCache:
             return None
         return keys, values
 
-    def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
-        """What it handed over, where that is the layer's own memory."""
-        return shared(handed, self.held(layer))
-
     def let_go(self, kind: str) -> None:
         """Puts layers that count what they have seen in place of a DynamicCache's.
 
@@ -230,11 +215,7 @@ class TransformersCache:
 
 
 def check_used(cache: Cache, architecture: str) -> None:
-    """Refuses a cache that is about to be used again and that no layer wrote to: the path would have no memory.
-
-    Raises:
-        UnsupportedError: The model lets the cache it is given lie.
-    """
+    """Raises UnsupportedError for a cache that is about to be used again and that no layer wrote to: there is no memory."""
     unused = False
     for layer in cache.layers:
         if isinstance(layer, CacheLayerMixin):
@@ -249,18 +230,76 @@ def check_used(cache: Cache, architecture: str) -> None:
         )
 
 
-def cache_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cache | None:
-    """The transformers cache among a block's arguments, which every architecture names its own way."""
-    return next((given for given in (*args, *kwargs.values()) if isinstance(given, Cache)), None)
+class OnTransformersCache(Adapter):
+    """An adapter over a transformers model, whose user keeps a transformers cache."""
 
+    _blocks: nn.ModuleList
 
-def cached_positions(cache: Cache | None) -> int:
-    """Positions a transformers cache of the user's has seen; 0 for one that keeps a state and no positions."""
-    if cache is None:
-        return 0
-    layers = getattr(cache, "layers", [])
-    states = bool(layers) and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
-    return 0 if states else int(cache.get_seq_length())
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder's blocks; of a bridge those of the model inside, which it runs through."""
+        return self._blocks
+
+    def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The transformers cache among a block's arguments, which every architecture names its own way."""
+        return next((given for given in (*args, *kwargs.values()) if isinstance(given, Cache)), None)
+
+    def cached_length(self, cache: Any) -> int:
+        """Positions that the cache has seen; 0 for one that keeps a state and no positions."""
+        if cache is None:
+            return 0
+        layers = getattr(cache, "layers", [])
+        states = bool(layers) and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
+        return 0 if states else int(cache.get_seq_length())
+
+    def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
+        """Leads ``update`` of the user's own cache; of a static one's room ``on_read`` sees the slots that are filled.
+
+        Raises:
+            InputError: There is no cache.
+            UnsupportedError: It is an encoder-decoder's.
+        """
+        if cache is None:
+            raise InputError("a patch of the cache needs a forward with a cache: call the model with past_key_values=...")
+        _check_readable(cache)
+
+        def reader(
+            read: KeysValues, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+        ) -> KeysValues | None:
+            if layer_idx != layer:
+                return None
+            keys, values = read
+            stop = int(cache.get_seq_length(layer_idx))
+            filled = min(stop, keys.shape[2])
+            new = on_read(layer_idx, stop - filled, keys[:, :, :filled], values[:, :, :filled])
+            if new is None:
+                return None
+            return torch.cat([new[0], keys[:, :, filled:]], 2), torch.cat([new[1], values[:, :, filled:]], 2)
+
+        return lead(cache, "update", reader)
+
+    def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
+        """What the cache of the user's own forward holds for a layer, or None where that is no keys and values.
+
+        Raises:
+            UnsupportedError: It holds them in a form that is not read here.
+        """
+        if cache is None:
+            return None
+        _check_readable(cache)
+        if layer >= len(cache.layers):
+            return None
+        held = cache.layers[layer]
+        if isinstance(held, BaseQuantizedLayer):
+            raise UnsupportedError(
+                f"site {site!r} cannot be read from a {type(cache).__name__}, which holds most of its keys and values "
+                "quantised: give a DynamicCache or a StaticCache."
+            )
+        tensor = getattr(held, "keys" if site == "cache_k" else "values", None)
+        if not isinstance(tensor, Tensor) or not tensor.numel():
+            return None
+        # Of a static cache the slots that are filled.
+        return tensor[:, :, : int(cache.get_seq_length(layer))]
 
 
 def _check_readable(cache: Cache) -> None:
@@ -270,76 +309,3 @@ def _check_readable(cache: Cache) -> None:
             "an EncoderDecoderCache was given, whose keys and values are not of one text alone: give a DynamicCache or a "
             "StaticCache."
         )
-
-
-def intercept(layer: int, cache: Cache | None, on_read: CacheRead) -> Callable[[], None]:
-    """Lets ``on_read`` replace what a transformers cache of the user's hands to a layer; returns how to undo that.
-
-    A static cache hands over all its room, of which ``on_read`` sees the slots that are filled.
-
-    Raises:
-        InputError: There is no cache.
-        UnsupportedError: It is an encoder-decoder's.
-    """
-    if cache is None:
-        raise InputError("a patch of the cache needs a forward with a cache: call the model with past_key_values=...")
-    _check_readable(cache)
-
-    def reader(
-        read: KeysValues, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> KeysValues | None:
-        if layer_idx != layer:
-            return None
-        keys, values = read
-        stop = int(cache.get_seq_length(layer_idx))
-        filled = min(stop, keys.shape[2])
-        new = on_read(layer_idx, stop - filled, keys[:, :, :filled], values[:, :, :filled])
-        if new is None:
-            return None
-        return torch.cat([new[0], keys[:, :, filled:]], 2), torch.cat([new[1], values[:, :, filled:]], 2)
-
-    return lead(cache, "update", reader)
-
-
-def cached_tensor(cache: Cache | None, site: str, layer: int) -> Tensor | None:
-    """What a transformers cache of the user's holds for a layer, or None where it holds no keys and values.
-
-    Raises:
-        UnsupportedError: It holds them in a form that is not read here.
-    """
-    if cache is None:
-        return None
-    _check_readable(cache)
-    if layer >= len(cache.layers):
-        return None
-    held = cache.layers[layer]
-    if isinstance(held, BaseQuantizedLayer):
-        raise UnsupportedError(
-            f"site {site!r} cannot be read from a {type(cache).__name__}, which holds most of its keys and values "
-            "quantised: give a DynamicCache or a StaticCache."
-        )
-    tensor = getattr(held, "keys" if site == "cache_k" else "values", None)
-    if not isinstance(tensor, torch.Tensor) or not tensor.numel():
-        return None
-    # Of a static cache the slots that are filled.
-    return tensor[:, :, : int(cache.get_seq_length(layer))]
-
-
-class OnTransformersCache(Adapter):
-    """An adapter whose model's user keeps a transformers cache."""
-
-    def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The user's transformers cache."""
-        return cache_among(args, kwargs)
-
-    def cached_length(self, cache: Any) -> int:
-        """Positions in the user's transformers cache."""
-        return cached_positions(cache)
-
-    def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
-        """Wraps ``update`` of the user's own transformers cache."""
-        return intercept(layer, cache, on_read)
-
-    def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
-        """What the transformers cache of the user's own forward holds after the block."""
-        return cached_tensor(cache, site, layer)

@@ -39,8 +39,7 @@ class Unembedding:
 
     def logits(self, streams: Float64[Tensor, "row width"]) -> Float64[Tensor, "row vocab"]:
         """The logits of each stream."""
-        parts = [self._forward(part) for part in streams.double().split(ROWS)]
-        return torch.cat(parts)
+        return torch.cat([self._forward(part) for part in streams.double().split(ROWS)])
 
     def uncapped(self, streams: Float64[Tensor, "row width"]) -> Float64[Tensor, "row vocab"]:
         """The logits before a soft cap, where the model has one: what the unembedding itself gives."""
@@ -62,12 +61,7 @@ class Unembedding:
 
 
 class FrozenNorm:
-    """The map from a part of a residual stream to its part of the logits, with the final norm's scale held at one stream's.
-
-    Args:
-        of: The unembedding.
-        stream: The stream.
-    """
+    """The map from a part of a residual stream to its part of the logits, with the final norm's scale held at one stream's."""
 
     def __init__(self, of: Unembedding, stream: Float64[Tensor, " width"]) -> None:
         self._of, stream = of, stream.double()

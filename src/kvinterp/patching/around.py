@@ -11,7 +11,7 @@ from torch import Tensor
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_instance, chosen_layers, given_list
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.passes import Passes
+from kvinterp.models.passes import Passes, WatchesPasses
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch
 from kvinterp.policies import Place
@@ -66,7 +66,7 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
             raise InputError(f"{CONTEXT} changed nothing by the patch of {patch.site!r}: {patching.why_not(patch)}")
 
 
-class _Patching:
+class _Patching(WatchesPasses):
     """Makes a step of every pass, and leads what attention reads from the user's cache through the patches."""
 
     def __init__(self, adapter: Adapter, hook: PatchHook) -> None:
@@ -90,16 +90,10 @@ class _Patching:
             return None
         return self.adapter.intercept_cache(layer, cache, self._reads)
 
-    def block_ends(self, layer: int, cache: Any) -> None:
-        """Hooks did what there was to do."""
-
     def pass_ends(self, ran: Sequence[int]) -> None:
         """Ends the step."""
         self.step += 1
         self.ran.update(ran)
-
-    def pass_cut(self) -> None:
-        """The step is the next pass's."""
 
     def pass_undone(self) -> None:
         """The step is the next pass's."""

@@ -10,19 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import ModelInfo
 from kvinterp.models.adapter import Listener, Site
-from kvinterp.models.caches import OwnCache, taken
+from kvinterp.models.caches import KeysValues, OwnCache, taken
 from kvinterp.policies import Place, Policy
 
 __all__ = ["Growing", "PassThrough", "ReadListener", "Store", "policy_listeners"]
-
-KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of another number of rows than others in the same call."""
@@ -31,35 +28,7 @@ ReadListener = Callable[[Place, Tensor, Tensor], "KeysValues | None"]
 """Called with what attention is about to read; what it returns is read instead."""
 
 
-class Nothing:
-    """A memory that keeps nothing: attention reads what it is given."""
-
-    model_cache: Any = None
-    name = ""
-
-    def connect(self, update: Callable[..., KeysValues]) -> None:
-        """The model is given the store in the shape of a cache, and calls it."""
-
-    def append(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *_: Any, **__: Any) -> KeysValues:
-        """What it is given, to the very tensor."""
-        return keys, values
-
-    def held(self, layer: int) -> KeysValues | None:
-        """Nothing."""
-        return None
-
-    def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
-        """Nowhere."""
-        return None
-
-    def let_go(self, kind: str) -> None:
-        """It holds no row to let go of."""
-
-    def take(self, layer: int, rows: Tensor) -> None:
-        """It holds no row to let go of."""
-
-
-class Growing(Nothing):
+class Growing(OwnCache):
     """A memory allocated once and appended to in place (``torch.cat`` at every step would be quadratic).
 
     Args:
@@ -147,7 +116,7 @@ class Store:
         policy.check(facts.layers)
         self.facts, self.policy, self.listeners = facts, policy.start(facts), listeners
         self._said = f"policy {policy}"
-        self.memory: OwnCache = memory or Nothing()
+        self.memory: OwnCache = memory or OwnCache()
         self.own = None if self.memory.model_cache is None else self.memory
         self.name = self.memory.name
         self.model_cache: Any = None

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.models.caches import taken
+from kvinterp.models.caches import KeysValues, taken
 from kvinterp.spec import name_of, text_of
 
-__all__ = ["KV", "Chain", "Place", "Policy", "Selective"]
+__all__ = ["KV", "Chain", "Place", "Policy", "Selective", "running"]
 
-KV = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
+KV = KeysValues
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +54,7 @@ class Place:
         return torch.arange(self.start, self.stop) if self.rows is None else self.rows
 
     def check_known(self, site: str) -> None:
-        """Refuses to name positions that are not known.
-
-        Args:
-            site: What was to be recorded or moved.
-
-        Raises:
-            UnsupportedError: The cache holds fewer positions than were put in.
-        """
+        """Raises UnsupportedError for what is recorded or moved where the cache holds fewer positions than were put in."""
         if not self.known:
             raise UnsupportedError(
                 f"site {site!r} cannot be had at layer {self.layer}: the cache holds {self.stop - self.start} of {self.stop} "
@@ -68,14 +62,7 @@ class Place:
             )
 
     def check_whole(self, site: str) -> None:
-        """Refuses what takes positions side by side where they are not known, or some were let go of.
-
-        Args:
-            site: What was to be compared or moved.
-
-        Raises:
-            UnsupportedError: Rows are missing.
-        """
+        """Raises UnsupportedError for what takes positions side by side where rows are missing, or not known."""
         self.check_known(site)
         if self.rows is not None and self.rows.shape[-1] < self.stop:
             raise UnsupportedError(
@@ -120,11 +107,7 @@ class Policy:
         """Raises InputError where the policy names a layer that a model of so many has not; the base names none."""
 
     def start(self, facts: ModelInfo) -> Policy:
-        """What runs in one pass from position 0: itself, or a fresh twin that may keep state.
-
-        Args:
-            facts: The model's facts.
-        """
+        """What runs in one pass from position 0: itself, or a fresh twin that may keep state (see :func:`running`)."""
         return self
 
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
@@ -191,6 +174,16 @@ class Policy:
     def __str__(self) -> str:
         """The text form used on the command line and in tables."""
         return text_of(self)
+
+
+Kind = TypeVar("Kind", bound=Policy)
+
+
+def running(policy: Kind, **state: Any) -> Kind:
+    """A twin of a policy for one pass, with attributes of its own beside the fields."""
+    twin = copy.copy(policy)
+    vars(twin).update(state)
+    return twin
 
 
 TENSORS = {"kv": ("k", "v"), "k": ("k",), "v": ("v",)}

@@ -15,17 +15,7 @@ __all__ = ["Memory", "Settled", "affine", "check_blocks", "cut"]
 
 
 def check_blocks(policy: object, block: int, width: int, name: str) -> None:
-    """Refuses heads that blocks do not fill.
-
-    Args:
-        policy: Whose blocks; its text form is named.
-        block: Elements of a block, along ``head_dim``.
-        width: ``head_dim``.
-        name: The model.
-
-    Raises:
-        UnsupportedError: ``width`` is no multiple of ``block``.
-    """
+    """Raises UnsupportedError where ``width``, a model's ``head_dim``, is no multiple of a policy's block along it."""
     if width % block:
         fitting = [f"zoo:{record['name']}" for record in zoo.describe() if record["head_dim"] % block == 0]
         such = f", such as {fitting[0]}" if fitting else ""
@@ -93,12 +83,5 @@ class Memory(dict[tuple[int, str], Settled]):
     """What was settled of each layer's keys and values in one pass."""
 
     def at(self, place: Place, which: str) -> Settled:
-        """That of a place; a new one where rows may not be those of the read before.
-
-        Args:
-            place: Where.
-            which: ``"k"`` or ``"v"``.
-        """
-        if place.remade or place.rows is not None:
-            return Settled()
-        return self.setdefault((place.layer, which), Settled())
+        """That of a place where no row was let go of; a new one where rows may not be those of the read before."""
+        return Settled() if place.remade else self.setdefault((place.layer, which), Settled())

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import TENSORS, Place, Policy, Selective
-from kvinterp.policies.blocks import Settled
+from kvinterp.policies.base import TENSORS, Place, Policy, Selective, running
+from kvinterp.policies.blocks import Memory, Settled
 
 __all__ = ["Fp8"]
 
@@ -41,6 +41,8 @@ class Fp8(Selective):
     scale: float | int | str = dataclasses.field(default=1.0, kw_only=True)
     per: str = dataclasses.field(default="tensor", kw_only=True)
     overflow: str = dataclasses.field(default="saturate", kw_only=True)
+    _largest: ClassVar[dict[tuple[int, str], list[Tensor]] | None] = None
+    _settled: ClassVar[Memory]
 
     def __post_init__(self) -> None:
         """Refuses words and scales that mean nothing."""
@@ -78,16 +80,31 @@ class Fp8(Selective):
     def start(self, facts: ModelInfo) -> Policy:
         """A twin that finds the scale, where it is to be found."""
         super().start(facts)
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return _Calibrating(**fields) if self.reads else self
+        return running(self, _largest={}, _settled=Memory()) if self.reads else self
 
     def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """With a scale that is known, at once."""
-        return tensor if isinstance(self.scale, str) else self.rounded(tensor, self.scale)
+        """With a scale that is known, at once; else as it is, its largest magnitude kept until the scale is frozen."""
+        if not isinstance(self.scale, str):
+            return self.rounded(tensor, self.scale)
+        if self._largest is not None and (place.layer, which) not in self._settled:
+            self._largest.setdefault((place.layer, which), []).append(self.largest(tensor))
+        return tensor
 
     def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """With a scale of what is held, where none was found."""
-        return self.rounded(tensor, self.scale_of(self.largest(tensor))) if self.reads else tensor
+        """With the scale of all that was written before the forward that first reads; of what is held where there is no other."""
+        if not self.reads:
+            return tensor
+        if self._largest is None:
+            return self.rounded(tensor, self.scale_of(self.largest(tensor)))
+        at = place.layer, which
+        found = self._largest[at]
+        if at not in self._settled:
+            found[:] = [torch.stack(found[:-1] or found).amax(0)]
+            self._settled[at] = Settled()
+        scale = self.scale_of(found[0])
+        if place.rows is not None:
+            return self.rounded(tensor, scale)
+        return self._settled.at(place, which).read(tensor, place, place.stop, lambda rows, _: self.rounded(rows, scale))
 
     def largest(self, tensor: Tensor) -> Tensor:
         """The largest magnitude, ``[batch, 1 or kv_head, 1, 1]``: of each sequence, so that a batch changes no number."""
@@ -107,31 +124,3 @@ class Fp8(Selective):
             over = scaled.abs() > limit if math.isnan(beyond) else scaled.abs() >= limit
             kept = torch.where(over, scaled.sign() * beyond, kept)
         return kept.to(tensor.dtype)
-
-
-class _Calibrating(Fp8):
-    """Finds the scale of each layer's K and V in the prefill, and rounds each row once."""
-
-    def __post_init__(self) -> None:
-        self._largest: dict[tuple[int, str], list[Tensor]] = {}
-        self._settled: dict[tuple[int, str], Settled] = {}
-
-    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """Keeps the rows as they are, and their largest magnitude until the scale is frozen."""
-        at = place.layer, which
-        if at not in self._settled:
-            self._largest.setdefault(at, []).append(self.largest(tensor))
-        return tensor
-
-    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """With the scale of all that was written before the forward that first reads; of that one where there is no other."""
-        at = place.layer, which
-        found = self._largest[at]
-        if at not in self._settled:
-            found[:] = [torch.stack(found[:-1] or found).amax(0)]
-            self._settled[at] = Settled()
-        scale = self.scale_of(found[0])
-        if place.rows is not None:
-            return self.rounded(tensor, scale)
-        settled = Settled() if place.remade else self._settled[at]
-        return settled.read(tensor, place, place.stop, lambda rows, _: self.rounded(rows, scale))

@@ -26,6 +26,7 @@ class H2O(Scored):
     """
 
     SOURCE: ClassVar[str] = "H2O (arXiv 2306.14048): a fifth of the cache, half of it heavy hitters and half recent"
+    sites = ("pattern",)
 
     heavy_ratio: float = 0.1
     recent_ratio: float = 0.1
@@ -33,11 +34,6 @@ class H2O(Scored):
     def __post_init__(self) -> None:
         share(self, "heavy_ratio")
         share(self, "recent_ratio")
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """What attention reads."""
-        return ("pattern",)
 
     def room(self, prompt: int) -> int:
         """Both budgets."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, Selective
+from kvinterp.policies.base import Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, check_blocks, cut
 
 __all__ = ["Hadamard"]
@@ -31,6 +31,7 @@ class Hadamard(Selective):
     SOURCE: ClassVar[str] = "llama.cpp#21038 (April 2026); QuaRot (arXiv 2404.00456)"
 
     block: int | None = None
+    _memory: ClassVar[Memory | None] = None
 
     def __post_init__(self) -> None:
         """Refuses a block that has no such matrix."""
@@ -42,7 +43,7 @@ class Hadamard(Selective):
         """A twin that turns each row back once; refuses heads that the blocks do not fill."""
         check_blocks(self, self.block or 2, facts.head_dim, facts.name)
         super().start(facts)
-        return _Remembering(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        return running(self, _memory=Memory())
 
     def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """By sums and differences of pairs, in which no row meets another: in chunks or at once, the bits are the same."""
@@ -56,20 +57,10 @@ class Hadamard(Selective):
         return (turned * size**-0.5).flatten(-2).to(tensor.dtype)
 
     def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """The same again: the matrix is symmetric and orthonormal."""
-        return self.written(tensor, which, place)
-
-
-class _Remembering(Hadamard):
-    """Turns each row back once, however often it is read."""
-
-    def __post_init__(self) -> None:
-        self._memory = Memory()
-
-    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        if place.rows is not None:
-            # Another policy lets go of rows, and positions are not those from start to stop.
-            return super().seen(tensor, which, place)
+        """The same again, for the matrix is symmetric and orthonormal: in a pass each row once, however often it is read."""
+        # Where another policy lets go of rows, positions are not those from start to stop.
+        if self._memory is None or place.rows is not None:
+            return self.written(tensor, which, place)
         return self._memory.at(place, which).read(
             tensor, place, place.stop, lambda rows, _: self.written(rows, which, place)
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import TENSORS, Place, Policy, Selective
+from kvinterp.policies.base import TENSORS, Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled, affine, check_blocks, cut
 
 __all__ = ["Kivi"]
@@ -35,6 +35,7 @@ class Kivi(Selective):
     bits: int = 4
     group: int = 32
     residual: int = 128
+    _memory: ClassVar[Memory | None] = None
 
     def __post_init__(self) -> None:
         """Refuses numbers that no such cache has."""
@@ -57,14 +58,10 @@ class Kivi(Selective):
         if "v" in TENSORS[self.on]:
             check_blocks(self, self.group, facts.head_dim, facts.name)
         super().start(facts)
-        return _Remembering(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        return running(self, _memory=Memory())
 
     def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """All that have left the window, rounded anew."""
-        return self.of_window(Settled(), tensor, which, place)
-
-    def of_window(self, settled: Settled, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """What is read, given those that were rounded before.
+        """All that have left the window, each rounded once in a pass.
 
         Raises:
             UnsupportedError: Rows are missing, so that groups of neighbouring tokens are not there.
@@ -73,7 +70,7 @@ class Kivi(Selective):
             raise UnsupportedError(
                 "policy kivi rounds neighbouring tokens together, and another policy of this path lets go of rows: leave one out."
             )
-        before = place.stop - 1
+        settled, before = Settled() if self._memory is None else self._memory.at(place, which), place.stop - 1
         if which == "k":
             return settled.read(tensor, place, before - before % self.residual, self.per_channel)
         return settled.read(tensor, place, max(before - self.residual, 0), self.per_token)
@@ -89,13 +86,3 @@ class Kivi(Selective):
     def per_token(self, rows: Tensor, first: int) -> Tensor:
         """Values, of which groups of elements are a token's own."""
         return affine(cut(rows, self.group, self), self.bits).flatten(-2)
-
-
-class _Remembering(Kivi):
-    """Rounds each row once."""
-
-    def __post_init__(self) -> None:
-        self._memory = Memory()
-
-    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        return self.of_window(self._memory.at(place, which), tensor, which, place)

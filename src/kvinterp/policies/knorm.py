@@ -20,11 +20,7 @@ class Knorm(Budgeted):
     """
 
     SOURCE: ClassVar[str] = "Devoto et al. (arXiv 2406.11430); kvpress KnormPress"
-
-    @property
-    def goes_on(self) -> bool:
-        """It compresses the prompt alone."""
-        return False
+    goes_on = False
 
     def scores(self, keys: Tensor, values: Tensor, remembered: Tensor) -> Tensor:
         """Minus the length of the key."""

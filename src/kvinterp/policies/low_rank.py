@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.inputs import check_whole
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, Selective
+from kvinterp.policies.base import Place, Policy, Selective, running
 
 __all__ = ["LowRank"]
 
@@ -30,9 +29,13 @@ class LowRank(Selective):
     """
 
     SOURCE: ClassVar[str] = "xKV (arXiv 2503.18893), which takes keys before RoPE: give keys=before"
+    depends_on = ("prompt",)
 
     rank: int = 64
     group: int = 1
+    _every: ClassVar[list[int]]
+    _given: ClassVar[dict[tuple[str, int], list[Tensor]]]
+    _made: ClassVar[dict[tuple[str, int], Tensor]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,41 +50,21 @@ class LowRank(Selective):
             raise InputError(
                 f"policy {self} groups {len(layers)} layers by {self.group}: expected a divisor of {len(layers)}."
             )
-        return _Running(self, layers)
-
-    @property
-    def depends_on(self) -> tuple[str, ...]:
-        """The prompt's rows are decomposed and the answer's are not."""
-        return ("prompt",)
-
-    @property
-    def reads(self) -> bool:
-        """It does: its twin does what is written here."""
-        return True
-
-
-class _Running(LowRank):
-    """It in motion: the prompt's rows by tensor and layer, and what is read of them."""
-
-    def __init__(self, rule: LowRank, layers: Sequence[int]) -> None:
-        super().__init__(**{field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)})
-        self.rule, self.every = rule, sorted(layers)
-        self.given: dict[tuple[str, int], list[Tensor]] = {}
-        self.made: dict[tuple[str, int], Tensor] = {}
+        return running(self, _every=sorted(layers), _given={}, _made={})
 
     def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """Holds the rows of the prompt."""
         if place.start < (place.prompt or 1):
-            self.given.setdefault((which, place.layer), []).append(tensor)
+            self._given.setdefault((which, place.layer), []).append(tensor)
         return tensor
 
     def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """The decomposition's rows in place of the prompt's; in a stored prefill of the rows there are by then."""
-        pieces = self.given.get((which, place.layer), [])
+        pieces = self._given.get((which, place.layer), [])
         if pieces and sum(piece.shape[2] for piece in pieces) == place.stop:
             if self.group > 1:
                 raise UnsupportedError(
-                    f"policy {self.rule} needs K and V of {self.group} layers at once, and with prefill=stored or "
+                    f"policy {self} needs K and V of {self.group} layers at once, and with prefill=stored or "
                     "without a cache a layer is read before the next is computed: leave it out, or give group=1."
                 )
             low = truncated([torch.cat(pieces, 2)], self.rank)[0]
@@ -95,12 +78,12 @@ class _Running(LowRank):
 
     def _of_prompt(self, which: str, layer: int) -> Tensor:
         """What is read of a layer's prompt, decomposed with its group's when it is first asked for."""
-        if (which, layer) not in self.made:
-            first = self.every.index(layer) // self.group * self.group
-            group = self.every[first : first + self.group]
-            pieces = [torch.cat(self.given.pop((which, each)), 2) for each in group]
-            self.made.update(zip([(which, each) for each in group], truncated(pieces, self.rank), strict=True))
-        return self.made[which, layer]
+        if (which, layer) not in self._made:
+            first = self._every.index(layer) // self.group * self.group
+            group = self._every[first : first + self.group]
+            pieces = [torch.cat(self._given.pop((which, each)), 2) for each in group]
+            self._made.update(zip([(which, each) for each in group], truncated(pieces, self.rank), strict=True))
+        return self._made[which, layer]
 
 
 def truncated(layers: list[Tensor], rank: int) -> list[Tensor]:

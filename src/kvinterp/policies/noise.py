@@ -17,7 +17,6 @@ a batch, and all prompts, get the same errors at the same positions; other draws
 from __future__ import annotations
 
 import abc
-import copy
 import dataclasses
 import math
 from typing import ClassVar, Literal
@@ -30,7 +29,7 @@ from kvinterp.draws import draws
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_choice, check_number, check_seed
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, Selective
+from kvinterp.policies.base import Place, Policy, Selective, running
 from kvinterp.spec import name_of
 
 __all__ = ["Normal", "Uniform"]
@@ -93,9 +92,7 @@ class _Noise(Selective):
     def start(self, facts: ModelInfo) -> Policy:
         """A twin that keeps the errors it draws ahead."""
         super().start(facts)
-        twin = copy.copy(self)
-        object.__setattr__(twin, "_blocks", {})
-        return twin
+        return running(self, _blocks={})
 
     def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """The rows with their errors, computed in float32 at least and rounded once."""

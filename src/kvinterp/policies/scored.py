@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -13,18 +14,14 @@ from torch.nn.functional import pad
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_number
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy
+from kvinterp.policies.base import Place, Policy, running
 from kvinterp.spec import name_of
 
 __all__ = ["Budgeted", "Scored", "rows_left", "share"]
 
 
 def share(policy: Policy, field: str, least: float = 0.0) -> float:
-    """A field of a policy, where it is a share from ``least`` up to, and not reaching, 1.
-
-    Raises:
-        InputError: It is something else.
-    """
+    """A field of a policy; InputError where it is no share from ``least`` up to, and not reaching, 1."""
     given = getattr(policy, field)
     number = check_number(f"{field} of policy {name_of(type(policy))!r}", given)
     if not least <= number < 1:
@@ -47,19 +44,15 @@ class Scored(Policy, abc.ABC):
     A policy that derives from it writes :meth:`room` and :meth:`scores`, and :meth:`heard` where scores rest on attention.
     """
 
-    @property
-    def evicts(self) -> bool:
-        """It does: its twin does what is written here."""
-        return True
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether it lets go of rows at every step; else once, when the prompt is whole, and every later row stays."""
-        return True
+    goes_on: ClassVar[bool] = True
+    """Whether it lets go of rows at every step; else once, when the prompt is whole, and every later row stays."""
+    _heads: ClassVar[int]
+    _held: ClassVar[dict[int, Tensor]]
+    """What is remembered of each absolute position, by layer."""
 
     def start(self, facts: ModelInfo) -> Policy:
         """A twin that remembers what attention showed."""
-        return _Running(self, facts.kv_heads)
+        return running(self, _heads=facts.kv_heads, _held={})
 
     @abc.abstractmethod
     def room(self, prompt: int) -> int:
@@ -101,43 +94,33 @@ class Scored(Policy, abc.ABC):
             remembered: What :meth:`heard` gave last; 0 where it was not heard.
         """
 
-
-class _Running(Policy):
-    """A rule in motion: what is remembered of each absolute position, by layer."""
-
-    def __init__(self, rule: Scored, heads: int) -> None:
-        self.rule, self.heads = rule, heads
-        self.remembered: dict[int, Tensor] = {}
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        return self.rule.sites
-
     def see(self, site: str, tensor: Tensor, place: Place) -> None:
+        """Remembers what the rows' attention says of them."""
         # Blocks may differ in how many KV heads they have (Gemma 4).
-        heads = self.heads if place.rows is None else place.rows.shape[1]
+        heads = self._heads if place.rows is None else place.rows.shape[1]
         weights = tensor.unflatten(1, (heads, -1)).mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
         at = _at(place, weights[:, :, 0])
         before = self._remembered(weights[:, :, 0], place)
-        self.remembered[place.layer].scatter_(2, at, self.rule.heard(before, weights, place))
+        self._held[place.layer].scatter_(2, at, self.heard(before, weights, place))
 
     def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, "batch kv_head kept"] | None:
+        """As many as there is room for, those with the largest scores."""
         prompt, rows = place.prompt or place.stop, keys.shape[2]
-        room = self.rule.room(prompt)
-        if rows <= room or (place.stop != prompt and not self.rule.goes_on):
+        room = self.room(prompt)
+        if rows <= room or (place.stop != prompt and not self.goes_on):
             return None
-        scores = self.rule.scores(keys, values, self._remembered(keys[..., 0], place))
-        scores = scores.masked_fill(torch.arange(rows, device=scores.device) >= rows - self.rule.newest(prompt), torch.inf)
+        scores = self.scores(keys, values, self._remembered(keys[..., 0], place))
+        scores = scores.masked_fill(torch.arange(rows, device=scores.device) >= rows - self.newest(prompt), torch.inf)
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :room]
 
     def _remembered(self, like: Tensor, place: Place) -> Tensor:
         """What is remembered of the rows held, and room for those of positions to come."""
-        held = self.remembered.get(place.layer)
+        held = self._held.get(place.layer)
         if held is None:
             held = like.new_zeros(*like.shape[:2], 0, dtype=torch.promote_types(like.dtype, torch.float32))
         if held.shape[2] < place.stop:
             # Twice what is needed, so that it is moved a few times in a long decode and not at every step.
-            held = self.remembered[place.layer] = pad(held, (0, 2 * place.stop - held.shape[2]))
+            held = self._held[place.layer] = pad(held, (0, 2 * place.stop - held.shape[2]))
         return held.gather(2, _at(place, like))
 
 

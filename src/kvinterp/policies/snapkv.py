@@ -29,6 +29,8 @@ class Snapkv(Budgeted):
     """
 
     SOURCE: ClassVar[str] = "SnapKV (arXiv 2404.14469), average pooling; kvpress SnapKVPress"
+    sites = ("pattern",)
+    goes_on = False
 
     window_size: int = 64
     kernel_size: int = 5
@@ -38,16 +40,6 @@ class Snapkv(Budgeted):
         check_whole("window_size of policy 'snapkv'", self.window_size)
         if check_whole("kernel_size of policy 'snapkv'", self.kernel_size) % 2 == 0:
             raise InputError(f"policy 'snapkv' has kernel_size={self.kernel_size}: expected an odd number of rows.")
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """What attention reads."""
-        return ("pattern",)
-
-    @property
-    def goes_on(self) -> bool:
-        """It compresses the prompt alone."""
-        return False
 
     def room(self, prompt: int) -> int:
         """The budget, of which the window is a part."""

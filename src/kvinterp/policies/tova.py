@@ -22,11 +22,7 @@ class Tova(Budgeted):
     """
 
     SOURCE: ClassVar[str] = "TOVA (arXiv 2401.06104), the variant with one choice of rows for a layer; kvpress TOVAPress"
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """What attention reads."""
-        return ("pattern",)
+    sites = ("pattern",)
 
     def newest(self, prompt: int) -> int:
         """The row of the query itself."""

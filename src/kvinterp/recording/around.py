@@ -9,7 +9,7 @@ from typing import Any
 from kvinterp import words
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.passes import Passes
+from kvinterp.models.passes import Passes, WatchesPasses
 from kvinterp.models.sites import CACHE_SITES
 from kvinterp.recording.recorder import Recorder
 
@@ -68,7 +68,7 @@ def record(
         raise InputError(f"{CONTEXT} heard nothing: {passes.silence()}")
 
 
-class _Recording:
+class _Recording(WatchesPasses):
     """Makes a step of every pass."""
 
     def __init__(self, adapter: Adapter, recorder: Recorder) -> None:
@@ -82,9 +82,6 @@ class _Recording:
         """Begins a step."""
         self.recorder.begin_step(len(self.recorder.recorded_steps))
         self.recorder.begin_pass()
-
-    def block_begins(self, layer: int, cache: Any) -> None:
-        """Hooks hear what a block computes."""
 
     def block_ends(self, layer: int, cache: Any) -> None:
         """Reads what no hook shows."""
