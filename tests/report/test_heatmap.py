@@ -11,8 +11,9 @@ import pytest
 
 from kvinterp.errors import InputError
 from kvinterp.patching import Decomposition, Sweep
-from kvinterp.report.decomposition import decomposition_figure, save_decomposition_figure
-from kvinterp.report.recovery import DIVERGING, recovery_figure, save_sweep_figures, step_figure
+from kvinterp.report.decomposition import decomposition_figure, decomposition_figures
+from kvinterp.report.recovery import DIVERGING, recovery_figure, step_figure, sweep_figures
+from kvinterp.report.style import save
 from synthetic import ABOUT
 
 PROVENANCE = {key: value for key, value in ABOUT.items() if key not in ("paths", "protocol", "strategy", "seed")}
@@ -217,11 +218,9 @@ def test_a_split_of_nothing_says_so() -> None:
 def test_both_are_saved_with_what_made_them(tmp_path: Path) -> None:
     from PIL import Image
 
-    written = save_sweep_figures(_sweep({(0, 0): [0.5]}), tmp_path / "new")
-    written += save_decomposition_figure(_decomposition(), tmp_path / "new")
-    assert {file.name for file in written} == {file.name for file in (tmp_path / "new").iterdir()}
-    assert [written[0].name, written[-1].name] == ["recovery.png", "decomposition.png"]
-    for file in written:
-        with Image.open(file) as picture:
+    drawn = sweep_figures(_sweep({(0, 0): [0.5]})) | decomposition_figures(_decomposition())
+    assert list(drawn) == ["recovery", "decomposition"]
+    for name, figure in drawn.items():
+        with Image.open(save(figure, tmp_path / "new" / f"{name}.png")) as picture:
             assert PROVENANCE["weights"] in picture.text["Description"]  # type: ignore[attr-defined]
             assert picture.width < 1400

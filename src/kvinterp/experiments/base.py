@@ -53,7 +53,7 @@ class Experiment(abc.ABC):
     DRAWN: ClassVar[tuple[str, ...]] = ()
     """What the names of its figures begin with, where it is not the command's."""
     FIGURES: ClassVar[str] = ""
-    """The import name of what draws its figures: given the result and a folder, it returns their files."""
+    """The import name of what draws its figures: given the result, and of tables the provenance, it returns them by name."""
     READING: ClassVar[str] = ""
     """The import name of what says in sentences what the summary holds."""
     UNIT: ClassVar[str] = "parts"
@@ -96,10 +96,10 @@ class Experiment(abc.ABC):
         """
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Draws its figures into a folder and returns their files."""
-        from kvinterp.cells import imported
+        """Writes its figures into a folder and returns their files."""
+        from kvinterp.report.style import save
 
-        return list(imported(self.FIGURES)(outcome.result, folder)) if self.FIGURES else []
+        return [save(figure, folder / f"{name}.png") for name, figure in self.drawings(outcome).items()]
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """What was found, a sentence a line."""
@@ -139,11 +139,12 @@ class Experiment(abc.ABC):
 
     def drawings(self, outcome: Outcome) -> dict[str, Figure]:
         """Its figures by name; nothing is written."""
-        from kvinterp.report.style import gathering
+        from kvinterp.cells import imported
 
-        with gathering() as found:
-            self.figures(outcome, Path("figures"))
-        return found
+        if not self.FIGURES:
+            return {}
+        signed = (outcome.summary["provenance"],) if outcome.result is outcome.tables else ()
+        return dict(imported(self.FIGURES)(outcome.result, *signed))
 
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
         """Prints what the command prints.

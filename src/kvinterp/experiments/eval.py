@@ -23,7 +23,7 @@ class Eval(Experiment):
 
     TABLES: ClassVar = ("results", "samples", "changed")
     DRAWN: ClassVar = ("eval_scores",)
-    FIGURES: ClassVar = "kvinterp.report.evaluators:save_scores_figure"
+    FIGURES: ClassVar = "kvinterp.report.evaluators:score_figures"
     READING: ClassVar = "kvinterp.reading.evaluators:said_of_eval"
     UNIT: ClassVar = "tasks"
 

@@ -65,7 +65,7 @@ class _LogitLens(_OfFunction):
     """Behind which layer does the difference become visible in token space?"""
 
     VERB: ClassVar = "logit-lens"
-    FIGURES: ClassVar = "kvinterp.report.lens:save_lens_figures"
+    FIGURES: ClassVar = "kvinterp.report.lens:lens_figures"
 
     def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
         """The lens of its table."""
@@ -78,7 +78,7 @@ class _LogitAttribution(_OfFunction):
     """Which layer, head and MLP wrote the difference of the logits?"""
 
     VERB: ClassVar = "logit-attribution"
-    FIGURES: ClassVar = "kvinterp.report.lens:save_attribution_figures"
+    FIGURES: ClassVar = "kvinterp.report.lens:attribution_figures"
 
     def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
         """The attribution of its table."""
@@ -108,12 +108,6 @@ class _Several(_OfFunction):
         for pair in outcome.result.pairs:
             pair.prompts = load_prompts(folder / _PROMPTS) if is_file(folder / _PROMPTS) else []
         return outcome
-
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Those that show all pairs beside each other."""
-        from kvinterp.report import save
-
-        return [save(figure, folder / f"{name}.png") for name, figure in self.drawings(outcome).items()]
 
     def drawings(self, outcome: Outcome) -> dict[str, Figure]:
         """KL by step and drift by layer, a line a pair."""

@@ -37,6 +37,7 @@ class Mitigate(Experiment):
 
     DRAWN: ClassVar = ("mitigations",)
     TABLES: ClassVar = ("examples", "mitigations", "interactions")
+    FIGURES: ClassVar = "kvinterp.report.mitigate:mitigate_figures"
     READING: ClassVar = "kvinterp.reading.mitigate:said_of_mitigate"
 
     model: str = model()
@@ -114,12 +115,6 @@ class Mitigate(Experiment):
             "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens),
         }
         return Outcome(tables, tables, summary)
-
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Its figures, signed with what they were made with."""
-        from kvinterp.report.mitigate import save_mitigate_figures
-
-        return save_mitigate_figures(outcome.tables, outcome.summary["provenance"], folder)
 
 
 def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: str, a: str, b: str) -> pd.DataFrame:

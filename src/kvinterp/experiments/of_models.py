@@ -31,14 +31,11 @@ FEW = 4
 
 @dataclasses.dataclass(frozen=True)
 class OfModels(Experiment):
-    """An experiment on some models.
-
-    READING and FIGURES are given its tables by name and the provenance of each model, FIGURES also a folder.
-    """
+    """An experiment on some models; READING and FIGURES are given its tables by name and the provenance of each model."""
 
     READING: ClassVar = "kvinterp.reading.root_cause:said_of_root_cause"
     DRAWN: ClassVar = ("root_cause",)
-    FIGURES: ClassVar = "kvinterp.report:save_root_cause_figures"
+    FIGURES: ClassVar = "kvinterp.report:root_cause_figures"
 
     models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")
     prompts: str = option("arithmetic:20", SHARED["prompts"][1])
@@ -94,10 +91,6 @@ class OfModels(Experiment):
     def noted(self) -> dict[str, Any]:
         """What the provenance says beside the model."""
         return {}
-
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """A figure a table."""
-        return list(imported(self.FIGURES)(outcome.tables, outcome.summary["provenance"], folder))
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """What they say."""

@@ -41,6 +41,7 @@ class Susceptibility(Experiment):
     """How much noise in K and V flips a token?"""
 
     TABLES: ClassVar = ("steps", "rates", "thresholds", "calibration", "certificates")
+    FIGURES: ClassVar = "kvinterp.report.susceptibility:susceptibility_figures"
     READING: ClassVar = "kvinterp.reading.susceptibility:said_of_susceptibility"
 
     model: str = model()
@@ -101,12 +102,6 @@ class Susceptibility(Experiment):
             "provenance": provenance(adapter, noise=self.noise, max_new_tokens=self.max_new_tokens),
         }
         return Outcome(tables, tables, summary)
-
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Its figures, signed with what they were made with."""
-        from kvinterp.report.susceptibility import save_susceptibility_figures
-
-        return save_susceptibility_figures(outcome.tables, outcome.summary["provenance"], folder)
 
 
 def _sizes(text: str) -> list[float]:

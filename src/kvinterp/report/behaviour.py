@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,46 +12,42 @@ from matplotlib.figure import Figure
 
 from kvinterp.comparison import COLUMNS, PARTS, Comparison
 from kvinterp.report.axes import legend_outside, place_title, whole_numbers, zero_aware
-from kvinterp.report.style import SERIES, line_of, of_models, save, sheet
+from kvinterp.report.style import SERIES, line_of, of_models, sheet
 
 __all__ = [
     "accuracy_figure",
+    "behaviour_figures",
+    "drawn_of_models",
     "flipped_decodes",
     "kl_by_step_figure",
-    "save_behaviour_figures",
-    "save_of_models",
     "survival_figure",
 ]
 
 Draw = Callable[[Mapping[str, pd.DataFrame]], Figure]
 
 
-def save_behaviour_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes ``behaviour_*.png``, those that have something to show.
+def behaviour_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figures ``behaviour_*`` that have something to show.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.behaviour.Behaviour`.
         provenance: The provenance of each model.
-        folder: Where to; it is made.
     """
     drawers: dict[str, Draw] = {"kl_by_step": kl_by_step_figure, "survival": survival_figure, "accuracy": accuracy_figure}
-    return save_of_models("behaviour", drawers, tables, provenance, folder)
+    return drawn_of_models("behaviour", drawers, tables, provenance)
 
 
-def save_of_models(
-    name: str, drawers: Mapping[str, Draw], tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path
-) -> list[Path]:
-    """Writes a figure for each table that has rows, signed with the models and how they were decoded."""
+def drawn_of_models(
+    name: str, drawers: Mapping[str, Draw], tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]
+) -> dict[str, Figure]:
+    """A figure for each table that has rows, signed with the models and how they were decoded."""
     first = next(iter(provenance.values()))
     more = [f"kernels {first['kernels']}", f"{first['max_new_tokens']} tokens at most", f"until {first['stop']}"]
-    return [
-        save(
-            of_models(draw(tables), list(provenance.values()), more),
-            folder / f"{name}_{table.removeprefix(f'{name}_')}.png",
-        )
+    return {
+        f"{name}_{table.removeprefix(f'{name}_')}": of_models(draw(tables), list(provenance.values()), more)
         for table, draw in drawers.items()
         if len(tables[table])
-    ]
+    }
 
 
 def flipped_decodes(tables: Mapping[str, pd.DataFrame], paths: tuple[str, str]) -> dict[str, Comparison]:

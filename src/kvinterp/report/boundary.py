@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,26 +10,25 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvinterp.report.axes import legend_outside, place_title, whole_numbers, zero_aware
-from kvinterp.report.behaviour import save_of_models
+from kvinterp.report.behaviour import drawn_of_models
 from kvinterp.report.style import line_of, sheet
 
-__all__ = ["flips_figure", "prediction_figure", "save_boundary_figures"]
+__all__ = ["boundary_figures", "flips_figure", "prediction_figure"]
 
 _TITLES = {"mean_kl": "Free, all steps", "mean_kl_before_flip": "Up to the flip", "matched_mean_kl": "Matched, all steps"}
 
 
-def save_boundary_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes ``boundary_*.png``, those that have something to show.
+def boundary_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figures ``boundary_*`` that have something to show.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.boundary.Boundary`.
         provenance: The provenance of each model.
-        folder: Where to; it is made.
     """
     # A condition without a flip has neither a curve nor a place on it.
     known = dict(tables) | {"roc": tables["roc"].dropna(subset=["true_positive_rate"])}
     drawers = {"boundary_flips": flips_figure, "roc": prediction_figure}
-    return save_of_models("boundary", drawers, known, provenance, folder)
+    return drawn_of_models("boundary", drawers, known, provenance)
 
 
 def flips_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:

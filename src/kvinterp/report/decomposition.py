@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.figure import Figure, FigureBase
 
@@ -11,9 +9,9 @@ from kvinterp.errors import InputError
 from kvinterp.patching import Decomposition
 from kvinterp.reading.patching import layer_title, split_title
 from kvinterp.report.axes import legend_outside, medians, place_title, quartiles, whole_numbers, zero_aware
-from kvinterp.report.style import made_with, save, sheet
+from kvinterp.report.style import made_with, sheet
 
-__all__ = ["decomposition_figure", "save_decomposition_figure"]
+__all__ = ["decomposition_figure", "decomposition_figures"]
 
 _PARTS = {
     "total": "total: cached against recompute",
@@ -53,20 +51,9 @@ def decomposition_figure(decomposition: Decomposition) -> Figure:
     return figure
 
 
-def save_decomposition_figure(decomposition: Decomposition, folder: str | Path) -> list[Path]:
-    """Writes the figure of a decomposition into a folder, which is made where it is not there.
-
-    Args:
-        decomposition: What :func:`kvinterp.decompose` returned.
-        folder: Where to.
-
-    Returns:
-        The file, ``decomposition.png``.
-
-    Raises:
-        InputError: The decomposition holds no step, or the file cannot be written.
-    """
-    return [save(decomposition_figure(decomposition), Path(folder) / "decomposition.png")]
+def decomposition_figures(decomposition: Decomposition) -> dict[str, Figure]:
+    """:func:`decomposition_figure` by the name of its file."""
+    return {"decomposition": decomposition_figure(decomposition)}
 
 
 def _draw_steps(target: FigureBase, steps: pd.DataFrame) -> None:

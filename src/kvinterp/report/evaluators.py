@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from kvinterp.reading.evaluators import score_named
 from kvinterp.report.axes import broken
-from kvinterp.report.style import of_models, save, series_of, sheet
+from kvinterp.report.style import of_models, series_of, sheet
 
-__all__ = ["save_scores_figure", "scores_figure"]
+__all__ = ["score_figures", "scores_figure"]
 
 _PANELS = 24
 
 
-def save_scores_figure(summary: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes ``eval_scores.png``.
-
-    Args:
-        summary: That of :class:`kvinterp.experiments.eval.Eval`.
-        folder: Where to.
-    """
-    return [save(scores_figure(summary), folder / "eval_scores.png")]
+def score_figures(summary: Mapping[str, Any]) -> dict[str, Figure]:
+    """:func:`scores_figure` by the name of its file."""
+    return {"eval_scores": scores_figure(summary)}
 
 
 def scores_figure(summary: Mapping[str, Any]) -> Figure:
-    """A panel a score, since each has its own unit; a line a path, with its interval."""
+    """A panel a score, since each has its own unit; a line a path, with its interval.
+
+    Args:
+        summary: That of :class:`kvinterp.experiments.eval.Eval`.
+    """
     rows, paths = summary["results"], summary["paths"]
     scores = list(dict.fromkeys((row["task"], row["metric"], row["filter"]) for row in rows))[:_PANELS]
     with sheet(6.8, 0.7 + (0.5 + 0.24 * len(paths)) * len(scores)) as figure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,43 +15,35 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from kvinterp.behaviour.scores import AGAIN, METRICS
 from kvinterp.reading.numbers import short
 from kvinterp.report.axes import legend_outside, place_title
-from kvinterp.report.style import SERIES, Series, of_models, save, series_of, sheet
+from kvinterp.report.style import SERIES, Series, of_models, series_of, sheet
 
 __all__ = [
     "bits_figure",
     "contrasts_figure",
     "equivalent_noise_figure",
-    "save_equivalent_noise",
-    "save_kv_error",
+    "equivalent_noise_figures",
+    "kv_error_figures",
     "scores_figure",
 ]
 
 
-def save_equivalent_noise(result: tuple[pd.DataFrame, pd.DataFrame, Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Writes ``equivalent_noise.png``.
-
-    Args:
-        result: That of :class:`kvinterp.experiments.equivalent_noise.EquivalentNoise`.
-        folder: Where to.
-    """
-    table, wholes, provenance = result
-    return [
-        save(of_models(equivalent_noise_figure(table, wholes), [provenance["provenance"]]), folder / "equivalent_noise.png")
-    ]
+def equivalent_noise_figures(result: tuple[pd.DataFrame, pd.DataFrame, Mapping[str, Any]]) -> dict[str, Figure]:
+    """The figure of the result of :class:`kvinterp.experiments.equivalent_noise.EquivalentNoise`, by the name of its file."""
+    table, wholes, summary = result
+    return {"equivalent_noise": of_models(equivalent_noise_figure(table, wholes), [summary["provenance"]])}
 
 
-def save_kv_error(result: tuple[Mapping[str, pd.DataFrame], Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Writes ``kv_error.png``, ``kv_error_noise.png`` and, where there are contrasts, ``kv_error_contrasts.png``.
+def kv_error_figures(result: tuple[Mapping[str, pd.DataFrame], Mapping[str, Any]]) -> dict[str, Figure]:
+    """The figures ``kv_error``, ``kv_error_noise`` and, where there are contrasts, ``kv_error_contrasts``.
 
     Args:
         result: That of :class:`kvinterp.experiments.kv_error.KvError`.
-        folder: Where to.
     """
     tables, summary = result
     drawn = {"kv_error": scores_figure(tables["scores"]), "kv_error_noise": bits_figure(tables["scores"])}
     if len(tables["contrasts"]):
         drawn["kv_error_contrasts"] = contrasts_figure(tables["contrasts"])
-    return [save(of_models(figure, [summary["provenance"]]), folder / f"{name}.png") for name, figure in drawn.items()]
+    return {name: of_models(figure, [summary["provenance"]]) for name, figure in drawn.items()}
 
 
 # Figures ---------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,26 +14,18 @@ from matplotlib.figure import Figure, FigureBase
 from kvinterp.metrics.massive import SUFFIX
 from kvinterp.reading.layer_drift import EVERY_STEP, ONE_STEP, amplification_title, drift_title, heads_title, paper_title
 from kvinterp.report.axes import Height, broken, color_bar, legend_outside, log_norm, mapped, whole_numbers, zero_aware
-from kvinterp.report.style import line_of, of_models, save, sheet
+from kvinterp.report.style import line_of, of_models, sheet
 
-__all__ = ["save_layer_drift_figures"]
+__all__ = ["layer_drift_figures"]
 
 _LABELS = {"l2": "L2 of resid_post", "relative_l2": "relative L2", "cosine": "cosine"}
 
 
-def save_layer_drift_figures(
-    tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: str | Path
-) -> list[Path]:
-    """Writes the figures of :class:`kvinterp.experiments.layer_drift.LayerDrift`.
-
-    Args:
-        tables: Its tables by name.
-        provenance: Provenance of each model.
-        folder: Where to; it is made.
-    """
+def layer_drift_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figures of :class:`kvinterp.experiments.layer_drift.LayerDrift`, from its tables and the provenance of each model."""
     means = tables["drift_by_layer"]
     if means.empty:
-        return []
+        return {}
     drawn = {
         "layer_drift": drift_figure(means),
         "layer_drift_decode_step_1": paper_figure(means, tables["layer_drift_rows"]),
@@ -42,8 +33,7 @@ def save_layer_drift_figures(
     }
     if len(tables["head_kl"]):
         drawn["layer_drift_heads"] = heads_figure(tables["head_kl"], tables["head_correlation"])
-    signed = {name: of_models(figure, list(provenance.values())) for name, figure in drawn.items()}
-    return [save(figure, Path(folder) / f"{name}.png") for name, figure in signed.items()]
+    return {name: of_models(figure, list(provenance.values())) for name, figure in drawn.items()}
 
 
 def drift_figure(means: pd.DataFrame) -> Figure:

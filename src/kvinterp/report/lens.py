@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,19 @@ from kvinterp.comparison.attribution import REST, LogitAttribution
 from kvinterp.comparison.lens import LogitLens
 from kvinterp.reading.numbers import counted
 from kvinterp.report.axes import color_bar, log_norm, mapped, place_title, shift_of, whole_numbers, zero_aware
-from kvinterp.report.style import line_of, of_models, save, series_of, sheet
+from kvinterp.report.style import line_of, of_models, series_of, sheet
 
-__all__ = ["attribution_figure", "lens_figure", "save_attribution_figures", "save_lens_figures"]
-
-
-def save_lens_figures(lens: LogitLens, folder: Path) -> list[Path]:
-    """Writes ``logit_lens.png``; nothing where no step was decoded after the prefill."""
-    return [] if lens.overview().empty else [save(lens_figure(lens), folder / "logit_lens.png")]
+__all__ = ["attribution_figure", "attribution_figures", "lens_figure", "lens_figures"]
 
 
-def save_attribution_figures(attribution: LogitAttribution, folder: Path) -> list[Path]:
-    """Writes ``logit_attribution.png``; nothing where no step was decoded after the prefill."""
-    return [] if attribution.overview().empty else [save(attribution_figure(attribution), folder / "logit_attribution.png")]
+def lens_figures(lens: LogitLens) -> dict[str, Figure]:
+    """:func:`lens_figure` by the name of its file; nothing where no step was decoded after the prefill."""
+    return {} if lens.overview().empty else {"logit_lens": lens_figure(lens)}
+
+
+def attribution_figures(attribution: LogitAttribution) -> dict[str, Figure]:
+    """:func:`attribution_figure` by the name of its file; nothing where no step was decoded after the prefill."""
+    return {} if attribution.overview().empty else {"logit_attribution": attribution_figure(attribution)}
 
 
 def lens_figure(lens: LogitLens) -> Figure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,22 +19,21 @@ from kvinterp.report.axes import broken, mapped, whole_numbers
 from kvinterp.report.decomposition import decomposition_figure
 from kvinterp.report.ink import ink_on
 from kvinterp.report.recovery import DIVERGING, recovery_figure
-from kvinterp.report.style import of_models, save, sheet
+from kvinterp.report.style import of_models, sheet
 
-__all__ = ["recovery_map", "save_localisation_figures"]
+__all__ = ["localisation_figures", "recovery_map"]
 
 _WRITTEN_LAYERS = 8
 """So many layers of a model have their numbers written."""
 
 
-def save_localisation_figures(
-    found: tuple[Mapping[tuple[str, str], Sweep], Mapping[str, Decomposition]], folder: str | Path
-) -> list[Path]:
-    """Writes the map of all patches, and of each model the paper's patch by example and the split.
+def localisation_figures(
+    found: tuple[Mapping[tuple[str, str], Sweep], Mapping[str, Decomposition]],
+) -> dict[str, Figure]:
+    """The map of all patches, and of each model the paper's patch by example and the split.
 
     Args:
         found: The sweeps by model and part, and the splits by model.
-        folder: Where to; it is made.
     """
     sweeps, splits = found
     drawn: dict[str, Figure] = {}
@@ -46,7 +44,7 @@ def save_localisation_figures(
         drawn[_named("localisation_paper", number, model)] = recovery_figure(swept)
     for number, (model, split) in enumerate(splits.items()):
         drawn[_named("localisation_decomposition", number, model)] = decomposition_figure(split)
-    return [save(figure, Path(folder) / f"{name}.png") for name, figure in drawn.items()]
+    return drawn
 
 
 def _named(name: str, number: int, model: str) -> str:

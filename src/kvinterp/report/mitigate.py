@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,23 +10,22 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvinterp.report.axes import legend_outside, log_ticks, place_title, zero_aware
-from kvinterp.report.style import line_of, of_models, save, sheet
+from kvinterp.report.style import line_of, of_models, sheet
 
-__all__ = ["interaction_figure", "mitigation_figure", "save_mitigate_figures"]
+__all__ = ["interaction_figure", "mitigate_figures", "mitigation_figure"]
 
 
-def save_mitigate_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes ``mitigations.png``, and ``mitigations_interaction.png`` where policies were crossed with the path.
+def mitigate_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figures ``mitigations``, and ``mitigations_interaction`` where policies were crossed with the path.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.mitigate.Mitigate`.
         provenance: The provenance.
-        folder: Where to; it is made.
     """
     drawn = {"mitigations": mitigation_figure(tables["mitigations"])}
     if len(tables["interactions"]):
         drawn["mitigations_interaction"] = interaction_figure(tables["interactions"])
-    return [save(of_models(figure, [provenance]), folder / f"{name}.png") for name, figure in drawn.items()]
+    return {name: of_models(figure, [provenance]) for name, figure in drawn.items()}
 
 
 def mitigation_figure(table: pd.DataFrame) -> Figure:

@@ -6,7 +6,6 @@ Like those of a comparison they are drawn from tidy tables alone, without pyplot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,13 @@ from kvinterp.reading.patching import recovery_title, step_title
 from kvinterp.reading.vocabulary import RECOVERED
 from kvinterp.report.axes import mapped, place_title, whole_numbers
 from kvinterp.report.ink import ink_on
-from kvinterp.report.style import SERIES, made_with, save, sheet
+from kvinterp.report.style import SERIES, made_with, sheet
 
 __all__ = [
     "DIVERGING",
     "recovery_figure",
-    "save_sweep_figures",
     "step_figure",
+    "sweep_figures",
 ]
 
 #: White at 0, orange below, blue above: told apart by the colour-blind; in grey the sign in each cell tells.
@@ -92,23 +91,14 @@ def step_figure(sweep: Sweep) -> Figure:
     return figure
 
 
-def save_sweep_figures(sweep: Sweep, folder: str | Path) -> list[Path]:
-    """Writes the figures of a sweep into a folder, which is made where it is not there.
-
-    Args:
-        sweep: What :func:`kvinterp.sweep` returned.
-        folder: Where to.
-
-    Returns:
-        The files: ``recovery.png``, and ``recovery_by_step.png`` where layers were swept over more than one step.
+def sweep_figures(sweep: Sweep) -> dict[str, Figure]:
+    """The figures ``recovery``, and ``recovery_by_step`` where layers were swept over more than one step.
 
     Raises:
-        InputError: The sweep holds no row, or a file cannot be written.
+        InputError: The sweep holds no row.
     """
-    written = [save(recovery_figure(sweep), Path(folder) / "recovery.png")]
-    if _stepped(sweep):
-        written.append(save(step_figure(sweep), Path(folder) / "recovery_by_step.png"))
-    return written
+    by_step = {"recovery_by_step": step_figure(sweep)} if _stepped(sweep) else {}
+    return {"recovery": recovery_figure(sweep), **by_step}
 
 
 def _stacked(figure: Figure, heights: Sequence[float]) -> list[FigureBase]:

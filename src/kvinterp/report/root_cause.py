@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 
 from kvinterp.reading.root_cause import ladder_title_of
 from kvinterp.report.axes import Height, legend_outside, place_title, whole_numbers, zero_aware
-from kvinterp.report.style import line_of, save, sheet
+from kvinterp.report.style import line_of, sheet
 
 __all__ = [
     "accumulation_figure",
@@ -24,19 +23,16 @@ __all__ = [
     "ladder_figure",
     "propagation_figure",
     "repeated_heads_figure",
-    "save_root_cause_figures",
+    "root_cause_figures",
 ]
 
 
-def save_root_cause_figures(
-    tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: str | Path
-) -> list[Path]:
-    """Writes the figure of every table that has one.
+def root_cause_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figure of every table that has one.
 
     Args:
-        tables: Tables by name, as :func:`kvinterp.experiments.root_cause.root_cause` gives them.
+        tables: Those of :class:`kvinterp.experiments.root_cause.RootCause`, or some of them.
         provenance: Provenance of each model, kept in the files' text fields.
-        folder: Where to; it is made.
     """
     drawers: dict[str, Callable[[pd.DataFrame], Figure]] = {
         "accumulation": accumulation_figure,
@@ -47,13 +43,10 @@ def save_root_cause_figures(
         "gqa": gqa_figure,
         "repeated_heads": repeated_heads_figure,
     }
-    written = []
-    for name, draw in drawers.items():
-        if name in tables and len(tables[name]):
-            figure = draw(tables[name])
-            figure.provenance = list(provenance.values())  # type: ignore[attr-defined]  # kept for save()
-            written.append(save(figure, Path(folder) / f"root_cause_{name}.png"))
-    return written
+    drawn = {f"root_cause_{name}": draw(tables[name]) for name, draw in drawers.items() if len(tables.get(name, ()))}
+    for figure in drawn.values():
+        figure.provenance = list(provenance.values())  # type: ignore[attr-defined]  # kept for save()
+    return drawn
 
 
 def accumulation_figure(table: pd.DataFrame) -> Figure:

@@ -27,7 +27,6 @@ __all__ = [
     "SERIES",
     "Series",
     "drawn_as",
-    "gathering",
     "keeping",
     "kept",
     "line_of",
@@ -36,7 +35,6 @@ __all__ = [
     "of_models",
     "png",
     "save",
-    "saving",
     "sheet",
     "signed",
     "small_print",
@@ -146,23 +144,18 @@ def png(figure: Figure, dots: int = 160) -> bytes:
     return drawn.getvalue()
 
 
-def save(figure: Figure, path: str | Path) -> Path:
-    """Writes a PNG, with the full provenance in its text fields, and what :func:`saving` says.
+def save(figure: Figure, path: str | Path, formats: Sequence[str] = ()) -> Path:
+    """Writes a PNG, with the full provenance in its text fields.
 
     Args:
         figure: A figure made here.
         path: Where to; the folder is made.
+        formats: What else is written beside it: ``svg``, ``pdf``.
 
     Raises:
         InputError: It cannot be written.
     """
-    prefix, formats = _SAVED.get()
     place = Path(path)
-    place = place.with_name(prefix + place.name)
-    gathered = _GATHERED.get()
-    if gathered is not None:
-        gathered[place.stem] = figure
-        return place
     write_whole(place, png(figure))
     held = _KEPT.get()
     if held is not None:
@@ -173,24 +166,6 @@ def save(figure: Figure, path: str | Path) -> Path:
     for name in formats:
         write_whole(place.with_suffix(f".{name}"), drawn_as(figure, name))
     return place
-
-
-_SAVED: ContextVar[tuple[str, tuple[str, ...]]] = ContextVar("saved", default=("", ()))
-
-
-@contextlib.contextmanager
-def saving(prefix: str = "", formats: tuple[str, ...] = ()) -> Iterator[None]:
-    """Within it every figure that is saved has a prefix before its name, and other formats beside the PNG.
-
-    Args:
-        prefix: The prefix.
-        formats: ``svg``, ``pdf``.
-    """
-    token = _SAVED.set((prefix, formats))
-    try:
-        yield
-    finally:
-        _SAVED.reset(token)
 
 
 _KEPT: ContextVar[dict[Path, Figure] | None] = ContextVar("kept", default=None)
@@ -209,20 +184,6 @@ def keeping() -> Iterator[None]:
 def kept(path: Path) -> Figure | None:
     """The figure of a file that was saved within :func:`keeping`."""
     return (_KEPT.get() or {}).get(path)
-
-
-_GATHERED: ContextVar[dict[str, Figure] | None] = ContextVar("gathered", default=None)
-
-
-@contextlib.contextmanager
-def gathering() -> Iterator[dict[str, Figure]]:
-    """Within it no figure is written: each is held by the name that its file would have."""
-    found: dict[str, Figure] = {}
-    token = _GATHERED.set(found)
-    try:
-        yield found
-    finally:
-        _GATHERED.reset(token)
 
 
 def drawn_as(figure: Figure, name: str) -> bytes:

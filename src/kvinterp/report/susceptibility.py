@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,26 +12,22 @@ from matplotlib.figure import Figure
 
 from kvinterp.reading.numbers import short
 from kvinterp.report.axes import legend_outside, log_ticks, place_title
-from kvinterp.report.style import line_of, of_models, save, sheet
+from kvinterp.report.style import line_of, of_models, sheet
 
-__all__ = ["save_susceptibility_figures", "susceptibility_figure"]
+__all__ = ["susceptibility_figure", "susceptibility_figures"]
 
 
-def save_susceptibility_figures(
-    tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path
-) -> list[Path]:
-    """Writes ``susceptibility.png``.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.susceptibility.Susceptibility`.
-        provenance: The provenance.
-        folder: Where to; it is made.
-    """
-    return [save(of_models(susceptibility_figure(tables), [provenance]), folder / "susceptibility.png")]
+def susceptibility_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
+    """:func:`susceptibility_figure` by the name of its file, signed."""
+    return {"susceptibility": of_models(susceptibility_figure(tables), [provenance])}
 
 
 def susceptibility_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Flip rate against the size of the noise by class of margin, and the observed rate against the predicted chance."""
+    """Flip rate against the size of the noise by class of margin, and the observed rate against the predicted chance.
+
+    Args:
+        tables: Those of :class:`kvinterp.experiments.susceptibility.Susceptibility`.
+    """
     with sheet(8.4, 3.9) as figure:
         left, right = figure.subplots(1, 2)
         _rates(left, tables["rates"])
