@@ -12,6 +12,7 @@ import pandas as pd
 from kvinterp import metrics
 
 __all__ = [
+    "against",
     "between",
     "counted",
     "interval_said",
@@ -167,7 +168,12 @@ def most(means: pd.Series, names: tuple[str, ...]) -> tuple[float, str]:
     return largest, said + (f" (and as much at {counted(others, 'other place')})" if others else "")
 
 
-# Machines --------------------------------------------------------------------------------------------------------------
+# Paths and machines ----------------------------------------------------------------------------------------------------
+
+
+def against(provenance: Mapping[str, Any]) -> str:
+    """Which path was compared with which."""
+    return f"{provenance['paths']['a']} against {provenance['paths']['b']}"
 
 
 def machine_of(provenance: Mapping[str, Any]) -> str:

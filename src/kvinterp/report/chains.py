@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 
 from kvinterp.reading.chains import similarity_named
 from kvinterp.reading.numbers import counted
+from kvinterp.reading.results import only
 from kvinterp.report.axes import broken, legend_outside, place_title, whole_numbers
 from kvinterp.report.ink import ink_on
-from kvinterp.report.style import SERIES, line_of, of_models, series_of, sheet
+from kvinterp.report.style import SERIES, line_of, of_models, sheet
 
 __all__ = ["chain_figures"]
 
@@ -39,14 +40,10 @@ def _curves(curves: pd.DataFrame) -> Figure:
         panels = part.subplots(len(places), 1, squeeze=False, sharex=True)[:, 0]
         for axes, ((model, temperature), table) in zip(panels, places, strict=True):
             for index, arm in enumerate(arms):
-                line = table[table["arm"] == arm]
-                color = series_of(index).color
-                axes.fill_between(
-                    line["hop"], line["similarity_low"], line["similarity_high"], color=color, alpha=0.12, linewidth=0
-                )
-                axes.plot(
-                    line["hop"], line["similarity"], **line_of(index, 1.2), label=arm, markevery=max(1, len(line) // 10)
-                )
+                line = only(table, arm=arm)
+                look, (low, high) = line_of(index, 1.2), (line[f"similarity_{end}"] for end in ("low", "high"))
+                axes.fill_between(line["hop"], low, high, color=look["color"], alpha=0.12, linewidth=0)
+                axes.plot(line["hop"], line["similarity"], **look, label=arm, markevery=max(1, len(line) // 10))
             chains = int(table["chains"].max())
             place_title(axes, f"{model}, temperature {temperature:g}, {counted(chains, 'chain')} an arm")
             axes.set_ylabel("similarity to the first text\n(mean, 95% interval)")

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure, FigureBase
 from kvinterp.errors import InputError
 from kvinterp.patching import Decomposition
 from kvinterp.reading.patching import layer_title, split_title
-from kvinterp.report.axes import legend_outside, medians, place_title, quartiles, whole_numbers, zero_aware
+from kvinterp.report.axes import legend_outside, medians, place_title, quartiles, stacked, whole_numbers, zero_aware
 from kvinterp.report.style import made_with, sheet
 
 __all__ = ["decomposition_figure", "decomposition_figures"]
@@ -39,15 +39,12 @@ def decomposition_figure(decomposition: Decomposition) -> Figure:
         raise InputError("the decomposition holds no step to draw: give it a prompt that decodes at least one.")
     later = decomposition.layers[decomposition.layers["step"] > 0]
     with sheet(6.4, 6.6 if len(later) else 3.8) as figure:
-        parts = figure.subfigures(
-            2 if len(later) else 1, 1, height_ratios=[1.2, 1.0] if len(later) else [1.0], squeeze=False
-        )
-        _draw_steps(parts[0, 0], steps)
+        parts = stacked(figure, [1.2, 1.0] if len(later) else [1.0])
+        _draw_steps(parts[0], steps)
         if len(later):
-            _draw_layers(parts[1, 0], later)
-        made_with(
-            figure, decomposition.provenance, (f"null control: {decomposition.provenance.get('suffix', '?')} more tokens",)
-        )
+            _draw_layers(parts[1], later)
+        null = f"null control: {decomposition.provenance.get('suffix', '?')} more tokens"
+        made_with(figure, decomposition.provenance, (null,))
     return figure
 
 
@@ -60,7 +57,7 @@ def _draw_steps(target: FigureBase, steps: pd.DataFrame) -> None:
     axes = target.subplots()
     height = zero_aware(axes, [steps[part] for part in _PARTS])
     for index, (part, name) in enumerate(_PARTS.items()):
-        medians(axes, steps, part, height, index, (index - 2.5) * 0.1, name, size=2.4, alpha=0.35)
+        medians(axes, steps, part, height, index, name, size=2.4, alpha=0.35, shift=(index - 2.5) * 0.1)
     whole_numbers(axes.xaxis, 10)
     several = steps["example"].nunique() > 1
     axes.set(

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from kvinterp.reading.evaluators import score_named
-from kvinterp.report.axes import broken
+from kvinterp.report.axes import broken, on_lines
 from kvinterp.report.style import of_models, series_of, sheet
 
 __all__ = ["score_figures", "scores_figure"]
@@ -41,8 +41,7 @@ def scores_figure(summary: Mapping[str, Any]) -> Figure:
                 axes.plot(row["value"], height, series.marker, color=series.color, markersize=5)
             axes.set_yticks(range(len(paths)), [broken(path) for path in paths])
             axes.set_ylim(len(paths) - 0.5, -0.5)
-            axes.grid(visible=True, axis="x")
-            axes.grid(visible=False, axis="y")
+            on_lines(axes)
             better = {True: ", higher is better", False: ", lower is better"}.get(of[0]["higher_is_better"], "")
             axes.set_title(broken(f"{score_named(of[0])}{better}, {of[0]['documents']} documents", 56), fontsize=8.5)
         of_models(figure, [summary["provenance"]])

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvinterp.report.axes import legend_outside, log_ticks, place_title, zero_aware
-from kvinterp.report.style import line_of, of_models, sheet
+from kvinterp.report.style import line_of, of_models, series_of, sheet
 
 __all__ = ["interaction_figure", "mitigate_figures", "mitigation_figure"]
 
@@ -35,8 +35,8 @@ def mitigation_figure(table: pd.DataFrame) -> Figure:
         height = zero_aware(axis, [table["mean_kl"], table["low"], table["high"]])
         places: dict[tuple[float, float], int] = {}
         for index, row in enumerate(table.to_dict("records")):
-            look = line_of(index) | {"linestyle": "none", "markersize": 8, "markeredgewidth": 1.4}
-            look["markerfacecolor"] = look["color"] if row["pareto"] else "#ffffff"
+            fill = series_of(index).color if row["pareto"] else "#ffffff"
+            look = line_of(index, linestyle="none", markersize=8, markeredgewidth=1.4, markerfacecolor=fill)
             x, y = row["rows_a_token"], float(height([row["mean_kl"]])[0])
             axis.plot([x], [y], **look, label=f"{index + 1}  {row['path']}")
             # Those of one place stand one behind the other; their numbers beside each other.
@@ -65,8 +65,8 @@ def interaction_figure(table: pd.DataFrame) -> Figure:
         height = zero_aware(axis, list(bars.values()))
         places = np.arange(len(table))
         for index, (label, values) in enumerate(bars.items()):
-            look = line_of(index) | {"linestyle": "none", "markersize": 7}
-            axis.plot(places + (index - 1.5) * 0.12, height(values), **look, label=label)
+            look = line_of(index, linestyle="none", markersize=7, label=label)
+            axis.plot(places + (index - 1.5) * 0.12, height(values), **look)
         axis.set_xticks(places, table["policy"])
         axis.set_xlim(-0.6, len(table) - 0.4)
         axis.set(xlabel="policy on K and V", ylabel="mean squared logit error")

@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvinterp.files import write_whole
-from kvinterp.reading.numbers import counted
+from kvinterp.reading.numbers import against, machine_of
 
 __all__ = [
     "CMAP",
@@ -96,13 +96,13 @@ def series_of(index: int) -> Series:
     return Series(SERIES[place].color, marker, line)
 
 
-def line_of(index: int, width: float = 1.4) -> dict[str, Any]:
-    """Keyword arguments for ``Axes.plot`` of the line of a number."""
+def line_of(index: int, width: float = 1.4, **otherwise: Any) -> dict[str, Any]:
+    """Keyword arguments for ``Axes.plot`` of the line of a number, and what is otherwise in it."""
     series = series_of(index)
     # Later lines are drawn hollow: where two coincide, both are seen.
     hollow = {"markerfacecolor": "#ffffff"} if (index + index // len(SERIES)) % 2 else {}
     look = {"color": series.color, "marker": series.marker, "linestyle": series.line}
-    return {**look, "linewidth": width, "markersize": 4, **hollow}
+    return {**look, "linewidth": width, "markersize": 4, **hollow, **otherwise}
 
 
 # The sheet -------------------------------------------------------------------------------------------------------------
@@ -206,6 +206,10 @@ _VERSIONS = {
 }
 
 
+def _lines(parts: Sequence[str], width: int) -> str:
+    return "\n".join(textwrap.wrap(" · ".join(parts), width))
+
+
 def small_print(provenances: Sequence[Mapping[str, Any]], width: int) -> str:
     """What a figure was made with, in a few lines; where the comparisons differ, each value once.
 
@@ -215,11 +219,11 @@ def small_print(provenances: Sequence[Mapping[str, Any]], width: int) -> str:
     """
     columns = [
         [
-            f"{a['paths']['a']} against {a['paths']['b']}",
+            against(a),
             *_model(a),
             f"{a['protocol']}, {a['strategy']}, seed {a.get('seed', 'unknown')}",
             *(a[name] for name in _VERSIONS.values()),
-            f"{a['device']}, {counted(a['threads'], 'thread')}",
+            machine_of(a),
         ]
         for a in provenances
     ]
@@ -229,7 +233,7 @@ def small_print(provenances: Sequence[Mapping[str, Any]], width: int) -> str:
         # Six hashes would fill the picture; the file's own text fields hold them all.
         many = title == "weights" and len(values) > 2
         parts.append(f"{title} ".lstrip() + (f"({len(values)} different)" if many else " / ".join(values)))
-    return "\n".join(textwrap.wrap(" · ".join(parts), width))
+    return _lines(parts, width)
 
 
 def made_with(figure: Figure, provenance: Mapping[str, Any], more: Sequence[str]) -> None:
@@ -249,7 +253,7 @@ def made_with(figure: Figure, provenance: Mapping[str, Any], more: Sequence[str]
         *(f"{title} {provenance[name]}" for title, name in _VERSIONS.items()),
         f"{provenance['device']}, threads: {provenance['threads']}",
     ]
-    signed(figure, "\n".join(textwrap.wrap(" · ".join(parts), 134)), [dict(provenance)])
+    signed(figure, _lines(parts, 134), [dict(provenance)])
 
 
 def of_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> Figure:
@@ -263,7 +267,7 @@ def of_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], more: Se
     models = "; ".join(" ".join((*_model(provenance), f"weights {provenance['weights']}")) for provenance in provenances)
     versions = [f"{title} {provenances[0][name]}" for title, name in _VERSIONS.items() if title != "weights"]
     machine = f"{provenances[0]['device']}, threads: {provenances[0]['threads']}"
-    signed(figure, "\n".join(textwrap.wrap(" · ".join((*more, models, *versions, machine)), 130)), provenances)
+    signed(figure, _lines((*more, models, *versions, machine), 130), provenances)
     return figure
 
 
