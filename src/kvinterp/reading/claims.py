@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.claims import FAILS, HOLDS, OPEN
-from kvinterp.reading.numbers import counted, listed, number, upper
+from kvinterp.reading.numbers import counted, ends_said, listed, number, upper
 
 __all__ = ["claim_said", "claims_said", "how_decided"]
 
@@ -81,9 +81,7 @@ _VERDICT = {HOLDS: "Holds here", FAILS: "Does not hold here", OPEN: "Not testabl
 
 
 def _interval(row: Mapping[str, Any]) -> str:
-    if pd.isna(row["low"]) or row["low"] == row["high"]:
-        return ""
-    return f" (95% interval {number(row['low'])} to {number(row['high'])})"
+    return "" if row["low"] == row["high"] else ends_said(row["low"], row["high"], " (95% interval {})")
 
 
 def _not_testable(claims: pd.DataFrame) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ __all__ = [
     "against",
     "between",
     "counted",
+    "ends_said",
     "interval_said",
     "listed",
     "machine_of",
@@ -140,6 +141,11 @@ def mean_interval(values: Any) -> str:
     if len(known) < 2:
         return "one prompt" if len(known) else "–"
     return " to ".join(map(number, metrics.bootstrap_interval(known)))
+
+
+def ends_said(low: float | None, high: float | None, form: str = " ({})", written: Callable[[Any], str] = number) -> str:
+    """The ends of an interval behind a number, or nothing where there is none."""
+    return "" if pd.isna(low) or pd.isna(high) else form.format(f"{written(low)} to {written(high)}")
 
 
 def over_prompts(values: pd.Series) -> str:

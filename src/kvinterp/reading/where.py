@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
-from kvinterp.reading.numbers import machine_of, most, over_prompts, prompts_said, share
+from kvinterp.reading.numbers import against, machine_of, most, over_prompts, prompts_said, share
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -29,7 +29,7 @@ def where(comparison: Comparison) -> list[str]:
     """
     steps, provenance = comparison.steps, comparison.provenance
     setting = ", ".join(provenance[name] for name in ("kind", "dtype", "protocol"))
-    head = f"{provenance['paths']['a']} against {provenance['paths']['b']} on {provenance['model']} ({setting})"
+    head = f"{against(provenance)} on {provenance['model']} ({setting})"
     left = len(comparison.failures)
     out = [f"{prompts_said(left)} {'is' if left == 1 else 'are'} left out; see failures."] if left else []
     if steps.empty:
