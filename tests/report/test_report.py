@@ -16,7 +16,8 @@ from kvinterp.errors import InputError
 from kvinterp.reading.numbers import number
 from kvinterp.reading.precision import fall_of
 from kvinterp.reading.results import right_answers
-from kvinterp.report.compare import Gallery, file_name, ladder_of, overview_of, write_report
+from kvinterp.report import compare
+from kvinterp.report.compare import file_name, ladder_of, overview_of, write_report
 from kvinterp.report.page import Picture
 from kvinterp.results import Result
 from synthetic import comparison, failed, prompts, result
@@ -62,7 +63,7 @@ def made(size: float = 1e-3, flip: int | None = None, **changed: Any) -> Result:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are files of one line: for tests of words, which are most of the page."""
 
-    monkeypatch.setattr(Gallery, "add", lambda self, name, figure, caption: Picture(caption, b"a figure"))
+    monkeypatch.setattr(compare, "pictured", lambda folder, name, figure, caption: Picture(caption, b"a figure"))
 
 
 def test_the_answer_of_an_ordinary_run(tmp_path: Path, quick: None) -> None:

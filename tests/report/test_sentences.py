@@ -20,8 +20,7 @@ from kvinterp.reading.numbers import share
 from kvinterp.reading.patching import layer_title, recovery_title, split_title
 from kvinterp.reading.precision import ladder_said, ladder_title
 from kvinterp.reading.root_cause import ladder_title_of, said_of_root_cause
-from kvinterp.reading.sections import kv_said
-from kvinterp.reading.titles import drift_title, kl_title, kv_title
+from kvinterp.reading.sections import drift_title, kl_title, kv_said, kv_title
 from kvinterp.report import compare
 from kvinterp.report.compare import flip_section, ladder_of
 from kvinterp.report.page import Picture, Section

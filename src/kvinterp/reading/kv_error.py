@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvinterp.behaviour.scores import AGAIN, METRICS
-from kvinterp.reading.numbers import counted, ends_said, listed, machine_of, number, prompts_said
+from kvinterp.reading.numbers import counted, ends_said, listed, machine_of, number, upper
 
 __all__ = ["said_of_equivalent_noise", "said_of_kv_error"]
 
@@ -26,7 +26,7 @@ def said_of_equivalent_noise(summary: Mapping[str, Any]) -> list[str]:
         by_policy.setdefault(row["policy"], {})[row["tensor"]] = row
     order = sorted(by_policy.items(), key=lambda item: max(row["relative_rms"] for row in item[1].values()))
     return [
-        f"The error of each policy on K and V of {_model(provenance)}: {prompts_said(summary['prompts'])}, "
+        f"The error of each policy on K and V of {_model(provenance)}: {counted(summary['prompts'], 'prompt')}, "
         f"{counted(summary['max_new_tokens'], 'token')} decoded behind each, on {machine_of(provenance)}. Sizes are root mean "
         "squares relative to that of K or V, with 95% intervals over prompts; bits are those of an element as stored.",
         *(_error_said(name, of) for name, of in order),
@@ -115,10 +115,7 @@ def _percent(row: Mapping[str, Any]) -> str:
 
 def _scores_said(metric: str, reading: str, rows: Sequence[Mapping[str, Any]]) -> str:
     control, prompts = rows[0]["control"], rows[0]["prompts"]
-    head = (
-        f"{METRICS[metric].meaning[:1].upper()}{METRICS[metric].meaning[1:]}, prefill={reading}, {prompts_said(prompts)}, "
-    )
-    head += f"control {number(control)}: "
+    head = f"{upper(METRICS[metric].meaning)}, prefill={reading}, {counted(prompts, 'prompt')}, control {number(control)}: "
     if rows[0]["percent"] is None or metric in ("loops", "outside"):
         said = [f"{row['policy']} {number(row['value'])}{_star(row)}" for row in rows]
     else:

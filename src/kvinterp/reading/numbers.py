@@ -27,7 +27,6 @@ __all__ = [
     "over_prompts",
     "percent",
     "power",
-    "prompts_said",
     "sentence",
     "share",
     "short",
@@ -95,11 +94,6 @@ def listed(names: Sequence[str]) -> str:
 def counted(count: int, what: str) -> str:
     """``1 step``, ``6 steps``."""
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def prompts_said(count: int) -> str:
-    """``1 prompt``, ``6 prompts``."""
-    return counted(count, "prompt")
 
 
 def upper(text: str) -> str:

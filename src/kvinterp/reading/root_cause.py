@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
-from kvinterp.reading.numbers import between, ends_said, interval_said, listed, models_on, number, prompts_said, upper
+from kvinterp.reading.numbers import between, counted, ends_said, interval_said, listed, models_on, number, upper
 from kvinterp.reading.results import only
 
 __all__ = ["ladder_title_of", "said_of_root_cause"]
@@ -61,7 +61,7 @@ def _said_of_propagation(behind: pd.DataFrame) -> list[str]:
         medians = deepest.groupby("model")[column].median()
         parts.append(f"{name} {between(list(medians))}")
     count, prompts = deepest["model"].nunique(), deepest["prompt"].nunique()
-    return [f"{said}{'; '.join(parts)} (medians over {prompts_said(prompts)} of each of {count} models)."]
+    return [f"{said}{'; '.join(parts)} (medians over {counted(prompts, 'prompt')} of each of {count} models)."]
 
 
 def _said_of_writing(written: pd.DataFrame) -> list[str]:
@@ -76,7 +76,7 @@ def _said_of_writing(written: pd.DataFrame) -> list[str]:
         said.append(f"{number(group['relative_error'].mean())}{interval} ({kernels})")
     return [
         "3. K and V written alone against those written jointly, mean relative error, interval over "
-        f"{prompts_said(written['prompt'].nunique())}: {', '.join(said)}."
+        f"{counted(written['prompt'].nunique(), 'prompt')}: {', '.join(said)}."
     ]
 
 
@@ -112,7 +112,7 @@ def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]
                 if row["pearson_low"] == row["pearson_low"]:
                     said += f" ({row['pearson_low']:+.2f} to {row['pearson_high']:+.2f}"
                     zero = row["pearson_low"] <= 0 <= row["pearson_high"]
-                    said += f"{', which 0 is in' if zero else ''}, over {prompts_said(row['prompts'])})"
+                    said += f"{', which 0 is in' if zero else ''}, over {counted(row['prompts'], 'prompt')})"
         lines.append(said + ".")
     return lines
 
@@ -129,7 +129,7 @@ def _said_of_ladder(ladder: pd.DataFrame) -> list[str]:
         rungs.append(f"{dtype} {kernels} {between(list(found))}")
     one = means.index.get_level_values("model").nunique() == 1
     said = f"5. RMS logit difference{'' if one else ', smallest and largest of the models'}: {'; '.join(rungs)}"
-    said += f" (means of {prompts_said(ladder['id'].nunique())})."
+    said += f" (means of {counted(ladder['id'].nunique(), 'prompt')})."
     if failed:
         said += f" {failed} runs could not be compared."
     fixed, native = (only(ladder, kernels=kernels) for kernels in ("batch_invariant", "native"))
@@ -147,7 +147,7 @@ def _said_of_sharing(table: pd.DataFrame) -> list[str]:
     shown = (f"{int(n)} a KV head: {row['heads_touched']:g}, {number(row['attn_out'])}" for n, row in spread.iterrows())
     return [
         "6. Query heads touched by one KV head's error, and the attention output's relative L2, medians over "
-        f"{prompts_said(table['prompt'].nunique())}, heads and positions: " + "; ".join(shown) + "."
+        f"{counted(table['prompt'].nunique(), 'prompt')}, heads and positions: " + "; ".join(shown) + "."
     ]
 
 
@@ -166,7 +166,7 @@ def _said_of_repeats(table: pd.DataFrame) -> list[str]:
                 not (wide.sub(wide[1], axis=0).abs() > 0).any(axis=None)
                 for wide in (group.pivot(index="id", columns="repeated", values=name) for name in _MEASURED)
             )
-            over = prompts_said(len(by))
+            over = counted(len(by), "prompt")
             if alike:
                 shown = f"{number(means[1])}, and every measure the same number at every ratio ({over})"
             else:

@@ -14,7 +14,7 @@ from kvinterp.reading.numbers import counted
 from kvinterp.reading.results import only
 from kvinterp.report.axes import broken, legend_outside, place_title, whole_numbers
 from kvinterp.report.ink import ink_on
-from kvinterp.report.style import SERIES, line_of, of_models, sheet
+from kvinterp.report.style import SERIES, line_of, looks, of_models, sheet
 
 __all__ = ["chain_figures"]
 
@@ -27,7 +27,8 @@ def chain_figures(found: Mapping[str, Any]) -> dict[str, Figure]:
     """
     signed = (list(found["provenance"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     drawn = {"curves": _curves(found["curves"]), "deltas": _deltas(found["deltas"]), "map": _map(found)}
-    return {f"chain_{name}": of_models(figure, *signed) for name, figure in drawn.items()}
+    with looks():
+        return {f"chain_{name}": of_models(figure, *signed) for name, figure in drawn.items()}
 
 
 def _curves(curves: pd.DataFrame) -> Figure:
