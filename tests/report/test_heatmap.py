@@ -11,7 +11,7 @@ import pytest
 
 from kvinterp.errors import InputError
 from kvinterp.patching import Decomposition, Sweep
-from kvinterp.report.decomposition import decomposition_figure, decomposition_figures
+from kvinterp.report.decomposition import decomposition_figure
 from kvinterp.report.recovery import DIVERGING, recovery_figure, step_figure, sweep_figures
 from kvinterp.report.style import save
 from synthetic import ABOUT
@@ -220,7 +220,7 @@ def test_a_split_of_nothing_says_so() -> None:
 def test_both_are_saved_with_what_made_them(tmp_path: Path) -> None:
     from PIL import Image
 
-    drawn = sweep_figures(_sweep({(0, 0): [0.5]})) | decomposition_figures(_decomposition())
+    drawn = sweep_figures(_sweep({(0, 0): [0.5]})) | {"decomposition": decomposition_figure(_decomposition())}
     assert list(drawn) == ["recovery", "decomposition"]
     for name, figure in drawn.items():
         with Image.open(save(figure, tmp_path / "new" / f"{name}.png")) as picture:

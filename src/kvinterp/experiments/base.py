@@ -53,7 +53,8 @@ class Experiment(abc.ABC):
     DRAWN: ClassVar[tuple[str, ...]] = ()
     """What the names of its figures begin with, where it is not the command's."""
     FIGURES: ClassVar[str] = ""
-    """The import name of what draws its figures: given the result, and of tables the provenance, it returns them by name."""
+    """The import name of what draws its figures: given the result, and of tables alone the provenance too, it returns them by
+    name; or the one there is, whose name is that in ``DRAWN``."""
     READING: ClassVar[str] = ""
     """The import name of what says in sentences what the summary holds."""
     UNIT: ClassVar[str] = "parts"
@@ -144,7 +145,8 @@ class Experiment(abc.ABC):
         if not self.FIGURES:
             return {}
         signed = (outcome.summary["provenance"],) if outcome.result is outcome.tables else ()
-        return dict(imported(self.FIGURES)(outcome.result, *signed))
+        found = imported(self.FIGURES)(outcome.result, *signed)
+        return dict(found) if isinstance(found, Mapping) else {self.drawn()[0]: found}
 
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
         """Prints what the command prints.

@@ -23,7 +23,7 @@ class Decompose(Experiment):
 
     TABLES: ClassVar = ("decomposition", "layers")
     DRAWN: ClassVar = ("decomposition",)
-    FIGURES: ClassVar = "kvinterp.report:decomposition_figures"
+    FIGURES: ClassVar = "kvinterp.report:decomposition_figure"
     READING: ClassVar = "kvinterp.reading.patching:said_of_decomposition"
     UNIT: ClassVar = "prompts"
 

@@ -23,7 +23,7 @@ class Eval(Experiment):
 
     TABLES: ClassVar = ("results", "samples", "changed")
     DRAWN: ClassVar = ("eval_scores",)
-    FIGURES: ClassVar = "kvinterp.report.evaluators:score_figures"
+    FIGURES: ClassVar = "kvinterp.report.evaluators:scores_figure"
     READING: ClassVar = "kvinterp.reading.evaluators:said_of_eval"
     UNIT: ClassVar = "tasks"
 

@@ -71,11 +71,7 @@ def closest(comparison: Comparison) -> dict[str, Any] | None:
 
 
 def changed_said(comparison: Comparison) -> list[str]:
-    """Which prompts flip a token, of how many; where none does, which call was closest.
-
-    Args:
-        comparison: A comparison with at least one step.
-    """
+    """Which prompts of a comparison flip a token, of how many; where none does, which call was closest."""
     prompts, steps = len(comparison.examples), len(comparison.same_text(comparison.steps))
     flips = flips_of(comparison)
     flipping = int(flips["example"].nunique())
@@ -131,13 +127,7 @@ def _closest(comparison: Comparison, lead: str = "The closest call") -> list[str
 
 
 def kept_said(comparison: Comparison, maps: int, rows: int) -> list[str]:
-    """What of a comparison the page holds, and why not more.
-
-    Args:
-        comparison: The comparison.
-        maps: Of how many steps the page holds the map and the drift.
-        rows: Of how many steps it holds attention rows.
-    """
+    """What of a comparison the page holds, maps and attention rows of so many steps, and why not more."""
     steps, said = len(comparison.steps), []
     if comparison.heads.empty and comparison.layers.empty:
         said.append(

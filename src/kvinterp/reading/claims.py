@@ -51,11 +51,7 @@ def how_decided(claims: pd.DataFrame) -> str:
 
 
 def claim_said(row: Mapping[str, Any]) -> str:
-    """One claim, what was found of it, and the verdict.
-
-    Args:
-        row: Of the table.
-    """
+    """One claim of the table, what was found of it, and the verdict."""
     said = f"{_VERDICT[row['verdict']]}: {row['claim'].rstrip('.')} ({row['source']}, {row['section']}"
     said += f": {row['paper_value']})." if row["paper_value"] else ")."
     found = []

@@ -187,9 +187,5 @@ def machines_of(provenances: Iterable[Mapping[str, Any]]) -> str:
 
 
 def models_on(provenance: Mapping[str, Mapping[str, Any]]) -> str:
-    """How many models there were, and on what.
-
-    Args:
-        provenance: That of each model.
-    """
+    """How many models there were, and on what, by the provenance of each."""
     return f"{counted(len(provenance), 'model')} on {machines_of(provenance.values())}"

@@ -2,7 +2,7 @@
 
 from kvinterp.report.attention import attention_comparison
 from kvinterp.report.compare import overview_of, write_report
-from kvinterp.report.decomposition import decomposition_figure, decomposition_figures
+from kvinterp.report.decomposition import decomposition_figure
 from kvinterp.report.figures import FIGURES, figures, overview, precision_ladder
 from kvinterp.report.recovery import recovery_figure, step_figure, sweep_figures
 from kvinterp.report.root_cause import root_cause_figures
@@ -12,7 +12,6 @@ __all__ = [
     "FIGURES",
     "attention_comparison",
     "decomposition_figure",
-    "decomposition_figures",
     "figures",
     "overview",
     "overview_of",

@@ -27,12 +27,7 @@ Draw = Callable[[Mapping[str, pd.DataFrame]], Figure]
 
 
 def behaviour_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
-    """The figures ``behaviour_*`` that have something to show.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.behaviour.Behaviour`.
-        provenance: The provenance of each model.
-    """
+    """Figures of :class:`kvinterp.experiments.behaviour.Behaviour`, those that have something to show, signed with its models."""
     drawers: dict[str, Draw] = {"kl_by_step": kl_by_step_figure, "survival": survival_figure, "accuracy": accuracy_figure}
     return drawn_of_models("behaviour", drawers, tables, provenance)
 
@@ -51,12 +46,7 @@ def drawn_of_models(
 
 
 def flipped_decodes(tables: Mapping[str, pd.DataFrame], paths: tuple[str, str]) -> dict[str, Comparison]:
-    """The decodes that flip, each path reading its own text, as comparisons without activations: one a model, strategy and seed.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.behaviour.Behaviour`.
-        paths: The two paths.
-    """
+    """The decodes that flip, each path on its own text, as comparisons without activations: one a model, strategy and seed."""
     found = {}
     of = ["model", "strategy", "seed"]
     free = only(tables["decodes"], protocol="free")

@@ -20,12 +20,7 @@ _TITLES = {"mean_kl": "Free, all steps", "mean_kl_before_flip": "Up to the flip"
 
 
 def boundary_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
-    """The figures ``boundary_*`` that have something to show.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.boundary.Boundary`.
-        provenance: The provenance of each model.
-    """
+    """Figures of :class:`kvinterp.experiments.boundary.Boundary`, those that have something to show, signed with its models."""
     # A condition without a flip has neither a curve nor a place on it.
     known = dict(tables) | {"roc": tables["roc"].dropna(subset=["true_positive_rate"])}
     drawers = {"boundary_flips": flips_figure, "roc": prediction_figure}

@@ -11,7 +11,7 @@ from kvinterp.reading.patching import layer_title, split_title
 from kvinterp.report.axes import legend_outside, medians, place_title, quartiles, stacked, whole_numbers, zero_aware
 from kvinterp.report.style import made_with, sheet
 
-__all__ = ["decomposition_figure", "decomposition_figures"]
+__all__ = ["decomposition_figure"]
 
 _PARTS = {
     "total": "total: cached against recompute",
@@ -46,11 +46,6 @@ def decomposition_figure(decomposition: Decomposition) -> Figure:
         null = f"null control: {decomposition.provenance.get('suffix', '?')} more tokens"
         made_with(figure, decomposition.provenance, (null,))
     return figure
-
-
-def decomposition_figures(decomposition: Decomposition) -> dict[str, Figure]:
-    """:func:`decomposition_figure` by the name of its file."""
-    return {"decomposition": decomposition_figure(decomposition)}
 
 
 def _draw_steps(target: FigureBase, steps: pd.DataFrame) -> None:

@@ -11,22 +11,13 @@ from kvinterp.reading.evaluators import score_named
 from kvinterp.report.axes import broken, on_lines
 from kvinterp.report.style import of_models, series_of, sheet
 
-__all__ = ["score_figures", "scores_figure"]
+__all__ = ["scores_figure"]
 
 _PANELS = 24
 
 
-def score_figures(summary: Mapping[str, Any]) -> dict[str, Figure]:
-    """:func:`scores_figure` by the name of its file."""
-    return {"eval_scores": scores_figure(summary)}
-
-
 def scores_figure(summary: Mapping[str, Any]) -> Figure:
-    """A panel a score, since each has its own unit; a line a path, with its interval.
-
-    Args:
-        summary: That of :class:`kvinterp.experiments.eval.Eval`.
-    """
+    """A panel a score of :class:`kvinterp.experiments.eval.Eval`, each in its own unit; a line a path, with its interval."""
     rows, paths = summary["results"], summary["paths"]
     scores = list(dict.fromkeys((row["task"], row["metric"], row["filter"]) for row in rows))[:_PANELS]
     with sheet(6.8, 0.7 + (0.5 + 0.24 * len(paths)) * len(scores)) as figure:

@@ -77,12 +77,7 @@ def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any
 
 
 def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list[Any]:
-    """What some things were made with: what they share, and what differs.
-
-    Args:
-        several: The provenance of each by its name.
-        what: What they are, in the singular.
-    """
+    """What some things were made with, by their provenances: what they share, and what differs."""
     rows = {name: _flattened(one) for name, one in several.items()}
     if not any(rows.values()):
         return []

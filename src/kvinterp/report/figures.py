@@ -86,14 +86,7 @@ def figure_named(name: str, comparisons: Labelled) -> Figure:
 
 
 def overview(kl: Labelled, drift: Labelled, attention: Labelled, kv: Labelled) -> Figure:
-    """The four figures in one, for a page that has room for one picture.
-
-    Args:
-        kl: What the first shows, by what tells them apart.
-        drift: What the second shows.
-        attention: What the third shows: its first.
-        kv: What the fourth shows: its first.
-    """
+    """The four figures in one, for a page that has room for one picture: of each what it shows, by what tells them apart."""
     given = (kl, drift, attention, kv)
     with sheet(10.4, 7.2) as figure:
         grid: Any = figure.subfigures(2, 2, wspace=0.03, hspace=0.04)
@@ -105,13 +98,7 @@ def overview(kl: Labelled, drift: Labelled, attention: Labelled, kv: Labelled) -
 
 
 def figure_of(draw: Any, comparisons: Labelled, size: tuple[float, float]) -> Figure:
-    """A figure of its own with one of the ``draw_*`` functions, provenance in small print.
-
-    Args:
-        draw: The function.
-        comparisons: What it draws, by what tells them apart.
-        size: Width and height in inches.
-    """
+    """A figure of its own, of a width and height in inches, with one of the ``draw_*`` functions; provenance in small print."""
     with sheet(*size) as figure:
         draw(figure, comparisons)
         provenances = [c.provenance for c in comparisons.values()]

@@ -22,16 +22,9 @@ __all__ = [
     "bits_figure",
     "contrasts_figure",
     "equivalent_noise_figure",
-    "equivalent_noise_figures",
     "kv_error_figures",
     "scores_figure",
 ]
-
-
-def equivalent_noise_figures(result: tuple[pd.DataFrame, pd.DataFrame, Mapping[str, Any]]) -> dict[str, Figure]:
-    """The figure of the result of :class:`kvinterp.experiments.equivalent_noise.EquivalentNoise`, by the name of its file."""
-    table, wholes, summary = result
-    return {"equivalent_noise": of_models(equivalent_noise_figure(table, wholes), [summary["provenance"]])}
 
 
 def kv_error_figures(result: tuple[Mapping[str, pd.DataFrame], Mapping[str, Any]]) -> dict[str, Figure]:
@@ -50,13 +43,14 @@ def kv_error_figures(result: tuple[Mapping[str, pd.DataFrame], Mapping[str, Any]
 # Figures ---------------------------------------------------------------------------------------------------------------
 
 
-def equivalent_noise_figure(table: pd.DataFrame, wholes: pd.DataFrame) -> Figure:
+def equivalent_noise_figure(result: tuple[pd.DataFrame, pd.DataFrame, Mapping[str, Any]]) -> Figure:
     """Size, bias and flipped signs of the error of every policy, K and V, smallest error first.
 
     Args:
-        table: By policy, layer, tensor and KV head.
-        wholes: By policy and tensor.
+        result: That of :class:`kvinterp.experiments.equivalent_noise.EquivalentNoise`: a table by policy, layer, tensor and KV
+            head, one by policy and tensor, and the summary.
     """
+    table, wholes, summary = result
     order = wholes.groupby("policy")["relative_rms"].max().sort_values().index.tolist()
     bits = wholes.groupby("policy")["bits"].mean()
     columns = {"relative_rms": "RMS error, relative", "bias": "bias, relative", "sign_flips": "share of signs flipped"}
@@ -80,7 +74,7 @@ def equivalent_noise_figure(table: pd.DataFrame, wholes: pd.DataFrame) -> Figure
         labels = [f"{_wrapped(name)} ({short(bits[name])} bits)" for name in order]
         _named(panels[0], labels)
         legend_outside(figure, panels[0], side="upper")
-    return figure
+    return of_models(figure, [summary["provenance"]])
 
 
 def scores_figure(scores: pd.DataFrame) -> Figure:

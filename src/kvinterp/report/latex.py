@@ -41,13 +41,7 @@ def latex_number(value: Any) -> str:
 
 
 def latex_of(name: str, table: pd.DataFrame, caption: str) -> str:
-    r"""A table in the style of booktabs, over as many pages as it needs.
-
-    Args:
-        name: What ``\ref{tab:NAME}`` calls it.
-        table: The table.
-        caption: What stands above it.
-    """
+    """A table in the style of booktabs, over as many pages as it needs, under a caption; its label is ``tab:NAME``."""
     numbers = numeric(table)
     lines = [
         rf"\begin{{longtable}}{{{''.join('r' if is_number else 'l' for is_number in numbers.values())}}}",

@@ -51,11 +51,7 @@ def _named(name: str, number: int, model: str) -> str:
 
 
 def recovery_map(sweeps: Mapping[tuple[str, str], Sweep]) -> Figure:
-    """Median recovery by layer, a row a patch and sweep, a panel a model; white at 0.
-
-    Args:
-        sweeps: By model and part.
-    """
+    """Median recovery by layer of sweeps by model and part: a row a patch and sweep, a panel a model; white at 0."""
     table = pd.concat(
         [swept.aggregate().assign(model=model, part=part) for (model, part), swept in sweeps.items()], ignore_index=True
     )

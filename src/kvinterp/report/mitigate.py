@@ -16,12 +16,7 @@ __all__ = ["interaction_figure", "mitigate_figures", "mitigation_figure"]
 
 
 def mitigate_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
-    """The figures ``mitigations``, and ``mitigations_interaction`` where policies were crossed with the path.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.mitigate.Mitigate`.
-        provenance: The provenance.
-    """
+    """Figures of :class:`kvinterp.experiments.mitigate.Mitigate`; of policies and paths where they were crossed."""
     drawn = {"mitigations": mitigation_figure(tables["mitigations"])}
     if len(tables["interactions"]):
         drawn["mitigations_interaction"] = interaction_figure(tables["interactions"])

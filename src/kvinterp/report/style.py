@@ -131,12 +131,7 @@ def signed(figure: Figure, text: str, provenances: Sequence[Mapping[str, Any]]) 
 
 
 def png(figure: Figure, dots: int = 160) -> bytes:
-    """A figure as PNG, with the full provenance in its text fields.
-
-    Args:
-        figure: A figure made here.
-        dots: Dots an inch.
-    """
+    """A figure as PNG of so many dots an inch, with the full provenance in its text fields."""
     provenance = json.dumps(getattr(figure, "provenance", []))
     drawn = io.BytesIO()
     with looks():
@@ -211,12 +206,7 @@ def _lines(parts: Sequence[str], width: int) -> str:
 
 
 def small_print(provenances: Sequence[Mapping[str, Any]], width: int) -> str:
-    """What a figure was made with, in a few lines; where the comparisons differ, each value once.
-
-    Args:
-        provenances: ``Comparison.provenance`` of everything drawn.
-        width: Characters a line.
-    """
+    """What comparisons were made with, by their provenance, in lines of a width; where they differ, each value once."""
     columns = [
         [
             against(a),
@@ -237,13 +227,7 @@ def small_print(provenances: Sequence[Mapping[str, Any]], width: int) -> str:
 
 
 def made_with(figure: Figure, provenance: Mapping[str, Any], more: Sequence[str]) -> None:
-    """Signs a figure of patching with what it was made with.
-
-    Args:
-        figure: The figure.
-        provenance: What the sweep or decomposition knows about itself.
-        more: What else is said of it.
-    """
+    """Signs a figure of patching with the provenance of its sweep or decomposition, and what more is said of it."""
     paths = provenance.get("paths", {"cached": "cached", "recompute": "recompute"})
     parts = [
         f"{paths['cached']} and {paths['recompute']}",
@@ -257,13 +241,7 @@ def made_with(figure: Figure, provenance: Mapping[str, Any], more: Sequence[str]
 
 
 def of_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> Figure:
-    """Signs a figure of some models with what each was, and the machine.
-
-    Args:
-        figure: The figure.
-        provenances: The provenance of each.
-        more: What else is said of it, in front.
-    """
+    """Signs a figure of some models with more that is said of it, what each model was, and the machine."""
     models = "; ".join(" ".join((*_model(provenance), f"weights {provenance['weights']}")) for provenance in provenances)
     versions = [f"{title} {provenances[0][name]}" for title, name in _VERSIONS.items() if title != "weights"]
     machine = f"{provenances[0]['device']}, threads: {provenances[0]['threads']}"

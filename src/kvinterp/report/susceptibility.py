@@ -13,26 +13,22 @@ from kvinterp.reading.numbers import short
 from kvinterp.report.axes import legend_outside, log_ticks, place_title, spread
 from kvinterp.report.style import line_of, of_models, sheet
 
-__all__ = ["susceptibility_figure", "susceptibility_figures"]
+__all__ = ["susceptibility_figure"]
 
 
-def susceptibility_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
-    """:func:`susceptibility_figure` by the name of its file, signed."""
-    return {"susceptibility": of_models(susceptibility_figure(tables), [provenance])}
-
-
-def susceptibility_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
+def susceptibility_figure(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> Figure:
     """Flip rate against the size of the noise by class of margin, and the observed rate against the predicted chance.
 
     Args:
         tables: Those of :class:`kvinterp.experiments.susceptibility.Susceptibility`.
+        provenance: Its provenance.
     """
     with sheet(8.4, 3.9) as figure:
         left, right = figure.subplots(1, 2)
         _rates(left, tables["rates"])
         _calibration(right, tables["calibration"])
         legend_outside(figure, left, 3, "upper")
-    return figure
+    return of_models(figure, [provenance])
 
 
 def _rates(axis: Axes, rates: pd.DataFrame) -> None:

@@ -72,11 +72,7 @@ def changes(found: Mapping[str, Comparison]) -> list[Any]:
 
 
 def flips_shown(found: Mapping[str, Comparison]) -> list[Any]:
-    """The same of decodes that flip alone, of which the page says elsewhere how many there are; nothing where there is none.
-
-    Args:
-        found: Comparisons, by what the reader calls them.
-    """
+    """The same of decodes that flip alone, of which the page says elsewhere how many there are; nothing where there is none."""
     flips = sum(len(comparison.examples) for comparison in found.values())
     if not flips:
         return []
@@ -172,11 +168,7 @@ def _texts(comparison: Comparison) -> dict[int, str]:
 
 
 def tokens_fragment(comparison: Comparison) -> str:
-    """The texts to click on, as a notebook shows them: a page of its own in a frame, which needs nothing from outside.
-
-    Args:
-        comparison: A comparison with at least one step.
-    """
+    """The texts of a comparison to click on, as a notebook shows them: a page in a frame, which needs nothing from outside."""
     parts, heading = changes({"": comparison}), against(comparison.provenance)
     page = render("report", "what changed", parts, heading, scripts=SCRIPTS, sheets=SHEETS)
     return fragment(Text(page, look="frame"))
