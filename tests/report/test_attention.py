@@ -8,7 +8,6 @@ import json
 import pickle
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import kvinterp as kv
 from kvinterp.errors import InputError, NonFiniteError
 from kvinterp.recording import Trace
 from kvinterp.report.attention import assembled_pattern, attention_comparison
+from pages import Page
 from support import Case, assert_bitwise, assert_close
 
 PROMPT = "Question: Nora has 8 boxes and Jack has 5. How many more?\nAnswer:"
@@ -183,48 +183,17 @@ def test_long_contexts_are_cropped_to_the_newest_or_pooled(model: Any) -> None:
 # The page --------------------------------------------------------------------------------------------------------------
 
 
-class _Reader(HTMLParser):
-    """What a browser would make of the page: its elements, and the text outside of scripts."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.text, self.comments = "", 0
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem == "script":
-            self.scripts[-1] += data
-        elif self.cdata_elem != "style":
-            self.text += data
-
-    def handle_comment(self, data: str) -> None:
-        self.comments += 1
-
-
-def _read(page: str) -> _Reader:
-    reader = _Reader()
-    reader.feed(page)
-    reader.close()
-    return reader
-
-
 def _data(page: str) -> dict[str, Any]:
-    return json.loads(_read(page).scripts[0])
+    return json.loads(Page(page).scripts[0])
 
 
 def test_the_page_holds_circuitsvis_once_and_loads_nothing(model: Any) -> None:
     page = attention_comparison(model, PROMPT, step=STEP).page.html()
-    reader = _read(page)
+    reader = Page(page)
     assert page.count("var CircuitsVis=") == 1
     assert len(reader.scripts) == 3
     assert "sourceMappingURL" not in page
-    assert not [a for _, attributes in reader.elements for a in attributes if a in ("src", "href", "srcset", "data")]
+    assert not reader.wanted
     policy = next(attributes["content"] for tag, attributes in reader.elements if "http-equiv" in attributes)
     assert policy is not None
     assert "default-src 'none'" in policy
@@ -233,11 +202,11 @@ def test_the_page_holds_circuitsvis_once_and_loads_nothing(model: Any) -> None:
 
 
 def test_markup_in_prompts_stays_text(model: Any) -> None:
-    plain = _read(attention_comparison(model, PROMPT, step=1, layers=0).page.html())
+    plain = Page(attention_comparison(model, PROMPT, step=1, layers=0).page.html())
     shown = attention_comparison(model, HOSTILE, step=1, layers=0, cells=200)
-    reader = _read(shown.page.html())
-    assert {tag for tag, _ in reader.elements} == {tag for tag, _ in plain.elements}
-    assert sum(tag == "script" for tag, _ in reader.elements) == 3
+    reader = Page(shown.page.html())
+    assert {*reader.tags} == {*plain.tags}
+    assert reader.tags.count("script") == 3
     assert reader.comments == 0
     pieces = model.pieces(model.encode(HOSTILE))
     assert _data(shown.page.html())["tokens"][: len(pieces)] == list(shown.page.tokens[: len(pieces)])
@@ -253,19 +222,19 @@ def test_whole_hostile_tokens_stay_text() -> None:
     trace = _trace(a, prompt=4)
     trace.path = "<i>path</i>"
     page = attention_comparison(trace, _trace(a, prompt=4), step=0, tokens=texts).page
-    reader = _read(page.html())
-    assert {tag for tag, _ in reader.elements} <= set(
+    reader = Page(page.html())
+    assert {*reader.tags} <= set(
         re.findall(r"\w+", "html head meta title style body h1 h2 b small p span main section div figure figcaption script")
     )
-    assert sum(tag == "b" for tag, _ in reader.elements) == 1  # the KL, and nothing of the tokens
+    assert reader.tags.count("b") == 1  # the KL, and nothing of the tokens
     assert [text.replace(" ", "·") for text in texts] == _data(page.html())["tokens"]
     assert "<i>path</i>" in reader.text
 
 
 def test_in_a_notebook_it_shows_itself_in_a_frame_without_rights(model: Any) -> None:
     shown = attention_comparison(model, PROMPT, step=1, layers=0)
-    reader = _read(shown._repr_html_())
-    assert [tag for tag, _ in reader.elements] == ["iframe"]
+    reader = Page(shown._repr_html_())
+    assert reader.tags == ["iframe"]
     assert reader.elements[0][1]["srcdoc"] == shown.page.html()
     assert reader.elements[0][1]["sandbox"] == "allow-scripts"
 

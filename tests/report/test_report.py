@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +19,10 @@ from kvinterp.report import compare
 from kvinterp.report.compare import file_name, ladder_of, overview_of, write_report
 from kvinterp.report.page import Picture
 from kvinterp.results import Result
+from pages import Page
 from synthetic import comparison, failed, prompts, result
 
 ATTACK = "<script>alert('x')</script> & <img src=http://example.com/x.png> \"quoted\""
-
-
-class Page(HTMLParser):
-    """Tags, what they ask for, and the text between them."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.wanted: list[str] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.wanted += [str(value) for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
-        if tag not in ("meta", "img", "link"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"<{tag}> closes something else"
-        self.text += " " if tag in ("td", "th") else ""
-
-    def handle_data(self, data: str) -> None:
-        if not {"style", "script"} & set(self.open):
-            self.text += re.sub(r"[ \n]+", " ", data)
 
 
 def page(tmp_path: Path, *results: Result) -> Page:
