@@ -149,13 +149,7 @@ def _exactly(value: float, unit: str = "") -> str:
 
 
 def asked_said(asked: Asked, heads: tuple[int, str], last_step: int) -> str:
-    """What a patch by hand moves, and from where, in words; what "all" means is said.
-
-    Args:
-        asked: The patch.
-        heads: How many heads the site has, and what they are called.
-        last_step: The last step there is.
-    """
+    """What a patch by hand moves, and from where, in words; "all" is said with how many ``heads`` the site has of which kind."""
     count, kind = heads
     head = "" if not count else f", all {count} {kind}s at once" if asked.head is None else f", {kind} {asked.head}"
     spots = {

@@ -23,9 +23,6 @@ def where(comparison: Comparison) -> list[str]:
 
     In the free protocol the numbers are those of the steps at which both paths hold the same text; what comes after a flip
     is told apart.
-
-    Args:
-        comparison: The comparison.
     """
     steps, provenance = comparison.steps, comparison.provenance
     setting = ", ".join(provenance[name] for name in ("kind", "dtype", "protocol"))

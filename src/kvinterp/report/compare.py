@@ -270,10 +270,6 @@ def precision_section(rungs: Mapping[str, Sequence[Comparison]], folder: Path) -
 def ladder_of(results: Sequence[Result], dtype: str) -> dict[str, list[Comparison]]:
     """For each model the same kind, protocol, paths and prompts in more than one dtype, ``dtype`` first.
 
-    Args:
-        results: All results.
-        dtype: The dtype in question.
-
     Returns:
         The comparisons by the model's name; with its kind and protocol where a model has more than one such ladder.
     """

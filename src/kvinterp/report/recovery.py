@@ -153,16 +153,7 @@ def _draw_map(
 
 
 def write_recovery(axes: Axes, row: int, column: int, value: float, written: bool, mark: str = "") -> None:
-    """What stands in a cell of a map of recovery.
-
-    Args:
-        axes: The map.
-        row: Of the cell.
-        column: Of the cell.
-        value: The recovery; NaN where there was nothing to recover.
-        written: Whether there is room for a number; else a sign tells what is below 0.
-        mark: Behind the number, or in its place.
-    """
+    """What stands in a cell of a map of recovery: the number with a mark behind it, or where there is no room a sign alone."""
     if not np.isfinite(value):
         axes.text(column, row, "n/a" if written else "×", ha="center", va="center", fontsize=6, color="#555555")
         return

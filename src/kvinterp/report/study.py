@@ -24,14 +24,7 @@ _PRINTED = 60
 
 
 def write_study(folder: Path, outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str, Any]) -> list[Path]:
-    """Writes ``report.html``, ``study.md`` and ``tables.tex``.
-
-    Args:
-        folder: The folder of the study.
-        outcome: What was found; its result is what each experiment found.
-        drawn: The PNGs of each experiment.
-        chosen: The choices of the study.
-    """
+    """Writes ``report.html``, ``study.md`` and ``tables.tex`` of a study, of whose experiments ``drawn`` holds the PNGs."""
     page = _page(outcome, drawn, chosen)
     texts = {"study.md": _markdown(outcome, drawn), "tables.tex": _latex(outcome.tables), "report.html": page}
     for name, text in texts.items():
