@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pandas as pd
+
 from kvinterp.reading.numbers import counted, ends_said, machine_of, number
 
 __all__ = ["said_of_mitigate"]
@@ -35,7 +37,8 @@ def _mitigation(row: Mapping[str, Any]) -> str:
 def _interaction(row: Mapping[str, Any]) -> str:
     parts = f"{number(row['policy_alone'])} alone and {number(row['path_alone'])} of the path"
     said = f"{row['policy']} with the cached path: mean squared logit error {number(row['both'])}, {parts}"
-    if row["low"] != row["low"]:
+    # NaN where it was measured, null where it is read again.
+    if pd.isna(row["low"]):
         return f"{said}; one prompt tells nothing of whether they add up."
     interval = number(row["contrast"]) + ends_said(row["low"], row["high"], ", 95% interval {}")
     if row["low"] > 0:

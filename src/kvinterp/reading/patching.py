@@ -73,7 +73,7 @@ def _measured_on(summary: Mapping[str, Any]) -> str:
 
 
 def _defined(share: float) -> str:
-    return "undefined" if share != share else f"{share:.1%}"
+    return "undefined" if pd.isna(share) else f"{share:.1%}"
 
 
 PATCHED = {

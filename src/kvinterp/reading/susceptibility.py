@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pandas as pd
+
 from kvinterp.reading.numbers import counted, ends_said, machine_of, number, share
 
 __all__ = ["said_of_susceptibility"]
@@ -49,7 +51,8 @@ def _calibrated(brier: Mapping[str, float]) -> str:
         "Predicted from the margin and the logit noise of other draws, as if the runner-up alone could overtake, the chance of a "
         f"flip has a Brier score of {number(brier['brier'])}, where the overall rate has {number(brier['of_the_rate'])}"
     )
-    if brier["skill"] != brier["skill"]:
+    # NaN where it was measured, null where it is read again.
+    if pd.isna(brier["skill"]):
         return f"{said}: no step flips, or all do, so that there is nothing to predict."
     interval = ends_said(brier["low"], brier["high"], " (95% interval {})")
     return f"{said}: skill {number(brier['skill'])}{interval}; 1 would be perfect, 0 is no better than the rate."
