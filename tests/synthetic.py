@@ -117,6 +117,21 @@ def result(made: Comparison, folder: Path = Path("result"), **more: Any) -> Resu
     return Result(folder, made, more.get("prompts", prompts(2)), summary)
 
 
+def experiment_page(folder: Path, text: str, rows: int, **changed: Any) -> Path:
+    """The page of an experiment with a text wherever one can stand, and a table of some rows."""
+    from kvinterp.report.experiment import write_experiment
+
+    told = {
+        "question": f"Measure {text}.\n\nAnd why.",
+        "sentences": [f"{text} is 3.", "It holds for 2 prompts."],
+        "tables": {"many": pd.DataFrame({"step": range(rows), "kl": 0.5, "word": text, "same": True})},
+        "figures": [],
+        "chosen": {"prompts": text, "sizes": (1, 2), "device": None},
+        "provenance": {"model": f"zoo:{text}", "dtype": "float16", "kernel_flags": {"tf32": False}},
+    }
+    return write_experiment(folder, **{**told, **changed})
+
+
 def _example(
     example: int, rng: np.random.Generator, steps: int, size: float, flip: int | None, layers: int, heads: int, prompt: int
 ) -> tuple[pd.DataFrame, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import kvinterp as kv
 from kvinterp.auditing import LENGTHS, RUNGS, VERDICTS, audit, random_model
 from kvinterp.models import wrap
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
+from pages import Page
 from support import Case
 
 pytestmark = [pytest.mark.bits, pytest.mark.slow]
@@ -343,23 +343,6 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
 # What is written -------------------------------------------------------------------------------------------------------
 
 
-class Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.text: list[str] = []
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [
-            value or "" for name, value in attributes if name in ("src", "href") and not (value or "").startswith("#")
-        ]
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
 @pytest.mark.xdist_group("one audit")
 def test_the_folder_holds_the_verdict_and_a_page_that_needs_nothing_else(written: tuple[Any, Path]) -> None:
     everything, out = written
@@ -369,15 +352,12 @@ def test_the_folder_holds_the_verdict_and_a_page_that_needs_nothing_else(written
     assert fields["verdict"] == everything.verdict.verdict
     assert fields["verdict"] in VERDICTS
     assert set(fields["evidence"]) == {"bfloat16", "float16", "float32", "float64"}
-    page = Page()
-    html = (out / "audit.html").read_text()
-    page.feed(html)
+    page = Page((out / "audit.html").read_text())
     assert "svg" in page.tags
     assert page.tags.count("script") == 1, "the page's own; the model's name must be escaped"
-    assert [link for link in page.links if link.startswith(("http", "//"))] == []
-    text = " ".join(page.text)
+    assert [link for link in page.wanted if link.startswith(("http", "//"))] == []
     for heading in ("Layer", "Max Abs Diff", "Mean Abs Diff", "Full Forward", "Prefill+Decode", "Abs Diff"):
-        assert heading in text, f"the report of transformers#46190 has a column {heading}"
+        assert heading in page.text, f"the report of transformers#46190 has a column {heading}"
 
 
 def test_the_layer_table_is_a_plain_loops() -> None:

@@ -89,6 +89,10 @@ def test_what_is_said_of_recoveries() -> None:
     assert "all layers together 70\u202f%" in from_0
     assert "one layer at a time" not in from_0
     assert "keeps nothing between steps" in said(rows("paper", [0.0, 0.0]), "kl")
+    # NaN where it was measured; a summary that is read again has null, of which no page could be made.
+    for none in (np.nan, None):
+        whole = rows("kv-into-cached", [0.0, 0.9], sweep="cumulative", interval_low=none, interval_high=none)
+        assert "all layers together 90\u202f% (mean 90\u202f%) (4" in said(whole)
 
 
 def test_where_nothing_differs_nothing_is_said_to_recover() -> None:

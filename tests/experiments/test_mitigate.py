@@ -59,6 +59,17 @@ SUMMARY = {
 }
 
 
+@pytest.mark.parametrize("none", [np.nan, None], ids=["measured", "read again"])
+def test_no_interval_is_no_interval(none: float | None) -> None:
+    """A summary that is read again has null where NaN was: its page was not made again."""
+    ends = {"contrast": none, "low": none, "high": none}
+    row = {"policy": "int8", "policy_alone": 1.0, "path_alone": 1.0, "both": 2.0, **ends}
+    left = {**SUMMARY["mitigations"][0], **ends}
+    said = "\n".join(said_of_mitigate({**SUMMARY, "mitigations": [left], "interactions": [row]}))
+    assert "one prompt tells nothing of whether they add up" in said
+    assert "–" not in said
+
+
 def test_what_is_equal_is_said_to_be() -> None:
     equal = {**SUMMARY["mitigations"][0], "differ": 0, "mean_kl": 0.0, "pareto": False}
     said = "\n".join(said_of_mitigate({**SUMMARY, "mitigations": [equal]}))

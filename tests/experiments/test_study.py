@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 import kvinterp.experiments.study as study
 from command_line import kvinterp, wrong
@@ -27,7 +28,7 @@ from kvinterp.experiments.study import Study
 from kvinterp.files import digest_of
 from kvinterp.inputs import encode
 from kvinterp.report.latex import latex_number, latex_of, latex_text, markdown_of
-from kvinterp.report.style import save, sheet
+from kvinterp.report.style import sheet
 
 MODEL = "zoo:gqa2-mini"
 SUFFIXES = ("png", "svg", "pdf")
@@ -64,10 +65,10 @@ class Lengths(OfModels):
         tables = self.tables(made)
         return Outcome(tables, tables, {"reading": [f"{len(tables[self.TABLES[0]])} <b>rows</b>."]})
 
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
         with sheet(2, 1) as figure:
             figure.subplots().plot(outcome.tables[self.TABLES[0]]["tokens"])
-        return [save(figure, folder / f"root_cause_{self.TABLES[0]}.png")]
+        return {f"root_cause_{self.TABLES[0]}": figure}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,6 +132,18 @@ def test_what_was_said_is_said_again() -> None:
     assert s.Susceptibility().sentences(Outcome({}, {}, summary())) == said_of_susceptibility(summary())
 
 
+@pytest.mark.parametrize("none", [np.nan, None], ids=["measured", "read again"])
+def test_no_interval_is_no_interval(none: float | None) -> None:
+    """A summary that is read again has null where NaN was: its page said "95% interval – to –", and gave a skill of –."""
+    whole, one = summary()["thresholds"]  # type: ignore[misc]
+    few = {**one, "why": "", "low": none, "high": none}
+    brier = {"brier": 0.0, "of_the_rate": 0.0, "skill": none, "low": none, "high": none}
+    said = "\n".join(said_of_susceptibility(summary(thresholds=[whole, few], brier=brier)))
+    assert "margin 0.1 to 4 logits: 0.5, 3 flips of 9" in said
+    assert "there is nothing to predict" in said
+    assert "–" not in said
+
+
 @pytest.mark.slow
 def test_the_whole_command(tmp_path) -> None:
     asked = s.Susceptibility("zoo:gqa2-mini", "arithmetic:2", sizes="0.5,2,4", seeds=2, max_new_tokens=5, bins=2)

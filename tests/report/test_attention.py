@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import pickle
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from browser import IN_A_BROWSER, Opened
 
 import kvinterp as kv
 from kvinterp.errors import InputError, NonFiniteError
 from kvinterp.recording import Trace
 from kvinterp.report.attention import assembled_pattern, attention_comparison
+from pages import Page
 from support import Case, assert_bitwise, assert_close
 
 PROMPT = "Question: Nora has 8 boxes and Jack has 5. How many more?\nAnswer:"
@@ -35,6 +34,13 @@ EAGER = Case("zoo:gemma2-mini", "native", "eager")
 STEP = 3
 _FLOAT32_SOFTMAX = 2.0**-23
 """transformers' eager attention takes its softmax in float32 whatever the model's dtype: one rounding on each side."""
+
+
+def in_a_browser(test: Any) -> Any:
+    """A test that opens pages."""
+    for mark in IN_A_BROWSER:
+        test = mark(test)
+    return test
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +55,13 @@ def _trace(pattern: torch.Tensor, path: str = "recompute", step: int = 0, prompt
     return Trace(path, ids, tuple(range(step + 1)), fed, {("pattern", 0): [pattern]}, (step,))
 
 
+def _both(model: Any, prompt: Any, **more: Any) -> tuple[Trace, Trace]:
+    """The traces of both paths up to the step, fed the same tokens."""
+    how: dict[str, Any] = {"max_new_tokens": STEP + 1, "record": "pattern", "positions": "all", **more}
+    cached = kv.run(model, prompt, "cached", **how)
+    return cached, kv.run(model, prompt, "recompute", continuation=cached.fed, **how)
+
+
 def _causal(*rows: list[float]) -> torch.Tensor:
     return torch.tensor([[row + [0.0] * (len(rows) - len(row)) for row in rows]])
 
@@ -58,10 +71,7 @@ def _causal(*rows: list[float]) -> torch.Tensor:
 
 def test_a_cached_pattern_is_put_together_from_the_row_of_each_step(load: Any) -> None:
     model = load(EAGER, "float64")
-    cached = kv.run(model, PROMPT, "cached", max_new_tokens=STEP + 1, record="pattern", positions="all")
-    again = kv.run(
-        model, PROMPT, "recompute", max_new_tokens=STEP + 1, continuation=cached.fed, record="pattern", positions="all"
-    )
+    cached, again = _both(model, PROMPT)
     for layer in range(model.facts.layers):
         a, b = (assembled_pattern(trace, layer, STEP) for trace in (cached, again))
         length = len(cached.prompt) + STEP
@@ -78,19 +88,9 @@ def test_rows_of_a_sliding_cache_stand_under_their_own_keys(load: Any) -> None:
     model = load(Case("mistral-window", "native", "eager"), "float64")
     window = min(w for w in model.facts.windows if w is not None)
     prompt = [(7 * i) % 50 + 3 for i in range(window + 5)]
-    cached = kv.run(model, prompt, "cached", max_new_tokens=4, record="pattern", positions="all", stop="length")
-    again = kv.run(
-        model,
-        prompt,
-        "recompute",
-        max_new_tokens=4,
-        record="pattern",
-        positions="all",
-        continuation=cached.fed,
-        stop="length",
-    )
-    a, b = (assembled_pattern(trace, 0, 3) for trace in (cached, again))
-    assert cached.records["pattern", 0][3].shape[-1] < a.shape[-1], "the cache did not slide: the test shows nothing"
+    cached, again = _both(model, prompt, stop="length")
+    a, b = (assembled_pattern(trace, 0, STEP) for trace in (cached, again))
+    assert cached.records["pattern", 0][STEP].shape[-1] < a.shape[-1], "the cache did not slide: the test shows nothing"
     assert_close(a, b, "pattern", ("head", "query", "key"), absolute=_FLOAT32_SOFTMAX)
     assert not a[:, -1, :-window].any()
 
@@ -116,8 +116,7 @@ def test_a_path_against_itself_is_exactly_zero(model: Any) -> None:
 
 
 def test_traces_give_what_the_model_gives(model: Any) -> None:
-    a = kv.run(model, PROMPT, "cached", max_new_tokens=STEP + 1, record="pattern", positions="all")
-    b = kv.run(model, PROMPT, "recompute", max_new_tokens=STEP + 1, record="pattern", positions="all", continuation=a.fed)
+    a, b = _both(model, PROMPT)
     shown = attention_comparison(a, b, step=STEP, model=model)
     assert shown.page.html() == attention_comparison(model, PROMPT, step=STEP).page.html()
     assert attention_comparison(a, b, step=STEP).page.tokens[0] == str(a.prompt[0])
@@ -184,48 +183,17 @@ def test_long_contexts_are_cropped_to_the_newest_or_pooled(model: Any) -> None:
 # The page --------------------------------------------------------------------------------------------------------------
 
 
-class _Reader(HTMLParser):
-    """What a browser would make of the page: its elements, and the text outside of scripts."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.text, self.comments = "", 0
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem == "script":
-            self.scripts[-1] += data
-        elif self.cdata_elem != "style":
-            self.text += data
-
-    def handle_comment(self, data: str) -> None:
-        self.comments += 1
-
-
-def _read(page: str) -> _Reader:
-    reader = _Reader()
-    reader.feed(page)
-    reader.close()
-    return reader
-
-
 def _data(page: str) -> dict[str, Any]:
-    return json.loads(_read(page).scripts[0])
+    return json.loads(Page(page).scripts[0])
 
 
 def test_the_page_holds_circuitsvis_once_and_loads_nothing(model: Any) -> None:
     page = attention_comparison(model, PROMPT, step=STEP).page.html()
-    reader = _read(page)
+    reader = Page(page)
     assert page.count("var CircuitsVis=") == 1
     assert len(reader.scripts) == 3
     assert "sourceMappingURL" not in page
-    assert not [a for _, attributes in reader.elements for a in attributes if a in ("src", "href", "srcset", "data")]
+    assert not reader.wanted
     policy = next(attributes["content"] for tag, attributes in reader.elements if "http-equiv" in attributes)
     assert policy is not None
     assert "default-src 'none'" in policy
@@ -234,11 +202,11 @@ def test_the_page_holds_circuitsvis_once_and_loads_nothing(model: Any) -> None:
 
 
 def test_markup_in_prompts_stays_text(model: Any) -> None:
-    plain = _read(attention_comparison(model, PROMPT, step=1, layers=0).page.html())
+    plain = Page(attention_comparison(model, PROMPT, step=1, layers=0).page.html())
     shown = attention_comparison(model, HOSTILE, step=1, layers=0, cells=200)
-    reader = _read(shown.page.html())
-    assert {tag for tag, _ in reader.elements} == {tag for tag, _ in plain.elements}
-    assert sum(tag == "script" for tag, _ in reader.elements) == 3
+    reader = Page(shown.page.html())
+    assert {*reader.tags} == {*plain.tags}
+    assert reader.tags.count("script") == 3
     assert reader.comments == 0
     pieces = model.pieces(model.encode(HOSTILE))
     assert _data(shown.page.html())["tokens"][: len(pieces)] == list(shown.page.tokens[: len(pieces)])
@@ -254,19 +222,19 @@ def test_whole_hostile_tokens_stay_text() -> None:
     trace = _trace(a, prompt=4)
     trace.path = "<i>path</i>"
     page = attention_comparison(trace, _trace(a, prompt=4), step=0, tokens=texts).page
-    reader = _read(page.html())
-    assert {tag for tag, _ in reader.elements} <= set(
+    reader = Page(page.html())
+    assert {*reader.tags} <= set(
         re.findall(r"\w+", "html head meta title style body h1 h2 b small p span main section div figure figcaption script")
     )
-    assert sum(tag == "b" for tag, _ in reader.elements) == 1  # the KL, and nothing of the tokens
+    assert reader.tags.count("b") == 1  # the KL, and nothing of the tokens
     assert [text.replace(" ", "·") for text in texts] == _data(page.html())["tokens"]
     assert "<i>path</i>" in reader.text
 
 
 def test_in_a_notebook_it_shows_itself_in_a_frame_without_rights(model: Any) -> None:
     shown = attention_comparison(model, PROMPT, step=1, layers=0)
-    reader = _read(shown._repr_html_())
-    assert [tag for tag, _ in reader.elements] == ["iframe"]
+    reader = Page(shown._repr_html_())
+    assert reader.tags == ["iframe"]
     assert reader.elements[0][1]["srcdoc"] == shown.page.html()
     assert reader.elements[0][1]["sandbox"] == "allow-scripts"
 
@@ -350,43 +318,30 @@ def test_a_comparison_wants_its_own_model_and_prompt(model: Any, load: Any) -> N
 
 # A real browser --------------------------------------------------------------------------------------------------------
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
+
+def browsed(page_opened: Callable[..., Opened], page: Path, figures: int) -> Opened:
+    """A page that drew all of its figures, said nothing in the console and asked for nothing."""
+    opened = page_opened(page)
+    opened.page.wait_for_selector(f"body[data-drawn='{figures}']")
+    opened.quiet()
+    return opened
 
 
-def browse(page: Path, profile: Path, *more: str) -> tuple[str, list[str]]:
-    """Opens a page in headless Chromium with the network off; returns the document it became and its console's lines."""
-    assert CHROMIUM is not None
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-        "--disable-background-networking",
-        f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9",
-        "--enable-logging=stderr", "--v=0", "--virtual-time-budget=60000", "--window-size=1300,1000", "--hide-scrollbars",
-        *more, "--dump-dom", page.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-@pytest.mark.browser
 @in_a_browser
-def test_a_browser_without_network_draws_every_head(load: Any, tmp_path: Path) -> None:
+def test_a_browser_without_network_draws_every_head(page_opened: Callable[..., Opened], load: Any, tmp_path: Path) -> None:
     shown = attention_comparison(load(MINI, "float16"), PROMPT, step=STEP, most=4)
-    document, console = browse(shown.save(tmp_path / "page.html"), tmp_path / "profile")
-    assert console == []
-    assert document.count('<section class="head">') == 4
-    assert len(re.findall(r"<canvas", document)) == 3 * 4
-    assert 'data-drawn="12"' in document
+    opened = browsed(page_opened, shown.save(tmp_path / "page.html"), 12)
+    assert opened.page.locator("section.head").count() == 4
+    assert opened.page.locator("canvas").count() == 3 * 4
 
 
-@pytest.mark.browser
 @in_a_browser
-def test_a_browser_shows_what_differs_in_its_colours(tmp_path: Path) -> None:
+def test_a_browser_shows_what_differs_in_its_colours(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
     """A canvas without ink would count as drawn: one cell of each colour at full strength is looked for."""
     a, b = _causal([1.0], [0.25, 0.75], [0.5, 0.25, 0.25]), _causal([1.0], [0.25, 0.75], [0.25, 0.25, 0.5])
     shown = attention_comparison(_trace(a), _trace(b), step=0, tokens=["x", "y", "z"])
     picture = tmp_path / "page.png"
-    browse(shown.save(tmp_path / "page.html"), tmp_path / "profile", f"--screenshot={picture}")
+    browsed(page_opened, shown.save(tmp_path / "page.html"), 3).page.screenshot(path=picture)
     pixels = (matplotlib.image.imread(picture)[..., :3] * 255).round().astype(int)
     top = int(np.flatnonzero((np.abs(pixels - (0x3B, 0x0F, 0x70)).sum(-1) < 12).sum(1) > 60)[0])
     assert top > 150, "purple in the legend"
@@ -400,21 +355,17 @@ def test_a_browser_shows_what_differs_in_its_colours(tmp_path: Path) -> None:
     assert areas["purple"] == pytest.approx(2 * areas["blue"], rel=0.05), "the two cells of attention 1"
 
 
-@pytest.mark.browser
 @in_a_browser
-def test_a_browser_shows_markup_as_text(load: Any, tmp_path: Path) -> None:
+def test_a_browser_shows_markup_as_text(page_opened: Callable[..., Opened], load: Any, tmp_path: Path) -> None:
     shown = attention_comparison(load(MINI, "float16"), HOSTILE, step=1, most=1)
-    document, console = browse(shown.save(tmp_path / "page.html"), tmp_path / "profile")
-    assert console == []
-    assert 'data-drawn="3"' in document
-    assert "<title>Attention at step 1" in document
-    assert "<img" not in document
+    opened = browsed(page_opened, shown.save(tmp_path / "page.html"), 3)
+    assert opened.page.title().startswith("Attention at step 1")
+    assert opened.page.locator("img").count() == 0
 
 
 @pytest.mark.slow
-@pytest.mark.browser
 @in_a_browser
-def test_the_browser_test_would_notice(load: Any, tmp_path: Path) -> None:
+def test_the_browser_test_would_notice(page_opened: Callable[..., Opened], load: Any, tmp_path: Path) -> None:
     """An error of the drawing script, a script that was slipped in, and a file that is asked for each reach the console."""
     page = attention_comparison(load(MINI, "float16"), PROMPT, step=1, most=1).page.html()
     broken = {
@@ -425,8 +376,7 @@ def test_the_browser_test_would_notice(load: Any, tmp_path: Path) -> None:
     for name, text in broken.items():
         assert text != page
         target = tmp_path / f"{name}.html"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            target.write_text(text, encoding="utf-8")
-            document, console = browse(target, tmp_path / name)
-            assert console != [], f"{name}: the console said nothing"
-            assert "<title>owned" not in document
+        target.write_text(text, encoding="utf-8")
+        opened = page_opened(target)
+        assert opened.console != [], f"{name}: the console said nothing"
+        assert opened.page.title() != "owned"

@@ -5,21 +5,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvinterp.report.experiment import write_experiment
+from synthetic import experiment_page
 
 MARKUP = "<script>alert(1)</script>"
 
 
 def page(folder: Path, **changed: object) -> str:
-    told = {
-        "question": f"Measure {MARKUP}.\n\nAnd why.",
-        "sentences": [f"{MARKUP} is 3.", "It holds for 2 prompts."],
-        "tables": {"many": pd.DataFrame({"step": range(100), "kl": 0.5, "word": MARKUP, "same": True})},
-        "figures": [],
-        "chosen": {"prompts": MARKUP, "sizes": (1, 2), "device": None},
-        "provenance": {"model": f"zoo:{MARKUP}", "dtype": "float16", "kernel_flags": {"tf32": False}},
-    }
-    return write_experiment(folder, **{**told, **changed}).read_text()
+    return experiment_page(folder, MARKUP, 100, **changed).read_text()
 
 
 def test_it_shows_all_that_was_found_and_runs_nothing(tmp_path: Path) -> None:

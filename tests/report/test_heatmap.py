@@ -11,8 +11,9 @@ import pytest
 
 from kvinterp.errors import InputError
 from kvinterp.patching import Decomposition, Sweep
-from kvinterp.report.decomposition import decomposition_figure, save_decomposition_figure
-from kvinterp.report.recovery import DIVERGING, recovery_figure, save_sweep_figures, step_figure
+from kvinterp.report.decomposition import decomposition_figure
+from kvinterp.report.recovery import DIVERGING, recovery_figure, step_figure, sweep_figures
+from kvinterp.report.style import save
 from synthetic import ABOUT
 
 PROVENANCE = {key: value for key, value in ABOUT.items() if key not in ("paths", "protocol", "strategy", "seed")}
@@ -52,6 +53,10 @@ def _sweep(
     return Sweep(pd.DataFrame(rows), pd.DataFrame(), controls, provenance)
 
 
+def _title(axes: Any) -> str:
+    return axes.get_title(loc="left").replace("\n", " ").replace("\u202f", " ")
+
+
 def _texts(axes: Any) -> list[str]:
     return [text.get_text().replace("\u202f", " ") for text in axes.texts]
 
@@ -65,7 +70,7 @@ def test_a_heatmap_shows_medians_and_marks_what_leaves_its_range() -> None:
     assert axes.images[0].norm(0) == 0.5, "white is 0"
     assert (axes.images[0].norm.vmin, axes.images[0].norm.vmax) == (-1, 1)
     assert _texts(axes) == ["50 %", "−300 %▼", "0 %", "n/a"]
-    title = axes.get_title(loc="left").replace("\n", " ").replace("\u202f", " ")
+    title = _title(axes)
     assert "layer 0, head 0 recovers most, median 50 %" in title
     assert "▼ below −100 %" in title
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("query head", "layer")
@@ -105,7 +110,7 @@ def test_layers_show_every_example_their_median_and_what_is_beyond() -> None:
     assert "−3.0e4 %" in _texts(axes)
     figure.canvas.draw()
     assert next(label.get_text() for label in figure.axes[1].get_xticklabels()).startswith("own tensors")
-    assert "layer 1 recovers most, median 80 %" in axes.get_title(loc="left").replace("\n", " ").replace("\u202f", " ")
+    assert "layer 1 recovers most, median 80 %" in _title(axes)
 
 
 def test_blocks_are_labelled_by_their_positions() -> None:
@@ -114,7 +119,7 @@ def test_blocks_are_labelled_by_their_positions() -> None:
     figure.canvas.draw()
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert [label for label in labels if label] == ["0:16", "16:32"]
-    assert "block 16:32 recovers most" in figure.axes[0].get_title(loc="left").replace("\n", " ")
+    assert "block 16:32 recovers most" in _title(figure.axes[0])
 
 
 def test_steps_become_a_heatmap_of_layer_by_step() -> None:
@@ -137,7 +142,7 @@ def test_steps_become_a_heatmap_of_layer_by_step() -> None:
     assert _texts(axes) == ["n/a", "20 %", "−300 %▼", "n/a", "100 %", "70 %"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("decode step", "layer patched")
     assert [label.get_text() for label in axes.get_xticklabels() if label.get_text()] == ["1", "2", "3"]
-    assert "layer 1 recovers half or more at 2 of 2 steps" in axes.get_title(loc="left").replace("\n", " ")
+    assert "layer 1 recovers half or more at 2 of 2 steps" in _title(axes)
     sweep.steps = sweep.steps[sweep.steps["step"] == 2]
     with pytest.raises(InputError, match="no layer by step to draw"):
         step_figure(sweep)
@@ -145,7 +150,7 @@ def test_steps_become_a_heatmap_of_layer_by_step() -> None:
 
 def test_equal_paths_and_empty_sweeps_are_said() -> None:
     figure = recovery_figure(_sweep({(0, -1): [float("nan")]}, "single", "resid_post"))
-    said = figure.axes[0].get_title(loc="left").replace("\n", " ")
+    said = _title(figure.axes[0])
     assert "nothing can be recovered" in said
     assert "try another dtype" in said
     assert "split_k(4,float16)" in said
@@ -197,15 +202,13 @@ def test_exact_zeros_of_the_split_stand_in_their_own_strip() -> None:
     assert "nats" in above.get_ylabel()
     assert below.get_xlabel() == "layer"
     # Step 1: fresh; step 2: anew; at step 3 no part is as long as the others together.
-    assert above.get_title(loc="left").replace("\n", " ") == (
-        "More than all other parts together, of 6 steps that differ: fresh at 2, anew at 2; none at 2"
-    )
-    assert below.get_title(loc="left").replace("\n", " ").startswith("At the median step")
+    assert _title(above) == ("More than all other parts together, of 6 steps that differ: fresh at 2, anew at 2; none at 2")
+    assert _title(below).startswith("At the median step")
 
 
 def test_a_split_of_nothing_says_so() -> None:
     figure = decomposition_figure(_decomposition(0.0))
-    said = figure.axes[0].get_title(loc="left").replace("\n", " ")
+    said = _title(figure.axes[0])
     assert "nothing to split" in said
     assert "try another dtype" in said
     empty = _decomposition()
@@ -217,11 +220,9 @@ def test_a_split_of_nothing_says_so() -> None:
 def test_both_are_saved_with_what_made_them(tmp_path: Path) -> None:
     from PIL import Image
 
-    written = save_sweep_figures(_sweep({(0, 0): [0.5]}), tmp_path / "new")
-    written += save_decomposition_figure(_decomposition(), tmp_path / "new")
-    assert {file.name for file in written} == {file.name for file in (tmp_path / "new").iterdir()}
-    assert [written[0].name, written[-1].name] == ["recovery.png", "decomposition.png"]
-    for file in written:
-        with Image.open(file) as picture:
+    drawn = sweep_figures(_sweep({(0, 0): [0.5]})) | {"decomposition": decomposition_figure(_decomposition())}
+    assert list(drawn) == ["recovery", "decomposition"]
+    for name, figure in drawn.items():
+        with Image.open(save(figure, tmp_path / "new" / f"{name}.png")) as picture:
             assert PROVENANCE["weights"] in picture.text["Description"]  # type: ignore[attr-defined]
             assert picture.width < 1400

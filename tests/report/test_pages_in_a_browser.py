@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_sorting, faults_of
@@ -17,30 +16,17 @@ from kvinterp.models import wrap
 from kvinterp.recording import Trace
 from kvinterp.report import attention_comparison, write_report
 from kvinterp.report.attention_page import readable
-from kvinterp.report.experiment import write_experiment
 from kvinterp.report.page import Column, Table, render
 from support import Case
-from synthetic import comparison, result
+from synthetic import comparison, experiment_page, result
 
 pytestmark = IN_A_BROWSER
 
 CELLS = ["1.6 × 10⁻⁷", "–", "3,652", "1.2 (0.8 to 1.5)", "1e-03", "1.2 (0.9 to 1.4)", "-0.5", "5 of 8", "12%"]
 
 
-def experiment(folder: Path, **changed: Any) -> Path:
-    told = {
-        "question": f"Measure {EVIL}.\n\nAnd why.",
-        "sentences": [f"{EVIL} is 3.", "It holds for 2 prompts."],
-        "tables": {"many": pd.DataFrame({"step": range(30), "kl": 0.5, "word": EVIL, "same": True})},
-        "figures": [],
-        "chosen": {"prompts": EVIL, "sizes": (1, 2), "device": None},
-        "provenance": {"model": f"zoo:{EVIL}", "dtype": "float16", "kernel_flags": {"tf32": False}},
-    }
-    return write_experiment(folder, **{**told, **changed})
-
-
 def test_the_page_of_an_experiment(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
-    page = experiment(tmp_path)
+    page = experiment_page(tmp_path, EVIL, 30)
     check_page(page_opened, page)
     opened = page_opened(page)
     check_sorting(opened)

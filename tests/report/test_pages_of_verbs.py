@@ -18,7 +18,7 @@ from kvinterp.claims import COLUMNS
 from kvinterp.experiments.demo import SMOKE
 from kvinterp.experiments.registry import experiment_named
 from kvinterp.models import zoo
-from kvinterp.report.evaluators import save_scores_figure
+from kvinterp.report.evaluators import scores_figure
 from kvinterp.report.experiment import write_experiment
 from kvinterp.report.study import write_study
 from kvinterp.report.style import keeping, save, sheet
@@ -89,7 +89,8 @@ def eval_of(folder: Path) -> Path:
     ]
     about = {**ABOUT, "model": NAME}
     with keeping():
-        files = save_scores_figure({"results": rows, "paths": paths, "provenance": about}, folder / "figures")
+        drawn = scores_figure({"results": rows, "paths": paths, "provenance": about})
+        files = [save(drawn, folder / "figures" / "eval_scores.png")]
         tables = {"results": pd.DataFrame(rows)}
         return write_experiment(folder, "What does it cost?", [f"{NAME} is 3."], tables, files, {"path": paths[1]}, about)
 

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
+from kvinterp.comparison import Comparison
 from kvinterp.report.axes import zero_aware
 from kvinterp.report.figures import (
     draw_attention,
@@ -40,6 +41,11 @@ MADE = {
 }
 
 
+def figure_with(drawn: str, made: Comparison, label: str = "") -> Figure:
+    """A figure with one of the four alone in it."""
+    return figure_of(DRAWN[drawn], {label: made}, (5.6, 3.9))
+
+
 def inside(figure: Figure) -> bool:
     """Whether all that is drawn lies within the picture."""
     figure.draw_without_rendering()
@@ -52,13 +58,13 @@ def inside(figure: Figure) -> bool:
 @pytest.mark.parametrize("what", MADE)
 @pytest.mark.parametrize("drawn", DRAWN)
 def test_nothing_is_cut_off(drawn: str, what: str) -> None:
-    assert inside(figure_of(DRAWN[drawn], {"matched": MADE[what]}, (5.6, 3.9)))
+    assert inside(figure_with(drawn, MADE[what], "matched"))
 
 
 def test_without_a_step_of_the_same_text_the_figure_of_k_and_v_says_so() -> None:
     """In the free protocol a token may flip at step 0, after which nothing is of the same text."""
     made = comparison((0, 1), flip=0, protocol="free")
-    assert "step after the prefill at which both" in _title(figure_of(draw_kv, {"": made}, (5.6, 3.9)))
+    assert "step after the prefill at which both" in _title(figure_with("kv", made))
 
 
 def test_the_overview_holds_all_four_and_cuts_nothing_off() -> None:
@@ -100,18 +106,16 @@ def test_no_strip_where_nothing_is_zero() -> None:
     ],
 )
 def test_titles_say_when_nothing_differs(drawn: str, title: str) -> None:
-    figure = figure_of(DRAWN[drawn], {"": MADE["equal"]}, (5.6, 3.9))
+    figure = figure_with(drawn, MADE["equal"])
     assert _title(figure) == title
 
 
 def test_titles_say_where_the_difference_is() -> None:
     usual = MADE["usual"]
-    assert (
-        _title(figure_of(draw_kl, {"matched": usual}, (5.6, 3.9))) == "The paths differ at 12 of 15 steps, first at step 1"
-    )
+    assert _title(figure_with("kl", usual, "matched")) == "The paths differ at 12 of 15 steps, first at step 1"
     means = usual.heads[usual.heads["step"] > 0].groupby(["layer", "head"])["kl"].mean()
     layer, head = means.idxmax()
-    title = _title(figure_of(draw_attention, {"": usual}, (5.6, 3.5)))
+    title = _title(figure_with("attention", usual))
     assert (
         title
         == f"Attention differs most in layer {layer}, head {head} (and as much at 1 other place) ({short(means.max())} nats)"
@@ -120,26 +124,24 @@ def test_titles_say_where_the_difference_is() -> None:
     expected = (
         f"The median difference of resid_post is first above 0 at layer 1; at layer 2 it is {short(medians.iloc[-1])}"
     )
-    assert _title(figure_of(draw_drift, {"": usual}, (5.6, 3.7))) == expected
-    assert _title(figure_of(draw_kv, {"": usual}, (5.6, 3.9))).startswith(
-        "This prompt's K and V are exactly equal, decoded"
-    )
+    assert _title(figure_with("drift", usual)) == expected
+    assert _title(figure_with("kv", usual)).startswith("This prompt's K and V are exactly equal, decoded")
 
 
 def test_the_first_flip_is_marked_where_it_happens() -> None:
-    figure = figure_of(draw_kl, {"free": MADE["flipped"]}, (5.6, 3.9))
+    figure = figure_with("kl", MADE["flipped"], "free")
     axes = figure.axes[0]
     marks = [line for line in axes.lines if line.get_marker() == "X"]
     assert marks
     assert all(set(np.round(line.get_xdata())) == {2} for line in marks)
     assert "first flipped token" in [text.get_text() for text in axes.get_legend().get_texts()]
-    plain = figure_of(draw_kl, {"matched": MADE["usual"]}, (5.6, 3.9)).axes[0]
+    plain = figure_with("kl", MADE["usual"], "matched").axes[0]
     assert "first flipped token" not in [text.get_text() for text in plain.get_legend().get_texts()]
 
 
 def test_the_line_of_kl_is_the_median_over_examples() -> None:
     usual = MADE["usual"]
-    axes = figure_of(draw_kl, {"matched": usual}, (5.6, 3.9)).axes[0]
+    axes = figure_with("kl", usual, "matched").axes[0]
     line = next(line for line in axes.lines if line.get_label() == "matched, median")
     medians = usual.steps.groupby("step")["kl"].median().to_numpy()
     np.testing.assert_array_equal(np.asarray(line.get_ydata())[1:], medians[1:])
@@ -147,7 +149,7 @@ def test_the_line_of_kl_is_the_median_over_examples() -> None:
 
 
 def test_the_heatmap_leaves_equal_heads_white() -> None:
-    axes = figure_of(draw_attention, {"": MADE["usual"]}, (5.6, 3.5)).axes[0]
+    axes = figure_with("attention", MADE["usual"]).axes[0]
     image = axes.images[0].get_array()
     assert image.mask[0].all()
     assert not image.mask[1:].any()
@@ -155,7 +157,7 @@ def test_the_heatmap_leaves_equal_heads_white() -> None:
 
 
 def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> None:
-    figure = figure_of(draw_kv, {"": MADE["usual"]}, (5.6, 3.9))
+    figure = figure_with("kv", MADE["usual"])
     panels = [axes for axes in figure.axes if axes.images and axes.get_ylabel().endswith("layer")]
     assert [axes.get_ylabel() for axes in panels] == ["K: layer", "V: layer"]
     for axes in panels:
@@ -167,7 +169,7 @@ def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> No
 def test_a_window_that_holds_no_early_position_is_drawn_from_its_first() -> None:
     kv = MADE["usual"].kv_positions
     late = dataclasses.replace(MADE["usual"], kv_positions=kv[kv["position"] >= 3])
-    axes = figure_of(draw_kv, {"": late}, (5.6, 3.9)).axes[0]
+    axes = figure_with("kv", late).axes[0]
     assert axes.images[0].get_extent()[:2] == [2.5, 7.5]
 
 
@@ -192,7 +194,7 @@ def test_the_ladder_says_whether_the_difference_falls() -> None:
 
 
 def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:
-    path = save(figure_of(draw_kl, {"matched": MADE["usual"]}, (5.6, 3.9)), tmp_path / "new" / "kl.png")
+    path = save(figure_with("kl", MADE["usual"], "matched"), tmp_path / "new" / "kl.png")
     with Image.open(path) as image:
         assert image.size == (896, 624)
         (about,) = json.loads(image.info["Description"])
@@ -201,12 +203,12 @@ def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:
 
 
 def test_the_same_tables_give_the_same_picture(tmp_path: Path) -> None:
-    one, two = (save(figure_of(draw_kv, {"": MADE["usual"]}, (5.6, 3.9)), tmp_path / f"{n}.png") for n in (1, 2))
+    one, two = (save(figure_with("kv", MADE["usual"]), tmp_path / f"{n}.png") for n in (1, 2))
     assert one.read_bytes() == two.read_bytes()
 
 
 def test_a_dollar_in_a_name_is_no_mathematics() -> None:
-    figure = figure_of(draw_kl, {"a$b$": MADE["dollars"]}, (5.6, 3.9))
+    figure = figure_with("kl", MADE["dollars"], "a$b$")
     written = [text for text in figure.findobj(Text) if "$" in text.get_text()]
     assert len(written) >= 2
     assert not any(text.get_parse_math() for text in written)

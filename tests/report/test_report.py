@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,14 @@ from kvinterp.errors import InputError
 from kvinterp.reading.numbers import number
 from kvinterp.reading.precision import fall_of
 from kvinterp.reading.results import right_answers
-from kvinterp.report.compare import Gallery, file_name, ladder_of, overview_of, write_report
+from kvinterp.report import compare
+from kvinterp.report.compare import file_name, ladder_of, overview_of, write_report
 from kvinterp.report.page import Picture
 from kvinterp.results import Result
+from pages import Page
 from synthetic import comparison, failed, prompts, result
 
 ATTACK = "<script>alert('x')</script> & <img src=http://example.com/x.png> \"quoted\""
-
-
-class Page(HTMLParser):
-    """Tags, what they ask for, and the text between them."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.wanted: list[str] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.wanted += [str(value) for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
-        if tag not in ("meta", "img", "link"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"<{tag}> closes something else"
-        self.text += " " if tag in ("td", "th") else ""
-
-    def handle_data(self, data: str) -> None:
-        if not {"style", "script"} & set(self.open):
-            self.text += re.sub(r"[ \n]+", " ", data)
 
 
 def page(tmp_path: Path, *results: Result) -> Page:
@@ -62,7 +37,7 @@ def made(size: float = 1e-3, flip: int | None = None, **changed: Any) -> Result:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are files of one line: for tests of words, which are most of the page."""
 
-    monkeypatch.setattr(Gallery, "add", lambda self, name, figure, caption: Picture(caption, b"a figure"))
+    monkeypatch.setattr(compare, "pictured", lambda folder, name, figure, caption: Picture(caption, b"a figure"))
 
 
 def test_the_answer_of_an_ordinary_run(tmp_path: Path, quick: None) -> None:

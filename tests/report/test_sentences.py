@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,7 @@ from kvinterp.reading.numbers import share
 from kvinterp.reading.patching import layer_title, recovery_title, split_title
 from kvinterp.reading.precision import ladder_said, ladder_title
 from kvinterp.reading.root_cause import ladder_title_of, said_of_root_cause
-from kvinterp.reading.sections import kv_said
-from kvinterp.reading.titles import drift_title, kl_title, kv_title
+from kvinterp.reading.sections import drift_title, kl_title, kv_said, kv_title
 from kvinterp.report import compare
 from kvinterp.report.compare import flip_section, ladder_of
 from kvinterp.report.page import Picture, Section
@@ -29,15 +29,10 @@ from kvinterp.results import Result
 from synthetic import ABOUT, comparison, failures, result
 
 
-class NoFiles:
-    """Stands in for the gallery: these tests are of words."""
-
-    def add(self, name: str, figure: Any, caption: str) -> Picture:
-        return Picture(caption, b"")
-
-
 @pytest.fixture(autouse=True)
 def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are of words."""
+    monkeypatch.setattr(compare, "pictured", lambda folder, name, figure, caption: Picture(caption, b""))
     for name in ("figure_named", "precision_ladder"):
         monkeypatch.setattr(compare, name, lambda *given: None)
 
@@ -278,7 +273,7 @@ SQUARE = "KL goes about with the square"
     ],
 )  # fmt: skip
 def test_the_section_on_precision(given: dict[str, list[Comparison]], wanted: list[str], unwanted: list[str]) -> None:
-    section = compare.precision_section(given, NoFiles())  # type: ignore[arg-type]
+    section = compare.precision_section(given, Path())
     checked(" ".join([*section.done, *section.seen]), wanted, unwanted)
 
 
@@ -293,7 +288,7 @@ def shown(kind: str, *made: Comparison) -> str:
     results: list[Result] = [result(one) for one in made]
     if kind == "table_section":
         return said(compare.table_section(results))
-    return said(getattr(compare, kind)(results, NoFiles()))
+    return said(getattr(compare, kind)(results, Path()))
 
 
 SAME = "Matched and free give the same numbers"

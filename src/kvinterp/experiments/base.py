@@ -72,8 +72,8 @@ class Experiment(abc.ABC):
     RESULT: ClassVar[str] = ""
     """The import name of the class of its result, which is read from tables and summary; ``""``: the tables are its result."""
     FIGURES: ClassVar[str] = ""
-    """The import name of what draws its figures: given the result (tables alone with their provenance) and a folder, it returns
-    their files."""
+    """The import name of what draws its figures: given the result, and of tables alone the provenance too, it returns them by
+    name; or the one there is, whose name is that in ``DRAWN``."""
     READING: ClassVar[str] = ""
     """The import name of what says in sentences what the summary holds, where that has no ``reading``."""
     UNIT: ClassVar[str] = "parts"
@@ -130,11 +130,10 @@ class Experiment(abc.ABC):
         """
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Draws its figures into a folder and returns their files."""
-        from kvinterp.cells import imported
+        """Writes its figures into a folder and returns their files."""
+        from kvinterp.report.style import save
 
-        signed = (outcome.summary["provenance"],) if self.FIGURES and outcome.result is outcome.tables else ()
-        return list(imported(self.FIGURES)(outcome.result, *signed, folder)) if self.FIGURES else []
+        return [save(figure, folder / f"{name}.png") for name, figure in self.drawings(outcome).items()]
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """What was found, a sentence a line."""
@@ -177,11 +176,13 @@ class Experiment(abc.ABC):
 
     def drawings(self, outcome: Outcome) -> dict[str, Figure]:
         """Its figures by name; nothing is written."""
-        from kvinterp.report.style import gathering
+        from kvinterp.cells import imported
 
-        with gathering() as found:
-            self.figures(outcome, Path("figures"))
-        return found
+        if not self.FIGURES:
+            return {}
+        signed = (outcome.summary["provenance"],) if outcome.result is outcome.tables else ()
+        found = imported(self.FIGURES)(outcome.result, *signed)
+        return dict(found) if isinstance(found, Mapping) else {self.drawn()[0]: found}
 
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
         """Prints what the command prints.

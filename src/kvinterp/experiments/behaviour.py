@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -57,6 +56,8 @@ class Behaviour(OfModels):
         "flip_tokens",
         "failures",
     )
+    FIGURES: ClassVar = "kvinterp.report.behaviour:behaviour_figures"
+    READING: ClassVar = "kvinterp.reading.behaviour:said_of_behaviour"
     UNIT: ClassVar = "cells"
 
     dtype: str = shared("dtype")
@@ -137,20 +138,6 @@ class Behaviour(OfModels):
             tables[name] = found["table"] if found else pd.DataFrame(columns=columns)
         return tables | {name: decodes[name] for name in ("flip_steps", "flip_tokens", "failures")}
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
-        """The tables, and what they say."""
-        from kvinterp.provenance import provenance
-
-        tables = self.tables(made)
-        about = {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
-        return Outcome(tables, tables, {"reading": self.said(tables, about), "provenance": about})
-
-    def said(self, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any]) -> list[str]:
-        """What the tables say, in sentences."""
-        from kvinterp.reading.behaviour import said_of_behaviour
-
-        return said_of_behaviour(tables, about)
-
     def noted(self) -> dict[str, Any]:
         """How it was decoded."""
         return {"kernels": self.kernels or "native", "max_new_tokens": self.max_new_tokens, "stop": self.stop}
@@ -163,12 +150,6 @@ class Behaviour(OfModels):
         from kvinterp.report.tokens import flips_shown
 
         return flips_shown(flipped_decodes(outcome.tables, paths_of(self.kernels)))
-
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Its figures, signed with what they were made with."""
-        from kvinterp.report.behaviour import save_behaviour_figures
-
-        return save_behaviour_figures(outcome.tables, outcome.summary["provenance"], folder)
 
 
 _PASSED = ("prompts", "max_new_tokens", "stop", "kernels")

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pandas as pd
 
 from kvinterp.behaviour.boundary import boundary_tables
 from kvinterp.cells import Cell, Made, joined
-from kvinterp.experiments.base import Outcome, option
+from kvinterp.experiments.base import option
 from kvinterp.experiments.behaviour import Behaviour
 
 __all__ = ["Boundary"]
@@ -28,6 +27,8 @@ class Boundary(Behaviour):
     """Do tokens flip early where the paths are far apart, or where the model is not sure?"""
 
     DRAWN: ClassVar = ("boundary",)
+    FIGURES: ClassVar = "kvinterp.report.boundary:boundary_figures"
+    READING: ClassVar = "kvinterp.reading.boundary:said_of_boundary"
     TABLES: ClassVar = ("boundary", "boundary_flips", "terciles", "hazard", "prediction", "roc", "calibration")
 
     above: int = option(8, "The paper's second restriction: flips later than this step alone.", min=0)
@@ -40,15 +41,3 @@ class Boundary(Behaviour):
         """What the decodes say of their flips."""
         decodes = joined({key: each for key, each in made.items() if "decodes" in each[0]})
         return boundary_tables(decodes["decodes"], decodes["steps"], self.above)
-
-    def said(self, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any]) -> list[str]:
-        """What the tables say, in sentences."""
-        from kvinterp.reading.boundary import said_of_boundary
-
-        return said_of_boundary(tables, about)
-
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Its figures, signed with what they were made with."""
-        from kvinterp.report.boundary import save_boundary_figures
-
-        return save_boundary_figures(outcome.tables, outcome.summary["provenance"], folder)

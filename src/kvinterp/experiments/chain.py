@@ -34,7 +34,7 @@ class Chain(Experiment):
 
     TABLES: ClassVar = ("chains", "curves", "deltas", "cycles", "attractors")
     DRAWN: ClassVar = ("chain_",)
-    FIGURES: ClassVar = "kvinterp.report.chains:save_chain_figures"
+    FIGURES: ClassVar = "kvinterp.report.chains:chain_figures"
     READING: ClassVar = "kvinterp.reading.chains:said_of_chains"
     UNIT: ClassVar = "sets of chains"
 

@@ -21,7 +21,7 @@ class Decompose(Experiment):
     TABLES: ClassVar = ("decomposition", "layers")
     DRAWN: ClassVar = ("decomposition",)
     RESULT: ClassVar = "kvinterp.patching:Decomposition"
-    FIGURES: ClassVar = "kvinterp.report:save_decomposition_figure"
+    FIGURES: ClassVar = "kvinterp.report:decomposition_figure"
     READING: ClassVar = "kvinterp.reading.patching:said_of_decomposition"
     UNIT: ClassVar = "prompts"
 

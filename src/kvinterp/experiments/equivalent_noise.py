@@ -36,7 +36,7 @@ class EquivalentNoise(Experiment):
     """How large, how skewed and how heavy-tailed is the error of a policy on real K and V, and at how many bits?"""
 
     TABLES: ClassVar = ("equivalent_noise",)
-    FIGURES: ClassVar = "kvinterp.report.kv_error:save_equivalent_noise"
+    FIGURES: ClassVar = "kvinterp.report.kv_error:equivalent_noise_figure"
     READING: ClassVar = "kvinterp.reading.kv_error:said_of_equivalent_noise"
     UNIT: ClassVar = "policies"
 

@@ -26,7 +26,7 @@ class Eval(Experiment):
 
     TABLES: ClassVar = ("results", "samples", "changed")
     DRAWN: ClassVar = ("eval_scores",)
-    FIGURES: ClassVar = "kvinterp.report.evaluators:save_scores_figure"
+    FIGURES: ClassVar = "kvinterp.report.evaluators:scores_figure"
     READING: ClassVar = "kvinterp.reading.evaluators:said_of_eval"
     UNIT: ClassVar = "tasks"
 

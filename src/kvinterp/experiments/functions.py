@@ -11,6 +11,8 @@ from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.outcome import Outcome
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kvinterp.cells import Cell, Made
 
 __all__ = ["FUNCTIONS", "prompts_of"]
@@ -54,7 +56,7 @@ class _LogitLens(_OfFunction):
 
     VERB: ClassVar = "logit-lens"
     RESULT: ClassVar = "kvinterp.comparison:LogitLens"
-    FIGURES: ClassVar = "kvinterp.report.lens:save_lens_figures"
+    FIGURES: ClassVar = "kvinterp.report.lens:lens_figures"
 
 
 class _LogitAttribution(_OfFunction):
@@ -62,7 +64,7 @@ class _LogitAttribution(_OfFunction):
 
     VERB: ClassVar = "logit-attribution"
     RESULT: ClassVar = "kvinterp.comparison:LogitAttribution"
-    FIGURES: ClassVar = "kvinterp.report.lens:save_attribution_figures"
+    FIGURES: ClassVar = "kvinterp.report.lens:attribution_figures"
 
 
 class _Several(_OfFunction):
@@ -82,12 +84,12 @@ class _Several(_OfFunction):
             pair.prompts = load_prompts(folder / _PROMPTS) if is_file(folder / _PROMPTS) else []
         return outcome
 
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
         """KL by step and drift by layer, a line a pair."""
-        from kvinterp.report import figures, save
+        from kvinterp.report import figures
 
         drawn = figures({pair.provenance["paths"]["b"]: pair for pair in outcome.result})
-        return [save(drawn[name], folder / f"{name}.png") for name in self.DRAWN if name in drawn]
+        return {name: drawn[name] for name in self.DRAWN if name in drawn}
 
 
 FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (_Localise, _LogitAttribution, _LogitLens, _Several)}

@@ -35,7 +35,7 @@ class KvError(Experiment):
     """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
 
     TABLES: ClassVar = ("scores", "contrasts", "examples", "noise")
-    FIGURES: ClassVar = "kvinterp.report.kv_error:save_kv_error"
+    FIGURES: ClassVar = "kvinterp.report.kv_error:kv_error_figures"
     READING: ClassVar = "kvinterp.reading.kv_error:said_of_kv_error"
 
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")

@@ -57,7 +57,7 @@ class LayerDrift(OfModels):
         "drift_examples",
     )
     DRAWN: ClassVar = ("layer_drift",)
-    FIGURES: ClassVar = "kvinterp.report.layer_drift:save_layer_drift_figures"
+    FIGURES: ClassVar = "kvinterp.report.layer_drift:layer_drift_figures"
     READING: ClassVar = "kvinterp.reading.layer_drift:said_of_layer_drift"
     UNIT: ClassVar = "examples"
 

@@ -55,7 +55,7 @@ class Localisation(OfModels):
 
     TABLES: ClassVar = ("chosen", "recovery", "recovery_by_layer", "steps", "controls", "decomposition", "layers")
     DRAWN: ClassVar = ("localisation",)
-    FIGURES: ClassVar = "kvinterp.report.localisation:save_localisation_figures"
+    FIGURES: ClassVar = "kvinterp.report.localisation:localisation_figures"
     READING: ClassVar = "kvinterp.reading.localisation:said_of_localisation"
     UNIT: ClassVar = "examples"
 

@@ -39,8 +39,8 @@ class Mitigate(Experiment):
     """What does a mitigation leave of the divergence, and at what cost?"""
 
     DRAWN: ClassVar = ("mitigations",)
-    FIGURES: ClassVar = "kvinterp.report.mitigate:save_mitigate_figures"
     TABLES: ClassVar = ("examples", "mitigations", "interactions")
+    FIGURES: ClassVar = "kvinterp.report.mitigate:mitigate_figures"
     READING: ClassVar = "kvinterp.reading.mitigate:said_of_mitigate"
 
     model: str = model()

@@ -35,14 +35,11 @@ FEW = 4
 
 @dataclasses.dataclass(frozen=True)
 class OfModels(Experiment):
-    """An experiment on some models.
-
-    READING is given its tables by name and the provenance of each model.
-    """
+    """An experiment on some models; READING and FIGURES are given its tables by name and the provenance of each model."""
 
     READING: ClassVar = "kvinterp.reading.root_cause:said_of_root_cause"
     DRAWN: ClassVar = ("root_cause",)
-    FIGURES: ClassVar = "kvinterp.report:save_root_cause_figures"
+    FIGURES: ClassVar = "kvinterp.report:root_cause_figures"
 
     models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")
     prompts: str = option("arithmetic:20", SHARED["prompts"][1])

@@ -22,7 +22,7 @@ class Patch(Experiment):
     TABLES: ClassVar = ("recovery", "steps", "controls")
     DRAWN: ClassVar = ("recovery",)
     RESULT: ClassVar = "kvinterp.patching:Sweep"
-    FIGURES: ClassVar = "kvinterp.report:save_sweep_figures"
+    FIGURES: ClassVar = "kvinterp.report:sweep_figures"
     READING: ClassVar = "kvinterp.reading.patching:said_of_sweep"
     UNIT: ClassVar = "prompts"
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,6 +36,7 @@ from kvinterp.experiments.registry import experiment_named
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
     from kvinterp.cells import Cell, Made
     from kvinterp.models import Adapter
@@ -252,14 +253,23 @@ class Study(Experiment):
         return [file for files in self.drawn_by_part(outcome, folder).values() for file in files]
 
     def drawn_by_part(self, outcome: Outcome, folder: Path) -> dict[Part, list[Path]]:
-        """The figures of each experiment; where there are several kinds, each has the kind before its name."""
-        from kvinterp.report.style import saving
+        """The files of the figures of each experiment."""
+        from kvinterp.report.style import save
 
-        several, drawn = len({part.kind for part in outcome.result}) > 1, {}
-        for part, found in outcome.result.items():
-            with saving(f"{part.prefix}-" if several else "", ("svg", "pdf")):
-                drawn[part] = part.experiment.figures(found, folder)
-        return drawn
+        return {
+            part: [save(figure, folder / f"{name}.png", ("svg", "pdf")) for name, figure in self._drawings(outcome, part)]
+            for part in outcome.result
+        }
+
+    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
+        """Those of its experiments."""
+        return {name: figure for part in outcome.result for name, figure in self._drawings(outcome, part)}
+
+    def _drawings(self, outcome: Outcome, part: Part) -> Iterator[tuple[str, Figure]]:
+        """The figures of an experiment; where there are several kinds, each has the kind before its name."""
+        before = f"{part.prefix}-" if len({each.kind for each in outcome.result}) > 1 else ""
+        for name, figure in part.experiment.drawings(outcome.result[part]).items():
+            yield f"{before}{name}", figure
 
     def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
         """The figures of its experiments, the page, and the tables for a paper."""

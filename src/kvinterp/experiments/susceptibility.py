@@ -42,7 +42,7 @@ class Susceptibility(Experiment):
     """How much noise in K and V flips a token?"""
 
     TABLES: ClassVar = ("steps", "rates", "thresholds", "calibration", "certificates")
-    FIGURES: ClassVar = "kvinterp.report.susceptibility:save_susceptibility_figures"
+    FIGURES: ClassVar = "kvinterp.report.susceptibility:susceptibility_figure"
     READING: ClassVar = "kvinterp.reading.susceptibility:said_of_susceptibility"
 
     model: str = model()

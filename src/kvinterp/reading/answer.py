@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
-from kvinterp.reading.numbers import between, interval_said, listed, machines_of, number, prompts_said, share
+from kvinterp.reading.numbers import between, counted, interval_said, listed, machines_of, number, share
 from kvinterp.reading.precision import ladder_said
 from kvinterp.reading.results import drift_medians, kind_of, leading, model_of, site_of, with_protocol
 
@@ -117,7 +117,7 @@ def _measured_sentence(main: Sequence[Result], rungs: Mapping[str, Sequence[Comp
     provenances = [r.comparison.provenance for r in main] + [c.provenance for group in rungs.values() for c in group]
     ids = {row for r in main for row in r.comparison.examples["id"]}
     left = sum(len(r.comparison.failures) for r in main)
-    out = f" {prompts_said(left)} {'was' if left == 1 else 'were'} left out, see below." if left else ""
+    out = f" {counted(left, 'prompt')} {'was' if left == 1 else 'were'} left out, see below." if left else ""
     # What a policy, a narrower cache, another dtype or a kernel mode does is no matter of the processor.
     acts = any(
         made in path
@@ -131,7 +131,7 @@ def _measured_sentence(main: Sequence[Result], rungs: Mapping[str, Sequence[Comp
         else "the paths can be equal where they differ here, and differ where they are equal"
     )
     return [
-        f"All this is of {prompts_said(len(ids))} on {machines_of(provenances)}.{out} Other processors' kernels add in other "
-        f"orders: there {there}.",
+        f"All this is of {counted(len(ids), 'prompt')} on {machines_of(provenances)}.{out} Other processors' kernels add in "
+        f"other orders: there {there}.",
         *([TO_SEE_A_DIFFERENCE] if all((r.comparison.steps["max_abs_logit"] == 0).all() for r in main) else []),
     ]

@@ -17,13 +17,7 @@ DERIVED = (
 
 
 def what_is_compared(pair: Sequence[Trace], step: int, length: int) -> list[str]:
-    """The model, the step, the positions, and the rows of each path.
-
-    Args:
-        pair: The traces.
-        step: The decode step.
-        length: How many positions there are at it.
-    """
+    """The model, the step, how many positions there are at it, and the rows of each path."""
     prompt, (a, b), made = len(pair[0].prompt), (trace.path for trace in pair), pair[0].provenance
     what = ", ".join(str(made[key]) for key in ("model", "kind", "dtype") if key in made) or "a model"
     return [

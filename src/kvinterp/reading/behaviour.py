@@ -7,20 +7,16 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.reading.numbers import between, counted, listed, models_on, number, sentence
+from kvinterp.reading.numbers import between, counted, ends_said, listed, models_on, number, sentence
+from kvinterp.reading.results import only
 
-__all__ = ["condition", "ends_said", "p_said", "said_of_behaviour"]
+__all__ = ["condition", "p_said", "said_of_behaviour"]
 
 ALPHA = 0.05
 
 
 def said_of_behaviour(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
-    """What the behaviour experiment found.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.behaviour.Behaviour`.
-        provenance: The provenance of each model.
-    """
+    """What :class:`kvinterp.experiments.behaviour.Behaviour` found, from its tables and the provenance of each model."""
     lines = [
         f"{models_on(provenance)}. Intervals are 95% and n counts examples: the decodes "
         "of one under several seeds are not independent. Other machines add in other orders; every number here is this one's."
@@ -40,13 +36,8 @@ def condition(row: Mapping[str, Any]) -> str:
     return f"{row['model']}, {row['strategy']}"
 
 
-def ends_said(low: float, high: float) -> str:
-    """An interval in brackets behind a number, or nothing where there is none."""
-    return "" if pd.isna(low) or pd.isna(high) else f" ({number(low)} to {number(high)})"
-
-
 def _shares(low: float, high: float) -> str:
-    return "" if pd.isna(low) or pd.isna(high) else f", interval {low:.1%} to {high:.1%}"
+    return ends_said(low, high, ", interval {}", "{:.1%}".format)
 
 
 def p_said(p: float) -> str:
@@ -55,8 +46,8 @@ def p_said(p: float) -> str:
 
 
 def _divergence(table: pd.DataFrame) -> Iterator[str]:
-    free = table[table["protocol"] == "free"].set_index(["model", "strategy"])
-    for row in table[table["protocol"] == "matched"].to_dict("records"):
+    free = only(table, protocol="free").set_index(["model", "strategy"])
+    for row in only(table, protocol="matched").to_dict("records"):
         said = f"{condition(row)}: "
         of = f"{counted(row['decodes'], 'decode')} of {counted(row['n'], 'example')}"
         if row["diverged"]:
@@ -67,10 +58,8 @@ def _divergence(table: pd.DataFrame) -> Iterator[str]:
         paper = free.loc[row["model"], row["strategy"]]
         said += f". Mean KL {number(row['mean_kl'])} nats matched{ends_said(row['mean_kl_low'], row['mean_kl_high'])}"
         said += f", {number(paper['mean_kl'])} free{ends_said(paper['mean_kl_low'], paper['mean_kl_high'])}"
-        said += (
-            f"; fed the same, no logit differs by more than {number(row['max_abs_logit'])}, which allows a KL of at most "
-        )
-        said += number(row["kl_bound"])
+        said += f"; fed the same, no logit differs by more than {number(row['max_abs_logit'])}, "
+        said += f"which allows a KL of at most {number(row['kl_bound'])}"
         if above := int(paper["above_bound"]):
             said += f". The mean KL of {counted(above, 'free decode')} exceeds that bound: after a flip it is of two texts"
         yield said + "."
@@ -94,7 +83,7 @@ def _accuracy(paths: pd.DataFrame, strategies: pd.DataFrame) -> Iterator[str]:
             f"{row['only_b']}; {row['test']}, {p_said(row['p'])}, n = {row['n']}{_detectable(row)}."
         )
     # The paper compares strategies on one path.
-    both = {"of paths": paths, "of strategies on the cached path": strategies[strategies["path"] == "a"]}
+    both = {"of paths": paths, "of strategies on the cached path": only(strategies, path="a")}
     if not len(paths):
         return
     said = []

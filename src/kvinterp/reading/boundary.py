@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.reading.behaviour import condition, ends_said, p_said
-from kvinterp.reading.numbers import counted, models_on, number
+from kvinterp.reading.behaviour import condition, p_said
+from kvinterp.reading.numbers import counted, ends_said, models_on, number
+from kvinterp.reading.results import only
 
 __all__ = ["said_of_boundary"]
 
@@ -20,12 +21,7 @@ _OF = {
 
 
 def said_of_boundary(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
-    """What the boundary experiment found.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.boundary.Boundary`.
-        provenance: The provenance of each model.
-    """
+    """What :class:`kvinterp.experiments.boundary.Boundary` found, from its tables and the provenance of each model."""
     flips = len(tables["boundary_flips"])
     lines = [
         f"{models_on(provenance)}: {counted(flips, 'decode')} flip a token. Intervals "
@@ -38,7 +34,7 @@ def said_of_boundary(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str
 
 
 def _chosen(table: pd.DataFrame, row: Mapping[str, Any]) -> pd.DataFrame:
-    return table[(table["model"] == row["model"]) & (table["strategy"] == row["strategy"])]
+    return only(table, model=row["model"], strategy=row["strategy"])
 
 
 def _correlations(tables: Mapping[str, pd.DataFrame], row: Mapping[str, Any]) -> Iterator[str]:
@@ -80,15 +76,12 @@ def _predicted(row: Mapping[str, Any], hazard: pd.DataFrame) -> str:
     if not row["flips"]:
         return f"{said}no token flips, so that no margin tells anything of flips."
     said += f"{counted(row['flips'], 'first flip')} at a margin of {number(row['margin_at_flip'])} logits (median), "
-    said += (
-        f"{number(row['margin_elsewhere'])} elsewhere; a smaller margin tells a flip from another step with an area under "
-    )
-    said += f"the curve of {row['auc']:.3f}{ends_said(row['auc_low'], row['auc_high'])}"
+    said += f"{number(row['margin_elsewhere'])} elsewhere; a smaller margin tells a flip from another step "
+    said += f"with an area under the curve of {row['auc']:.3f}{ends_said(row['auc_low'], row['auc_high'])}"
     step = _chosen(hazard, row).set_index("margin").loc["of the step"]
     if not pd.isna(step["hr"]):
-        said += (
-            f"; a logit more multiplies the odds of a flip by {number(step['hr'])}{ends_said(step['low'], step['high'])}"
-        )
+        said += f"; a logit more multiplies the odds of a flip by {number(step['hr'])}"
+        said += ends_said(step["low"], step["high"])
     # Of drawn tokens another boundary decides than that of the two highest logits.
     if row["strategy"] == "greedy" and not pd.isna(row["skill"]):
         said += f"; predicted from margin and logit noise, skill {number(row['skill'])}"

@@ -8,7 +8,7 @@ from typing import Any
 from scipy import stats
 
 from kvinterp import metrics
-from kvinterp.reading.numbers import between, counted, machines_of, number
+from kvinterp.reading.numbers import between, counted, ends_said, machines_of, number
 
 __all__ = ["said_of_chains", "similarity_named"]
 
@@ -26,11 +26,7 @@ def similarity_named(embedder: str) -> str:
 
 
 def said_of_chains(summary: Mapping[str, Any]) -> list[str]:
-    """What the telephone game found.
-
-    Args:
-        summary: That of :class:`kvinterp.experiments.chain.Chain`.
-    """
+    """What the telephone game found; ``summary`` is that of :class:`kvinterp.experiments.chain.Chain`."""
     provenance, deltas = summary["provenance"], summary["deltas"]
     control, null = summary["control"], summary["null"]
     lines = [
@@ -40,13 +36,12 @@ def said_of_chains(summary: Mapping[str, Any]) -> list[str]:
     ]
     arms = [row for row in deltas if row["arm"] not in (control, null)]
     for row in [one for one in deltas if one["arm"] == control]:
-        half = (
-            f"{row['halved']} of them fall to a half, at hop {number(row['half_life'])} (median)" if row["halved"] else ""
-        )
+        half = "none falls to a half"
+        if row["halved"]:
+            half = f"{row['halved']} of them fall to a half, at hop {number(row['half_life'])} (median)"
         lines.append(
-            f"{row['model']} at temperature {row['temperature']:g} without a policy ends at similarity "
-            f"{number(row['similarity'])} with {number(row['facts'])} of the facts ({counted(row['chains'], 'chain')}"
-            + (f"; {half})." if half else "; none falls to a half).")
+            f"{_where(row)} without a policy ends at similarity {number(row['similarity'])} with {number(row['facts'])} of the "
+            f"facts ({counted(row['chains'], 'chain')}; {half})."
         )
     lines += [
         f"The null: other seeds alone change {row['model']}'s final similarity at temperature {row['temperature']:g} by "
@@ -65,8 +60,12 @@ def _like(row: Mapping[str, Any], deltas: Sequence[Mapping[str, Any]], arm: str)
     return next((one for one in deltas if one["arm"] == arm and all(one[key] == row[key] for key in same)), None)
 
 
+def _where(row: Mapping[str, Any]) -> str:
+    return f"{row['model']} at temperature {row['temperature']:g}"
+
+
 def _delta(row: Mapping[str, Any], null: Mapping[str, Any] | None) -> str:
-    where = f"{row['arm']} on {row['model']} at temperature {row['temperature']:g}"
+    where = f"{row['arm']} on {_where(row)}"
     if row["same_text"] == row["chains"]:
         return f"{where}: every last text is, to the letter, the one without a policy ({counted(row['chains'], 'chain')})."
     said = (
@@ -80,11 +79,7 @@ def _delta(row: Mapping[str, Any], null: Mapping[str, Any] | None) -> str:
 
 
 def _ends(row: Mapping[str, Any]) -> str:
-    return (
-        "no interval from so few"
-        if row["delta_low"] is None
-        else f"{number(row['delta_low'])} to {number(row['delta_high'])}"
-    )
+    return ends_said(row["delta_low"], row["delta_high"], "{}") or "no interval from so few"
 
 
 def _signs(arms: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -119,7 +114,7 @@ def _cycles(cycles: Sequence[Mapping[str, Any]]) -> list[str]:
 def _drawn(summary: Mapping[str, Any]) -> list[str]:
     of = [row for row in summary["attractors"] if row["arm"] == summary["control"] and row["of"] == "words"]
     return [
-        f"{row['model']} at temperature {row['temperature']:g} {_draws(row)} with strength {number(row['strength'])} "
+        f"{_where(row)} {_draws(row)} with strength {number(row['strength'])} "
         f"({number(row['strength_low'])} to {number(row['strength_high'])}; 1 is one hop, above it a hop goes to the other side, "
         f"at 2 as far as before), by a line through {row['pairs']} successive hops, whose interval takes them as independent."
         for row in of

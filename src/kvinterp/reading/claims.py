@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.claims import FAILS, HOLDS, OPEN
-from kvinterp.reading.numbers import counted, listed, number, upper
+from kvinterp.reading.numbers import counted, ends_said, listed, number, upper
 
 __all__ = ["claim_said", "claims_said", "how_decided"]
 
@@ -51,11 +51,7 @@ def how_decided(claims: pd.DataFrame) -> str:
 
 
 def claim_said(row: Mapping[str, Any]) -> str:
-    """One claim, what was found of it, and the verdict.
-
-    Args:
-        row: Of the table.
-    """
+    """One claim of the table, what was found of it, and the verdict."""
     said = f"{_VERDICT[row['verdict']]}: {row['claim'].rstrip('.')} ({row['source']}, {row['section']}"
     said += f": {row['paper_value']})." if row["paper_value"] else ")."
     found = []
@@ -81,9 +77,7 @@ _VERDICT = {HOLDS: "Holds here", FAILS: "Does not hold here", OPEN: "Not testabl
 
 
 def _interval(row: Mapping[str, Any]) -> str:
-    if pd.isna(row["low"]) or row["low"] == row["high"]:
-        return ""
-    return f" (95% interval {number(row['low'])} to {number(row['high'])})"
+    return "" if row["low"] == row["high"] else ends_said(row["low"], row["high"], " (95% interval {})")
 
 
 def _not_testable(claims: pd.DataFrame) -> list[str]:

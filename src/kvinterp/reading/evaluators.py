@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvinterp.reading.numbers import counted, listed, machine_of, number
+from kvinterp.reading.numbers import counted, ends_said, listed, machine_of, number
 
 __all__ = ["said_of_eval", "score_named"]
 
@@ -14,11 +14,7 @@ _SHOWN = 12
 
 
 def said_of_eval(summary: Mapping[str, Any]) -> list[str]:
-    """What an evaluation found.
-
-    Args:
-        summary: That of :class:`kvinterp.experiments.eval.Eval`.
-    """
+    """What an evaluation found; ``summary`` is that of :class:`kvinterp.experiments.eval.Eval`."""
     provenance, rows = summary["provenance"], summary["results"]
     asked = summary["paths"][-1]
     lines = [
@@ -42,8 +38,8 @@ def score_named(row: Mapping[str, Any]) -> str:
 
 
 def _score(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], paths: Sequence[str]) -> str:
-    interval = "" if row["low"] is None else f" ({number(row['low'])} to {number(row['high'])})"
-    said = f"{score_named(row)}: {number(row['value'])}{interval} over {counted(row['documents'], 'document')}"
+    said = f"{score_named(row)}: {number(row['value'])}{ends_said(row['low'], row['high'])} over "
+    said += counted(row["documents"], "document")
     same = ("task", "metric", "filter")
     other = [one for one in rows if one["path"] == paths[0] and all(one[key] == row[key] for key in same)]
     if len(paths) < 2 or not other:
@@ -53,9 +49,7 @@ def _score(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], paths: Seq
         return f"{said}."
     if not row["changed"]:
         return f"{said}: every document's score is the same on both."
-    said += f": a difference of {number(row['difference'])}"
-    if row["difference_low"] is not None:
-        said += f" ({number(row['difference_low'])} to {number(row['difference_high'])})"
+    said += f": a difference of {number(row['difference'])}{ends_said(row['difference_low'], row['difference_high'])}"
     if row["p"] is None:
         return f"{said}, from {counted(int(row['changed']), 'document')} with another score."
     return (

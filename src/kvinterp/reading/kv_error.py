@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvinterp.behaviour.scores import AGAIN, METRICS
-from kvinterp.reading.numbers import counted, listed, machine_of, number, prompts_said
+from kvinterp.reading.numbers import counted, ends_said, listed, machine_of, number, upper
 
 __all__ = ["said_of_equivalent_noise", "said_of_kv_error"]
 
@@ -19,18 +19,14 @@ _SIGNIFICANT = 0.05
 
 
 def said_of_equivalent_noise(summary: Mapping[str, Any]) -> list[str]:
-    """What the errors of some policies amount to, smallest first.
-
-    Args:
-        summary: That of :class:`kvinterp.experiments.equivalent_noise.EquivalentNoise`.
-    """
+    """The errors of policies, smallest first; ``summary`` is that of the experiment ``equivalent-noise``."""
     provenance = summary["provenance"]
     by_policy: dict[str, dict[str, Any]] = {}
     for row in summary["policies"]:
         by_policy.setdefault(row["policy"], {})[row["tensor"]] = row
     order = sorted(by_policy.items(), key=lambda item: max(row["relative_rms"] for row in item[1].values()))
     return [
-        f"The error of each policy on K and V of {_model(provenance)}: {prompts_said(summary['prompts'])}, "
+        f"The error of each policy on K and V of {_model(provenance)}: {counted(summary['prompts'], 'prompt')}, "
         f"{counted(summary['max_new_tokens'], 'token')} decoded behind each, on {machine_of(provenance)}. Sizes are root mean "
         "squares relative to that of K or V, with 95% intervals over prompts; bits are those of an element as stored.",
         *(_error_said(name, of) for name, of in order),
@@ -43,13 +39,11 @@ def _error_said(name: str, of: Mapping[str, Mapping[str, Any]]) -> str:
     if all(row["relative_rms"] == 0 for row in of.values()):
         kept = min(row["share_kept"] for row in of.values())
         return f"{said}exactly no error{f' in the {_share(kept)} of rows that are kept' if kept < 1 else ''}."
-    parts = [f"{tensor} {number(row['relative_rms'])}{_ends(row)}{_shape(row)}" for tensor, row in of.items()]
+    parts = [
+        f"{tensor} {number(row['relative_rms'])}{ends_said(row['low'], row['high'])}{_shape(row)}"
+        for tensor, row in of.items()
+    ]
     return f"{said}{'; '.join(parts)}."
-
-
-def _ends(row: Mapping[str, Any]) -> str:
-    low, high = row["low"], row["high"]
-    return "" if low is None or low != low else f" ({number(low)} to {number(high)})"
 
 
 def _shape(row: Mapping[str, Any]) -> str:
@@ -74,11 +68,7 @@ def _share(value: float) -> str:
 
 
 def said_of_kv_error(summary: Mapping[str, Any]) -> list[str]:
-    """What errors in the cache do to behaviour, score by score.
-
-    Args:
-        summary: That of :class:`kvinterp.experiments.kv_error.KvError`.
-    """
+    """What errors in the cache do to behaviour, score by score; ``summary`` is that of the experiment ``kv-error``."""
     provenance, scores = summary["provenance"], summary["scores"]
     lines = [
         f"{_model(provenance)} on {machine_of(provenance)}, {counted(summary['repeats'], 'repeat')}, at "
@@ -125,10 +115,7 @@ def _percent(row: Mapping[str, Any]) -> str:
 
 def _scores_said(metric: str, reading: str, rows: Sequence[Mapping[str, Any]]) -> str:
     control, prompts = rows[0]["control"], rows[0]["prompts"]
-    head = (
-        f"{METRICS[metric].meaning[:1].upper()}{METRICS[metric].meaning[1:]}, prefill={reading}, {prompts_said(prompts)}, "
-    )
-    head += f"control {number(control)}: "
+    head = f"{upper(METRICS[metric].meaning)}, prefill={reading}, {counted(prompts, 'prompt')}, control {number(control)}: "
     if rows[0]["percent"] is None or metric in ("loops", "outside"):
         said = [f"{row['policy']} {number(row['value'])}{_star(row)}" for row in rows]
     else:

@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.metrics.massive import SUFFIX
-from kvinterp.reading.numbers import between, counted, listed, models_on, number, upper
+from kvinterp.reading.numbers import between, counted, ends_said, listed, models_on, number, upper
+from kvinterp.reading.results import only
 
 __all__ = [
     "EVERY_STEP",
@@ -32,14 +33,8 @@ _AGAINST = {
 
 
 def said_of_layer_drift(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
-    """What was found of each model.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.layer_drift.LayerDrift`.
-        provenance: The provenance of each model.
-    """
-    rows = tables["layer_drift_rows"]
-    free = rows[(rows["protocol"] == "free") & (rows["selection"] == EVERY_STEP)]
+    """What :class:`kvinterp.experiments.layer_drift.LayerDrift` found, from its tables and the provenance of each model."""
+    free = only(tables["layer_drift_rows"], protocol="free", selection=EVERY_STEP)
     lines = [
         f"{drift_title(tables['drift_by_layer'])}. Each path fed its own text, {int(free['removed'].sum())} of "
         f"{int(free['rows'].sum())} rows are of other tokens, and left out.",
@@ -47,7 +42,7 @@ def said_of_layer_drift(tables: Mapping[str, pd.DataFrame], provenance: Mapping[
         "bootstrap over examples; other machines choose other orders of addition, and every number here is this one's.",
     ]
     for model, examples in tables["drift_examples"].groupby("model", sort=False):
-        mine = {name: table[table["model"] == model] for name, table in tables.items()}
+        mine = {name: only(table, model=model) for name, table in tables.items()}
         lines += _said_of_rows(str(model), examples, mine)
         if mine["drift_by_layer"].empty:
             continue
@@ -69,8 +64,7 @@ def _said_of_rows(model: str, examples: pd.DataFrame, mine: Mapping[str, pd.Data
         return [f"{model}: no example could be compared.", *left]
     steps, flips = int(known["steps"].sum()), int(known["flip_index"].notna().sum())
     said = f"{model}: {counted(len(known), 'example')}, {steps} steps; in {flips} of the examples a token flips."
-    rows = mine["layer_drift_rows"]
-    free = rows[(rows["protocol"] == "free") & (rows["selection"] == EVERY_STEP)]
+    free = only(mine["layer_drift_rows"], protocol="free", selection=EVERY_STEP)
     if free.empty:
         return [f"{said} No step was decoded after the prefill.", *left]
     gone, of = int(free["removed"].iloc[0]), int(free["rows"].iloc[0])
@@ -88,22 +82,22 @@ def _said_of_rows(model: str, examples: pd.DataFrame, mine: Mapping[str, pd.Data
 
 
 def _said_of_growth(mine: Mapping[str, pd.DataFrame]) -> list[str]:
-    means, table = mine["drift_by_layer"], mine["amplification"]
-    every = means[(means["selection"] == EVERY_STEP) & (means["protocol"] == "matched")]
+    every, table = only(mine["drift_by_layer"], selection=EVERY_STEP, protocol="matched"), mine["amplification"]
     if every.empty:
         return []
-    if not every.loc[every["measure"] == "l2", "mean"].max() > 0:
+    if not only(every, measure="l2")["mean"].max() > 0:
         return ["  On the same tokens resid_post is bitwise equal in every layer: nothing grows."]
     ends = []
     for measure, name in (("l2", "L2"), ("relative_l2", "relative L2"), (f"l2{SUFFIX}", "L2 without the three largest")):
-        rows = every[every["measure"] == measure].sort_values("layer").to_dict("records")
+        rows = only(every, measure=measure).sort_values("layer").to_dict("records")
         ends.append(f"{name} {_with_interval(rows[0], 'mean')} and {_with_interval(rows[-1], 'mean')}")
     first, last = int(every["layer"].min()), int(every["layer"].max())
     said = [f"  On the same tokens, at layers {first} and {last}: {'; '.join(ends)}."]
-    known = table[table["measure"] == "l2"].dropna(subset=["ratio"])
+    growth = only(table, measure="l2")
+    known = growth.dropna(subset=["ratio"])
     if len(known):
         layer = int(known.loc[known["ratio"].idxmax(), "layer"])
-        here = table[table["layer"] == layer].set_index("measure")
+        here = only(table, layer=layer).set_index("measure")
         beside = (
             f"{_with_interval(here.loc[name], 'ratio')} {text}"
             for name, text in (
@@ -114,25 +108,24 @@ def _said_of_growth(mine: Mapping[str, pd.DataFrame]) -> list[str]:
         )
         grown = f"L2 grows most from layer {layer - 1} to {layer}: {_with_interval(here.loc['l2'], 'ratio')} times"
         said.append(f"  {grown}; {', '.join(beside)}.")
-    zero = table[(table["measure"] == "l2") & table["ratio"].isna() & (table["layer"] > first)]["layer"]
+    zero = growth[growth["ratio"].isna() & (growth["layer"] > first)]["layer"]
     if len(zero):
         said.append(f"  No growth is given at layer {listed(list(map(str, zero)))}: the layer before has no drift.")
     return said
 
 
 def _with_interval(row: Any, column: str) -> str:
-    if row["low"] != row["low"]:
-        return f"{number(row[column])}, without an interval" if row["n"] == 1 else number(row[column])
-    return f"{number(row[column])} ({number(row['low'])} to {number(row['high'])})"
+    none = ", without an interval" if row["n"] == 1 else ""
+    return number(row[column]) + (ends_said(row["low"], row["high"]) or none)
 
 
 def drift_title(means: pd.DataFrame) -> str:
     """Of drift by layer: how the absolute and the relative one change from the first layer that drifts to the last."""
-    every = means[(means["selection"] == EVERY_STEP) & (means["protocol"] == "matched")]
+    every = only(means, selection=EVERY_STEP, protocol="matched")
     said = []
     for measure, name in (("l2", "absolute"), ("relative_l2", "relative")):
         grown = []
-        for _, line in every[every["measure"] == measure].groupby("model", sort=False):
+        for _, line in only(every, measure=measure).groupby("model", sort=False):
             drift = line.sort_values("layer")["mean"]
             if drift.max() > 0:
                 grown.append(drift.iloc[-1] / drift[drift > 0].iloc[0])
@@ -145,7 +138,7 @@ def drift_title(means: pd.DataFrame) -> str:
 
 def amplification_title(table: pd.DataFrame) -> str:
     """Of growth from layer to layer: where L2 grows most."""
-    known = table[table["measure"] == "l2"].dropna(subset=["ratio"])
+    known = only(table, measure="l2").dropna(subset=["ratio"])
     if known.empty:
         return "No layer drifts more than another: all are equal, or there is one alone"
     most = known.loc[known.groupby("model", sort=False)["ratio"].idxmax()]
@@ -157,12 +150,11 @@ def amplification_title(table: pd.DataFrame) -> str:
 
 
 def _said_of_paper(mine: Mapping[str, pd.DataFrame]) -> list[str]:
-    rows, means = mine["layer_drift_rows"], mine["drift_by_layer"]
-    chosen = rows[(rows["protocol"] == "free") & (rows["selection"] == ONE_STEP)]
+    chosen = only(mine["layer_drift_rows"], protocol="free", selection=ONE_STEP)
     if chosen.empty:
         return ["  No example reaches the paper's decode step 1."]
     gone, of = int(chosen["removed"].iloc[0]), int(chosen["rows"].iloc[0])
-    cosine = means[(means["selection"] == ONE_STEP) & (means["protocol"] == "free") & (means["measure"] == "cosine")]
+    cosine = only(mine["drift_by_layer"], selection=ONE_STEP, protocol="free", measure="cosine")
     cosine = cosine[cosine["layer"] == cosine["layer"].min()].set_index("rule")
     examples = int(mine["drift_examples"]["divergent"].sum())
     said = (
@@ -178,7 +170,7 @@ def _said_of_paper(mine: Mapping[str, pd.DataFrame]) -> list[str]:
 
 def paper_title(counts: pd.DataFrame) -> str:
     """Of the paper's selection: how many rows are of other tokens."""
-    chosen = counts[(counts["protocol"] == "free") & (counts["selection"] == ONE_STEP)]
+    chosen = only(counts, protocol="free", selection=ONE_STEP)
     gone, of = int(chosen["removed"].sum()), int(chosen["rows"].sum())
     if not gone:
         return f"Decode step 1, each path fed its own text: both had read the same tokens at all {of} rows"
@@ -190,16 +182,15 @@ def paper_title(counts: pd.DataFrame) -> str:
 
 def _said_of_tests(tests: pd.DataFrame) -> list[str]:
     lines = []
-    for contrast, group in tests[tests["measure"] == "l2"].groupby("contrast", sort=False):
+    for contrast, group in only(tests, measure="l2").groupby("contrast", sort=False):
         found = []
         for test, table in group.groupby("test", sort=False):
             known, middle = table.dropna(subset=["p_bh"]), 0.5 if test == "Mann-Whitney" else 0.0
             told = known[known["p_bh"] < LEVEL]
             up, down = int((told["effect"] > middle).sum()), int((told["effect"] < middle).sum())
             shown = f"larger at {up} and smaller at {down} of {counted(len(table), 'layer')}"
-            found.append(
-                f"{test} {shown}" + f" ({len(table) - len(known)} where nothing differs)" * (len(known) < len(table))
-            )
+            equal = f" ({len(table) - len(known)} where nothing differs)" * (len(known) < len(table))
+            found.append(f"{test} {shown}{equal}")
         n = between(sorted(set(group["n"])))
         lines.append(f"  L2 against {_AGAINST[str(contrast)]} (n {n} examples, BH at {LEVEL:g}): {'; '.join(found)}.")
     return lines
@@ -216,11 +207,11 @@ def _said_of_heads(mine: Mapping[str, pd.DataFrame]) -> list[str]:
     if not heads["kl"].max() > 0:
         return [f"  Every attention pattern is exactly equal{derived}."]
     most = heads.loc[heads["kl"].idxmax()]
-    place = f"layer {int(most['layer'])}, head {int(most['head'])}"
     said = (
-        f"  Attention differs most in {place}: mean KL {number(most['kl'])} nats over {counted(int(most['n']), 'example')}"
+        f"  Attention differs most in layer {int(most['layer'])}, head {int(most['head'])}: mean KL {number(most['kl'])} nats "
+        f"over {counted(int(most['n']), 'example')}{derived}."
     )
-    return [f"{said}{derived}.", f"  {upper(_said_of_sharing(correlations))}."]
+    return [said, f"  {upper(_said_of_sharing(correlations))}."]
 
 
 def _said_of_sharing(correlations: pd.DataFrame) -> str:
@@ -230,11 +221,10 @@ def _said_of_sharing(correlations: pd.DataFrame) -> str:
         above, below = int((known["low"] > 0).sum()), int((known["high"] < 0).sum())
         ends = " and ".join(f"{between(by[kind]['r'].tolist())} {text}" for kind, text in _PAIRS.items())
         n, few = between(known["n"].tolist()), int(known["low"].isna().sum())
+        without = f" ({few} with too few examples for one)" * bool(few)
         return (
             f"head errors correlate {ends} (Spearman over an example's steps, n {n} examples, by layer); the difference is above "
-            f"0 at {above} and below 0 at {below} of {counted(len(known), 'layer')}, by its 95% interval"
-            + f" ({few} with too few examples for one)"
-            * bool(few)
+            f"0 at {above} and below 0 at {below} of {counted(len(known), 'layer')}, by its 95% interval{without}"
         )
     for kind, text in _PAIRS.items():
         if len(by.get(kind, ())):
@@ -248,7 +238,7 @@ _PAIRS = {"within": "within a KV group", "across": "across KV groups"}
 
 def heads_title(heads: pd.DataFrame, correlations: pd.DataFrame) -> str:
     """Of the heads: whether those that share a KV head err more alike than others."""
-    known = correlations[correlations["kind"] == "within - across"].dropna(subset=["low"])
+    known = only(correlations, kind="within - across").dropna(subset=["low"])
     if not heads["kl"].max() > 0:
         return "Every attention pattern is exactly equal"
     if known.empty:

@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
-from kvinterp.reading.numbers import counted, machine_of, number
+from kvinterp.reading.numbers import against, counted, machine_of, number
+from kvinterp.reading.results import only
 
 __all__ = ["said_of_attribution", "said_of_lens"]
 
@@ -19,9 +20,7 @@ def said_of_lens(overview: pd.DataFrame, provenance: Mapping[str, Any]) -> list[
     if overview.empty:
         return ["No step was decoded after the prefill: there is nothing to compare.", measured]
     layers, final = overview.iloc[1:-1], overview.iloc[-1]
-    of = (
-        f"{provenance['paths']['a']} against {provenance['paths']['b']}, over {counted(int(final['steps']), 'decode step')}"
-    )
+    of = f"{against(provenance)}, over {counted(int(final['steps']), 'decode step')}"
     first = layers[layers["max_kl"] > 0]
     if first.empty:
         return [f"{of}: read as logits the streams are equal behind every layer.", TO_SEE_A_DIFFERENCE, measured]
@@ -45,16 +44,12 @@ def said_of_lens(overview: pd.DataFrame, provenance: Mapping[str, Any]) -> list[
 def said_of_attribution(overview: pd.DataFrame, provenance: Mapping[str, Any]) -> list[str]:
     """What wrote the difference; ``overview`` has a row a part."""
     measured = f"Measured on {machine_of(provenance)}; the final norm's scale is that of {provenance['paths']['a']}."
-    total = overview.loc[overview["part"] == "total", "l2"]
-    of = f"{provenance['paths']['a']} against {provenance['paths']['b']}"
+    total, of = only(overview, part="total")["l2"], against(provenance)
     if total.empty:
         return [f"{of}: no step was decoded after the prefill, so there is nothing to part.", measured]
     if not float(total.iloc[0]) > 0:
-        return [
-            f"{of}: the logits are equal at every decode step, so nothing wrote a difference.",
-            TO_SEE_A_DIFFERENCE,
-            measured,
-        ]
+        equal = f"{of}: the logits are equal at every decode step, so nothing wrote a difference."
+        return [equal, TO_SEE_A_DIFFERENCE, measured]
     written = overview[overview["part"].isin(("embed", "attn", "mlp"))]
     most = written.loc[written["l2"].idxmax()]
     where = "the embedding" if most["part"] == "embed" else f"{_NAMES[most['part']]} of layer {int(most['layer'])}"
@@ -62,7 +57,7 @@ def said_of_attribution(overview: pd.DataFrame, provenance: Mapping[str, Any]) -
         f"{of}: of the logits' difference (L2 {number(float(total.iloc[0]))} on average) the longest part is written by {where}, "
         f"L2 {number(most['l2'])}; parts can undo each other, so their lengths need not add up."
     ]
-    heads = overview[overview["part"] == "head"]
+    heads = only(overview, part="head")
     if provenance.get("heads"):
         lines.append(f"Not parted by head: {provenance['heads']}.")
     elif len(heads) and float(heads["l2"].max()) > 0:
@@ -71,11 +66,8 @@ def said_of_attribution(overview: pd.DataFrame, provenance: Mapping[str, Any]) -
             f"Of all heads layer {int(best['layer'])}, head {int(best['head'])} writes the longest part, L2 {number(best['l2'])}."
         )
     left = overview.set_index("part")["l2"]
-    rest = ", ".join(
-        f"{name} {number(left[name])}"
-        for name in ("additions", "scale", "softcap", "unembedding", "residual")
-        if name in left
-    )
+    parts = ("additions", "scale", "softcap", "unembedding", "residual")
+    rest = ", ".join(f"{name} {number(left[name])}" for name in parts if name in left)
     return [*lines, f"What no layer wrote, by L2: {rest}.", measured]
 
 

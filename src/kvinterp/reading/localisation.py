@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.reading.numbers import between, counted, models_on, percent, upper
+from kvinterp.reading.numbers import between, counted, ends_said, models_on, percent, upper
 from kvinterp.reading.patching import said_of_decomposition
+from kvinterp.reading.results import only
 from kvinterp.reading.vocabulary import RECOVERED
 
 __all__ = ["all_layers", "localisation_title", "said_of_localisation"]
@@ -36,7 +37,7 @@ def said_of_localisation(summary: Mapping[str, Any]) -> list[str]:
         "examples; intervals are of means, 95%, by bootstrap over examples.",
     ]
     for model in provenance:
-        mine = chosen[chosen["model"] == model] if len(chosen) else chosen
+        mine = only(chosen, model=model) if len(chosen) else chosen
         if mine.empty:
             lines.append(f"{model}: no example could be compared.")
             continue
@@ -80,9 +81,8 @@ def _said_of_part(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
         parts.append(shown + f", most at layer {best['layer']}" * (max(medians) > min(medians)))
     together = all_layers(known)
     if together is not None:
-        mean = f"mean {percent(together['mean'])}"
-        if together["interval_low"] == together["interval_low"]:
-            mean += f", interval {percent(together['interval_low'])} to {percent(together['interval_high'])}"
+        interval = ends_said(together["interval_low"], together["interval_high"], ", interval {}", percent)
+        mean = f"mean {percent(together['mean'])}{interval}"
         parts.append(f"all layers together {percent(together['median'])} ({mean})")
     n, of = known[0]["defined"], known[0]["examples"]
     over = counted(n, "example") + (f", {of - n} without a difference left out" if n < of else "")
@@ -101,7 +101,7 @@ def localisation_title(by_layer: pd.DataFrame) -> str:
     said = []
     for part, name in (("paper", "the paper's patch"), ("kv-into-cached", "K and V put into the cached path")):
         found = []
-        for _, rows in by_layer[(by_layer["part"] == part) & (by_layer["defined"] > 0)].groupby("model", sort=False):
+        for _, rows in only(by_layer[by_layer["defined"] > 0], part=part).groupby("model", sort=False):
             together = all_layers(rows.to_dict("records"))
             found += [together["median"]] if together is not None else []
         if found:

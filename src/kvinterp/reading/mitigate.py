@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvinterp.reading.numbers import counted, machine_of, number
+import pandas as pd
+
+from kvinterp.reading.numbers import counted, ends_said, machine_of, number
 
 __all__ = ["said_of_mitigate"]
 
 
 def said_of_mitigate(summary: Mapping[str, Any]) -> list[str]:
-    """A line a mitigation, a line a policy.
-
-    Args:
-        summary: That of :class:`kvinterp.experiments.mitigate.Mitigate`.
-    """
+    """A line a mitigation, a line a policy; ``summary`` is that of :class:`kvinterp.experiments.mitigate.Mitigate`."""
     rows = summary["mitigations"]
     least = min(rows, key=lambda row: (row["mean_kl"], row["rows_a_token"], row["bytes_a_token"]))
     left = f"leaves least of the divergence from its own recompute path, KL {number(least['mean_kl'])} nats"
@@ -28,9 +26,8 @@ def said_of_mitigate(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _mitigation(row: Mapping[str, Any]) -> str:
-    interval = "" if row["low"] != row["low"] else f" ({number(row['low'])} to {number(row['high'])})"
     front = "; no other is better in one and as good in all" if row["pareto"] else ""
-    left = f"KL {number(row['mean_kl'])}{interval}" if row["differ"] else "nothing, bit for bit"
+    left = f"KL {number(row['mean_kl'])}{ends_said(row['low'], row['high'])}" if row["differ"] else "nothing, bit for bit"
     return (
         f"{row['path']}: {left}, {row['flips']} flips of {row['steps']} steps; from float64 {number(row['truth_kl'])}; "
         f"{number(row['rows_a_token'])} rows a token, {number(row['bytes_a_token'])} bytes a token{front}."
@@ -40,9 +37,10 @@ def _mitigation(row: Mapping[str, Any]) -> str:
 def _interaction(row: Mapping[str, Any]) -> str:
     parts = f"{number(row['policy_alone'])} alone and {number(row['path_alone'])} of the path"
     said = f"{row['policy']} with the cached path: mean squared logit error {number(row['both'])}, {parts}"
-    if row["low"] != row["low"]:
+    # NaN where it was measured, null where it is read again.
+    if pd.isna(row["low"]):
         return f"{said}; one prompt tells nothing of whether they add up."
-    interval = f"{number(row['contrast'])}, 95% interval {number(row['low'])} to {number(row['high'])}"
+    interval = number(row["contrast"]) + ends_said(row["low"], row["high"], ", 95% interval {}")
     if row["low"] > 0:
         return f"{said}: more than their sum (by {interval}), so one makes the other larger."
     if row["high"] < 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,10 @@ import pandas as pd
 from kvinterp import metrics
 
 __all__ = [
+    "against",
     "between",
     "counted",
+    "ends_said",
     "interval_said",
     "listed",
     "machine_of",
@@ -25,7 +27,6 @@ __all__ = [
     "over_prompts",
     "percent",
     "power",
-    "prompts_said",
     "sentence",
     "share",
     "short",
@@ -95,11 +96,6 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def prompts_said(count: int) -> str:
-    """``1 prompt``, ``6 prompts``."""
-    return counted(count, "prompt")
-
-
 def upper(text: str) -> str:
     """A text that begins with a capital letter."""
     return text[:1].upper() + text[1:]
@@ -141,6 +137,11 @@ def mean_interval(values: Any) -> str:
     return " to ".join(map(number, metrics.bootstrap_interval(known)))
 
 
+def ends_said(low: float | None, high: float | None, form: str = " ({})", written: Callable[[Any], str] = number) -> str:
+    """The ends of an interval behind a number, or nothing where there is none."""
+    return "" if pd.isna(low) or pd.isna(high) else form.format(f"{written(low)} to {written(high)}")
+
+
 def over_prompts(values: pd.Series) -> str:
     """The mean of one number a prompt and its interval, or why there is none."""
     known = _finite(values)
@@ -167,7 +168,12 @@ def most(means: pd.Series, names: tuple[str, ...]) -> tuple[float, str]:
     return largest, said + (f" (and as much at {counted(others, 'other place')})" if others else "")
 
 
-# Machines --------------------------------------------------------------------------------------------------------------
+# Paths and machines ----------------------------------------------------------------------------------------------------
+
+
+def against(provenance: Mapping[str, Any]) -> str:
+    """Which path was compared with which."""
+    return f"{provenance['paths']['a']} against {provenance['paths']['b']}"
 
 
 def machine_of(provenance: Mapping[str, Any]) -> str:
@@ -181,9 +187,5 @@ def machines_of(provenances: Iterable[Mapping[str, Any]]) -> str:
 
 
 def models_on(provenance: Mapping[str, Mapping[str, Any]]) -> str:
-    """How many models there were, and on what.
-
-    Args:
-        provenance: That of each model.
-    """
+    """How many models there were, and on what, by the provenance of each."""
     return f"{counted(len(provenance), 'model')} on {machines_of(provenance.values())}"

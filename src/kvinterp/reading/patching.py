@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
-from kvinterp.reading.numbers import counted, machines_of, number, percent, prompts_said, upper
+from kvinterp.reading.numbers import counted, machines_of, number, percent, upper
 from kvinterp.reading.vocabulary import ANEW, PARTS, RECOVERED
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
     """What a sweep found, in a few lines; ``summary`` is :meth:`kvinterp.patching.Sweep.summary`."""
     best, distance = summary["best"], summary["distance"]
     lines = [
-        f"{count} of {prompts_said(summary['examples'])}: recovery is undefined, for {why}"
+        f"{count} of {counted(summary['examples'], 'prompt')}: recovery is undefined, for {why}"
         for why, count in summary["examples_undefined"].items()
     ]
     if best is None:
@@ -51,7 +51,7 @@ def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
     others = [name for name in summary["distances"] if name != distance]
     beside = "".join(f", of the {_DISTANCES[name]} {_defined(best[f'median_{name}'])}" for name in others)
     found = f"the largest median recovery of the {_DISTANCES[distance]}, by {what}, is {best['median']:.1%}, at {place}"
-    found += f"{beside}, over {prompts_said(best['defined'])}"
+    found += f"{beside}, over {counted(best['defined'], 'prompt')}"
     if best["defined"] == 1:
         found += ", so without an interval"
     elif np.isfinite(best["interval_low"]):
@@ -73,7 +73,7 @@ def _measured_on(summary: Mapping[str, Any]) -> str:
 
 
 def _defined(share: float) -> str:
-    return "undefined" if share != share else f"{share:.1%}"
+    return "undefined" if pd.isna(share) else f"{share:.1%}"
 
 
 PATCHED = {
@@ -149,13 +149,7 @@ def _exactly(value: float, unit: str = "") -> str:
 
 
 def asked_said(asked: Asked, heads: tuple[int, str], last_step: int) -> str:
-    """What a patch by hand moves, and from where, in words; what "all" means is said.
-
-    Args:
-        asked: The patch.
-        heads: How many heads the site has, and what they are called.
-        last_step: The last step there is.
-    """
+    """What a patch by hand moves, and from where, in words; "all" is said with how many ``heads`` the site has of which kind."""
     count, kind = heads
     head = "" if not count else f", all {count} {kind}s at once" if asked.head is None else f", {kind} {asked.head}"
     spots = {
@@ -193,7 +187,7 @@ _IN_CACHE = ("kv", "cache_k", "cache_v")
 
 def said_of_decomposition(summary: Mapping[str, Any]) -> list[str]:
     """What a decomposition found; ``summary`` is :meth:`kvinterp.patching.Decomposition.summary`."""
-    steps, differ, of = summary["steps"], summary["differ"], prompts_said(summary["examples"])
+    steps, differ, of = summary["steps"], summary["differ"], counted(summary["examples"], "prompt")
     if steps == 0:
         return ["No step was decoded after the prefill: there is nothing to split."]
     if differ == 0:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvinterp.reading.numbers import listed, number, prompts_said
+from kvinterp.reading.numbers import counted, listed, number
 from kvinterp.reading.results import unit_roundoff
 
 if TYPE_CHECKING:
@@ -56,6 +56,12 @@ def fall_of(model: str, rungs: Sequence[Comparison]) -> Fall:
     return Fall(model, tuple((c.provenance["dtype"], float(c.steps["max_abs_logit"].max())) for c in _ordered(rungs)))
 
 
+def _falls(rungs: Mapping[str, Sequence[Comparison]]) -> list[Fall]:
+    """Those of the models that have more than one dtype."""
+    falls = (fall_of(model, group) for model, group in rungs.items())
+    return [fall for fall in falls if len(fall.sizes) > 1]
+
+
 def _ordered(rungs: Sequence[Comparison]) -> list[Comparison]:
     """Those that hold a step, the coarsest dtype first."""
     return sorted((c for c in rungs if len(c.steps)), key=lambda c: unit_roundoff(c.provenance["dtype"]), reverse=True)
@@ -71,15 +77,14 @@ def _largest_by_dtype(falls: Sequence[Fall]) -> dict[str, float]:
 
 def ladder_said(rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
     """What the ladder says, a sentence each: how large the difference is in each dtype, and of which models it falls."""
-    falls = [fall_of(model, group) for model, group in rungs.items()]
-    falls = [fall for fall in falls if len(fall.sizes) > 1]
+    falls = _falls(rungs)
     if not falls:
         return []
     sizes = ", ".join(f"{number(size)} in {dtype}" for dtype, size in _largest_by_dtype(falls).items())
     of = "" if len(falls) == 1 else " of any model"
     every = [c for group in rungs.values() for c in group]
     setting = ", ".join(sorted({str(c.provenance[key]) for c in every for key in ("kind", "protocol")}))
-    count = prompts_said(len({name for c in every for name in c.examples["id"]}))
+    count = counted(len({name for c in every for name in c.examples["id"]}), "prompt")
     said = [f"On the same {count} ({setting}) the largest logit difference{of} was {sizes}."]
     equal = [fall for fall in falls if not any(size for _, size in fall.sizes)]
     falling = [fall for fall in falls if fall.falls]
@@ -90,9 +95,8 @@ def ladder_said(rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
         )
         return said
     if falling:
-        said[0] += (
-            f" In {listed([fall.model for fall in falling])} it falls at every step up in precision, as rounding does."
-        )
+        which = listed([fall.model for fall in falling])
+        said[0] += f" In {which} it falls at every step up in precision, as rounding does."
     if equal:
         said[0] += f" In {listed([fall.model for fall in equal])} the paths are bitwise equal in every one of them."
     for fall in falls:
@@ -111,7 +115,7 @@ def ladder_said(rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
 
 def ladder_title(rungs: Mapping[str, Sequence[Comparison]]) -> str:
     """The figure's title."""
-    falls = [fall for fall in (fall_of(model, group) for model, group in rungs.items()) if len(fall.sizes) > 1]
+    falls = _falls(rungs)
     if not falls:
         return "Largest logit difference by dtype"
     if all(fall.falls for fall in falls):
@@ -164,7 +168,7 @@ def precision_said(rungs: Mapping[str, Sequence[Comparison]]) -> tuple[list[str]
         seen += " KL goes about with the square of a small logit difference: it falls by about twice as many orders of magnitude."
     equal = [
         f"{fall.model} is bitwise equal in {coarse} on this processor: a 0 there is no measure of the others."
-        for fall in (fall_of(model, group) for model, group in rungs.items())
+        for fall in _falls(rungs)
         for (coarse, _), _ in fall.begins
     ]
     return [done], [seen, *equal]

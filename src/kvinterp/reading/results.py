@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "kind_of",
     "leading",
     "model_of",
+    "only",
     "place_of",
     "right_answers",
     "site_of",
@@ -76,6 +77,13 @@ def right_answers(result: Result) -> tuple[int, int] | None:
     examples = result.comparison.examples
     sides = [[judged(prompts.get(row["id"]), row[f"text_{s}"]) for row in examples.to_dict("records")] for s in ("a", "b")]
     return None if examples.empty or None in sides[0] else (sum(map(bool, sides[0])), sum(map(bool, sides[1])))
+
+
+def only(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
+    """The rows of a table in which each of these columns holds that value."""
+    for column, value in values.items():
+        table = table[table[column] == value]
+    return table
 
 
 def unit_roundoff(dtype: str) -> float:

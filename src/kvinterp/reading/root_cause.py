@@ -9,18 +9,14 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
-from kvinterp.reading.numbers import between, interval_said, listed, models_on, number, prompts_said, upper
+from kvinterp.reading.numbers import between, counted, ends_said, interval_said, listed, models_on, number, upper
+from kvinterp.reading.results import only
 
 __all__ = ["ladder_title_of", "said_of_root_cause"]
 
 
 def said_of_root_cause(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
-    """What the root-cause experiments found.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.root_cause.RootCause`, or some of them.
-        provenance: The provenance of each model, as it comes with them.
-    """
+    """What was found, from tables of :class:`kvinterp.experiments.root_cause.RootCause` and the provenance of each model."""
     lines = [
         f"{models_on(provenance)}. Intervals are 95%, by bootstrap; other machines "
         "choose other orders of addition, and every number from here on is this one's.",
@@ -39,7 +35,7 @@ def said_of_root_cause(tables: Mapping[str, pd.DataFrame], provenance: Mapping[s
 
 
 def _said_of_sums(sums: pd.DataFrame) -> str:
-    values = sums[sums["product"] == "values"]
+    values = only(sums, product="values")
     low, high = values["length"].min(), values["length"].max()
     said = f"1. Sums over {low} to {high} positions, one term after another, of random signs. The error"
     for column, to, after in (
@@ -65,7 +61,7 @@ def _said_of_propagation(behind: pd.DataFrame) -> list[str]:
         medians = deepest.groupby("model")[column].median()
         parts.append(f"{name} {between(list(medians))}")
     count, prompts = deepest["model"].nunique(), deepest["prompt"].nunique()
-    return [f"{said}{'; '.join(parts)} (medians over {prompts_said(prompts)} of each of {count} models)."]
+    return [f"{said}{'; '.join(parts)} (medians over {counted(prompts, 'prompt')} of each of {count} models)."]
 
 
 def _said_of_writing(written: pd.DataFrame) -> list[str]:
@@ -80,7 +76,7 @@ def _said_of_writing(written: pd.DataFrame) -> list[str]:
         said.append(f"{number(group['relative_error'].mean())}{interval} ({kernels})")
     return [
         "3. K and V written alone against those written jointly, mean relative error, interval over "
-        f"{prompts_said(written['prompt'].nunique())}: {', '.join(said)}."
+        f"{counted(written['prompt'].nunique(), 'prompt')}: {', '.join(said)}."
     ]
 
 
@@ -88,7 +84,7 @@ def _interval_over_prompts(table: pd.DataFrame, column: str, by: str = "prompt")
     names, values = table[by].to_numpy(str), table[column].to_numpy(float)
     known = np.isfinite(values)
     low, high = metrics.clustered_interval(lambda x: float(np.mean(x)), names[known], values[known])
-    return f", {number(low)} to {number(high)}" if low == low else ""
+    return ends_said(low, high, ", {}")
 
 
 _AGAINST = {"mean_kl": "free", "mean_kl_before_flip": "earlier", "matched_mean_kl": "matched"}
@@ -105,9 +101,8 @@ def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]
                 for name in ("mean_kl", "mean_kl_before_flip", "matched_mean_kl")
             )
             said += f"; of these mean KL {free} nats over all free steps, {before} up to the flip, {matched} matched"
-        known = correlations[(correlations["strategy"] == strategy) & (correlations["kernels"] == kernels)]
-        known = known.dropna(subset=["pearson"])
-        whole = known[known["model"] == "all"]
+        known = only(correlations, strategy=strategy, kernels=kernels).dropna(subset=["pearson"])
+        whole = only(known, model="all")
         for row in (whole if len(whole) else known).to_dict("records"):
             if row["against"] in _AGAINST:
                 of = "" if row["model"] == "all" or correlations["model"].nunique() == 1 else f" of {row['model']}"
@@ -117,13 +112,13 @@ def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]
                 if row["pearson_low"] == row["pearson_low"]:
                     said += f" ({row['pearson_low']:+.2f} to {row['pearson_high']:+.2f}"
                     zero = row["pearson_low"] <= 0 <= row["pearson_high"]
-                    said += f"{', which 0 is in' if zero else ''}, over {prompts_said(row['prompts'])})"
+                    said += f"{', which 0 is in' if zero else ''}, over {counted(row['prompts'], 'prompt')})"
         lines.append(said + ".")
     return lines
 
 
 def _said_of_ladder(ladder: pd.DataFrame) -> list[str]:
-    ladder = ladder[ladder["protocol"] == "matched"]
+    ladder = only(ladder, protocol="matched")
     failed = int(ladder["failed"].sum())
     ladder = ladder[~ladder["failed"].astype(bool)]
     if ladder.empty:
@@ -134,11 +129,11 @@ def _said_of_ladder(ladder: pd.DataFrame) -> list[str]:
         rungs.append(f"{dtype} {kernels} {between(list(found))}")
     one = means.index.get_level_values("model").nunique() == 1
     said = f"5. RMS logit difference{'' if one else ', smallest and largest of the models'}: {'; '.join(rungs)}"
-    said += f" (means of {prompts_said(ladder['id'].nunique())})."
+    said += f" (means of {counted(ladder['id'].nunique(), 'prompt')})."
     if failed:
         said += f" {failed} runs could not be compared."
-    fixed = ladder[ladder["kernels"] == "batch_invariant"]
-    native = ladder[(ladder["kernels"] == "native") & ladder["dtype"].isin(fixed["dtype"])]
+    fixed, native = (only(ladder, kernels=kernels) for kernels in ("batch_invariant", "native"))
+    native = native[native["dtype"].isin(fixed["dtype"])]
     if len(fixed) and not fixed["max_abs_logit"].max() > 0 and native["max_abs_logit"].max() > 0:
         said += (
             " One fixed order leaves no difference where the machine's kernels make one: the order of additions is what does "
@@ -152,7 +147,7 @@ def _said_of_sharing(table: pd.DataFrame) -> list[str]:
     shown = (f"{int(n)} a KV head: {row['heads_touched']:g}, {number(row['attn_out'])}" for n, row in spread.iterrows())
     return [
         "6. Query heads touched by one KV head's error, and the attention output's relative L2, medians over "
-        f"{prompts_said(table['prompt'].nunique())}, heads and positions: " + "; ".join(shown) + "."
+        f"{counted(table['prompt'].nunique(), 'prompt')}, heads and positions: " + "; ".join(shown) + "."
     ]
 
 
@@ -171,16 +166,14 @@ def _said_of_repeats(table: pd.DataFrame) -> list[str]:
                 not (wide.sub(wide[1], axis=0).abs() > 0).any(axis=None)
                 for wide in (group.pivot(index="id", columns="repeated", values=name) for name in _MEASURED)
             )
-            over = prompts_said(len(by))
+            over = counted(len(by), "prompt")
             if alike:
-                shown = (
-                    f"RMS logit difference {number(means[1])}, and every measure the same number at every ratio ({over})"
-                )
+                shown = f"{number(means[1])}, and every measure the same number at every ratio ({over})"
             else:
                 change = (by[by.columns.max()] - by[1]).to_numpy(float)
-                shown = f"RMS logit difference {' and '.join(number(each) for each in means)}; the last less the first "
+                shown = f"{' and '.join(map(number, means))}; the last less the first "
                 shown += f"{number(change.mean())} ({interval_said(change)})"
-            said += f" {kernels} kernels, {shown};"
+            said += f" {kernels} kernels, RMS logit difference {shown};"
         lines.append(said[:-1] + ".")
     return lines
 
@@ -199,22 +192,18 @@ def _said_of_seeds(tables: Mapping[str, pd.DataFrame]) -> list[str]:
             by_seed["median growth of absolute L2"] = deepest["l2_growth"].median()
             by_seed["of relative L2"] = deepest["relative_growth"].median()
         if name == "ladder":
-            rung = (table["dtype"] == "float16") & (table["kernels"] == "native") & (table["protocol"] == "matched")
-            by_seed["RMS logit difference (float16, native)"] = table[rung].groupby("data_seed")["rms_logit"].mean()
+            rung = only(table, dtype="float16", kernels="native", protocol="matched")
+            by_seed["RMS logit difference (float16, native)"] = rung.groupby("data_seed")["rms_logit"].mean()
         if name == "correlations":
-            whole = table[table["model"] == "all"] if (table["model"] == "all").any() else table
+            whole = only(table, model="all")
             for against in ("mean_kl", "matched_mean_kl"):
-                known = whole[whole["against"] == against].dropna(subset=["pearson"])
+                known = only(whole if len(whole) else table, against=against).dropna(subset=["pearson"])
                 by_seed[f"Pearson of flip step and {_AGAINST[against]} KL"] = known.groupby("data_seed")["pearson"].mean()
-    shown = [f"{name} {_ends(values)}" for name, values in by_seed.items() if len(values) > 1]
+    shown = [f"{n} {number(v.min())} to {number(v.max())}" for n, v in by_seed.items() if len(v) > 1]
     if not shown:
         return []
     count = max(len(values) for values in by_seed.values())
     return [f"8. The same on each of {count} sets of prompts, smallest and largest: {'; '.join(shown)}."]
-
-
-def _ends(values: pd.Series) -> str:
-    return f"{number(values.min())} to {number(values.max())}"
 
 
 def ladder_title_of(table: pd.DataFrame) -> str:

@@ -14,12 +14,7 @@ __all__ = ["judged_anew", "said_of_study"]
 
 
 def said_of_study(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> list[str]:
-    """Sentences about a whole study.
-
-    Args:
-        tables: Its tables by name.
-        summary: What its ``summary.json`` holds.
-    """
+    """Sentences about a whole study, from its tables and its summary."""
     counts = summary["counts"]
     # The first two: how many hold, and how that was decided.
     said = claims_said(tables["claims"])[:2] if "claims" in tables else []
@@ -35,12 +30,7 @@ def said_of_study(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
 
 
 def judged_anew(before: pd.DataFrame, now: pd.DataFrame) -> list[str]:
-    """Which verdicts are other than those that were written with the tables, since the rules are; nothing where none is.
-
-    Args:
-        before: The claims as they were written.
-        now: The same tables under today's rules.
-    """
+    """Which verdicts are other than those that were written with the tables, since the rules are; nothing where none is."""
     then = dict(zip(before["id"], before["verdict"], strict=True))
     changed = [
         f"{row.id} ({then[row.id]} before, {row.verdict} now)" if row.id in then else f"{row.id} (new)"

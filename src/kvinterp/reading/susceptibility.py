@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvinterp.reading.numbers import counted, machine_of, number, share
+import pandas as pd
+
+from kvinterp.reading.numbers import counted, ends_said, machine_of, number, share
 
 __all__ = ["said_of_susceptibility"]
 
 
 def said_of_susceptibility(summary: Mapping[str, Any]) -> list[str]:
-    """A line a finding, each with how many it is of.
-
-    Args:
-        summary: That of :class:`kvinterp.experiments.susceptibility.Susceptibility`.
-    """
+    """A line a finding; ``summary`` is that of :class:`kvinterp.experiments.susceptibility.Susceptibility`."""
     whole, *classes = summary["thresholds"]
     size = "standard deviation" if summary["noise"] == "normal" else "half width"
     of = f"{summary['positions']} steps of {counted(summary['prompts'], 'prompt')}, {summary['seeds']} draws of the noise each"
@@ -35,8 +33,7 @@ def said_of_susceptibility(summary: Mapping[str, Any]) -> list[str]:
 def _threshold(one: Mapping[str, Any]) -> str:
     if one["why"]:
         return f"{one['why']} tried"
-    interval = "" if one["low"] != one["low"] else f", 95% interval {number(one['low'])} to {number(one['high'])}"
-    return f"{number(one['threshold'])}{interval}"
+    return number(one["threshold"]) + ends_said(one["low"], one["high"], ", 95% interval {}")
 
 
 def _certified(summary: Mapping[str, Any]) -> str:
@@ -54,9 +51,10 @@ def _calibrated(brier: Mapping[str, float]) -> str:
         "Predicted from the margin and the logit noise of other draws, as if the runner-up alone could overtake, the chance of a "
         f"flip has a Brier score of {number(brier['brier'])}, where the overall rate has {number(brier['of_the_rate'])}"
     )
-    if brier["skill"] != brier["skill"]:
+    # NaN where it was measured, null where it is read again.
+    if pd.isna(brier["skill"]):
         return f"{said}: no step flips, or all do, so that there is nothing to predict."
-    interval = "" if brier["low"] != brier["low"] else f" (95% interval {number(brier['low'])} to {number(brier['high'])})"
+    interval = ends_said(brier["low"], brier["high"], " (95% interval {})")
     return f"{said}: skill {number(brier['skill'])}{interval}; 1 would be perfect, 0 is no better than the rate."
 
 
@@ -67,9 +65,8 @@ def _rounding(rounding: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     )
     if rounding["rms_logit"] == 0:
         return f"{said}; there is nothing to set beside the threshold here."
-    said += (
-        f", and the logits' error is {number(rounding['rms_logit'])} (root mean square over the logits, mean over steps)"
-    )
+    said += f", and the logits' error is {number(rounding['rms_logit'])} "
+    said += "(root mean square over the logits, mean over steps)"
     if whole["why"]:
         return f"{said}."
     factor = whole["rms_logit"] / rounding["rms_logit"]

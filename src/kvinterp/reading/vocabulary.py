@@ -48,9 +48,5 @@ _TERMS = {
 
 
 def glossary(kinds: Iterable[str]) -> dict[str, str]:
-    """The words of a report and their meaning.
-
-    Args:
-        kinds: The kinds of model on the page.
-    """
+    """The words of a report and their meaning, the kinds of model on its page among them."""
     return _TERMS | {kind: sentence(KINDS[kind]) for kind in dict.fromkeys(kinds)}

@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
-from kvinterp.reading.numbers import machine_of, most, over_prompts, prompts_said, share
+from kvinterp.reading.numbers import against, counted, machine_of, most, over_prompts, share
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -23,22 +23,19 @@ def where(comparison: Comparison) -> list[str]:
 
     In the free protocol the numbers are those of the steps at which both paths hold the same text; what comes after a flip
     is told apart.
-
-    Args:
-        comparison: The comparison.
     """
     steps, provenance = comparison.steps, comparison.provenance
     setting = ", ".join(provenance[name] for name in ("kind", "dtype", "protocol"))
-    head = f"{provenance['paths']['a']} against {provenance['paths']['b']} on {provenance['model']} ({setting})"
+    head = f"{against(provenance)} on {provenance['model']} ({setting})"
     left = len(comparison.failures)
-    out = [f"{prompts_said(left)} {'is' if left == 1 else 'are'} left out; see failures."] if left else []
+    out = [f"{counted(left, 'prompt')} {'is' if left == 1 else 'are'} left out; see failures."] if left else []
     if steps.empty:
         return [f"{head}: no prompt could be compared.", *out]
     same = comparison.same_text(steps)
     count = steps["example"].nunique()
     differing, machine = same[same["max_abs_logit"] > 0], machine_of(provenance)
     if differing.empty and len(same) == len(steps) and not same["flipped"].any():
-        equal = f"bitwise equal at all {len(steps)} steps of {prompts_said(count)}, on {machine}."
+        equal = f"bitwise equal at all {len(steps)} steps of {counted(count, 'prompt')}, on {machine}."
         return [f"{head}: {equal}", *(let_go(comparison) or [TO_SEE_A_DIFFERENCE]), *out]
     after = steps.drop(same.index)
     flips = int(steps.groupby("example")["flipped"].any().sum())
@@ -53,7 +50,7 @@ def where(comparison: Comparison) -> list[str]:
         kl += f" up to the flip and {after['kl'].mean():.2e} nats after it, where the two texts differ"
     lines = [
         f"{head}: {first}; mean KL {kl}; largest logit difference {same['max_abs_logit'].max():.3g}"
-        f"{' up to the flip' * split}; {flips} of {prompts_said(count)} flip{'s' * (count == 1)} a token.",
+        f"{' up to the flip' * split}; {flips} of {counted(count, 'prompt')} flip{'s' * (count == 1)} a token.",
         *out,
         f"Mean KL of a prompt{' up to its flip' * split}: {over_prompts(same.groupby('example')['kl'].mean())}.",
     ]
@@ -69,7 +66,7 @@ def let_go(comparison: Comparison) -> list[str]:
     context = last["example"].map(comparison.examples.set_index("example")["prompt_tokens"]) + last["step"]
     for side in comparison.provenance.get("lets_go", ()) if len(last) else ():
         gone, of = int(last[f"let_go_{side}"].sum()), int(context.sum())
-        over = f"counted over the layers and KV heads of {prompts_said(last['example'].nunique())}"
+        over = f"counted over the layers and KV heads of {counted(last['example'].nunique(), 'prompt')}"
         said = (
             f"had let go of {share(gone, of)} of its rows by the last step ({gone} of {of}, {over}); K and V are compared on the "
             "rows that both paths hold."

@@ -2,10 +2,10 @@
 
 from kvinterp.report.attention import attention_comparison
 from kvinterp.report.compare import overview_of, write_report
-from kvinterp.report.decomposition import decomposition_figure, save_decomposition_figure
+from kvinterp.report.decomposition import decomposition_figure
 from kvinterp.report.figures import FIGURES, figures, overview, precision_ladder
-from kvinterp.report.recovery import recovery_figure, save_sweep_figures, step_figure
-from kvinterp.report.root_cause import save_root_cause_figures
+from kvinterp.report.recovery import recovery_figure, step_figure, sweep_figures
+from kvinterp.report.root_cause import root_cause_figures
 from kvinterp.report.style import save
 
 __all__ = [
@@ -17,10 +17,9 @@ __all__ = [
     "overview_of",
     "precision_ladder",
     "recovery_figure",
+    "root_cause_figures",
     "save",
-    "save_decomposition_figure",
-    "save_root_cause_figures",
-    "save_sweep_figures",
     "step_figure",
+    "sweep_figures",
     "write_report",
 ]

@@ -136,7 +136,21 @@ def attention_comparison(
         if other is None:
             raise InputError("no prompt was given: call attention_comparison(model, prompt, step=...).")
         pair = _both(adapter, other, (path_named(a), path_named(b)), step, layers, None)
-    return _compared(pair, adapter, step, layers, heads, tokens, most, positions, cells, fit)
+    ids = _fed(pair, step)
+    texts = tokens or (map(str, ids) if adapter is None else adapter.pieces(ids))
+    names = [readable(text) for text in texts]
+    if len(names) != len(ids):
+        raise InputError(f"{len(names)} tokens were given for {len(ids)} positions: give the text of each position.")
+    view = View.of(len(ids), positions, cells, fit)
+    found: list[ShownHead] = []
+    with located(f"step {step}"):
+        for layer in _layers_of(pair[0], adapter, layers):
+            first, second = (assembled_pattern(trace, layer, step) for trace in pair)
+            found += _heads(layer, first, second, heads, view)
+    found.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
+    room = max(_CELLS // (3 * view.side**2), 1) if most is None else most
+    table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(found)])
+    return AttentionComparison(table, page_of(pair, step, len(found), view, names, found[:room]))
 
 
 # The patterns ----------------------------------------------------------------------------------------------------------
@@ -275,18 +289,8 @@ def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
     return square
 
 
-def _compared(
-    pair: tuple[Trace, Trace],
-    adapter: Adapter | None,
-    step: int,
-    layers: Sequence[int] | None,
-    heads: Sequence[int] | None,
-    tokens: Sequence[str] | None,
-    most: int | None,
-    positions: tuple[int, int] | None,
-    cells: int,
-    fit: str,
-) -> AttentionComparison:
+def _fed(pair: tuple[Trace, Trace], step: int) -> list[int]:
+    """The tokens at a step, which both traces were fed."""
     for trace in pair:
         if len(trace.fed) < step:
             raise InputError(f"the {trace.path} trace ends at step {len(trace.fed)}, before step {step}: run more steps.")
@@ -295,35 +299,16 @@ def _compared(
             f"the traces were fed different tokens before step {step}, so their rows belong to different texts: run the "
             "second with continuation=first.fed."
         )
-    ids = [*pair[0].prompt, *pair[0].fed[:step]]
-    texts = tokens or (map(str, ids) if adapter is None else adapter.pieces(ids))
-    names = [readable(text) for text in texts]
-    if len(names) != len(ids):
-        raise InputError(f"{len(names)} tokens were given for {len(ids)} positions: give the text of each position.")
-    view = View.of(len(ids), positions, cells, fit)
-    with located(f"step {step}"):
-        found = [
-            head
-            for layer in _layers_of(pair[0], adapter, layers)
-            for head in _heads(
-                layer, assembled_pattern(pair[0], layer, step), assembled_pattern(pair[1], layer, step), heads, view
-            )
-        ]
-    found.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
-    room = max(_CELLS // (3 * view.side**2), 1) if most is None else most
-    table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(found)])
-    return AttentionComparison(table, page_of(pair, step, len(found), view, names, found[:room]))
+    return [*pair[0].prompt, *pair[0].fed[:step]]
 
 
 def _layers_of(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | None) -> Sequence[int]:
-    if adapter is not None and layers is not None:
-        return chosen_layers(adapter, layers)
+    if layers is not None:
+        return layers if adapter is None else chosen_layers(adapter, layers)
     recorded = sorted({layer for site, layer in trace.records if site == "pattern"})
-    if layers is None:
-        if not recorded:
-            raise InputError("a trace holds no pattern: run with record='pattern', positions='all'.")
-        return recorded
-    return layers
+    if not recorded:
+        raise InputError("a trace holds no pattern: run with record='pattern', positions='all'.")
+    return recorded
 
 
 def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: View) -> list[ShownHead]:

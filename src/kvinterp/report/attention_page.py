@@ -169,16 +169,7 @@ def readable(token: str) -> str:
 def page_of(
     pair: tuple[Trace, Trace], step: int, compared: int, view: View, names: Sequence[str], heads: Sequence[ShownHead]
 ) -> AttentionPage:
-    """The page about some heads of two traces.
-
-    Args:
-        pair: The traces.
-        step: The decode step.
-        compared: How many heads were compared.
-        view: Which positions are shown.
-        names: Text of every position.
-        heads: The heads that are shown.
-    """
+    """The page about some heads, of so many that were compared, of two traces at a step; ``names`` are all positions' texts."""
     prompt, length, (a, b) = len(pair[0].prompt), len(names), (trace.path for trace in pair)
     sentences = [*say.what_is_compared(pair, step, length), say.heads_shown(len(heads), compared)]
     if any("pattern" in trace.derived for trace in pair):

@@ -14,22 +14,29 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
-from kvinterp.reading.numbers import power
+from kvinterp.reading.numbers import percent, power
 from kvinterp.report.style import CMAP, line_of, series_of
 
 __all__ = [
     "Height",
+    "beside",
     "broken",
     "color_bar",
+    "headed",
     "legend_below",
     "legend_outside",
     "log_norm",
     "log_ticks",
     "mapped",
     "medians",
+    "on_lines",
+    "percents",
     "place_title",
+    "powers_of_two",
     "quartiles",
     "shift_of",
+    "spread",
+    "stacked",
     "whole_numbers",
     "zero_aware",
 ]
@@ -52,7 +59,13 @@ def place_title(axes: Axes, text: str, beside: float = 0.9) -> None:
     assert target is not None, "axes are made by a figure"
     inches = target.bbox.width / target.dpi - beside
     # Ten characters an inch: what bold DejaVu Sans needs at 10 points.
-    axes.set_title("\n".join(textwrap.wrap(text, max(20, int(inches * 10)))))
+    axes.set_title(broken(text, max(20, int(inches * 10))))
+
+
+def headed(figure: Figure, text: str) -> None:
+    """A title over all panels, broken where it would leave the figure."""
+    wrapped = broken(text, int(figure.get_figwidth() * 11))
+    figure.suptitle(wrapped, x=0.01, ha="left", fontsize=10, fontweight="bold")
 
 
 def broken(text: str, width: int = 34) -> str:
@@ -63,6 +76,30 @@ def broken(text: str, width: int = 34) -> str:
 def whole_numbers(axis: Any, ticks: int = 8) -> None:
     """Ticks of an axis at whole numbers only, so many at most."""
     axis.set_major_locator(MaxNLocator(nbins=ticks, integer=True, min_n_ticks=1))
+
+
+def percents(axis: Any) -> None:
+    """Ticks that say shares in percent."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
+
+
+def powers_of_two(axes: Axes, places: Sequence[int], **how: Any) -> None:
+    """An x axis on which a doubling is a step, with ticks at these places."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places], **how)
+
+
+def on_lines(axes: Axes) -> None:
+    """Grid lines for what stands in lines one under the other."""
+    axes.grid(visible=True, axis="x")
+    axes.grid(visible=False, axis="y")
+
+
+def beside(panels: Sequence[Axes], label: str) -> None:
+    """Panels side by side on one scale: its label and its numbers stand at the first."""
+    panels[0].set_ylabel(label)
+    for axes in panels[1:]:
+        axes.tick_params(labelleft=False)
 
 
 def log_ticks(axis: Any) -> None:
@@ -90,6 +127,11 @@ def legend_outside(target: Figure | Any, axes: Axes, columns: int = 5, side: str
     place: Any = f"outside {side} center"
     labels = [broken(label, 44) for label in labels]
     target.legend(handles, labels, loc=place, ncols=min(len(labels), columns), **how)
+
+
+def stacked(figure: Figure, heights: Sequence[float]) -> list[FigureBase]:
+    """Parts of a figure one under the other."""
+    return list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
 
 
 # Scales ----------------------------------------------------------------------------------------------------------------
@@ -159,22 +201,22 @@ def color_bar(target: FigureBase, image: Any, axes: Any, label: str) -> None:
 
 def medians(
     axes: Axes,
-    steps: pd.DataFrame,
+    table: pd.DataFrame,
     column: str,
     height: Height,
     index: int,
-    shift: float,
     label: str,
+    *,
     size: float,
     alpha: float,
+    shift: float = 0.0,
+    by: str = "step",
 ) -> None:
-    """A faint point an example and step of a column, and the line of the medians over the examples, both moved sideways."""
+    """A faint point a row of a column, and by step or layer the line of the medians, both moved sideways."""
     series = series_of(index)
-    axes.plot(
-        steps["step"] + shift, height(steps[column]), series.marker, color=series.color, markersize=size, alpha=alpha,
-        markeredgewidth=0, zorder=2,
-    )  # fmt: skip
-    middle = steps.groupby("step")[column].median()
+    look: dict[str, Any] = {"color": series.color, "markersize": size, "alpha": alpha, "markeredgewidth": 0, "zorder": 2}
+    axes.plot(table[by] + shift, height(table[column]), series.marker, **look)
+    middle = table.groupby(by)[column].median()
     axes.plot(middle.index + shift, height(middle), **line_of(index), label=label, zorder=3)
 
 
@@ -188,6 +230,11 @@ def quartiles(
     if ends:
         axes.plot(x, low, ends, x, high, ends, color=color, markersize=6, zorder=2)
     axes.plot(x, middle, **line_of(index), label=label, zorder=3)
+
+
+def spread(table: pd.DataFrame, column: str) -> np.ndarray:
+    """How far the ends of an interval (columns low and high) are from a column, as ``Axes.errorbar`` takes it."""
+    return np.abs(table[["low", "high"]].to_numpy(float).T - table[column].to_numpy(float))
 
 
 def mapped(axes: Axes, values: np.ndarray, norm: Any, cmap: Any = None, **how: Any) -> Any:

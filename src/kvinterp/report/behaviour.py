@@ -3,73 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvinterp.comparison import COLUMNS, PARTS, Comparison
-from kvinterp.report.axes import legend_outside, place_title, whole_numbers, zero_aware
-from kvinterp.report.style import SERIES, line_of, of_models, save, sheet
+from kvinterp.reading.results import only
+from kvinterp.report.axes import beside, legend_outside, place_title, spread, whole_numbers, zero_aware
+from kvinterp.report.style import line_of, of_models, sheet
 
 __all__ = [
     "accuracy_figure",
+    "behaviour_figures",
+    "drawn_of_models",
     "flipped_decodes",
     "kl_by_step_figure",
-    "save_behaviour_figures",
-    "save_of_models",
     "survival_figure",
 ]
 
 Draw = Callable[[Mapping[str, pd.DataFrame]], Figure]
 
 
-def save_behaviour_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes ``behaviour_*.png``, those that have something to show.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.behaviour.Behaviour`.
-        provenance: The provenance of each model.
-        folder: Where to; it is made.
-    """
+def behaviour_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
+    """Figures of :class:`kvinterp.experiments.behaviour.Behaviour`, those that have something to show, signed with its models."""
     drawers: dict[str, Draw] = {"kl_by_step": kl_by_step_figure, "survival": survival_figure, "accuracy": accuracy_figure}
-    return save_of_models("behaviour", drawers, tables, provenance, folder)
+    return drawn_of_models("behaviour", drawers, tables, provenance)
 
 
-def save_of_models(
-    name: str, drawers: Mapping[str, Draw], tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path
-) -> list[Path]:
-    """Writes a figure for each table that has rows, signed with the models and how they were decoded."""
+def drawn_of_models(
+    name: str, drawers: Mapping[str, Draw], tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]
+) -> dict[str, Figure]:
+    """A figure for each table that has rows, signed with the models and how they were decoded."""
     first = next(iter(provenance.values()))
     more = [f"kernels {first['kernels']}", f"{first['max_new_tokens']} tokens at most", f"until {first['stop']}"]
-    return [
-        save(
-            of_models(draw(tables), list(provenance.values()), more),
-            folder / f"{name}_{table.removeprefix(f'{name}_')}.png",
-        )
+    return {
+        f"{name}_{table.removeprefix(f'{name}_')}": of_models(draw(tables), list(provenance.values()), more)
         for table, draw in drawers.items()
         if len(tables[table])
-    ]
+    }
 
 
 def flipped_decodes(tables: Mapping[str, pd.DataFrame], paths: tuple[str, str]) -> dict[str, Comparison]:
-    """The decodes that flip, each path reading its own text, as comparisons without activations: one a model, strategy and seed.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.behaviour.Behaviour`.
-        paths: The two paths.
-    """
+    """The decodes that flip, each path on its own text, as comparisons without activations: one a model, strategy and seed."""
     found = {}
     of = ["model", "strategy", "seed"]
-    free = tables["decodes"][tables["decodes"]["protocol"] == "free"]
+    free = only(tables["decodes"], protocol="free")
     for place, steps in tables["flip_steps"].groupby(of, sort=False):
         label = dict(zip(of, place, strict=True))
-        mine = [table[(table[of] == list(place)).all(axis=1)] for table in (free, tables["flip_tokens"])]
+        examples, tokens = (only(table, **label) for table in (free, tables["flip_tokens"]))
         empty = {name: pd.DataFrame(columns=COLUMNS.get(name, ())) for name in PARTS}
-        given = {"steps": steps, "examples": mine[0][mine[0]["diverged"]], "tokens": mine[1]}
+        given = {"steps": steps, "examples": examples[examples["diverged"]], "tokens": tokens}
         provenance = {
             "paths": dict(zip("ab", paths, strict=True)),
             "protocol": "free",
@@ -88,18 +73,16 @@ def kl_by_step_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
     with sheet(max(6.4, 2.9 * len(models)), 5.4) as figure:
         grid = figure.subplots(2, len(models), squeeze=False, sharex=True)
         for protocol, row in zip(protocols, grid, strict=True):
-            chosen = table[table["protocol"] == protocol]
+            chosen = only(table, protocol=protocol)
             for model, axis in zip(models, row, strict=True):
                 height = zero_aware(axis, [chosen["mean_kl"]])
-                for index, (strategy, line) in enumerate(chosen[chosen["model"] == model].groupby("strategy", sort=False)):
-                    look = line_of(index, 1.2) | {"markersize": 2.5}
+                for index, (strategy, line) in enumerate(only(chosen, model=model).groupby("strategy", sort=False)):
+                    look = line_of(index, 1.2, markersize=2.5)
                     # No end below what the axis shows, where a logarithm has no 0.
                     low, high = (line[end].clip(lower=axis.get_ylim()[0]) for end in ("low", "high"))
                     axis.fill_between(line["step"], low, high, color=look["color"], alpha=0.15, linewidth=0)
                     axis.plot(line["step"], height(line["mean_kl"]), **look, label=strategy)
-                if axis is not row[0]:
-                    axis.tick_params(labelleft=False)
-            row[0].set_ylabel(f"mean KL (nats), {protocol}")
+            beside(row, f"mean KL (nats), {protocol}")
         _steps(grid, models)
         legend_outside(figure, grid[0][0], side="upper")
     return figure
@@ -112,17 +95,15 @@ def survival_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
     with sheet(max(6.4, 2.9 * len(models)), 3.4) as figure:
         panels = figure.subplots(1, len(models), squeeze=False, sharey=True)
         for model, axis in zip(models, panels[0], strict=True):
-            for index, (strategy, line) in enumerate(table[table["model"] == model].groupby("strategy", sort=False)):
+            for index, (strategy, line) in enumerate(only(table, model=model).groupby("strategy", sort=False)):
                 # Before the first flip all survive.
                 x, y = [0.0, *line["step"]], [1.0, *line["survival"]]
                 flips = int(line["flips"].sum())
                 low, high = ([1.0, *line[f"survival_{end}"].fillna(1.0)] for end in ("low", "high"))
-                color = SERIES[index % len(SERIES)].color
-                axis.fill_between(x, low, high, step="post", color=color, alpha=0.12, linewidth=0)
-                look = {name: value for name, value in line_of(index, 1.4).items() if not name.startswith("marker")}
-                axis.step(
-                    x, y, where="post", **look, label=f"{strategy}" if len(models) > 1 else f"{strategy}: {flips} flips"
-                )
+                look = line_of(index, marker="")
+                axis.fill_between(x, low, high, step="post", color=look["color"], alpha=0.12, linewidth=0)
+                label = f"{strategy}" if len(models) > 1 else f"{strategy}: {flips} flips"
+                axis.step(x, y, where="post", **look, label=label)
             axis.set_ylim(-0.03, 1.03)
         panels[0][0].set_ylabel("share of decodes\nwithout a flipped token")
         _steps(panels, models)
@@ -137,13 +118,13 @@ def accuracy_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
     with sheet(8.4, max(2.4, 0.32 * len(table) + 1.4)) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
         for index, (side, path) in enumerate((("a", "cached"), ("b", "recompute"))):
-            look = line_of(index, 1.2) | {"linestyle": "none"}
+            look = line_of(index, 1.2, linestyle="none")
             left.plot(table[f"accuracy_{side}"], places + 0.1 - 0.2 * index, **look, label=path, zorder=3)
         left.set_xlim(-0.03, 1.03)
         left.set_xlabel("share of right answers")
         left.set_yticks(places, [f"{row.model.removeprefix('zoo:')}, {row.strategy}" for row in table.itertuples()])
-        spread = np.abs(table[["low", "high"]].to_numpy(float).T - table["difference"].to_numpy(float))
-        right.errorbar(table["difference"], places, xerr=spread, **line_of(0, 1.2) | {"linestyle": "none"}, elinewidth=1)
+        ends = spread(table, "difference")
+        right.errorbar(table["difference"], places, xerr=ends, **line_of(0, 1.2, linestyle="none"), elinewidth=1)
         right.axvline(0, color="#888888", linewidth=0.8)
         right.set_xlabel("cached less recompute, 95% interval")
         for axis in (left, right):
@@ -159,9 +140,5 @@ def _steps(grid: Any, models: Sequence[str]) -> None:
     for model, axis in zip(models, grid[0], strict=True):
         place_title(axis, model.removeprefix("zoo:"), 0.4)
     for axis in grid[-1]:
-        _step_axis(axis)
-
-
-def _step_axis(axis: Axes) -> None:
-    axis.set_xlabel("decode step")
-    whole_numbers(axis.xaxis, 6)
+        axis.set_xlabel("decode step")
+        whole_numbers(axis.xaxis, 6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,27 +11,28 @@ from matplotlib.figure import Figure
 
 from kvinterp.reading.chains import similarity_named
 from kvinterp.reading.numbers import counted
+from kvinterp.reading.results import only
 from kvinterp.report.axes import broken, legend_outside, place_title, whole_numbers
 from kvinterp.report.ink import ink_on
-from kvinterp.report.style import SERIES, line_of, of_models, save, series_of, sheet
+from kvinterp.report.style import SERIES, line_of, looks, of_models, sheet
 
-__all__ = ["save_chain_figures"]
+__all__ = ["chain_figures"]
 
 
-def save_chain_figures(found: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes ``chain_curves.png``, ``chain_deltas.png`` and ``chain_map.png``.
+def chain_figures(found: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figures ``chain_curves``, ``chain_deltas`` and ``chain_map``.
 
     Args:
-        found: The tables of :class:`kvinterp.experiments.chain.Chain` by name, ``about`` and ``embedder``.
-        folder: Where to.
+        found: The tables of :class:`kvinterp.experiments.chain.Chain` by name, ``provenance`` and ``embedder``.
     """
-    made = {"curves": _curves, "deltas": _deltas, "map": _map}
-    return [save(draw(found), folder / f"chain_{name}.png") for name, draw in made.items()]
+    signed = (list(found["provenance"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
+    drawn = {"curves": _curves(found["curves"]), "deltas": _deltas(found["deltas"]), "map": _map(found)}
+    with looks():
+        return {f"chain_{name}": of_models(figure, *signed) for name, figure in drawn.items()}
 
 
-def _curves(found: Mapping[str, Any]) -> Figure:
+def _curves(curves: pd.DataFrame) -> Figure:
     """A panel a model and temperature, a line an arm, with its interval."""
-    curves: pd.DataFrame = found["curves"]
     places = list(curves.groupby(["model", "temperature"], sort=False))
     arms = list(dict.fromkeys(curves["arm"]))
     with sheet(7.4, 0.9 + 2.5 * len(places) + 0.2 * len(arms)) as figure:
@@ -41,14 +41,10 @@ def _curves(found: Mapping[str, Any]) -> Figure:
         panels = part.subplots(len(places), 1, squeeze=False, sharex=True)[:, 0]
         for axes, ((model, temperature), table) in zip(panels, places, strict=True):
             for index, arm in enumerate(arms):
-                line = table[table["arm"] == arm]
-                color = series_of(index).color
-                axes.fill_between(
-                    line["hop"], line["similarity_low"], line["similarity_high"], color=color, alpha=0.12, linewidth=0
-                )
-                axes.plot(
-                    line["hop"], line["similarity"], **line_of(index, 1.2), label=arm, markevery=max(1, len(line) // 10)
-                )
+                line = only(table, arm=arm)
+                look, (low, high) = line_of(index, 1.2), (line[f"similarity_{end}"] for end in ("low", "high"))
+                axes.fill_between(line["hop"], low, high, color=look["color"], alpha=0.12, linewidth=0)
+                axes.plot(line["hop"], line["similarity"], **look, label=arm, markevery=max(1, len(line) // 10))
             chains = int(table["chains"].max())
             place_title(axes, f"{model}, temperature {temperature:g}, {counted(chains, 'chain')} an arm")
             axes.set_ylabel("similarity to the first text\n(mean, 95% interval)")
@@ -56,13 +52,11 @@ def _curves(found: Mapping[str, Any]) -> Figure:
         panels[-1].set_xlabel("hop (0 is the text itself)")
         whole_numbers(panels[-1].xaxis, 10)
         legend_outside(part, panels[0], 2, fontsize=7.5)
-        of_models(figure, list(found["provenance"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure
 
 
-def _deltas(found: Mapping[str, Any]) -> Figure:
+def _deltas(deltas: pd.DataFrame) -> Figure:
     """The final difference of every arm beside no policy, sorted, those of other seeds hollow."""
-    deltas: pd.DataFrame = found["deltas"]
     rows = deltas[deltas["arm"] != "cached"].to_dict("records")
     names = [broken(f"{row['model']}, {row['arm']}, T {row['temperature']:g}", 56) for row in rows]
     lines = max((name.count("\n") + 1 for name in names), default=1)
@@ -80,7 +74,6 @@ def _deltas(found: Mapping[str, Any]) -> Figure:
             "final similarity minus that without a policy\n(mean and 95% interval over chains;\nhollow: other seeds, the null)"
         )
         axes.set_title("Final differences, sorted")
-        of_models(figure, list(found["provenance"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure
 
 
@@ -104,5 +97,4 @@ def _map(found: Mapping[str, Any]) -> Figure:
         axes.set_xticks(range(table.shape[1]), table.columns, rotation=30, ha="right", fontsize=7)
         place_title(axes, "Final similarity minus that without a policy", 3.0)
         figure.colorbar(image, ax=axes, label="difference")
-        of_models(figure, list(found["provenance"].values()), [f"similarity: {similarity_named(found['embedder'])}"])
     return figure

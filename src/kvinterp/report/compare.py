@@ -17,14 +17,15 @@ from kvinterp.comparison import PARTS, TABLES, Comparison
 from kvinterp.errors import InputError
 from kvinterp.files import write_whole
 from kvinterp.reading.answer import answer_of, question_of
-from kvinterp.reading.flips import flips_said
-from kvinterp.reading.numbers import mean_interval, number
+from kvinterp.reading.changed import flips_said
+from kvinterp.reading.numbers import against, mean_interval, number
 from kvinterp.reading.precision import precision_said
 from kvinterp.reading.results import (
     grouped,
     kind_of,
     leading,
     model_of,
+    only,
     place_of,
     right_answers,
     unit_roundoff,
@@ -40,7 +41,6 @@ from kvinterp.report.tokens import SCRIPTS, SHEETS, called, changes
 from kvinterp.results import Result
 
 __all__ = [
-    "Gallery",
     "attention_section",
     "drift_section",
     "failures_section",
@@ -49,6 +49,7 @@ __all__ = [
     "kv_section",
     "ladder_of",
     "overview_of",
+    "pictured",
     "precision_section",
     "table_section",
     "write_report",
@@ -57,20 +58,10 @@ __all__ = [
 _TEXTS = 12
 
 
-class Gallery:
-    """Saves figures and keeps them for the page.
-
-    Args:
-        folder: Where the files go.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def add(self, name: str, figure: Figure, caption: str) -> Picture:
-        """Saves one figure as ``name.png``."""
-        with keeping():
-            return picture(save(figure, self.folder / f"{name}.png"), caption)
+def pictured(folder: Path, name: str, figure: Figure, caption: str) -> Picture:
+    """Saves a figure as ``name.png`` in a folder, for the page to show."""
+    with keeping():
+        return picture(save(figure, folder / f"{name}.png"), caption)
 
 
 def write_report(results: Sequence[Result], out: str | Path, flips: Result | None = None) -> Path:
@@ -95,30 +86,29 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
     provenance = useful[0].comparison.provenance
     main = [r for r in useful if r.comparison.provenance["dtype"] == provenance["dtype"]]
     rungs = ladder_of(useful, provenance["dtype"])
-    gallery = Gallery(folder / "figures")
+    every = [*results, *filter(None, [flips])]
+    drawn = folder / "figures"
     sections = [
         table_section(results),
-        kl_section(main, gallery),
-        drift_section(main, gallery),
-        attention_section(main, gallery),
-        kv_section(main, gallery),
-        precision_section(rungs, gallery) if rungs else None,
+        kl_section(main, drawn),
+        drift_section(main, drawn),
+        attention_section(main, drawn),
+        kv_section(main, drawn),
+        precision_section(rungs, drawn) if rungs else None,
         flip_section(flips) if flips is not None else None,
-        failures_section(results if flips is None else [*results, flips]),
+        failures_section(every),
     ]
     parts = [
         Answer(answer_of(main, rungs)),
-        *changes(called([*main, *([flips] if flips is not None and not flips.comparison.steps.empty else [])])),
+        *changes(called([*main, *(r for r in [flips] if r is not None and not r.comparison.steps.empty)])),
         *(section for section in sections if section is not None),
         *_texts(main),
         Text("How to read this", look="h2"),
         Pairs(glossary(map(kind_of, results))),
-        *made_with_parts(
-            {r.folder.name: r.comparison.provenance for r in (*results, *([flips] if flips else []))}, "comparison"
-        ),
-        *_files([*results, *([flips] if flips else [])], folder),
+        *made_with_parts({r.folder.name: r.comparison.provenance for r in every}, "comparison"),
+        *_files(every, folder),
     ]
-    title = f"kvinterp: {provenance['paths']['a']} against {provenance['paths']['b']}"
+    title = f"kvinterp: {against(provenance)}"
     kicker = f"kvinterp {provenance['kvinterp']} · {', '.join(dict.fromkeys(map(model_of, main)))} · {provenance['dtype']}"
     path = folder / "report.html"
     write_whole(path, render("report", title, parts, question_of(useful), kicker, scripts=SCRIPTS, sheets=SHEETS))
@@ -137,10 +127,8 @@ def overview_of(results: Sequence[Result]) -> Figure:
     dtype = results[0].comparison.provenance["dtype"]
     main = [r for r in results if r.comparison.provenance["dtype"] == dtype and not r.comparison.steps.empty]
     lead = leading(main)
-    whole = (
-        r for r in lead if not (r.comparison.layers.empty or r.comparison.heads.empty or r.comparison.kv_positions.empty)
-    )
-    chosen = next(whole, None)
+    recorded = ("layers", "heads", "kv_positions")
+    chosen = next((r for r in lead if all(len(getattr(r.comparison, table)) for table in recorded)), None)
     if chosen is None:
         raise InputError("no model and kind recorded resid_post, pattern and kv: the four figures need all of them.")
     label = " ".join(place_of(chosen))
@@ -211,17 +199,14 @@ def _row(result: Result) -> list[str]:
 
 
 def _pictures(
-    gallery: Gallery, figure: str, lines: Mapping[tuple[str, str], Labelled], main: Sequence[Result]
+    folder: Path, figure: str, lines: Mapping[tuple[str, str], Labelled], main: Sequence[Result]
 ) -> list[Picture]:
     """One figure of each model and kind; where the kind is empty, of all that are drawn."""
-    return [
-        gallery.add(
-            file_name(model, kind, figure, main),
-            figure_named(figure, drawn),
-            f"{model}, {kind or ' and '.join(drawn)}: {FIGURES[figure]}",
-        )
-        for (model, kind), drawn in lines.items()
-    ]
+    made = []
+    for (model, kind), drawn in lines.items():
+        caption = f"{model}, {kind or ' and '.join(drawn)}: {FIGURES[figure]}"
+        made.append(pictured(folder, file_name(model, kind, figure, main), figure_named(figure, drawn), caption))
+    return made
 
 
 def file_name(model: str, kind: str, figure: str, main: Sequence[Result]) -> str:
@@ -232,17 +217,17 @@ def file_name(model: str, kind: str, figure: str, main: Sequence[Result]) -> str
     return "-".join(part for part in (safe, kind, figure) if part)
 
 
-def kl_section(main: Sequence[Result], gallery: Gallery) -> Section:
+def kl_section(main: Sequence[Result], folder: Path) -> Section:
     """How far apart the next-token distributions are, step by step."""
     lines = {
         place: {r.comparison.provenance["protocol"]: r.comparison for r in group if not r.comparison.steps.empty}
         for place, group in grouped(main).items()
     }
     lines = {place: drawn for place, drawn in lines.items() if drawn}
-    return Section("KL by step", *kl_said(main), _pictures(gallery, "kl_by_step", lines, main))
+    return Section("KL by step", *kl_said(main), _pictures(folder, "kl_by_step", lines, main))
 
 
-def drift_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
+def drift_section(main: Sequence[Result], folder: Path) -> Section | None:
     """How far apart the residual streams are, layer by layer."""
     lines: dict[tuple[str, str], dict[str, Comparison]] = {}
     for result in leading(main):
@@ -250,27 +235,27 @@ def drift_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
             lines.setdefault((model_of(result), ""), {})[kind_of(result)] = result.comparison
     if not lines:
         return None
-    return Section("Drift by layer", *drift_said(main), _pictures(gallery, "drift_by_layer", lines, main))
+    return Section("Drift by layer", *drift_said(main), _pictures(folder, "drift_by_layer", lines, main))
 
 
-def attention_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
+def attention_section(main: Sequence[Result], folder: Path) -> Section | None:
     """How far apart the attention patterns are, head by head; and which kinds cannot say."""
     lines = {place_of(r): {"": r.comparison} for r in leading(main) if not r.comparison.heads.empty}
-    pictures, said = _pictures(gallery, "attention_by_head", lines, main), attention_said(main)
+    pictures, said = _pictures(folder, "attention_by_head", lines, main), attention_said(main)
     return None if said is None else Section("Attention by layer and head", *said, pictures)
 
 
-def kv_section(main: Sequence[Result], gallery: Gallery) -> Section | None:
+def kv_section(main: Sequence[Result], folder: Path) -> Section | None:
     """How far apart K and V are, position by position."""
     lines = {place_of(r): {"": r.comparison} for r in leading(main) if not r.comparison.kv_positions.empty}
     if not lines:
         return None
-    return Section("K and V by cache position", *kv_said(main), _pictures(gallery, "kv_by_position", lines, main))
+    return Section("K and V by cache position", *kv_said(main), _pictures(folder, "kv_by_position", lines, main))
 
 
-def precision_section(rungs: Mapping[str, Sequence[Comparison]], gallery: Gallery) -> Section:
+def precision_section(rungs: Mapping[str, Sequence[Comparison]], folder: Path) -> Section:
     """The same weights and prompts in more than one dtype."""
-    picture = gallery.add("precision_ladder", precision_ladder(rungs), "Largest logit difference by dtype")
+    picture = pictured(folder, "precision_ladder", precision_ladder(rungs), "Largest logit difference by dtype")
     names = ("steps", "largest logit difference", "unit roundoff", "difference in unit roundoffs", "mean KL")
     head = [Column("model"), Column("dtype"), *[Column(name, "number") for name in names]]
     rows = []
@@ -285,10 +270,6 @@ def precision_section(rungs: Mapping[str, Sequence[Comparison]], gallery: Galler
 def ladder_of(results: Sequence[Result], dtype: str) -> dict[str, list[Comparison]]:
     """For each model the same kind, protocol, paths and prompts in more than one dtype, ``dtype`` first.
 
-    Args:
-        results: All results.
-        dtype: The dtype in question.
-
     Returns:
         The comparisons by the model's name; with its kind and protocol where a model has more than one such ladder.
     """
@@ -296,10 +277,10 @@ def ladder_of(results: Sequence[Result], dtype: str) -> dict[str, list[Compariso
     for rung in results:
         if rung.comparison.provenance["dtype"] == dtype or rung.comparison.steps.empty:
             continue
-        base = next((r for r in results if r.comparison.provenance["dtype"] == dtype and _like(r, rung)), None)
+        key = _setting(rung)
+        base = next((r for r in results if r.comparison.provenance["dtype"] == dtype and _setting(r) == key), None)
         if base is None or base.comparison.steps.empty:
             continue
-        key = _setting(rung)
         if key not in found:
             examples = base.comparison.examples
             shared = examples[examples["id"].isin(rung.comparison.examples["id"])]["example"]
@@ -311,17 +292,7 @@ def ladder_of(results: Sequence[Result], dtype: str) -> dict[str, list[Compariso
 
 def _setting(result: Result) -> tuple[str, ...]:
     provenance = result.comparison.provenance
-    return (
-        model_of(result),
-        place_of(result)[1],
-        provenance["protocol"],
-        provenance["paths"]["a"],
-        provenance["paths"]["b"],
-    )
-
-
-def _like(one: Result, other: Result) -> bool:
-    return _setting(one) == _setting(other)
+    return *place_of(result), provenance["protocol"], provenance["paths"]["a"], provenance["paths"]["b"]
 
 
 def _only(comparison: Comparison, examples: pd.Series) -> Comparison:
@@ -367,7 +338,7 @@ def _decoded(main: Sequence[Result], prompt_id: str) -> str:
     sides: dict[str, int] = {}
     for result in main:
         examples = result.comparison.examples
-        for row in examples[examples["id"] == prompt_id].to_dict("records"):
+        for row in only(examples, id=prompt_id).to_dict("records"):
             for side in ("a", "b"):
                 sides[model_of(result)] = sides.get(model_of(result), 0) + 1
                 where = f"{kind_of(result)} {result.comparison.provenance['protocol']} {side}"

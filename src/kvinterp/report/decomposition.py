@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.figure import Figure, FigureBase
 
 from kvinterp.errors import InputError
 from kvinterp.patching import Decomposition
 from kvinterp.reading.patching import layer_title, split_title
-from kvinterp.report.axes import legend_outside, medians, place_title, quartiles, whole_numbers, zero_aware
-from kvinterp.report.style import made_with, save, sheet
+from kvinterp.report.axes import legend_outside, medians, place_title, quartiles, stacked, whole_numbers, zero_aware
+from kvinterp.report.style import made_with, sheet
 
-__all__ = ["decomposition_figure", "save_decomposition_figure"]
+__all__ = ["decomposition_figure"]
 
 _PARTS = {
     "total": "total: cached against recompute",
@@ -41,39 +39,20 @@ def decomposition_figure(decomposition: Decomposition) -> Figure:
         raise InputError("the decomposition holds no step to draw: give it a prompt that decodes at least one.")
     later = decomposition.layers[decomposition.layers["step"] > 0]
     with sheet(6.4, 6.6 if len(later) else 3.8) as figure:
-        parts = figure.subfigures(
-            2 if len(later) else 1, 1, height_ratios=[1.2, 1.0] if len(later) else [1.0], squeeze=False
-        )
-        _draw_steps(parts[0, 0], steps)
+        parts = stacked(figure, [1.2, 1.0] if len(later) else [1.0])
+        _draw_steps(parts[0], steps)
         if len(later):
-            _draw_layers(parts[1, 0], later)
-        made_with(
-            figure, decomposition.provenance, (f"null control: {decomposition.provenance.get('suffix', '?')} more tokens",)
-        )
+            _draw_layers(parts[1], later)
+        null = f"null control: {decomposition.provenance.get('suffix', '?')} more tokens"
+        made_with(figure, decomposition.provenance, (null,))
     return figure
-
-
-def save_decomposition_figure(decomposition: Decomposition, folder: str | Path) -> list[Path]:
-    """Writes the figure of a decomposition into a folder, which is made where it is not there.
-
-    Args:
-        decomposition: What :func:`kvinterp.decompose` returned.
-        folder: Where to.
-
-    Returns:
-        The file, ``decomposition.png``.
-
-    Raises:
-        InputError: The decomposition holds no step, or the file cannot be written.
-    """
-    return [save(decomposition_figure(decomposition), Path(folder) / "decomposition.png")]
 
 
 def _draw_steps(target: FigureBase, steps: pd.DataFrame) -> None:
     axes = target.subplots()
     height = zero_aware(axes, [steps[part] for part in _PARTS])
     for index, (part, name) in enumerate(_PARTS.items()):
-        medians(axes, steps, part, height, index, (index - 2.5) * 0.1, name, size=2.4, alpha=0.35)
+        medians(axes, steps, part, height, index, name, size=2.4, alpha=0.35, shift=(index - 2.5) * 0.1)
     whole_numbers(axes.xaxis, 10)
     several = steps["example"].nunique() > 1
     axes.set(

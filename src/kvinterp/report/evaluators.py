@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from kvinterp.reading.evaluators import score_named
-from kvinterp.report.axes import broken
-from kvinterp.report.style import of_models, save, series_of, sheet
+from kvinterp.report.axes import broken, on_lines
+from kvinterp.report.style import of_models, series_of, sheet
 
-__all__ = ["save_scores_figure", "scores_figure"]
+__all__ = ["scores_figure"]
 
 _PANELS = 24
 
 
-def save_scores_figure(summary: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes ``eval_scores.png``.
-
-    Args:
-        summary: That of :class:`kvinterp.experiments.eval.Eval`.
-        folder: Where to.
-    """
-    return [save(scores_figure(summary), folder / "eval_scores.png")]
-
-
 def scores_figure(summary: Mapping[str, Any]) -> Figure:
-    """A panel a score, since each has its own unit; a line a path, with its interval."""
+    """A panel a score of :class:`kvinterp.experiments.eval.Eval`, each in its own unit; a line a path, with its interval."""
     rows, paths = summary["results"], summary["paths"]
     scores = list(dict.fromkeys((row["task"], row["metric"], row["filter"]) for row in rows))[:_PANELS]
     with sheet(6.8, 0.7 + (0.5 + 0.24 * len(paths)) * len(scores)) as figure:
@@ -43,8 +32,7 @@ def scores_figure(summary: Mapping[str, Any]) -> Figure:
                 axes.plot(row["value"], height, series.marker, color=series.color, markersize=5)
             axes.set_yticks(range(len(paths)), [broken(path) for path in paths])
             axes.set_ylim(len(paths) - 0.5, -0.5)
-            axes.grid(visible=True, axis="x")
-            axes.grid(visible=False, axis="y")
+            on_lines(axes)
             better = {True: ", higher is better", False: ", lower is better"}.get(of[0]["higher_is_better"], "")
             axes.set_title(broken(f"{score_named(of[0])}{better}, {of[0]['documents']} documents", 56), fontsize=8.5)
         of_models(figure, [summary["provenance"]])

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from kvinterp._version import __version__
 from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted, number
+from kvinterp.report.latex import numeric
 from kvinterp.report.page import Answer, Column, Pairs, Table, Text, render
 from kvinterp.report.svg import picture
 from kvinterp.report.tokens import SCRIPTS, SHEETS
 
-__all__ = ["made_with_parts", "said", "shown", "write_experiment"]
+__all__ = ["last_parts", "made_with_parts", "said", "shown", "write_experiment"]
 
 _ROWS = 40
 """Rows of a table that the page shows; the file has them all."""
@@ -58,11 +58,7 @@ def write_experiment(
     parts += [Text("The tables", look="h2"), *(shown(name, table) for name, table in tables.items())]
     if more.strip():
         parts += [Text("What was asked", look="h2"), *map(Text, more.strip().split("\n\n"))]
-    parts += [Text("What was chosen", look="h2"), Pairs({name: said(value) for name, value in chosen.items()}, "beside")]
-    parts += made_with_parts(several, "model")
-    parts.append(
-        Text("Beside this page: every table as .parquet, the figures, and all of it in summary.json.", look="note")
-    )
+    parts += last_parts(chosen, several, "every table as .parquet, the figures, and all of it in summary.json.")
     kicker = " · ".join([f"kvinterp {__version__}", ", ".join(filter(None, models))])
     path = folder / "report.html"
     more_of = {"scripts": SCRIPTS, "sheets": SHEETS} if lead else {}
@@ -70,13 +66,18 @@ def write_experiment(
     return path
 
 
-def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list[Any]:
-    """What some things were made with: what they share, and what differs.
+def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any]], beside: str) -> list[Any]:
+    """How a page of experiments ends: what was chosen, what made it, and what lies beside it."""
+    return [
+        Text("What was chosen", look="h2"),
+        Pairs({name: said(value) for name, value in chosen.items()}, "beside"),
+        *made_with_parts(several, "model"),
+        Text(f"Beside this page: {beside}", look="note"),
+    ]
 
-    Args:
-        several: The provenance of each by its name.
-        what: What they are, in the singular.
-    """
+
+def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list[Any]:
+    """What some things were made with, by their provenances: what they share, and what differs."""
     rows = {name: _flattened(one) for name, one in several.items()}
     if not any(rows.values()):
         return []
@@ -108,10 +109,10 @@ def shown(name: str, table: pd.DataFrame) -> Table:
     """The beginning of a table, folded, under the name ``table-NAME``."""
     counts = f"{counted(len(table), 'row')} of {counted(table.shape[1], 'column')}"
     more = f", the first {_ROWS} here, all in {name}.parquet" if len(table) > _ROWS else ""
-    numbers = [is_numeric_dtype(table[column]) and not is_bool_dtype(table[column]) for column in table]
-    head = [Column(str(column), "number" if is_number else "") for column, is_number in zip(table, numbers, strict=True)]
+    numbers = numeric(table)
+    head = [Column(column, "number" if is_number else "") for column, is_number in numbers.items()]
     rows = [
-        [number(cell) if is_number else said(cell) for cell, is_number in zip(row, numbers, strict=True)]
+        [number(cell) if is_number else said(cell) for cell, is_number in zip(row, numbers.values(), strict=True)]
         for row in table.head(_ROWS).itertuples(index=False)
     ]
     return Table(head, rows, folded=f"{name}: {counts}{more}", name=f"table-{name}", file=f"{name}.parquet")

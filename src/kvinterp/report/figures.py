@@ -19,8 +19,8 @@ from matplotlib.lines import Line2D
 from kvinterp.comparison import Comparison, mean_error
 from kvinterp.reading.numbers import short, upper
 from kvinterp.reading.precision import ladder_title
-from kvinterp.reading.results import decoded, unit_roundoff
-from kvinterp.reading.titles import attention_title, drift_title, kl_title, kv_title
+from kvinterp.reading.results import decoded, only, unit_roundoff
+from kvinterp.reading.sections import attention_title, drift_title, kl_title, kv_title
 from kvinterp.report.axes import (
     color_bar,
     legend_below,
@@ -86,14 +86,7 @@ def figure_named(name: str, comparisons: Labelled) -> Figure:
 
 
 def overview(kl: Labelled, drift: Labelled, attention: Labelled, kv: Labelled) -> Figure:
-    """The four figures in one, for a page that has room for one picture.
-
-    Args:
-        kl: What the first shows, by what tells them apart.
-        drift: What the second shows.
-        attention: What the third shows: its first.
-        kv: What the fourth shows: its first.
-    """
+    """The four figures in one, for a page that has room for one picture: of each what it shows, by what tells them apart."""
     given = (kl, drift, attention, kv)
     with sheet(10.4, 7.2) as figure:
         grid: Any = figure.subfigures(2, 2, wspace=0.03, hspace=0.04)
@@ -105,13 +98,7 @@ def overview(kl: Labelled, drift: Labelled, attention: Labelled, kv: Labelled) -
 
 
 def figure_of(draw: Any, comparisons: Labelled, size: tuple[float, float]) -> Figure:
-    """A figure of its own with one of the ``draw_*`` functions, provenance in small print.
-
-    Args:
-        draw: The function.
-        comparisons: What it draws, by what tells them apart.
-        size: Width and height in inches.
-    """
+    """A figure of its own, of a width and height in inches, with one of the ``draw_*`` functions; provenance in small print."""
     with sheet(*size) as figure:
         draw(figure, comparisons)
         provenances = [c.provenance for c in comparisons.values()]
@@ -131,7 +118,7 @@ def draw_kl(target: FigureBase, comparisons: Labelled) -> None:
     for index, (label, frame) in enumerate(frames.items()):
         series, shift = series_of(index), shift_of(index, len(frames))
         name = f"{label}, median" if frame["example"].nunique() > 1 else label
-        medians(axes, frame, "kl", height, index, shift, name, size=2.6, alpha=0.4)
+        medians(axes, frame, "kl", height, index, name, size=2.6, alpha=0.4, shift=shift)
         first = frame[frame["flipped"] & ~frame["after_flip"]]
         flipped = flipped or not first.empty
         axes.plot(first["step"] + shift, height(first["kl"]), "X", color="#000000", markersize=7, zorder=4)
@@ -157,7 +144,7 @@ def draw_drift(target: FigureBase, comparisons: Labelled) -> None:
         frame = _later(comparison, comparison.layers)
         for site in frame["site"].unique():
             name = label if frame["site"].nunique() == 1 else f"{label}, {site}" if len(comparisons) > 1 else str(site)
-            of_site = frame[frame["site"] == site].groupby("layer")["relative_l2"]
+            of_site = only(frame, site=site).groupby("layer")["relative_l2"]
             lines[name] = of_site.quantile([0.25, 0.5, 0.75]).unstack()
     height = zero_aware(axes, [line.to_numpy() for line in lines.values()])
     for index, (name, line) in enumerate(lines.items()):
@@ -232,7 +219,7 @@ def draw_kv(target: FigureBase, comparisons: Labelled) -> None:
     drawn = comparison.examples[comparison.examples["example"].isin(every["example"])]
     example = int(drawn.sort_values("steps", kind="stable")["example"].iloc[-1])
     prompt = int(comparison.examples.set_index("example")["prompt_tokens"].loc[example])
-    frame = every[every["example"] == example]
+    frame = only(every, example=example)
     means = mean_error(frame, ("tensor", "layer", "position"))
     of = "where both paths hold them" if comparison.provenance.get("lets_go") else ""
     tensors = [name for name in ("K", "K before RoPE", "V") if (frame["tensor"] == name).any()]

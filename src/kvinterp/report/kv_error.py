@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,56 +14,43 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvinterp.behaviour.scores import AGAIN, METRICS
 from kvinterp.reading.numbers import short
-from kvinterp.report.axes import legend_outside, place_title
-from kvinterp.report.style import SERIES, Series, of_models, save, series_of, sheet
+from kvinterp.reading.results import only
+from kvinterp.report.axes import legend_outside, on_lines, place_title
+from kvinterp.report.style import SERIES, Series, of_models, series_of, sheet
 
 __all__ = [
     "bits_figure",
     "contrasts_figure",
     "equivalent_noise_figure",
-    "save_equivalent_noise",
-    "save_kv_error",
+    "kv_error_figures",
     "scores_figure",
 ]
 
 
-def save_equivalent_noise(result: tuple[pd.DataFrame, pd.DataFrame, Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Writes ``equivalent_noise.png``.
-
-    Args:
-        result: That of :class:`kvinterp.experiments.equivalent_noise.EquivalentNoise`.
-        folder: Where to.
-    """
-    table, wholes, provenance = result
-    return [
-        save(of_models(equivalent_noise_figure(table, wholes), [provenance["provenance"]]), folder / "equivalent_noise.png")
-    ]
-
-
-def save_kv_error(result: tuple[Mapping[str, pd.DataFrame], Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Writes ``kv_error.png``, ``kv_error_noise.png`` and, where there are contrasts, ``kv_error_contrasts.png``.
+def kv_error_figures(result: tuple[Mapping[str, pd.DataFrame], Mapping[str, Any]]) -> dict[str, Figure]:
+    """The figures ``kv_error``, ``kv_error_noise`` and, where there are contrasts, ``kv_error_contrasts``.
 
     Args:
         result: That of :class:`kvinterp.experiments.kv_error.KvError`.
-        folder: Where to.
     """
     tables, summary = result
     drawn = {"kv_error": scores_figure(tables["scores"]), "kv_error_noise": bits_figure(tables["scores"])}
     if len(tables["contrasts"]):
         drawn["kv_error_contrasts"] = contrasts_figure(tables["contrasts"])
-    return [save(of_models(figure, [summary["provenance"]]), folder / f"{name}.png") for name, figure in drawn.items()]
+    return {name: of_models(figure, [summary["provenance"]]) for name, figure in drawn.items()}
 
 
 # Figures ---------------------------------------------------------------------------------------------------------------
 
 
-def equivalent_noise_figure(table: pd.DataFrame, wholes: pd.DataFrame) -> Figure:
+def equivalent_noise_figure(result: tuple[pd.DataFrame, pd.DataFrame, Mapping[str, Any]]) -> Figure:
     """Size, bias and flipped signs of the error of every policy, K and V, smallest error first.
 
     Args:
-        table: By policy, layer, tensor and KV head.
-        wholes: By policy and tensor.
+        result: That of :class:`kvinterp.experiments.equivalent_noise.EquivalentNoise`: a table by policy, layer, tensor and KV
+            head, one by policy and tensor, and the summary.
     """
+    table, wholes, summary = result
     order = wholes.groupby("policy")["relative_rms"].max().sort_values().index.tolist()
     bits = wholes.groupby("policy")["bits"].mean()
     columns = {"relative_rms": "RMS error, relative", "bias": "bias, relative", "sign_flips": "share of signs flipped"}
@@ -73,23 +59,22 @@ def equivalent_noise_figure(table: pd.DataFrame, wholes: pd.DataFrame) -> Figure
         for axes, (column, label) in zip(panels, columns.items(), strict=True):
             for index, tensor in enumerate(("K", "V")):
                 series, shift = SERIES[index], (index - 0.5) * 0.26
-                here, places = (each[each["tensor"] == tensor] for each in (wholes, table))
+                here, places = (only(each, tensor=tensor) for each in (wholes, table))
                 ends = places.groupby("policy")[column].agg(["min", "max"]).reindex(order)
                 heights = np.arange(len(order)) + shift
                 axes.hlines(heights, ends["min"], ends["max"], color=series.color, linewidth=1.2, alpha=0.6)
                 values = here.set_index("policy")[column].reindex(order)
                 axes.plot(values, heights, series.marker, color=series.color, markersize=4.5, label=tensor)
             axes.set_xlabel(label)
-            _across(axes)
+            on_lines(axes)
         _log(panels[0], [*table["relative_rms"], *wholes["relative_rms"]])
         for height, name in enumerate(order):
             if not (wholes.loc[wholes["policy"] == name, "relative_rms"] > 0).any():
                 panels[0].annotate("exactly 0", (0.02, height), xycoords=("axes fraction", "data"), va="center", fontsize=7)
         labels = [f"{_wrapped(name)} ({short(bits[name])} bits)" for name in order]
-        panels[0].set_yticks(range(len(order)), labels, fontsize=7)
-        panels[0].set_ylim(-0.6, len(order) - 0.4)
+        _named(panels[0], labels)
         legend_outside(figure, panels[0], side="upper")
-    return figure
+    return of_models(figure, [summary["provenance"]])
 
 
 def scores_figure(scores: pd.DataFrame) -> Figure:
@@ -99,7 +84,7 @@ def scores_figure(scores: pd.DataFrame) -> Figure:
     with sheet(9.4, 1.6 + 2 * (0.5 + max(0.25, 0.17 * len(readings)) * len(order))) as figure:
         panels = figure.subplots(2, 3, sharey=True)
         for axes, metric in zip(panels.flat, METRICS, strict=True):
-            of = scores[scores["metric"] == metric]
+            of = only(scores, metric=metric)
             share = metric in ("loops", "outside")
             value, scale = ("value", 100.0) if share else ("percent", 1.0)
             for index, reading in enumerate(readings):
@@ -114,16 +99,13 @@ def scores_figure(scores: pd.DataFrame) -> Figure:
             place_title(axes, told, 6.8)
             if share:
                 axes.set_xlim(-2, max(5, 105 * (of["control"] + of["high"]).max()))
-            if share and len(of):
-                axes.axvline(scale * of["control"].iloc[0], color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
-            elif not share:
-                axes.axvline(100, color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
+            if len(of) or not share:
+                axes.axvline(scale * of["control"].iloc[0] if share else 100, **_CONTROL)
             if metric == "perplexity":
                 _log(axes, of[["percent_low", "percent_high"]], least=300)
-            _across(axes)
+            on_lines(axes)
         for axes in panels[:, 0]:
-            axes.set_yticks(range(len(order)), [_wrapped(name) for name in order], fontsize=7)
-            axes.set_ylim(-0.6, len(order) - 0.4)
+            _named(axes, [_wrapped(name) for name in order])
         legend_outside(figure, panels[0][0], side="upper")
     return figure
 
@@ -143,7 +125,7 @@ def bits_figure(scores: pd.DataFrame) -> Figure:
         panels = figure.subplots(len(readings), len(metrics), sharex=True, sharey=True, squeeze=False)
         for row, reading in zip(panels, readings, strict=True):
             for axes, metric in zip(row, metrics, strict=True):
-                of = known[(known["metric"] == metric) & (known["reading"] == reading)].sort_values("relative_rms")
+                of = only(known, metric=metric, reading=reading).sort_values("relative_rms")
                 for policy, here in of.groupby("policy", sort=False):
                     look, size = looks.get(policy, Series("#808080", ".", "-")), here["bits"].iloc[0]
                     label = f"{policy} ({short(size)} bits)" if size < most else str(policy)
@@ -152,7 +134,7 @@ def bits_figure(scores: pd.DataFrame) -> Figure:
                     axes.vlines(
                         here["relative_rms"], here["percent_low"], here["percent_high"], color=look.color, linewidth=1
                     )
-                axes.axhline(100, color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
+                axes.axhline(100, **_CONTROL)
                 place_title(axes, f"{METRICS[metric].meaning}, prefill={reading}", 6.9)
             row[0].set_ylabel("% of control")
         for axes in panels.flat:
@@ -170,20 +152,24 @@ def contrasts_figure(contrasts: pd.DataFrame) -> Figure:
     with sheet(9.4, 1.2 + 0.26 * len(order)) as figure:
         panels = figure.subplots(1, len(metrics), sharey=True)
         for axes, (metric, label) in zip(panels, metrics.items(), strict=True):
-            here = contrasts[contrasts["metric"] == metric].set_index("contrast").reindex(order)
+            here = only(contrasts, metric=metric).set_index("contrast").reindex(order)
             axes.hlines(range(len(order)), here["low"], here["high"], color=SERIES[0].color, linewidth=1.2)
             axes.plot(here["difference"], range(len(order)), "o", color=SERIES[0].color, markersize=4)
-            axes.axvline(0, color="#555555", linewidth=0.9, linestyle=(0, (3, 2)))
+            axes.axvline(0, **_CONTROL)
             axes.set_xlabel(f"difference, {label}")
-            _across(axes)
-        panels[0].set_yticks(range(len(order)), [_wrapped(name) for name in order], fontsize=6.5)
-        panels[0].set_ylim(-0.6, len(order) - 0.4)
+            on_lines(axes)
+        _named(panels[0], [_wrapped(name) for name in order], 6.5)
     return figure
 
 
-def _across(axes: Axes) -> None:
-    axes.grid(visible=True, axis="x")
-    axes.grid(visible=False, axis="y")
+_CONTROL: dict[str, Any] = {"color": "#555555", "linewidth": 0.9, "linestyle": (0, (3, 2))}
+"""The line at which nothing differs from control."""
+
+
+def _named(axes: Axes, names: Sequence[str], size: float = 7) -> None:
+    """Lines one above the other, with their names."""
+    axes.set_yticks(range(len(names)), names, fontsize=size)
+    axes.set_ylim(-0.6, len(names) - 0.4)
 
 
 def _wrapped(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-__all__ = ["latex_number", "latex_of", "latex_text", "markdown_of"]
+__all__ = ["latex_number", "latex_of", "latex_text", "markdown_of", "numeric"]
 
 _SPECIAL = {
     "\\": r"\textbackslash{}",
@@ -41,14 +41,8 @@ def latex_number(value: Any) -> str:
 
 
 def latex_of(name: str, table: pd.DataFrame, caption: str) -> str:
-    r"""A table in the style of booktabs, over as many pages as it needs.
-
-    Args:
-        name: What ``\ref{tab:NAME}`` calls it.
-        table: The table.
-        caption: What stands above it.
-    """
-    numbers = _numeric(table)
+    """A table in the style of booktabs, over as many pages as it needs, under a caption; its label is ``tab:NAME``."""
+    numbers = numeric(table)
     lines = [
         rf"\begin{{longtable}}{{{''.join('r' if is_number else 'l' for is_number in numbers.values())}}}",
         rf"\caption{{{latex_text(caption)}}}\label{{tab:{''.join(c for c in name if c.isalnum() or c in '-_')}}}\\",
@@ -73,7 +67,7 @@ def markdown_of(table: pd.DataFrame) -> str:
     """A table as Markdown; what a text holds is no markup."""
     from kvinterp.reading.numbers import number
 
-    numbers = _numeric(table)
+    numbers = numeric(table)
     head = [f"| {' | '.join(map(_plain, table))} |", f"|{'|'.join('---:' if n else '---' for n in numbers.values())}|"]
     rows = [
         "| " + " | ".join(number(cell) if n else _plain(cell) for cell, n in zip(row, numbers.values(), strict=True)) + " |"
@@ -82,7 +76,8 @@ def markdown_of(table: pd.DataFrame) -> str:
     return "\n".join([*head, *rows]) + "\n"
 
 
-def _numeric(table: pd.DataFrame) -> dict[str, bool]:
+def numeric(table: pd.DataFrame) -> dict[str, bool]:
+    """Of each column whether it holds numbers."""
     return {str(name): is_numeric_dtype(column) and not is_bool_dtype(column) for name, column in table.items()}
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,27 +12,31 @@ from matplotlib.figure import Figure, FigureBase
 
 from kvinterp.metrics.massive import SUFFIX
 from kvinterp.reading.layer_drift import EVERY_STEP, ONE_STEP, amplification_title, drift_title, heads_title, paper_title
-from kvinterp.report.axes import Height, broken, color_bar, legend_outside, log_norm, mapped, whole_numbers, zero_aware
-from kvinterp.report.style import line_of, of_models, save, sheet
+from kvinterp.reading.results import only
+from kvinterp.report.axes import (
+    Height,
+    beside,
+    broken,
+    color_bar,
+    headed,
+    legend_outside,
+    log_norm,
+    mapped,
+    whole_numbers,
+    zero_aware,
+)
+from kvinterp.report.style import line_of, of_models, sheet
 
-__all__ = ["save_layer_drift_figures"]
+__all__ = ["layer_drift_figures"]
 
 _LABELS = {"l2": "L2 of resid_post", "relative_l2": "relative L2", "cosine": "cosine"}
 
 
-def save_layer_drift_figures(
-    tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: str | Path
-) -> list[Path]:
-    """Writes the figures of :class:`kvinterp.experiments.layer_drift.LayerDrift`.
-
-    Args:
-        tables: Its tables by name.
-        provenance: Provenance of each model.
-        folder: Where to; it is made.
-    """
+def layer_drift_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figures of :class:`kvinterp.experiments.layer_drift.LayerDrift`, from its tables and the provenance of each model."""
     means = tables["drift_by_layer"]
     if means.empty:
-        return []
+        return {}
     drawn = {
         "layer_drift": drift_figure(means),
         "layer_drift_decode_step_1": paper_figure(means, tables["layer_drift_rows"]),
@@ -42,14 +44,12 @@ def save_layer_drift_figures(
     }
     if len(tables["head_kl"]):
         drawn["layer_drift_heads"] = heads_figure(tables["head_kl"], tables["head_correlation"])
-    signed = {name: of_models(figure, list(provenance.values())) for name, figure in drawn.items()}
-    return [save(figure, Path(folder) / f"{name}.png") for name, figure in signed.items()]
+    return {name: of_models(figure, list(provenance.values())) for name, figure in drawn.items()}
 
 
 def drift_figure(means: pd.DataFrame) -> Figure:
     """Absolute and relative drift by layer on the same tokens, with and without the largest dimensions, beside the null."""
-    every = means[means["selection"] == EVERY_STEP]
-    matched, null = every[every["protocol"] == "matched"], every[every["protocol"] == "same-path null"]
+    matched, null = (only(means, selection=EVERY_STEP, protocol=name) for name in ("matched", "same-path null"))
 
     def lines(model: str, measure: str) -> Iterator[tuple[str, pd.DataFrame]]:
         for label, table, name in (
@@ -57,22 +57,21 @@ def drift_figure(means: pd.DataFrame) -> Figure:
             ("without the three largest dimensions", matched, f"{measure}{SUFFIX}"),
             ("null: recompute among more rows, no cache", null, measure),
         ):
-            yield label, table[(table["model"] == model) & (table["measure"] == name)]
+            yield label, only(table, model=model, measure=name)
 
     return _grid(list(dict.fromkeys(means["model"])), ("l2", "relative_l2"), lines, drift_title(means))
 
 
 def paper_figure(means: pd.DataFrame, counts: pd.DataFrame) -> Figure:
     """What the paper reports, L2 and cosine at its decode step 1, of all rows and of those where both read the same tokens."""
-    chosen = means[(means["selection"] == ONE_STEP) & (means["protocol"] == "free")]
+    chosen = only(means, selection=ONE_STEP, protocol="free")
 
     def lines(model: str, measure: str) -> Iterator[tuple[str, pd.DataFrame]]:
         for label, rule in (
             ("every row, as in the paper", "none"),
             ("rows where both read the same tokens", "same tokens"),
         ):
-            mine = (chosen["model"] == model) & (chosen["measure"] == measure) & (chosen["rule"] == rule)
-            yield label, chosen[mine]
+            yield label, only(chosen, model=model, measure=measure, rule=rule)
 
     return _grid(list(dict.fromkeys(means["model"])), ("l2", "cosine"), lines, paper_title(counts))
 
@@ -92,13 +91,13 @@ def amplification_figure(table: pd.DataFrame) -> Figure:
         heights = [zero_aware(axis, [known[["ratio", "low", "high"]].to_numpy()]) for axis in panels]
         for axis, height, model in zip(panels, heights, models, strict=True):
             for index, (measure, label) in enumerate(labels.items()):
-                mine = known[(known["model"] == model) & (known["measure"] == measure)]
+                mine = only(known, model=model, measure=measure)
                 _line(axis, height, mine, "ratio", index, label, (index - 1.5) * 0.08)
             axis.axhline(1, color="#777777", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
             _by_layers(axis, table["layer"])
             axis.set_title(_bare(model), fontsize=9)
         panels[0].set_ylabel("drift over that of the layer before\n(means; 95% interval over examples)")
-        _headed(figure, amplification_title(table))
+        headed(figure, amplification_title(table))
         legend_outside(inner, panels[0], 2)
     return figure
 
@@ -111,7 +110,7 @@ def heads_figure(heads: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
         grid = inner.subplots(2, len(models), squeeze=False)
         norm, image = log_norm(heads["kl"].to_numpy(float)), None
         for axis, model in zip(grid[0], models, strict=True):
-            table = heads[heads["model"] == model].pivot(index="layer", columns="head", values="kl")
+            table = only(heads, model=model).pivot(index="layer", columns="head", values="kl")
             image = mapped(axis, table.to_numpy(float), norm)
             whole_numbers(axis.xaxis, 8)
             whole_numbers(axis.yaxis, 8)
@@ -120,16 +119,15 @@ def heads_figure(heads: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
         grid[0][0].set_ylabel("layer")
         color_bar(inner, image, list(grid[0]), "mean attention KL (nats);\nblank: exactly 0")
         for axis, model in zip(grid[1], models, strict=True):
-            mine = correlations[correlations["model"] == model]
             for index, kind in enumerate(("within", "across", "within - across")):
-                line = mine[mine["kind"] == kind].dropna(subset=["r"])
+                line = only(correlations, model=model, kind=kind).dropna(subset=["r"])
                 label = {"within": "within a KV group", "across": "across KV groups"}.get(kind, "difference")
                 _line(axis, np.asarray, line, "r", index, label, (index - 1) * 0.1)
             axis.axhline(0, color="#777777", linewidth=0.8, zorder=1)
             _by_layers(axis, heads["layer"])
             axis.set_ylim(-1.05, 1.05)
         grid[1][0].set_ylabel("Spearman correlation of\nhead errors (95% interval)")
-        _headed(figure, heads_title(heads, correlations))
+        headed(figure, heads_title(heads, correlations))
         legend_outside(inner, grid[1][0], 3)
     return figure
 
@@ -152,15 +150,13 @@ def _grid(models: Sequence[str], measures: Sequence[str], lines: Any, title: str
                 if measure == "cosine":
                     least = np.nanmin([0.0, *(np.nanmin(each, initial=0.0) for each in values)])
                     axis.set_ylim(least - 0.05, 1.05)
-                if axis is not row[0]:
-                    axis.tick_params(labelleft=False)
-            row[0].set_ylabel(f"{_LABELS[measure]}\n(mean, 95% interval)")
+            beside(row, f"{_LABELS[measure]}\n(mean, 95% interval)")
         for axis, model in zip(grid[0], models, strict=True):
             axis.set_title(_bare(model), fontsize=9)
         for axis in grid[-1]:
             whole_numbers(axis.xaxis, 10)
             axis.set_xlabel("layer")
-        _headed(figure, title)
+        headed(figure, title)
         legend_outside(inner, grid[0][0], 2)
     return figure
 
@@ -177,12 +173,6 @@ def _by_layers(axis: Axes, layers: pd.Series) -> None:
     whole_numbers(axis.xaxis, 10)
     axis.set_xlim(layers.min() - 0.5, layers.max() + 0.5)
     axis.set_xlabel("layer")
-
-
-def _headed(figure: Figure, text: str) -> None:
-    """A title over all panels, broken where it would leave the figure."""
-    wrapped = "\n".join(textwrap.wrap(text, int(figure.get_figwidth() * 11)))
-    figure.suptitle(wrapped, x=0.01, ha="left", fontsize=10, fontweight="bold")
 
 
 def _bare(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,21 +12,22 @@ from matplotlib.figure import Figure
 
 from kvinterp.comparison.attribution import REST, LogitAttribution
 from kvinterp.comparison.lens import LogitLens
-from kvinterp.reading.numbers import counted
-from kvinterp.report.axes import color_bar, log_norm, mapped, place_title, shift_of, whole_numbers, zero_aware
-from kvinterp.report.style import line_of, of_models, save, series_of, sheet
+from kvinterp.reading.numbers import against, counted
+from kvinterp.reading.results import only
+from kvinterp.report.axes import color_bar, log_norm, mapped, medians, place_title, shift_of, whole_numbers, zero_aware
+from kvinterp.report.style import line_of, of_models, sheet
 
-__all__ = ["attribution_figure", "lens_figure", "save_attribution_figures", "save_lens_figures"]
-
-
-def save_lens_figures(lens: LogitLens, folder: Path) -> list[Path]:
-    """Writes ``logit_lens.png``; nothing where no step was decoded after the prefill."""
-    return [] if lens.overview().empty else [save(lens_figure(lens), folder / "logit_lens.png")]
+__all__ = ["attribution_figure", "attribution_figures", "lens_figure", "lens_figures"]
 
 
-def save_attribution_figures(attribution: LogitAttribution, folder: Path) -> list[Path]:
-    """Writes ``logit_attribution.png``; nothing where no step was decoded after the prefill."""
-    return [] if attribution.overview().empty else [save(attribution_figure(attribution), folder / "logit_attribution.png")]
+def lens_figures(lens: LogitLens) -> dict[str, Figure]:
+    """:func:`lens_figure` by the name of its file; nothing where no step was decoded after the prefill."""
+    return {} if lens.overview().empty else {"logit_lens": lens_figure(lens)}
+
+
+def attribution_figures(attribution: LogitAttribution) -> dict[str, Figure]:
+    """:func:`attribution_figure` by the name of its file; nothing where no step was decoded after the prefill."""
+    return {} if attribution.overview().empty else {"logit_attribution": attribution_figure(attribution)}
 
 
 def lens_figure(lens: LogitLens) -> Figure:
@@ -36,12 +36,7 @@ def lens_figure(lens: LogitLens) -> Figure:
     with sheet(6.0, 3.6) as figure:
         axes = figure.subplots()
         height = zero_aware(axes, [later["kl"]])
-        look = series_of(0)
-        axes.plot(
-            later["layer"], height(later["kl"]), look.marker, color=look.color, markersize=3, alpha=0.35, markeredgewidth=0
-        )
-        median = later.groupby("layer")["kl"].median()
-        axes.plot(median.index, height(median), **line_of(0), label="median over steps")
+        medians(axes, later, "kl", height, 0, "median over steps", size=3, alpha=0.35, by="layer")
         whole_numbers(axes.xaxis, 12)
         paths = lens.provenance["paths"]
         axes.set(
@@ -59,7 +54,7 @@ def lens_figure(lens: LogitLens) -> Figure:
 def attribution_figure(attribution: LogitAttribution) -> Figure:
     """Length of what each head, attention and MLP wrote of the difference, layer by layer, and of what no layer wrote."""
     means = attribution.overview()
-    heads = means[means["part"] == "head"]
+    heads = only(means, part="head")
     steps = len(attribution.table.loc[attribution.table["step"] > 0, ["example", "step"]].drop_duplicates())
     with sheet(6.4, 6.2 if len(heads) else 3.4) as figure:
         left, right = figure.subplots(2, 1) if len(heads) else (None, figure.subplots())
@@ -82,7 +77,7 @@ def _parts(axes: Axes, means: pd.DataFrame) -> None:
     rest = means[means["part"].isin((*REST, "embed"))].set_index("part")["l2"]
     height = zero_aware(axes, [means["l2"]])
     for index, (part, name) in enumerate({"attn": "attention", "mlp": "MLP"}.items()):
-        line = means[means["part"] == part]
+        line = only(means, part=part)
         axes.plot(line["layer"] + shift_of(index, 2), height(line["l2"]), **line_of(index), label=name)
     layers = int(means["layer"].max())
     for at, part in enumerate(rest.index, start=layers + 2):
@@ -95,5 +90,4 @@ def _parts(axes: Axes, means: pd.DataFrame) -> None:
 
 
 def _signed(figure: Figure, provenance: Mapping[str, Any]) -> None:
-    paths = provenance["paths"]
-    of_models(figure, [provenance], [f"{paths['a']} against {paths['b']}, matched"])
+    of_models(figure, [provenance], [f"{against(provenance)}, matched"])

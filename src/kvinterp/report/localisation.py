@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure, FigureBase
-from matplotlib.ticker import FuncFormatter
 
 from kvinterp.patching import Decomposition, Sweep
 from kvinterp.reading.localisation import localisation_title
-from kvinterp.reading.numbers import percent
-from kvinterp.report.axes import broken, mapped, whole_numbers
+from kvinterp.reading.results import only
+from kvinterp.report.axes import broken, headed, mapped, percents, whole_numbers
 from kvinterp.report.decomposition import decomposition_figure
-from kvinterp.report.ink import ink_on
-from kvinterp.report.recovery import DIVERGING, recovery_figure
-from kvinterp.report.style import of_models, save, sheet
+from kvinterp.report.recovery import DIVERGING, recovery_figure, write_recovery
+from kvinterp.report.style import of_models, sheet
 
-__all__ = ["recovery_map", "save_localisation_figures"]
+__all__ = ["localisation_figures", "recovery_map"]
 
 _WRITTEN_LAYERS = 8
 """So many layers of a model have their numbers written."""
 
 
-def save_localisation_figures(
-    found: tuple[Mapping[tuple[str, str], Sweep], Mapping[str, Decomposition]], folder: str | Path
-) -> list[Path]:
-    """Writes the map of all patches, and of each model the paper's patch by example and the split.
+def localisation_figures(
+    found: tuple[Mapping[tuple[str, str], Sweep], Mapping[str, Decomposition]],
+) -> dict[str, Figure]:
+    """The map of all patches, and of each model the paper's patch by example and the split.
 
     Args:
         found: The sweeps by model and part, and the splits by model.
-        folder: Where to; it is made.
     """
     sweeps, splits = found
     drawn: dict[str, Figure] = {}
@@ -46,7 +41,7 @@ def save_localisation_figures(
         drawn[_named("localisation_paper", number, model)] = recovery_figure(swept)
     for number, (model, split) in enumerate(splits.items()):
         drawn[_named("localisation_decomposition", number, model)] = decomposition_figure(split)
-    return [save(figure, Path(folder) / f"{name}.png") for name, figure in drawn.items()]
+    return drawn
 
 
 def _named(name: str, number: int, model: str) -> str:
@@ -56,11 +51,7 @@ def _named(name: str, number: int, model: str) -> str:
 
 
 def recovery_map(sweeps: Mapping[tuple[str, str], Sweep]) -> Figure:
-    """Median recovery by layer, a row a patch and sweep, a panel a model; white at 0.
-
-    Args:
-        sweeps: By model and part.
-    """
+    """Median recovery by layer of sweeps by model and part: a row a patch and sweep, a panel a model; white at 0."""
     table = pd.concat(
         [swept.aggregate().assign(model=model, part=part) for (model, part), swept in sweeps.items()], ignore_index=True
     )
@@ -72,13 +63,13 @@ def recovery_map(sweeps: Mapping[tuple[str, str], Sweep]) -> Figure:
         panels = inner.subplots(1, len(models), squeeze=False)[0]
         image: Any = None
         for axis, model in zip(panels, models, strict=True):
-            mine = table[table["model"] == model].pivot_table(
+            mine = only(table, model=model).pivot_table(
                 index=["part", "sweep"], columns="layer", values="median", dropna=False
             )
             values = mine.reindex(pd.MultiIndex.from_tuples(rows)).to_numpy(float)[::-1]
             image = mapped(axis, values, Normalize(-1, 1), DIVERGING)
             for at, layer in np.ndindex(*values.shape):
-                _write(axis, layer, at, values[at, layer], values.shape[1] <= _WRITTEN_LAYERS)
+                write_recovery(axis, at, layer, values[at, layer], values.shape[1] <= _WRITTEN_LAYERS)
             whole_numbers(axis.xaxis, 10)
             axis.set_yticks([])
             axis.set_xlabel("layer")
@@ -86,20 +77,10 @@ def recovery_map(sweeps: Mapping[tuple[str, str], Sweep]) -> Figure:
         names = [f"{part}, {sweep} ({distances[part]})" for part, sweep in rows[::-1]]
         panels[0].set_yticks(range(len(rows)), names, fontsize=7.5)
         bar = inner.colorbar(image, ax=list(panels), pad=0.02, aspect=30, extend="both")
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
+        percents(bar.ax.yaxis)
         bar.set_label("median recovery over examples")
         bar.ax.grid(visible=False)
-        title = "\n".join(textwrap.wrap(localisation_title(table), int(figure.get_figwidth() * 11)))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+        headed(figure, localisation_title(table))
         # One signature a model.
         provenances = list({model: swept.provenance for (model, _), swept in sweeps.items()}.values())
         return of_models(figure, provenances, ("in brackets: the distance", "n/a: no difference to recover"))
-
-
-def _write(axis: Any, x: int, y: int, value: float, written: bool) -> None:
-    if not np.isfinite(value):
-        axis.text(x, y, "n/a" if written else "×", ha="center", va="center", fontsize=6, color="#555555")
-        return
-    color = ink_on(DIVERGING((value + 1) / 2))
-    text = percent(value) if written else "−" if value < -0.005 else ""
-    axis.text(x, y, text, ha="center", va="center", fontsize=6.5, color=color)

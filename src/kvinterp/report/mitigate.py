@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,23 +10,17 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvinterp.report.axes import legend_outside, log_ticks, place_title, zero_aware
-from kvinterp.report.style import line_of, of_models, save, sheet
+from kvinterp.report.style import line_of, of_models, series_of, sheet
 
-__all__ = ["interaction_figure", "mitigation_figure", "save_mitigate_figures"]
+__all__ = ["interaction_figure", "mitigate_figures", "mitigation_figure"]
 
 
-def save_mitigate_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes ``mitigations.png``, and ``mitigations_interaction.png`` where policies were crossed with the path.
-
-    Args:
-        tables: Those of :class:`kvinterp.experiments.mitigate.Mitigate`.
-        provenance: The provenance.
-        folder: Where to; it is made.
-    """
+def mitigate_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
+    """Figures of :class:`kvinterp.experiments.mitigate.Mitigate`; of policies and paths where they were crossed."""
     drawn = {"mitigations": mitigation_figure(tables["mitigations"])}
     if len(tables["interactions"]):
         drawn["mitigations_interaction"] = interaction_figure(tables["interactions"])
-    return [save(of_models(figure, [provenance]), folder / f"{name}.png") for name, figure in drawn.items()]
+    return {name: of_models(figure, [provenance]) for name, figure in drawn.items()}
 
 
 def mitigation_figure(table: pd.DataFrame) -> Figure:
@@ -37,8 +30,8 @@ def mitigation_figure(table: pd.DataFrame) -> Figure:
         height = zero_aware(axis, [table["mean_kl"], table["low"], table["high"]])
         places: dict[tuple[float, float], int] = {}
         for index, row in enumerate(table.to_dict("records")):
-            look = line_of(index) | {"linestyle": "none", "markersize": 8, "markeredgewidth": 1.4}
-            look["markerfacecolor"] = look["color"] if row["pareto"] else "#ffffff"
+            fill = series_of(index).color if row["pareto"] else "#ffffff"
+            look = line_of(index, linestyle="none", markersize=8, markeredgewidth=1.4, markerfacecolor=fill)
             x, y = row["rows_a_token"], float(height([row["mean_kl"]])[0])
             axis.plot([x], [y], **look, label=f"{index + 1}  {row['path']}")
             # Those of one place stand one behind the other; their numbers beside each other.
@@ -67,8 +60,8 @@ def interaction_figure(table: pd.DataFrame) -> Figure:
         height = zero_aware(axis, list(bars.values()))
         places = np.arange(len(table))
         for index, (label, values) in enumerate(bars.items()):
-            look = line_of(index) | {"linestyle": "none", "markersize": 7}
-            axis.plot(places + (index - 1.5) * 0.12, height(values), **look, label=label)
+            look = line_of(index, linestyle="none", markersize=7, label=label)
+            axis.plot(places + (index - 1.5) * 0.12, height(values), **look)
         axis.set_xticks(places, table["policy"])
         axis.set_xlim(-0.6, len(table) - 0.4)
         axis.set(xlabel="policy on K and V", ylabel="mean squared logit error")

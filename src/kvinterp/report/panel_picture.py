@@ -14,14 +14,7 @@ WHITE, MORE, LESS = (255, 255, 255), (176, 74, 0), (0, 90, 158)
 
 
 def picture(asked: Mapping[str, Any], answer: Mapping[str, Any], made: Mapping[str, Any], error: str) -> str:
-    """What a panel shows; every text is escaped.
-
-    Args:
-        asked: What is asked.
-        answer: What the patch did, as the panel shows it; empty where there is no answer.
-        made: The map; empty where there is none.
-        error: What was wrong.
-    """
+    """What a panel shows of what is asked, its answer and its map, which may be empty, and of what was wrong; all escaped."""
     note = "A picture of the panel as it last stood. To change it, run the cell in a notebook."
     parts = [_p(Markup("<em>{}</em>").format(note)), _p(Markup("Prompt: <code>{}</code>").format(asked["prompt"]))]
     if asked["donor"] not in ("path", "zero") and asked["other"]:

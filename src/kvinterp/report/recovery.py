@@ -6,7 +6,6 @@ Like those of a comparison they are drawn from tidy tables alone, without pyplot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,18 @@ from kvinterp.errors import InputError
 from kvinterp.patching import Sweep
 from kvinterp.reading.numbers import percent
 from kvinterp.reading.patching import recovery_title, step_title
+from kvinterp.reading.results import only
 from kvinterp.reading.vocabulary import RECOVERED
-from kvinterp.report.axes import mapped, place_title, whole_numbers
+from kvinterp.report.axes import mapped, percents, place_title, stacked, whole_numbers
 from kvinterp.report.ink import ink_on
-from kvinterp.report.style import SERIES, made_with, save, sheet
+from kvinterp.report.style import SERIES, made_with, sheet
 
 __all__ = [
     "DIVERGING",
     "recovery_figure",
-    "save_sweep_figures",
     "step_figure",
+    "sweep_figures",
+    "write_recovery",
 ]
 
 #: White at 0, orange below, blue above: told apart by the colour-blind; in grey the sign in each cell tells.
@@ -60,9 +61,9 @@ def recovery_figure(sweep: Sweep) -> Figure:
     controls = sweep.controls if "control" in sweep.controls else sweep.controls.iloc[:0]
     heights = [3.0 if kind in _HEADS else 2.6 for kind in kinds] + [1.7] * bool(len(controls))
     with sheet(6.4, 0.7 + sum(heights)) as figure:
-        parts = _stacked(figure, heights)
+        parts = stacked(figure, heights)
         for part, kind in zip(parts, kinds, strict=False):
-            (_draw_heads if kind in _HEADS else _draw_marks)(part, frame[frame["sweep"] == kind], kind, sweep.provenance)
+            (_draw_heads if kind in _HEADS else _draw_marks)(part, only(frame, sweep=kind), kind, sweep.provenance)
         if len(controls):
             _draw_controls(parts[-1], controls)
         marked = ("▼ n: n examples below the range, their median",) if len(controls) or set(kinds) - {*_HEADS} else ()
@@ -83,8 +84,8 @@ def step_figure(sweep: Sweep) -> Figure:
     if not kinds:
         raise InputError("the sweep has no layer by step to draw: sweep single or cumulative, with more than one step.")
     with sheet(6.4, 0.7 + 2.4 * len(kinds)) as figure:
-        for part, kind in zip(_stacked(figure, [1.0] * len(kinds)), kinds, strict=True):
-            _draw_by_step(part, sweep.steps[sweep.steps["sweep"] == kind], kind, sweep.provenance)
+        for part, kind in zip(stacked(figure, [1.0] * len(kinds)), kinds, strict=True):
+            _draw_by_step(part, only(sweep.steps, sweep=kind), kind, sweep.provenance)
         counted = sweep.steps.groupby("step")["example"].nunique()
         few = f", {counted.iloc[-1]} at the last step" if counted.iloc[-1] < counted.max() else ""
         signs = ("−: below 0, ▼: below −100 %, ▲: above 100 %", "×, n/a: no difference to recover in any example")
@@ -92,28 +93,14 @@ def step_figure(sweep: Sweep) -> Figure:
     return figure
 
 
-def save_sweep_figures(sweep: Sweep, folder: str | Path) -> list[Path]:
-    """Writes the figures of a sweep into a folder, which is made where it is not there.
-
-    Args:
-        sweep: What :func:`kvinterp.sweep` returned.
-        folder: Where to.
-
-    Returns:
-        The files: ``recovery.png``, and ``recovery_by_step.png`` where layers were swept over more than one step.
+def sweep_figures(sweep: Sweep) -> dict[str, Figure]:
+    """The figures ``recovery``, and ``recovery_by_step`` where layers were swept over more than one step.
 
     Raises:
-        InputError: The sweep holds no row, or a file cannot be written.
+        InputError: The sweep holds no row.
     """
-    written = [save(recovery_figure(sweep), Path(folder) / "recovery.png")]
-    if _stepped(sweep):
-        written.append(save(step_figure(sweep), Path(folder) / "recovery_by_step.png"))
-    return written
-
-
-def _stacked(figure: Figure, heights: Sequence[float]) -> list[FigureBase]:
-    """Parts of a figure one under the other."""
-    return list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
+    by_step = {"recovery_by_step": step_figure(sweep)} if _stepped(sweep) else {}
+    return {"recovery": recovery_figure(sweep), **by_step}
 
 
 # Recovery --------------------------------------------------------------------------------------------------------------
@@ -149,25 +136,27 @@ def _draw_map(
     """A heatmap of recovery with its colour bar; returns what the title has to add."""
     image = mapped(axes, values, Normalize(-1, 1), DIVERGING)
     for row, column in np.ndindex(*values.shape):
-        _write_cell(axes, row, column, float(values[row, column]), values.size <= _WRITTEN_CELLS)
+        value = float(values[row, column])
+        mark = "▼" if value < -1 else "▲" if value > 1 else ""
+        write_recovery(axes, row, column, value, values.size <= _WRITTEN_CELLS, mark)
     for shown, axis in zip(numbers, (axes.yaxis, axes.xaxis), strict=True):
         whole_numbers(axis, 16)
         axis.set_major_formatter(FuncFormatter(lambda at, _, shown=shown: _numbered(at, shown)))
     known = values[np.isfinite(values)]
     low, high = bool((known < -1).any()), bool((known > 1).any())
     extend = "both" if low and high else "min" if low else "max" if high else "neither"
-    shares = FuncFormatter(lambda y, _: percent(y))
-    bar = target.colorbar(image, ax=axes, pad=0.02, aspect=24, extend=extend, format=shares)
+    bar = target.colorbar(image, ax=axes, pad=0.02, aspect=24, extend=extend)
+    percents(bar.ax.yaxis)
     bar.set_label(f"median recovery of\nthe {RECOVERED[provenance['distance']]}")
     bar.ax.grid(visible=False)
     return "; ▼ below −100 %" if low else ""
 
 
-def _write_cell(axes: Axes, row: int, column: int, value: float, written: bool) -> None:
+def write_recovery(axes: Axes, row: int, column: int, value: float, written: bool, mark: str = "") -> None:
+    """What stands in a cell of a map of recovery: the number with a mark behind it, or where there is no room a sign alone."""
     if not np.isfinite(value):
         axes.text(column, row, "n/a" if written else "×", ha="center", va="center", fontsize=6, color="#555555")
         return
-    mark = "▼" if value < -1 else "▲" if value > 1 else ""
     text = f"{percent(value)}{mark}" if written else mark or ("−" if value < -0.005 else "")
     axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink_on(DIVERGING((value + 1) / 2)))
 
@@ -190,7 +179,7 @@ def _draw_controls(target: FigureBase, controls: pd.DataFrame) -> None:
     axes = target.subplots()
     names = [name for name in _CONTROLS if (controls["control"] == name).any()]
     names += [name for name in dict.fromkeys(controls["control"]) if name not in names]
-    groups = [controls[controls["control"] == name] for name in names]
+    groups = [only(controls, control=name) for name in names]
     _marks(axes, groups, SERIES[3])
     axes.set_xticks(range(len(names)), [_CONTROLS.get(name, name.replace(" ", "\n")) for name in names], fontsize=7)
     axes.set(ylabel="recovery")
@@ -248,7 +237,7 @@ def _marks(axes: Axes, groups: Sequence[pd.DataFrame], series: Any) -> None:
 def _range(axes: Axes) -> None:
     axes.set_ylim(-_EDGE, _EDGE)
     axes.set_yticks([-1, -0.5, 0, 0.5, 1])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y)))
+    percents(axes.yaxis)
 
 
 def _numbered(at: float, names: Sequence[Any]) -> str:

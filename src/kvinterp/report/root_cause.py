@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvinterp.reading.results import only
 from kvinterp.reading.root_cause import ladder_title_of
-from kvinterp.report.axes import Height, legend_outside, place_title, whole_numbers, zero_aware
-from kvinterp.report.style import line_of, save, sheet
+from kvinterp.report.axes import Height, beside, legend_outside, place_title, powers_of_two, whole_numbers, zero_aware
+from kvinterp.report.style import line_of, sheet
 
 __all__ = [
     "accumulation_figure",
@@ -24,19 +24,16 @@ __all__ = [
     "ladder_figure",
     "propagation_figure",
     "repeated_heads_figure",
-    "save_root_cause_figures",
+    "root_cause_figures",
 ]
 
 
-def save_root_cause_figures(
-    tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any], folder: str | Path
-) -> list[Path]:
-    """Writes the figure of every table that has one.
+def root_cause_figures(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figure of every table that has one.
 
     Args:
-        tables: Tables by name, as :func:`kvinterp.experiments.root_cause.root_cause` gives them.
+        tables: Those of :class:`kvinterp.experiments.root_cause.RootCause`, or some of them.
         provenance: Provenance of each model, kept in the files' text fields.
-        folder: Where to; it is made.
     """
     drawers: dict[str, Callable[[pd.DataFrame], Figure]] = {
         "accumulation": accumulation_figure,
@@ -47,13 +44,10 @@ def save_root_cause_figures(
         "gqa": gqa_figure,
         "repeated_heads": repeated_heads_figure,
     }
-    written = []
-    for name, draw in drawers.items():
-        if name in tables and len(tables[name]):
-            figure = draw(tables[name])
-            figure.provenance = list(provenance.values())  # type: ignore[attr-defined]  # kept for save()
-            written.append(save(figure, Path(folder) / f"root_cause_{name}.png"))
-    return written
+    drawn = {f"root_cause_{name}": draw(tables[name]) for name, draw in drawers.items() if len(tables.get(name, ()))}
+    for figure in drawn.values():
+        figure.provenance = list(provenance.values())  # type: ignore[attr-defined]  # kept for save()
+    return drawn
 
 
 def accumulation_figure(table: pd.DataFrame) -> Figure:
@@ -71,9 +65,7 @@ def accumulation_figure(table: pd.DataFrame) -> Figure:
             lines = table[chosen].groupby(["accumulate", "length"], sort=False)[column].mean()
             kept = dict.fromkeys(table["accumulate"])
             _lines(axis, height, {f"sums kept in {name}": lines[name] for name in kept})
-            axis.set_xscale("log", base=2)
-            lengths = sorted(set(table["length"]))[::2]
-            axis.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
+            powers_of_two(axis, sorted(set(table["length"]))[::2], rotation=45)
             axis.set_xlabel("sequence length (positions)")
             grown = sorted(f"{line.iloc[-1] / line.iloc[0]:.2g}" for _, line in lines.groupby(level=0) if line.iloc[0])
             fold = f": {' to '.join(dict.fromkeys((grown[0], grown[-1])))}-fold" if grown else ""
@@ -95,10 +87,7 @@ def propagation_figure(table: pd.DataFrame) -> Figure:
                 behind = middle[measure][name].groupby("source")
                 _lines(axis, height, {f"rounded in layer {source}": line.droplevel("source") for source, line in behind})
                 whole_numbers(axis.xaxis, 10)
-                if axis is row[0]:
-                    axis.set_ylabel(f"{label}\n(median over prompts)")
-                else:
-                    axis.tick_params(labelleft=False)
+            beside(row, f"{label}\n(median over prompts)")
         for name, axis in zip(names, grid[0], strict=True):
             place_title(axis, _bare(name), 0.4)
         for axis in grid[1]:
@@ -113,9 +102,8 @@ def kv_write_figure(table: pd.DataFrame) -> Figure:
     with _panels(2, mean, "mean relative error, alone against jointly") as (figure, axes):
         for tensor, (axis, height) in zip(("K", "V"), axes, strict=True):
             for index, (mode, line) in enumerate(mean[tensor].groupby("kernels", sort=False)):
-                axis.plot(
-                    line.index.get_level_values("layer"), height(line), **line_of(index, 1.3), label=f"{mode} kernels"
-                )
+                look = line_of(index, 1.3, label=f"{mode} kernels")
+                axis.plot(line.index.get_level_values("layer"), height(line), **look)
             axis.set_xlabel("layer")
             whole_numbers(axis.xaxis, 10)
             place_title(axis, f"{tensor} of the new token", 5.0)
@@ -134,8 +122,8 @@ def flips_figure(table: pd.DataFrame) -> Figure:
         for (column, title), (axis, height) in zip(titles.items(), axes, strict=True):
             for index, ((mode, strategy), group) in enumerate(flipped.groupby(["kernels", "strategy"], sort=False)):
                 known = group.dropna(subset=[column])
-                look = line_of(index, 1.3) | {"linestyle": "none", "alpha": 0.7}
-                axis.plot(known["flip_index"], height(known[column]), **look, label=f"{mode} kernels, {strategy}")
+                look = line_of(index, 1.3, linestyle="none", alpha=0.7, label=f"{mode} kernels, {strategy}")
+                axis.plot(known["flip_index"], height(known[column]), **look)
             axis.set_xlabel("step of the first flipped token")
             place_title(axis, f"{title} ({flipped[column].notna().sum()} texts)", 6.3)
         legend_outside(figure, axes[0][0], columns=2)
@@ -144,26 +132,22 @@ def flips_figure(table: pd.DataFrame) -> Figure:
 
 def ladder_figure(table: pd.DataFrame) -> Figure:
     """Experiment 5: logit error and KL on every rung of precision and order of additions, matched protocol."""
-    table = table[table["protocol"] == "matched"]
+    table = only(table, protocol="matched")
     rungs = list(dict.fromkeys(zip(table["dtype"], table["kernels"], strict=True)))
     with sheet(8.4, 5.2) as figure:
         panels = figure.subplots(2, 1, sharex=True)
-        for axis, column, label in zip(
-            panels, ("rms_logit", "mean_kl"), ("RMS logit difference", "mean KL (nats)"), strict=True
-        ):
+        labels = {"rms_logit": "RMS logit difference", "mean_kl": "mean KL (nats)"}
+        for axis, (column, label) in zip(panels, labels.items(), strict=True):
             height = zero_aware(axis, [table[column]])
             models = table.groupby("model", sort=False)
             for index, (name, group) in enumerate(models):
                 places = [rungs.index(rung) for rung in zip(group["dtype"], group["kernels"], strict=True)]
-                beside = np.array(places) + (index - (len(models) - 1) / 2) * 0.12
-                axis.plot(beside, height(group[column]), **line_of(index, 1.3) | {"linestyle": "none"}, label=_bare(name))
+                at = np.array(places) + (index - (len(models) - 1) / 2) * 0.12
+                axis.plot(at, height(group[column]), **line_of(index, 1.3, linestyle="none"), label=_bare(name))
             axis.set_ylabel(label)
         place_title(panels[0], ladder_title_of(table))
-        panels[1].set_xticks(
-            range(len(rungs)),
-            [f"{dtype}\n{kernels}".replace("(", "\n(").replace("_inv", "_\ninv") for dtype, kernels in rungs],
-            fontsize=7,
-        )
+        names = [f"{dtype}\n{kernels}".replace("(", "\n(").replace("_inv", "_\ninv") for dtype, kernels in rungs]
+        panels[1].set_xticks(range(len(rungs)), names, fontsize=7)
         panels[1].set_xlabel("dtype, and the order in which kernels add")
         legend_outside(figure, panels[0])
     return figure
@@ -181,9 +165,7 @@ def gqa_figure(table: pd.DataFrame) -> Figure:
             middle = table.groupby(["tensor", "query_heads_per_kv_head"])[column].median()
             tensors = middle.index.unique("tensor")
             _lines(axis, np.asarray, {f"error planted in {tensor}": middle[tensor] for tensor in tensors})
-            axis.set_xscale("log", base=2)
-            counts = sorted(set(table["query_heads_per_kv_head"]))
-            axis.set_xticks(counts, [str(count) for count in counts])
+            powers_of_two(axis, sorted(set(table["query_heads_per_kv_head"])))
             axis.set(xlabel="query heads a KV head", ylabel=label)
             axis.set_ylim(bottom=0)
             place_title(axis, title, 6.3)
@@ -196,15 +178,10 @@ def repeated_heads_figure(table: pd.DataFrame) -> Figure:
     modes = list(dict.fromkeys(table["kernels"]))
     with _panels(len(modes), table["rms_logit"].to_numpy(), "RMS logit difference\n(mean over prompts)") as (figure, axes):
         for mode, (axis, height) in zip(modes, axes, strict=True):
-            mean = (
-                table[table["kernels"] == mode]
-                .groupby(["model", "query_heads_per_kv_head"], sort=False)["rms_logit"]
-                .mean()
-            )
+            groups = only(table, kernels=mode).groupby(["model", "query_heads_per_kv_head"], sort=False)
+            mean = groups["rms_logit"].mean()
             _lines(axis, height, {_bare(model): mean[model].sort_index() for model in mean.index.unique("model")})
-            axis.set_xscale("log", base=2)
-            counts = sorted(set(table["query_heads_per_kv_head"]))
-            axis.set_xticks(counts, [str(count) for count in counts])
+            powers_of_two(axis, sorted(set(table["query_heads_per_kv_head"])))
             axis.set_xlabel("query heads a KV head (same function)")
             place_title(axis, f"{mode} kernels", 6.3)
         legend_outside(figure, axes[0][0])
@@ -220,9 +197,7 @@ def _panels(count: int, values: Any, label: str) -> Iterator[tuple[Figure, list[
     with sheet(max(8.4, 2.0 * count), 3.6) as figure:
         panels = figure.subplots(1, count, squeeze=False)[0]
         heights = [zero_aware(axis, [np.asarray(values, dtype=float)]) for axis in panels]
-        for axis in panels[1:]:
-            axis.tick_params(labelleft=False)
-        panels[0].set_ylabel(label)
+        beside(panels, label)
         yield figure, list(zip(panels, heights, strict=True))
 
 

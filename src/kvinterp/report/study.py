@@ -11,9 +11,9 @@ import pandas as pd
 from kvinterp._version import __version__
 from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted, number, sentence, upper
-from kvinterp.report.experiment import made_with_parts, said, shown
+from kvinterp.report.experiment import last_parts, said, shown
 from kvinterp.report.latex import latex_of, markdown_of
-from kvinterp.report.page import Answer, Bullets, Column, Links, Pairs, Table, Text, render
+from kvinterp.report.page import Answer, Bullets, Column, Links, Table, Text, render
 from kvinterp.report.svg import picture
 
 __all__ = ["write_study"]
@@ -24,19 +24,9 @@ _PRINTED = 60
 
 
 def write_study(folder: Path, outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str, Any]) -> list[Path]:
-    """Writes ``report.html``, ``study.md`` and ``tables.tex``.
-
-    Args:
-        folder: The folder of the study.
-        outcome: What was found; its result is what each experiment found.
-        drawn: The PNGs of each experiment.
-        chosen: The choices of the study.
-    """
-    texts = {
-        "study.md": _markdown(outcome, drawn),
-        "tables.tex": _latex(outcome.tables),
-        "report.html": _page(outcome, drawn, chosen),
-    }
+    """Writes ``report.html``, ``study.md`` and ``tables.tex`` of a study, of whose experiments ``drawn`` holds the PNGs."""
+    page = _page(outcome, drawn, chosen)
+    texts = {"study.md": _markdown(outcome, drawn), "tables.tex": _latex(outcome.tables), "report.html": page}
     for name, text in texts.items():
         write_whole(folder / name, text)
     return [folder / name for name in texts]
@@ -59,15 +49,11 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
         parts += [picture(path, _caption(path), f"figure-{path.stem}") for path in drawn[part]]
         parts += [shown(name, table) for name, table in own.items()]
         parts.append(_cells(part, tables["cells"]))
-    parts += [Text("What was chosen", look="h2"), Pairs({name: said(value) for name, value in chosen.items()}, "beside")]
-    parts += made_with_parts(summary["provenance"], "model")
-    parts.append(
-        Text(
-            "Beside this page: every table as .parquet, the figures as PNG, SVG and PDF, study.md, tables.tex, prompts.jsonl, "
-            "and what was said and chosen in summary.json.",
-            look="note",
-        )
+    beside = (
+        "every table as .parquet, the figures as PNG, SVG and PDF, study.md, tables.tex, prompts.jsonl, "
+        "and what was said and chosen in summary.json."
     )
+    parts += last_parts(chosen, summary["provenance"], beside)
     kicker = f"kvinterp {__version__} · {', '.join(summary['provenance'])}"
     return render("report", f"kvinterp: {TITLE}", parts, TITLE, kicker)
 

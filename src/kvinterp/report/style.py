@@ -20,14 +20,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvinterp.files import write_whole
-from kvinterp.reading.numbers import counted
+from kvinterp.reading.numbers import against, machine_of
 
 __all__ = [
     "CMAP",
     "SERIES",
     "Series",
     "drawn_as",
-    "gathering",
     "keeping",
     "kept",
     "line_of",
@@ -36,7 +35,6 @@ __all__ = [
     "of_models",
     "png",
     "save",
-    "saving",
     "sheet",
     "signed",
     "small_print",
@@ -98,13 +96,13 @@ def series_of(index: int) -> Series:
     return Series(SERIES[place].color, marker, line)
 
 
-def line_of(index: int, width: float = 1.4) -> dict[str, Any]:
-    """Keyword arguments for ``Axes.plot`` of the line of a number."""
+def line_of(index: int, width: float = 1.4, **otherwise: Any) -> dict[str, Any]:
+    """Keyword arguments for ``Axes.plot`` of the line of a number, and what is otherwise in it."""
     series = series_of(index)
     # Later lines are drawn hollow: where two coincide, both are seen.
     hollow = {"markerfacecolor": "#ffffff"} if (index + index // len(SERIES)) % 2 else {}
     look = {"color": series.color, "marker": series.marker, "linestyle": series.line}
-    return {**look, "linewidth": width, "markersize": 4, **hollow}
+    return {**look, "linewidth": width, "markersize": 4, **hollow, **otherwise}
 
 
 # The sheet -------------------------------------------------------------------------------------------------------------
@@ -133,12 +131,7 @@ def signed(figure: Figure, text: str, provenances: Sequence[Mapping[str, Any]]) 
 
 
 def png(figure: Figure, dots: int = 160) -> bytes:
-    """A figure as PNG, with the full provenance in its text fields.
-
-    Args:
-        figure: A figure made here.
-        dots: Dots an inch.
-    """
+    """A figure as PNG of so many dots an inch, with the full provenance in its text fields."""
     provenance = json.dumps(getattr(figure, "provenance", []))
     drawn = io.BytesIO()
     with looks():
@@ -146,23 +139,18 @@ def png(figure: Figure, dots: int = 160) -> bytes:
     return drawn.getvalue()
 
 
-def save(figure: Figure, path: str | Path) -> Path:
-    """Writes a PNG, with the full provenance in its text fields, and what :func:`saving` says.
+def save(figure: Figure, path: str | Path, formats: Sequence[str] = ()) -> Path:
+    """Writes a PNG, with the full provenance in its text fields.
 
     Args:
         figure: A figure made here.
         path: Where to; the folder is made.
+        formats: What else is written beside it: ``svg``, ``pdf``.
 
     Raises:
         InputError: It cannot be written.
     """
-    prefix, formats = _SAVED.get()
     place = Path(path)
-    place = place.with_name(prefix + place.name)
-    gathered = _GATHERED.get()
-    if gathered is not None:
-        gathered[place.stem] = figure
-        return place
     write_whole(place, png(figure))
     held = _KEPT.get()
     if held is not None:
@@ -173,24 +161,6 @@ def save(figure: Figure, path: str | Path) -> Path:
     for name in formats:
         write_whole(place.with_suffix(f".{name}"), drawn_as(figure, name))
     return place
-
-
-_SAVED: ContextVar[tuple[str, tuple[str, ...]]] = ContextVar("saved", default=("", ()))
-
-
-@contextlib.contextmanager
-def saving(prefix: str = "", formats: tuple[str, ...] = ()) -> Iterator[None]:
-    """Within it every figure that is saved has a prefix before its name, and other formats beside the PNG.
-
-    Args:
-        prefix: The prefix.
-        formats: ``svg``, ``pdf``.
-    """
-    token = _SAVED.set((prefix, formats))
-    try:
-        yield
-    finally:
-        _SAVED.reset(token)
 
 
 _KEPT: ContextVar[dict[Path, Figure] | None] = ContextVar("kept", default=None)
@@ -209,20 +179,6 @@ def keeping() -> Iterator[None]:
 def kept(path: Path) -> Figure | None:
     """The figure of a file that was saved within :func:`keeping`."""
     return (_KEPT.get() or {}).get(path)
-
-
-_GATHERED: ContextVar[dict[str, Figure] | None] = ContextVar("gathered", default=None)
-
-
-@contextlib.contextmanager
-def gathering() -> Iterator[dict[str, Figure]]:
-    """Within it no figure is written: each is held by the name that its file would have."""
-    found: dict[str, Figure] = {}
-    token = _GATHERED.set(found)
-    try:
-        yield found
-    finally:
-        _GATHERED.reset(token)
 
 
 def drawn_as(figure: Figure, name: str) -> bytes:
@@ -245,20 +201,19 @@ _VERSIONS = {
 }
 
 
-def small_print(provenances: Sequence[Mapping[str, Any]], width: int) -> str:
-    """What a figure was made with, in a few lines; where the comparisons differ, each value once.
+def _lines(parts: Sequence[str], width: int) -> str:
+    return "\n".join(textwrap.wrap(" · ".join(parts), width))
 
-    Args:
-        provenances: ``Comparison.provenance`` of everything drawn.
-        width: Characters a line.
-    """
+
+def small_print(provenances: Sequence[Mapping[str, Any]], width: int) -> str:
+    """What comparisons were made with, by their provenance, in lines of a width; where they differ, each value once."""
     columns = [
         [
-            f"{a['paths']['a']} against {a['paths']['b']}",
+            against(a),
             *_model(a),
             f"{a['protocol']}, {a['strategy']}, seed {a.get('seed', 'unknown')}",
             *(a[name] for name in _VERSIONS.values()),
-            f"{a['device']}, {counted(a['threads'], 'thread')}",
+            machine_of(a),
         ]
         for a in provenances
     ]
@@ -268,17 +223,11 @@ def small_print(provenances: Sequence[Mapping[str, Any]], width: int) -> str:
         # Six hashes would fill the picture; the file's own text fields hold them all.
         many = title == "weights" and len(values) > 2
         parts.append(f"{title} ".lstrip() + (f"({len(values)} different)" if many else " / ".join(values)))
-    return "\n".join(textwrap.wrap(" · ".join(parts), width))
+    return _lines(parts, width)
 
 
 def made_with(figure: Figure, provenance: Mapping[str, Any], more: Sequence[str]) -> None:
-    """Signs a figure of patching with what it was made with.
-
-    Args:
-        figure: The figure.
-        provenance: What the sweep or decomposition knows about itself.
-        more: What else is said of it.
-    """
+    """Signs a figure of patching with the provenance of its sweep or decomposition, and what more is said of it."""
     paths = provenance.get("paths", {"cached": "cached", "recompute": "recompute"})
     parts = [
         f"{paths['cached']} and {paths['recompute']}",
@@ -288,21 +237,15 @@ def made_with(figure: Figure, provenance: Mapping[str, Any], more: Sequence[str]
         *(f"{title} {provenance[name]}" for title, name in _VERSIONS.items()),
         f"{provenance['device']}, threads: {provenance['threads']}",
     ]
-    signed(figure, "\n".join(textwrap.wrap(" · ".join(parts), 134)), [dict(provenance)])
+    signed(figure, _lines(parts, 134), [dict(provenance)])
 
 
 def of_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> Figure:
-    """Signs a figure of some models with what each was, and the machine.
-
-    Args:
-        figure: The figure.
-        provenances: The provenance of each.
-        more: What else is said of it, in front.
-    """
+    """Signs a figure of some models with more that is said of it, what each model was, and the machine."""
     models = "; ".join(" ".join((*_model(provenance), f"weights {provenance['weights']}")) for provenance in provenances)
     versions = [f"{title} {provenances[0][name]}" for title, name in _VERSIONS.items() if title != "weights"]
     machine = f"{provenances[0]['device']}, threads: {provenances[0]['threads']}"
-    signed(figure, "\n".join(textwrap.wrap(" · ".join((*more, models, *versions, machine)), 130)), provenances)
+    signed(figure, _lines((*more, models, *versions, machine), 130), provenances)
     return figure
 
 

@@ -41,13 +41,7 @@ _BROAD = 7.5
 
 
 def picture(path: Path, caption: str, name: str = "") -> Picture:
-    """A figure of a page, from its file: as SVG where it was saved within :func:`kvinterp.report.style.keeping`.
-
-    Args:
-        path: Its PNG.
-        caption: What is written under it.
-        name: By which a link finds it.
-    """
+    """A figure of a page, from its PNG: as SVG where it was saved within :func:`kvinterp.report.style.keeping`."""
     figure = kept(path)
     return Picture(caption, path.read_bytes(), name, inline(figure, path.stem) if figure is not None else "")
 

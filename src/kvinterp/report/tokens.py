@@ -23,7 +23,7 @@ from kvinterp.reading.changed import (
     none_changed_said,
     square_said,
 )
-from kvinterp.reading.numbers import counted, listed, number, upper
+from kvinterp.reading.numbers import against, counted, listed, number, upper
 from kvinterp.reading.results import kind_of, model_of, site_of
 from kvinterp.report.packing import packed, signed_codes, three_digits
 from kvinterp.report.page import Column, Links, Packed, Table, Text, fragment, render
@@ -72,18 +72,13 @@ def changes(found: Mapping[str, Comparison]) -> list[Any]:
 
 
 def flips_shown(found: Mapping[str, Comparison]) -> list[Any]:
-    """The same of decodes that flip alone, of which the page says elsewhere how many there are; nothing where there is none.
-
-    Args:
-        found: Comparisons, by what the reader calls them.
-    """
+    """The same of decodes that flip alone, of which the page says elsewhere how many there are; nothing where there is none."""
     flips = sum(len(comparison.examples) for comparison in found.values())
     if not flips:
         return []
-    said = (
-        f"{counted(flips, 'decode')} {'flips' if flips == 1 else 'flip'} a token; here with the text of each path, its own."
-    )
-    return [Text("What changed", look="h2", name="changed"), Text(said), *_flip_table(found), _texts_of(found)]
+    said = f"{counted(flips, 'decode')} {'flips' if flips == 1 else 'flip'} a token"
+    told = Text(f"{said}; here with the text of each path, its own.")
+    return [Text("What changed", look="h2", name="changed"), told, *_flip_table(found), _texts_of(found)]
 
 
 def _texts_of(found: Mapping[str, Comparison]) -> Packed:
@@ -102,7 +97,7 @@ def _flip_table(found: Mapping[str, Comparison]) -> list[Any]:
         texts, seen = _texts(comparison), set()
         for row in flips_of(comparison).to_dict("records"):
             cells = [*_cells(row, texts, place), *_numbers(row, ("probability", "boundary")), number(row["kl"])]
-            cells += _label(label, found)
+            cells += [label] * (len(found) > 1)
             (later if row["example"] in seen else first).append(cells)
             seen.add(row["example"])
     if not first:
@@ -138,7 +133,8 @@ def _call_table(found: Mapping[str, Comparison]) -> list[Any]:
         ids = comparison.examples.set_index("example")["id"]
         for row in steps.loc[steps.groupby("example")["kl"].idxmax()].to_dict("records"):
             shown = _cells({**row, "id": ids[row["example"]]}, texts, place)[:2]
-            rows.append((row["kl"], [*shown, number(row["kl"]), *_numbers(row, ("boundary",)), *_label(label, found)]))
+            shown += [number(row["kl"]), *_numbers(row, ("boundary",)), *[label] * (len(found) > 1)]
+            rows.append((row["kl"], shown))
     rows = sorted((row for row in rows if row[0] > 0), key=lambda each: -each[0])[:CALLS]
     if not rows:
         return []
@@ -154,10 +150,6 @@ def _call_table(found: Mapping[str, Comparison]) -> list[Any]:
 
 def _head(found: Mapping[str, Comparison]) -> list[Column]:
     return [Column("comparison")] if len(found) > 1 else []
-
-
-def _label(label: str, found: Mapping[str, Comparison]) -> list[str]:
-    return [label] if len(found) > 1 else []
 
 
 def _cells(row: Mapping[str, Any], texts: Mapping[int, str], place: int) -> list[Any]:
@@ -176,20 +168,9 @@ def _texts(comparison: Comparison) -> dict[int, str]:
 
 
 def tokens_fragment(comparison: Comparison) -> str:
-    """The texts to click on, as a notebook shows them: a page of its own in a frame, which needs nothing from outside.
-
-    Args:
-        comparison: A comparison with at least one step.
-    """
-    paths = comparison.provenance["paths"]
-    page = render(
-        "report",
-        "what changed",
-        changes({"": comparison}),
-        f"{paths['a']} against {paths['b']}",
-        scripts=SCRIPTS,
-        sheets=SHEETS,
-    )
+    """The texts of a comparison to click on, as a notebook shows them: a page in a frame, which needs nothing from outside."""
+    parts, heading = changes({"": comparison}), against(comparison.provenance)
+    page = render("report", "what changed", parts, heading, scripts=SCRIPTS, sheets=SHEETS)
     return fragment(Text(page, look="frame"))
 
 
@@ -209,7 +190,7 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
     columns = _of_steps(steps, texts)
     prompts, columns["prompt_text"] = _prompts(comparison, steps, texts)
     mapped, of_maps = _maps(comparison, steps, maps)
-    shown, of_rows = _attention(comparison, steps, rows)
+    of_rows = _attention(comparison, steps, rows)
     said, unit = boundary_of(comparison)
     head = {
         **{name: comparison.provenance[name] for name in ("paths", "protocol", "strategy")},
@@ -222,7 +203,6 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
         "square": square_said(comparison),
         "patterns": not comparison.heads.empty,
         **mapped,
-        **shown,
     }
     return packed(head, {**columns, **of_maps, **of_rows})
 
@@ -300,9 +280,7 @@ def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> tuple[dict[
 
 def _first(comparison: Comparison, steps: pd.DataFrame, most: int) -> np.ndarray:
     """Which steps come first: first flips, then by KL on the same text, then the others; in their order."""
-    same = (
-        ~steps["after_flip"].astype(bool) if comparison.provenance["protocol"] == "free" else pd.Series(True, steps.index)
-    )
+    same = ~steps["after_flip"].astype(bool) | (comparison.provenance["protocol"] != "free")
     first = steps["flipped"].astype(bool) & ~steps["after_flip"].astype(bool)
     order = pd.DataFrame({"first": first, "same": same, "kl": steps["kl"]})
     ranked = order.sort_values(["first", "same", "kl"], ascending=False, kind="stable").index[:most]
@@ -320,22 +298,21 @@ def _grid(table: pd.DataFrame, chosen: pd.DataFrame, value: str, **labels: list[
     return grid
 
 
-def _attention(comparison: Comparison, steps: pd.DataFrame, most: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _attention(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[str, np.ndarray]:
     """The attention rows there is room for: one a step, layer and head, with where its keys begin."""
     rows = comparison.attention_rows
     if len(rows):
         rows = within(rows, steps, most).sort_values([*_OF, "layer", "head", "position"], ignore_index=True)
         rows = rows.merge(steps[_OF].assign(place=np.arange(len(steps))), on=_OF)
-    groups = rows.groupby(["place", "layer", "head"], sort=True)["position"].agg(["min", "size"]) if len(rows) else None
-    index = [] if groups is None else [groups.index.get_level_values(at).to_numpy("<u4") for at in range(3)]
-    a, b = (three_digits(rows[side] if len(rows) else []) for side in "ab")
-    none = np.zeros(0, "<u4")
-    return {}, {
-        **{f"row_{name}": index[at] if index else none for at, name in enumerate(("step", "layer", "head"))},
-        "row_first": none if groups is None else groups["min"].to_numpy("<u4"),
-        "row_size": none if groups is None else groups["size"].to_numpy("<u4"),
+    else:
+        rows = pd.DataFrame(columns=["place", "layer", "head", "position", "a", "b"], dtype=float)
+    groups = rows.groupby(["place", "layer", "head"], sort=True)["position"].agg(["min", "size"]).reset_index()
+    columns = {"step": "place", "layer": "layer", "head": "head", "first": "min", "size": "size"}
+    a, b = (three_digits(rows[side]) for side in "ab")
+    return {
+        **{f"row_{name}": groups[column].to_numpy("<u4") for name, column in columns.items()},
         "row_a": a,
         # Both paths read nearly alike: what b's number is beyond a's is mostly 0, which takes no room.
         "row_b": b - a,
-        "row_difference": signed_codes(rows["a"].astype(float) - rows["b"].astype(float) if len(rows) else []),
+        "row_difference": signed_codes(rows["a"].astype(float) - rows["b"].astype(float)),
     }
