@@ -247,14 +247,15 @@ class Differences:
 def _in_parts(a: Tensor, b: Tensor, most: int) -> dict[str, Measure | Flag]:
     """Every metric of K and V, so many numbers at a time: more than a core's cache holds is slower than another call."""
     shape, (a, b) = a.shape[:-1], (path.flatten(0, -2) for path in (a, b))
-    unlike = _unlike(a, b)
+    # A metric of one path alone has no zero.
+    zeros = {metric.column: metric.zero for metric in metrics.OF_KIND["kv"] if metric.zero is not None}
+    unlike = _unlike(a, b) if len(zeros) == len(metrics.OF_KIND["kv"]) else None
     if unlike is not None:
         a, b = a.index_select(0, unlike), b.index_select(0, unlike)
     size = max(most // a.shape[-1], 1)
     parts = [metrics.measured("kv", *each) for each in zip(a.split(size), b.split(size), strict=True)]
     found = parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if unlike is not None:
-        zeros = {metric.column: metric.zero for metric in metrics.OF_KIND["kv"]}
         found = {
             name: measure.new_full((shape.numel(),), zeros[name]).index_copy_(0, unlike, measure)
             for name, measure in found.items()
