@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvinterp import metrics
+from kvinterp.comparison import tables as tables_module
 from kvinterp.comparison.tables import ALONE, Differences
 
 pytestmark = pytest.mark.bits
@@ -92,3 +93,38 @@ def test_a_vector_that_torch_adds_up_with_threads_waits_for_no_other(monkeypatch
     tables("plain", 2**40, torch.float32, ALONE)
     assert [count for kind, count in calls if kind == "logits"] == [1] * STEPS
     assert [count for kind, count in calls if kind == "residual"] == [STEPS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kept", [0, 1, 37, 199, 200])
+@pytest.mark.parametrize("odd", [None, torch.inf, torch.nan])
+def test_vectors_that_are_equal_are_not_measured_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kept: int, odd: float | None
+) -> None:
+    """Among equal vectors any number of others; equal ones that are not finite have no number, and get none."""
+    made = torch.Generator().manual_seed(kept)
+    a = torch.randn(2, 5, 20, 24, generator=made).to(dtype)
+    b = a.clone()
+    rows = torch.randperm(200, generator=made)[:kept]
+    b.view(-1, 24)[rows] *= 1.01
+    a[0, 0, 0, 3] = -0.0
+    b[0, 0, 0, 3] = 0.0
+    if odd is not None:
+        a[1, 2, 3, 4] = b[1, 2, 3, 4] = odd
+    found = tables_module._in_parts(a, b, 1000)
+    monkeypatch.setattr(tables_module, "_unlike", lambda a, b: None)
+    for name, wanted in tables_module._in_parts(a, b, 1000).items():
+        torch.testing.assert_close(found[name], wanted, rtol=0, atol=0, equal_nan=True)
+        assert bool(wanted.isnan().any()) == (odd is not None)
+
+
+def test_how_many_vectors_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those that differ."""
+    calls: list[int] = []
+    measured = metrics.measured
+    monkeypatch.setattr(metrics, "measured", lambda kind, a, b: calls.append(len(a)) or measured(kind, a, b))
+    a = torch.ones(3, 10, 8)
+    b = a.clone()
+    b[1, 2:4] = 2
+    assert tables_module._in_parts(a, b, 2**17)["ulp_max"].count_nonzero() == 2
+    assert calls == [2]

@@ -34,7 +34,12 @@ SUMMED = {
     for way in metric.over
 }
 """The columns of the summed tables: of which metric each is, and whether the mean of several vectors or the most of any."""
-VALUES = ("vectors", "differing", *SUMMED)
+COUNTS = ("vectors", "differing")
+ADDED = (*COUNTS, *(name for name, (_, way) in SUMMED.items() if way == "mean"))
+"""What is added up over positions or steps, one behind the other in one tensor: a small model's errors take longer in Python."""
+MOST = tuple(name for name, (_, way) in SUMMED.items() if way == "max")
+"""What is the most of any, the same way."""
+VALUES = (*COUNTS, *SUMMED)
 LET_GO = ("let_go_a", "let_go_b")
 """How many of a step's positions each path's policy let go of, in the table by step."""
 
@@ -98,34 +103,45 @@ class CacheErrors:
         if there is not None:
             # What is not compared is 0, and adds nothing to sum or maximum.
             errors = {name: error.where(there, 0.0) for name, error in errors.items()}
-        counts = [span.length for span in spans]
-        differing = errors["relative_error"] != 0
-        by_step = {name: error.split(counts, -1) for name, error in {**errors, "differing": differing}.items()}
-        over = {name: torch.stack([_over(way, each, there) for each in by_step[of]]) for name, (of, way) in SUMMED.items()}
-        over["differing"] = torch.stack([each.sum(-1) for each in by_step["differing"]]).double()
-        none = torch.zeros_like(over["differing"])
-        vectors = none + (none.new_tensor(counts).view(-1, *[1] * (none.dim() - 1)) if there is None else there.sum(-1))
-        let_go = (none if held is None else none + (~held).sum(-1) for held in spans[0].held)
-        self.steps.add({"step": steps, **at}, {**over, "vectors": vectors, **dict(zip(LET_GO, let_go, strict=True))})
+        relative, lengths = errors["relative_error"], [span.length for span in spans]
+        compared = torch.ones_like(relative) if there is None else there.to(relative.dtype)
+        differing = (relative != 0).to(relative.dtype)
+        summed = torch.stack([compared, differing, *(errors[SUMMED[name][0]] for name in ADDED[len(COUNTS) :])])
+        most = torch.stack([errors[SUMMED[name][0]] for name in MOST])
+        by_step = [*zip(summed.split(lengths, -1), most.split(lengths, -1), strict=True)]
+        self.steps.add({"step": steps, **at}, self._by_step(by_step, spans[0]))
         marked = torch.stack([span.marks for span in spans]).tolist()
+        whole = [error.split(lengths, -1) for error in errors.values()] if self.keep == "whole" else []
         for number, (step, span) in enumerate(zip(steps, spans, strict=True)):
-            mine = {name: each[number] for name, each in by_step.items()}
-            if self.keep == "whole":
+            if whole:
                 places = {"position": np.arange(span.start, span.start + span.length)}
+                mine = dict(zip(errors, (each[number] for each in whole), strict=True))
                 self.every.add({"step": [step], **at, **places}, mine, there)
             if step > 0:
                 # Step 0 is the prefill's on both paths.
-                self._sum(at, span.start, mine if there is None else {**mine, "there": there}, marked[number])
+                self._sum(at, span.start, by_step[number], marked[number])
 
-    def _sum(self, at: Mapping[str, Sequence[Any]], start: int, errors: Mapping[str, Tensor], marks: Sequence[int]) -> None:
+    def _by_step(self, errors: Sequence[tuple[Tensor, Tensor]], first: Span) -> dict[str, Tensor]:
+        """The columns of the table by step: each step's errors over its positions."""
+        there = first.there
+        counts = torch.stack([summed[: len(COUNTS)].sum(-1) for summed, _ in errors], 1)
+        means = torch.stack([_mean(summed[len(COUNTS) :], there) for summed, _ in errors], 1)
+        maxima = torch.stack([most.amax(-1) for _, most in errors], 1)
+        none = torch.zeros_like(counts[0])
+        let_go = [none if held is None else none + (~held).sum(-1) for held in first.held]
+        return dict(zip((*ADDED, *MOST, *LET_GO), (*counts, *means, *maxima, *let_go), strict=True))
+
+    def _sum(
+        self, at: Mapping[str, Sequence[Any]], start: int, errors: tuple[Tensor, Tensor], marks: Sequence[int]
+    ) -> None:
         """Adds one step's errors to the sums by position."""
         rows = [self.layers.index(layer) for layer in at["layer"]]
         for number, tensor in enumerate(at["tensor"]):
-            mine = {name: error[number] for name, error in errors.items()}
+            summed, most = (each[:, number] for each in errors)
             place = (tensor, len(at["kv_head"]))
             if place not in self._sums:
-                self._sums[place] = _Sums(len(self.layers), mine["relative_error"])
-            self._sums[place].add(rows, start, mine, marks)
+                self._sums[place] = _Sums(len(self.layers), summed)
+            self._sums[place].add(rows, start, summed, most, marks)
 
     def positions(self, examples: Sequence[int], heads: Sequence[int]) -> pd.DataFrame:
         """Over the steps from 1 on, by position and by whether they come after the flip."""
@@ -138,49 +154,40 @@ class CacheErrors:
         return frame[frame["vectors"] > 0].astype({"after_flip": bool}).reset_index(drop=True)
 
 
-def _over(way: str, errors: Tensor, there: Tensor | None) -> Tensor:
-    if way == "max":
-        return errors.amax(-1)
+def _mean(errors: Tensor, there: Tensor | None) -> Tensor:
     return errors.mean(-1) if there is None else errors.sum(-1) / there.sum(-1)
 
 
 class _Sums:
-    """Sums and maxima over steps, ``[before or after the flip, layer, batch, kv_head, position]``."""
+    """Sums and maxima over steps, ``[column, before or after the flip, layer, batch, kv_head, position]``."""
 
     def __init__(self, layers: int, like: Tensor) -> None:
-        self.shape, self.room, self.like = (2, layers, like.shape[1], like.shape[2]), 0, like
-        self.held = {name: self._empty(0) for name in VALUES}
+        self.shape, self.room = (2, layers, *like.shape[2:4]), 0
+        self.summed, self.most = (like.new_zeros(len(names), *self.shape, 0) for names in (ADDED, MOST))
 
-    def _empty(self, room: int) -> Tensor:
-        return self.like.new_zeros(*self.shape, room)
-
-    def add(self, layers: Sequence[int], start: int, errors: Mapping[str, Tensor], marks: Sequence[int]) -> None:
-        stop = start + errors["relative_error"].shape[-1]
+    def add(self, layers: Sequence[int], start: int, summed: Tensor, most: Tensor, marks: Sequence[int]) -> None:
+        stop = start + summed.shape[-1]
         if stop > self.room:
             # Twice what is needed, so that it is moved a few times in a long decode and not at every step.
-            more = self._empty(2 * stop - self.room)
-            self.held = {name: torch.cat([held, more], -1) for name, held in self.held.items()}
+            self.summed, self.most = (
+                torch.nn.functional.pad(held, (0, 2 * stop - self.room)) for held in (self.summed, self.most)
+            )
             self.room = 2 * stop
         for kind in (0, 1):
             rows = [row for row, mark in enumerate(marks) if mark == kind]
             for (to, of), (row, _) in itertools.product(_parts(layers, self.shape[1]), _parts(rows, self.shape[2])):
                 # Views, for what is added to a place that lists name is read out and written back.
-                held = {name: each[kind, to, row, ..., start:stop] for name, each in self.held.items()}
-                mine = {name: each[of, row] for name, each in errors.items()}
-                held["vectors"] += mine.get("there", 1)
-                held["differing"] += mine["differing"]
-                for name, (column, way) in SUMMED.items():
-                    if way == "mean":
-                        held[name] += mine[column]
-                    else:
-                        torch.maximum(held[name], mine[column], out=held[name])
+                added, larger = (held[:, kind, to, row, ..., start:stop] for held in (self.summed, self.most))
+                added += summed[:, of, row]
+                torch.maximum(larger, most[:, of, row], out=larger)
 
     def means(self) -> dict[str, Tensor]:
         """The sums over what they count; in the order of the table's dimensions."""
-        count = self.held["vectors"]
-        means = {name: self.held[name] / count for name, (_, way) in SUMMED.items() if way == "mean"}
+        count = self.summed[0]
+        means = [held / count for held in self.summed[len(COUNTS) :]]
         # Dimensions of the table: tensor, layer, example, KV head, position, after the flip.
-        return {name: held.movedim(0, -1).contiguous() for name, held in {**self.held, **means}.items()}
+        columns = zip((*ADDED, *MOST), (*self.summed[: len(COUNTS)], *means, *self.most), strict=True)
+        return {name: held.movedim(0, -1).contiguous() for name, held in columns}
 
 
 def _parts(chosen: Sequence[int], count: int) -> list[tuple[Any, Any]]:

@@ -65,9 +65,9 @@ def _mine(frames: Mapping[str, pd.DataFrame], example: int, count: int) -> dict[
     """An example's rows of every table, none of a step after its end; what is summed over steps was not given any."""
     mine = {}
     for table, frame in frames.items():
-        rows = frame["example"] == example
+        rows = frame["example"].to_numpy() == example
         if "step" in frame:
-            rows &= frame["step"] < count
+            rows &= frame["step"].to_numpy() < count
         mine[table] = frame[rows].reset_index(drop=True)
     return mine
 
@@ -79,8 +79,9 @@ def _made(
     failures: pd.DataFrame,
     about: dict[str, Any],
 ) -> Comparison:
+    after = steps["step"].to_numpy()[steps["after_flip"].to_numpy()]
     told = {
-        name: frame if "after_flip" in frame or "step" not in frame else _with_flip(frame, steps)
+        name: frame if "after_flip" in frame or "step" not in frame else _with_flip(frame, after)
         for name, frame in mine.items()
     }
     heads = _with_source(told["heads"], about)
@@ -128,9 +129,9 @@ def _token_rows(
     )
 
 
-def _with_flip(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+def _with_flip(frame: pd.DataFrame, after: np.ndarray) -> pd.DataFrame:
     """The table of one example with whether each row is of a step after its flip."""
-    return frame.assign(after_flip=frame["step"].isin(steps.loc[steps["after_flip"], "step"]))
+    return frame.assign(after_flip=np.isin(frame["step"].to_numpy(), after))
 
 
 def _with_source(heads: pd.DataFrame, about: dict[str, Any]) -> pd.DataFrame:

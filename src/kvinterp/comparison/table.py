@@ -45,10 +45,12 @@ class Table:
         """Everything added, a row a number."""
         columns: dict[str, np.ndarray] = {}
         masks = [None if there is None else there.cpu().numpy() for there in self._there]
+        # Each block is spread out once, for all its dimensions.
+        spread = [np.meshgrid(*block, indexing="ij", copy=False) for block in self._coordinates]
         for index, name in enumerate(self.dimensions):
-            spread = [np.meshgrid(*block, indexing="ij")[index].reshape(-1) for block in self._coordinates]
-            spread = [one if mask is None else one[mask] for one, mask in zip(spread, masks, strict=True)]
-            columns[name] = np.concatenate(spread) if spread else np.zeros(0, dtype=np.int64)
+            rows = [block[index].reshape(-1) for block in spread]
+            rows = [one if mask is None else one[mask] for one, mask in zip(rows, masks, strict=True)]
+            columns[name] = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
         for name, blocks in self._blocks.items():
             columns[name] = torch.cat(blocks).cpu().numpy() if blocks else np.zeros(0)
         return pd.DataFrame(columns)

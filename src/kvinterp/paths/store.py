@@ -134,8 +134,8 @@ class Store:
             )
         if policy.evicts:
             self.memory.let_go(self._said)
-        # Nobody changes or hears anything: the memory's own update is all there is to do.
-        self._idle = cache_dtype is None and not listeners and not self.policy.acts
+        # Of what is kept nothing is changed on its way: the memory's own update is all there is to do, and to tell who listens.
+        self._unchanged = cache_dtype is None and not self.policy.acts
         self.memory.connect(self.update)
 
     def length(self, layer: int) -> int:
@@ -157,9 +157,10 @@ class Store:
         """
         begun, new = self.length(layer), (keys, values)
         stop = self._lengths[layer] = begun + keys.shape[2]
-        if self._idle:
-            read = self.memory.append(layer, keys, values, window, *more, **named)
-            return read[0].to(keys.dtype), read[1].to(keys.dtype)
+        if self._unchanged:
+            handed = self.memory.append(layer, keys, values, window, *more, **named)
+            read = handed[0].to(keys.dtype), handed[1].to(keys.dtype)
+            return self._told(layer, begun, stop, read, handed) if self.listeners else read
         kept = self.policy.write(
             keys, values, Place(layer, begun, stop, self.facts.cached_keys_rotated, prompt=self.prompt)
         )
@@ -183,11 +184,14 @@ class Store:
             self._computed[layer] = changed
         else:
             self._computed.pop(layer, None)
-        keys, values = (
-            whole if after is before else after if whole is before else _with(whole, after, filled)
-            for whole, before, after in zip(read, seen, changed, strict=True)
-        )
-        return keys, values
+        return _put_back(read, seen, changed, filled)
+
+    def _told(self, layer: int, begun: int, stop: int, read: Pair, handed: Pair) -> KeysValues:
+        """What the listeners make of what a memory hands over as it is."""
+        place = self._appended(layer, begun, stop, handed[0])
+        filled = stop - place.start
+        seen = _first(read, filled)
+        return _put_back(read, seen, self._listened(layer, seen, place, handed), filled)
 
     def hear(self, site: str, layer: int, tensor: Tensor) -> None:
         """Shows the policy a site of the forward that runs."""
@@ -340,7 +344,19 @@ def policy_listeners(policy: Policy, layers: int, store: Callable[[], Store | No
 
 def _first(pair: Pair, filled: int) -> Pair:
     """Their first rows; the very tensors where they have no more."""
-    keys, values = (tensor if tensor.shape[2] == filled else tensor[:, :, :filled] for tensor in pair)
+    if pair[0].shape[2] == filled and pair[1].shape[2] == filled:
+        return pair
+    return pair[0][:, :, :filled], pair[1][:, :, :filled]
+
+
+def _put_back(read: Pair, seen: Pair, changed: Pair, filled: int) -> Pair:
+    """What attention reads, given what was seen of it and what became of that; the very tensors where nothing did."""
+    if changed is seen:
+        return read
+    keys, values = (
+        whole if after is before else after if whole is before else _with(whole, after, filled)
+        for whole, before, after in zip(read, seen, changed, strict=True)
+    )
     return keys, values
 
 
