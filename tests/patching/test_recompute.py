@@ -275,3 +275,22 @@ def test_a_stream_between_attention_and_mlp_that_is_not_in_the_output_is_refused
             pure.patched(PROMPT, 0, PatchHook(model, [kv.Patch("resid_mid", (1,), steps=(0,), donor=donor)]))
     finally:
         handle.remove()
+
+
+def test_a_verb_walks_through_the_modules_at_its_door_and_not_at_every_forward(load, monkeypatch):
+    """A sweep of 32 layers spent a fifth of its time on asking each module, before each forward, whether it was compiled."""
+    from kvinterp.models import attaching
+
+    model, asked = kv.wrap(load(KINDS[-2])), []
+    for check in ("_check_uncompiled", "_check_evaluating"):
+        real = getattr(attaching, check)
+        monkeypatch.setattr(attaching, check, lambda *given, check=check, real=real: (asked.append(check), real(*given)))
+    swept = kv.sweep(model, [list(PROMPT)], max_new_tokens=4, stop="length", controls="none", progress="none")
+    assert swept.provenance["work"]["forwards"] > 5
+    assert sorted(asked) == ["_check_evaluating", "_check_uncompiled"]
+    model.model.train()
+    try:
+        with pytest.raises(kv.InputError, match="training mode"):
+            kv.sweep(model, [list(PROMPT)], max_new_tokens=2, controls="none", progress="none")
+    finally:
+        model.model.eval()

@@ -121,7 +121,6 @@ class Adapter(Attaching):
         self._variants: dict[torch.dtype, Adapter] = {}
         self._hashes: tuple[str, str] | None = None
         self._mark: Mark | None = None
-        self._relying = 0
         self.checked_batches: dict[tuple[str, int, int, int], bool] = {}
         self.checked_caches: dict[tuple[str, int, int, int], bool] = {}
         self.checked_plants: dict[str, Any] = {}
@@ -214,6 +213,7 @@ class Adapter(Attaching):
             yield
         finally:
             self._relying -= 1
+            self._evaluating = self._evaluating and self._relying > 0
 
     def _look(self) -> None:
         """Forgets what was made of the model or found out about it, where the model was changed since."""

@@ -34,6 +34,7 @@ class Attaching(abc.ABC):
         self._heard: list[list[Mapping[Site, Sequence[Listener]]]] = []
         self._listeners: Mapping[Site, Sequence[Listener]] = {}
         self._attachments: dict[Site, list[Any]] = {}
+        self._relying, self._evaluating = 0, False
 
     @property
     @abc.abstractmethod
@@ -62,7 +63,9 @@ class Attaching(abc.ABC):
             UnsupportedError: The model, or a part of it, is compiled, so that it runs no hook.
         """
         with self.hold.taken(self.facts.name, context):
-            _check_uncompiled(self.model, self.facts.name)
+            # A verb asks at its door: each of its forwards would walk through every module again.
+            if not self._relying:
+                _check_uncompiled(self.model, self.facts.name)
             yield
 
     @contextlib.contextmanager
@@ -83,8 +86,9 @@ class Attaching(abc.ABC):
         mine: list[Site] = []
         hold = self.hold
         with self.alone(context):
-            if not self.alike_in_training:
+            if not self.alike_in_training and not self._evaluating:
                 _check_evaluating(self.model, self.facts.name)
+                self._evaluating = self._relying > 0
             try:
                 for place in dict.fromkeys(places):
                     if place not in self._attachments:
