@@ -101,7 +101,7 @@ def held(before: Path, after: Path) -> int:
 def kept(path: Path) -> bool:
     """Whether it is a table, a summary, a verdict or what was said."""
     hidden = any(part.startswith(".") for part in path.parts)
-    return path.is_file() and not hidden and path.suffix in (".parquet", ".json", ".txt", ".xml")
+    return path.is_file() and not hidden and path.suffix in (".parquet", ".json", ".txt", ".xml", ".csv")
 
 
 def ordered(table: pd.DataFrame) -> pd.DataFrame:
