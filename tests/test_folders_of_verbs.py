@@ -159,12 +159,12 @@ def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb
 
 def test_an_audit_beside_it_is_no_part_of_a_result(tmp_path: Path, audited: Any) -> None:
     """A result written without --overwrite takes the place of nothing, and an audit takes that of audits alone."""
-    report.write(audited, tmp_path)
+    report.put(report.texts_of(audited), tmp_path)
     audit = content(tmp_path).keys()
     write_tables(tmp_path, {"recovery": TABLE}, {}, about={"verb": "patch"})
     assert content(tmp_path).keys() == audit | {"recovery.parquet", "summary.json"}
     audited.rungs = []
-    report.write(audited, tmp_path)
+    report.put(report.texts_of(audited), tmp_path)
     assert content(tmp_path).keys() == audit - {"steps.csv"} | {"recovery.parquet", "summary.json"}
 
 
@@ -182,9 +182,9 @@ def test_an_audit_cut_off_while_it_is_written_says_so(
     with monkeypatch.context() as patch:
         patch.setattr(report, "write_whole", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            report.write(audited, tmp_path)
+            report.put(report.texts_of(audited), tmp_path)
     assert Record(tmp_path).unfinished() == {"verb": "audit"}
     with pytest.raises(InputError, match="holds an unfinished result of 'audit'"):
         write_tables(tmp_path, {"recovery": TABLE}, {}, about={"verb": "patch"})
-    report.write(audited, tmp_path)
+    report.put(report.texts_of(audited), tmp_path)
     assert Record(tmp_path).unfinished() is None

@@ -96,7 +96,7 @@ def own_model(folder: Path) -> str:
     given = (
         "import torch\nimport kvinterp as kv\nfrom transformers import AutoModelForCausalLM\n"
         f"my_model = AutoModelForCausalLM.from_pretrained({str(folder)!r}).eval()\nmy_tokenizer = None\n"
-        "tokens = torch.tensor([[5, 6, 7, 8]])\nother_ids = [9, 8, 7, 6]\n"
+        "tokens = torch.tensor([[5, 6, 7, 8]])\nother_tokens = torch.tensor([[9, 8, 7, 6]])\n"
     )
     source = source.replace("/path/to/checkpoint", str(folder)).replace("layers=(3,)", "layers=(2,)")
     source = source.replace('"resid_post", 3]', '"resid_post", 2]')

@@ -32,8 +32,9 @@ VERBS: dict[str, list[str]] = {
 }  # fmt: skip
 COMMANDS = {"free": "compare", "split": "compare", "stream": "patch"}
 """The command of a verb that does not bear its name."""
-MOVING = ("provenance", "seconds", "kvinterp", "when", "made", "finished", "started", "work")
-"""Keys of a summary that name the tree or the clock."""
+MOVING = ("provenance", "seconds", "kvinterp", "when", "made", "finished", "started", "work",
+          "about", "sha256")  # fmt: skip
+"""Keys of a summary that name the tree or the clock; digests of tables are of what those were made with, too."""
 
 
 def main() -> None:

@@ -103,7 +103,7 @@ class Kept:
         return _behind("figures")(self)  # type: ignore[no-any-return]
 
     def sentences(self) -> list[str]:
-        """What was found, a sentence a line, the most important first."""
+        """What was found, a sentence a line."""
         return _behind("sentences")(self)  # type: ignore[no-any-return]
 
     def to_latex(self, table: str | None = None) -> str:

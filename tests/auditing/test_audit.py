@@ -320,6 +320,15 @@ def test_there_is_never_more_than_one_copy(dtype: torch.dtype, monkeypatch: pyte
     assert [ref for ref in alive if ref() is not None] == []
 
 
+def test_a_verdict_that_was_kept_with_its_provenance_under_another_name_is_read(tmp_path: Path) -> None:
+    found = quick(build("llama"), prompts=one_prompt(), lengths=(9,), rungs=("float32", "float64"))
+    folder = found.save(tmp_path / "audit")
+    fields = json.loads((folder / "verdict.json").read_text())
+    fields["about"] = fields.pop("provenance")
+    (folder / "verdict.json").write_text(json.dumps(fields))
+    assert kv.load(folder).provenance == found.provenance
+
+
 # Every kind, the zoo, a config alone -----------------------------------------------------------------------------------
 
 

@@ -30,3 +30,23 @@ def test_prompts_that_cannot_be_read_are_refused(name: str) -> None:
     if "prompts" in {field.name for field in dataclasses.fields(kind)}:
         with pytest.raises(kv.InputError, match="unknown prompt generator"):
             kind(prompts="aritmetic:20").check()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"site": "nosite"}, "unknown patch site 'nosite'"),
+        ({"steps": "often"}, "steps='often' was given: expected 'every', 'first' or whole numbers"),
+        ({"steps": "1,x"}, "steps='1,x' was given"),
+    ],
+)
+def test_what_a_patch_moves_and_when_is_refused_before_a_model_is_loaded(given: dict[str, str], said: str) -> None:
+    with pytest.raises(kv.InputError, match=said):
+        experiment_named("patch")(**given).check()
+
+
+@pytest.mark.parametrize("given", ["1,3", "(1, 3)", "1,3,"])
+def test_steps_are_named_on_the_command_line_as_in_python(given: str) -> None:
+    """The error advised (1, 4), which no command line took."""
+    (cell,) = experiment_named("patch")(prompts="arithmetic:1", steps=given).cells()
+    assert cell.settings["steps"] == (1, 3)

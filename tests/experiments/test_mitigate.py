@@ -113,3 +113,11 @@ def test_a_policy_that_does_not_fit_is_said_before_anything_is_begun(tmp_path, p
 def test_a_policy_that_lets_go_of_rows_is_a_sentence() -> None:
     with pytest.raises(kv.InputError, match=r"cannot be crossed with the path; give it as --path cached\+h2o"):
         m.Mitigate("zoo:gqa2-mini", policy=("h2o(0.2,0.2)",)).run(None)
+
+
+def test_of_several_that_leave_nothing_none_is_called_the_least() -> None:
+    least = {**SUMMARY["mitigations"][0], "mean_kl": 0.0}
+    paths = [{**least, "path": "a", "rows_a_token": 1.0}, {**least, "path": "b", "rows_a_token": 9.0}]
+    assert "Of 2 paths, a and 1 other leave least" in said_of_mitigate({**SUMMARY, "mitigations": paths})[0]
+    paths[1]["mean_kl"] = 1.0
+    assert "Of 2 paths, a leaves least" in said_of_mitigate({**SUMMARY, "mitigations": paths})[0]

@@ -52,6 +52,19 @@ def test_the_answer_of_an_ordinary_run(tmp_path: Path, quick: None) -> None:
     assert f"won by {number(steps['margin_a'].min())} logits" in text
 
 
+def test_an_interval_stands_behind_the_mean_that_it_is_of(tmp_path: Path, quick: None) -> None:
+    """Of prompts of unlike lengths the mean over steps stood before the interval of the mean over prompts."""
+    uneven = Comparison.joined([comparison((0,), steps=3, size=1e-2), comparison((1,), steps=12, size=1e-4)])
+    one = result(uneven, Path("run"))
+    text, of_prompts = page(tmp_path, one).text, uneven.steps.groupby("example")["kl"].mean()
+    over_steps, over_prompts = number(uneven.steps["kl"].mean()), number(of_prompts.mean())
+    assert over_steps != over_prompts
+    said = (
+        f"{over_steps} nats of KL apart on average over all steps; the mean of a prompt's own mean is {over_prompts} (95%"
+    )
+    assert said in text
+
+
 def test_the_answer_when_nothing_differs(tmp_path: Path, quick: None) -> None:
     text = page(tmp_path, made(size=0.0)).text
     assert "In this run, yes, bit for bit: in float16 the two paths, fed the same tokens" in text

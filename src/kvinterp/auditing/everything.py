@@ -25,7 +25,7 @@ class Audit(Kept):
         verdict: The conclusion.
         rungs: What each precision showed.
         plan: What was run.
-        about: Provenance.
+        provenance: Provenance.
     """
 
     VERB: ClassVar = "audit"

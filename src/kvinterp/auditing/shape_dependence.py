@@ -54,7 +54,7 @@ class KernelsTable(Kept):
         first: The first operation of the model whose output in the newest row differs between a cached step and recomputation
             given equal inputs: operation, layer, tensor, module, position, error; None where none does. Rows before the newest,
             which a recomputation makes anew among more rows, are not asked about.
-        about: Provenance.
+        provenance: Provenance.
     """
 
     VERB: ClassVar = "kernels"

@@ -66,7 +66,7 @@ class Verdict(Kept):
         notes: What a reader should know beside the verdict.
         reading: PASS or FAIL and the word, then short lines.
         allowed: Whether the word is one that the caller allows.
-        about: Provenance.
+        provenance: Provenance.
     """
 
     VERB: ClassVar = "audit"
@@ -109,6 +109,8 @@ class Verdict(Kept):
         try:
             fields = _with_infinities(json.loads((place / "verdict.json").read_text(encoding="utf-8")))
             del fields["exit_code"]
+            # Its name in an audit that was kept before it had this one.
+            fields.setdefault("provenance", fields.pop("about", None))
             checks = tuple(Check(**check) for check in fields.pop("checks"))
             found = cls(**{**fields, "notes": tuple(fields["notes"])}, checks=checks)
             if found.verdict not in VERDICTS or not isinstance(found.provenance, dict):

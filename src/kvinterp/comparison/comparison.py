@@ -83,7 +83,7 @@ class Comparison(Kept):
             on the same text (three at most, within a budget: :mod:`kvinterp.comparison.attention_rows`): one row an example,
             step, layer, query head and absolute position: a, b (probabilities), after_flip.
         failures: Examples left out because NaN or Inf appeared: example, id, message.
-        about: Paths, protocol, strategy and provenance.
+        provenance: Paths, protocol, strategy and provenance.
         origin: Model and token ids, where it was made in this process; None where it was read from disk.
         prompts: The prompts, in the order of the example numbers, where they are known.
     """

@@ -30,7 +30,7 @@ class Patch(Experiment):
     site: str = option("kv", "kv, cache_k, cache_v, resid_post, attn_out, ...")
     sweep: str = option("single", "single, cumulative, cumulative-from, heads, kv-heads or blocks.")
     direction: str = option("into-recompute", "into-recompute or into-cached.")
-    steps: str = option("every", "every or first.")
+    steps: str = option("every", "every, first, or numbers of steps with commas between.")
     protocol: str = option("matched", "matched or free.")
     distance: str = option("l2,kl", "l2, kl, margin or logit_difference; several with commas, the first leads.")
     answers: tuple[str, ...] = option(
@@ -48,7 +48,7 @@ class Patch(Experiment):
     max_new_tokens: int = option(32, "Most steps a prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
-    batch_size: int = option(1, "Most patches in a forward; used where it keeps the bits.", decides="nothing")
+    batch_size: int = option(1, "Most patches in a forward; used where it keeps the bits.", decides="nothing", min=1)
     controls: str = option("all", "all, quick (without planted causes) or none.")
 
     def settled(self) -> Patch:
@@ -62,6 +62,18 @@ class Patch(Experiment):
         values = PRESETS[self.preset].items()
         return dataclasses.replace(self, **{"sweep" if name == "over" else name: value for name, value in values})
 
+    def check(self) -> None:
+        """What is moved, and at which steps, too."""
+        from kvinterp.inputs import check_known
+        from kvinterp.models.hook_names import site_of
+        from kvinterp.patching import PATCH_SITES
+        from kvinterp.patching import Patch as Moved
+
+        super().check()
+        site, _ = site_of(self.site)
+        check_known("patch site", site, PATCH_SITES)
+        Moved(site, steps=_steps(self.steps))
+
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
         from kvinterp.inputs import check_whole
@@ -69,7 +81,8 @@ class Patch(Experiment):
         count = len(load_prompts(self.prompts))
         if self.examples is not None:
             count = min(count, check_whole("examples", self.examples, hint=", or None for all"))
-        settings = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}, "over": self.sweep}
+        given = {name: getattr(self, name) for name in _PASSED}
+        settings = {"model": self.named(), **given, "over": self.sweep, "steps": _steps(self.steps)}
         return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
@@ -86,11 +99,16 @@ class Patch(Experiment):
         return Outcome(found, *found.written())
 
 
+def _steps(given: str) -> str | tuple[int, ...]:
+    """A word, or the steps that are named with commas between."""
+    named = [each.strip() for each in given.strip("() ,").split(",")]
+    return tuple(map(int, named)) if all(map(str.isdecimal, named)) else given
+
+
 _PASSED = (
     "prompts",
     "site",
     "direction",
-    "steps",
     "protocol",
     "distance",
     "answers",

@@ -67,7 +67,11 @@ def _size_sentence(measured: Sequence[Result], tables: Sequence[pd.DataFrame], l
     text = f"The largest difference of any logit was {number(largest)}. The next-token distributions were {between(means)} "
     text += "nats of KL apart on average"
     if len(means) == 1:
-        return f"{text} ({interval_said(tables[0].groupby('example')['kl'].mean())})."
+        # Prompts of unlike lengths: the interval is that of another mean.
+        of_prompts = tables[0].groupby("example")["kl"].mean()
+        other = number(float(of_prompts.mean()))
+        text += "" if other == number(means[0]) else f" over all steps; the mean of a prompt's own mean is {other}"
+        return f"{text} ({interval_said(of_prompts)})."
     varying = [name for name, of in (("model", model_of), ("kind", kind_of)) if len({of(r) for r in measured}) > 1]
     return text + (f", depending on {listed(varying)}." if varying and " to " in between(means) else ".")
 

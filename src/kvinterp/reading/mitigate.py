@@ -16,9 +16,11 @@ def said_of_mitigate(summary: Mapping[str, Any]) -> list[str]:
     """A line a mitigation, a line a policy; ``summary`` is that of :class:`kvinterp.experiments.mitigate.Mitigate`."""
     rows = summary["mitigations"]
     least = min(rows, key=lambda row: (row["mean_kl"], row["rows_a_token"], row["bytes_a_token"]))
-    left = f"leaves least of the divergence from its own recompute path, KL {number(least['mean_kl'])} nats"
+    alike = sum(row["mean_kl"] == least["mean_kl"] for row in rows)
+    left = f"least of the divergence from their own recompute path, KL {number(least['mean_kl'])} nats"
     of = f"({counted(summary['prompts'], 'prompt')})"
-    lines = [f"Of {len(rows)} paths, {least['path']} {left} {of}." if len(rows) > 1 else f"One path, on {of[1:-1]}:"]
+    who = f"{least['path']} leaves" if alike == 1 else f"{least['path']} and {counted(alike - 1, 'other')} leave"
+    lines = [f"Of {len(rows)} paths, {who} {left} {of}." if len(rows) > 1 else f"One path, on {of[1:-1]}:"]
     lines += [f"  {_mitigation(row)}" for row in rows]
     lines.append("Rows count what is computed, not how long a kernel takes for it; bytes are those of K and V.")
     lines += [_interaction(row) for row in summary["interactions"]]
@@ -30,7 +32,7 @@ def _mitigation(row: Mapping[str, Any]) -> str:
     left = f"KL {number(row['mean_kl'])}{ends_said(row['low'], row['high'])}" if row["differ"] else "nothing, bit for bit"
     return (
         f"{row['path']}: {left}, {row['flips']} flips of {row['steps']} steps; from float64 {number(row['truth_kl'])}; "
-        f"{number(row['rows_a_token'])} rows a token, {number(row['bytes_a_token'])} bytes a token{front}."
+        f"rows a token: {number(row['rows_a_token'])}, bytes a token: {number(row['bytes_a_token'])}{front}."
     )
 
 
