@@ -36,6 +36,7 @@ def assert_same(alone, together):
     assert together.recovery.equals(alone.recovery)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("site", "over"), SWEPT)
 @cases(KINDS)
 def test_each_has_the_bits_it_has_alone(load, case, site, over):
@@ -93,6 +94,7 @@ def test_without_memory_for_a_batch_they_go_one_by_one(load, case, monkeypatch, 
     assert "out of memory with 4 patches in a batch" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("site", "over"), [*SWEPT[:1], *SWEPT[2:4]])
 @cases(KINDS)
 def test_lanes_of_the_cached_path_are_rows_of_one_run(load, case, site, over, monkeypatch):
