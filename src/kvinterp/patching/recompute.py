@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
+from kvinterp.models.hooks import first_of, put_first
 from kvinterp.patching.by_row import PatchesByRow, together
 from kvinterp.patching.hook import PatchHook
 from kvinterp.paths import ExecutionPath
@@ -132,14 +133,13 @@ class PureRecompute:
     def _kept(self, hook: PatchHook | PatchesByRow, rows: int) -> list[Any]:
         """What the blocks that need not run return: as captured, the last of them patched where only its output is."""
         first = hook.first_layer
-        kept = [_in_rows(output, rows) for output in self._outputs[:first]]
         change = hook.only_output(first) if first < len(self._outputs) else None
-        if change is not None:
-            output = _in_rows(self._outputs[first], rows)
-            tensor = output[0] if isinstance(output, tuple) else output
-            new = change(tensor)
-            new = tensor if new is None else new
-            kept.append((new, *output[1:]) if isinstance(output, tuple) else new)
+        kept = self._outputs[: first if change is None else first + 1]
+        if kept:
+            # The next block reads the last of them, and no other.
+            last = _in_rows(kept[-1], rows)
+            new = None if change is None else change(first_of(last))
+            kept[-1] = last if new is None else put_first(last, new)
         return kept
 
     @torch.no_grad()
