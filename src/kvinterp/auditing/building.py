@@ -18,7 +18,8 @@ from kvinterp.inputs import check_known, check_seed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
 from kvinterp.models.door import config_of, loading, weights_of
-from kvinterp.models.finding import cached_folder, local_folder, reach
+from kvinterp.models.finding import NAMED, cached_folder, local_folder, reach
+from kvinterp.models.gguf_file import is_gguf
 from kvinterp.models.load import ATTENTION, device_named
 from kvinterp.models.soundness import check_finite, check_loaded
 
@@ -90,7 +91,7 @@ def _folder_of(file: Path) -> Path:
 
 def is_code(text: str) -> bool:
     """Whether a text has the form ``package.module:Class``."""
-    return not text.startswith("zoo:") and _CODE.fullmatch(text) is not None
+    return not text.startswith(NAMED) and _CODE.fullmatch(text) is not None
 
 
 def users_model(
@@ -195,7 +196,7 @@ def _config_file(place: Path) -> Path:
 def _loaded(code: str, found: Any, source: str, remote_code: str) -> nn.Module:
     folder = local_folder(source)
     options = {} if folder is not None else reach(source)
-    if folder is not None:
+    if folder is not None and not is_gguf(folder):
         check_files(folder)
     with loading(source, f"{code!r}"):
         model, report = weights_of(folder or source, found, remote_code, **options)

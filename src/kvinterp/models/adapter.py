@@ -110,6 +110,8 @@ class Adapter(Attaching):
     """A model, its tokenizer and its facts behind the one face the rest of kvinterp talks to."""
 
     kind: str
+    stored: str = ""
+    """How its weights were stored where that is another format than they are computed in: of a GGUF file its types."""
     position_major_cache: bool = False
     """Whether this model's own cache lays a position's heads side by side in memory."""
 
@@ -199,6 +201,7 @@ class Adapter(Attaching):
         self._look()
         if dtype not in self._variants:
             variant = self.cast(dtype)
+            variant.stored = self.stored
             remove_own_hooks(variant.model)
             check_apart(self.model, variant.model, self.facts.name)
             self._variants[dtype] = variant

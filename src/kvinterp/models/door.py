@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from kvinterp.errors import InputError, KvinterpError, shown
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
 from kvinterp.models.finding import reach
+from kvinterp.models.gguf_file import GgufHeader, from_gguf
 
 __all__ = ["check_hooked_code", "code_refused", "config_of", "loading", "quiet_transformers", "too_large", "weights_of"]
 
@@ -32,7 +33,7 @@ def config_of(
     """The transformers config of a checkpoint, looked at before it is believed.
 
     Args:
-        source: A folder, or a hub id that was reached.
+        source: A folder, a GGUF file, or a hub id that was reached.
         name: What the user called it, for messages.
         remote_code: ``"trust"`` lets code that comes with the checkpoint run.
         weights: ``"none"`` for a config alone; the folder need not hold weights then.
@@ -43,8 +44,24 @@ def config_of(
     """
     from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     with loading(name):
+        place, gguf = from_gguf(source)
+        if gguf:
+            # Its config is made of its header, so that there are no files beside it to look at.
+            header = GgufHeader(Path(source))
+            where = f"the header of {shown(name)}"
+            try:
+                held = AutoConfig.from_pretrained(place, **gguf)
+            except Exception as error:
+                raise UnsupportedError(
+                    f"{shown(name)} is a GGUF file of architecture {shown(header.architecture)}, of which transformers makes no "
+                    f"model ({reason(error)}): give a transformers checkpoint folder of it."
+                ) from error
+            check_config(held.to_dict(), where)
+            held.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(held.model_type, "unknown")]
+            return held
         if isinstance(source, Path):
             where = shown(source / "config.json")
             held = read_object(source / "config.json", "a transformers config")
@@ -131,7 +148,7 @@ def weights_of(
     """The model of a checkpoint and transformers' ``output_loading_info``, which :func:`check_loaded` judges.
 
     Args:
-        source: A folder, or a hub id that was reached.
+        source: A folder, a GGUF file, whose weights are dequantised, or a hub id that was reached.
         model_class: What loads it; default: ``AutoModelForCausalLM``.
         remote_code: ``"trust"`` lets code that comes with the checkpoint run.
         options: Whatever else it is loaded with, such as config and dtype.
@@ -139,6 +156,11 @@ def weights_of(
     from transformers import AutoModelForCausalLM
 
     loader: Any = model_class or AutoModelForCausalLM
+    source, gguf = from_gguf(source)
+    if gguf:
+        from transformers import GgufConfig
+
+        options |= {**gguf, "quantization_config": GgufConfig(dequantize=True)}
     model, found = loader.from_pretrained(
         source,
         use_safetensors=True,

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from kvinterp.errors import InputError, shown
-from kvinterp.models import zoo
+from kvinterp.models import real, zoo
 from kvinterp.models.checkpoint import reason
+from kvinterp.models.gguf_file import is_gguf
 
 __all__ = ["cached_folder", "check_reached", "local_folder", "reach"]
 
+NAMED = ("zoo:", "real:")
+"""What the names of models begin with that kvinterp knows itself."""
 HUB_SECONDS = 2.0
 """How long the hub may take to say that it is there; a name that is misspelt should not cost the retries of a download."""
 
@@ -26,19 +29,21 @@ def check_reached(name: str) -> None:
     Raises:
         InputError: As :func:`local_folder` and :func:`reach` say.
     """
-    own = (":" in name and not name.startswith("zoo:")) or name.endswith(".json")
+    own = (":" in name and not name.startswith(NAMED)) or name.endswith(".json")
     if not own and local_folder(name) is None:
         reach(name)
 
 
 def local_folder(name: str) -> Path | None:
-    """The local checkpoint a name stands for, or None for a hub id.
+    """The local checkpoint a name stands for, a folder or a GGUF file, or None for a hub id.
 
     Raises:
         InputError: It looks like a path and no checkpoint is there.
     """
     if name.startswith("zoo:"):
         return zoo.folder(name.removeprefix("zoo:"))
+    if name.startswith("real:"):
+        return real.path(name.removeprefix("real:"))
     looks_local = name.startswith((".", "~", "/", "\\")) or name.count("/") > 1 or not name.strip()
     try:
         path = Path(name).expanduser()
@@ -47,10 +52,16 @@ def local_folder(name: str) -> Path | None:
     except (RuntimeError, OSError, ValueError):
         path, exists = Path(), False
         looks_local = looks_local or len(name) > 200
-    if not exists and not looks_local and "\0" not in name:
+    if not exists and not looks_local and "\0" not in name and not name.lower().endswith(".gguf"):
         return None
+    if exists and is_gguf(path):
+        return path
+    if not exists and name.lower().endswith(".gguf"):
+        raise InputError(f"GGUF file {shown(name)} does not exist: give the name of one, a checkpoint folder or zoo:NAME.")
     if not exists or not path.is_dir():
-        raise InputError(f"model folder {shown(name)} does not exist: give a transformers checkpoint folder or zoo:NAME.")
+        raise InputError(
+            f"model folder {shown(name)} does not exist: give a transformers checkpoint folder, a GGUF file or zoo:NAME."
+        )
     if not (path / "config.json").is_file():
         raise InputError(f"model folder {shown(name)} has no config.json: expected a transformers checkpoint folder.")
     return path
@@ -113,8 +124,8 @@ def cached_folder(name: str) -> Path | None:
 
 
 def _not_found(name: str, why: str) -> InputError:
-    known = ", ".join(f"zoo:{n}" for n in zoo.names())
+    known = ", ".join([*(f"zoo:{n}" for n in zoo.names()), "real:smollm2-135m"])
     return InputError(
         f"model {shown(name)} cannot be found ({why}): expected a hub id that can be reached from here, a transformers "
-        f"checkpoint folder, or one of {known}."
+        f"checkpoint folder, a GGUF file, or one of {known}."
     )

