@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from kvinterp.files import is_file
 
 __all__ = ["Prompt", "load_prompts"]
 
+NATURAL = "natural"
+"""The name of the prompts that come with the package: 48, in turn a chat question, an opening of a book whose copyright has
+expired, and a word problem behind four worked ones, with its answer."""
 _FORMS = (
-    "expected a text with a space in it, a generator such as arithmetic:20 (or arithmetic:20:SEED), the path of a .jsonl or .txt "
-    "file, or gsm8k(FILE)"
+    "expected a text with a space in it, a generator such as arithmetic:20 (or arithmetic:20:SEED) or natural:48, the path of a "
+    ".jsonl or .txt file, or gsm8k(FILE)"
 )
 _FILES = (".jsonl", ".json", ".txt")
 _PATH = re.compile(r"(?:/|\\|~|\.\.?[/\\]|[A-Za-z]:[/\\])[^\n]*")
@@ -34,7 +38,8 @@ def load_prompts(source: Any) -> list[Prompt]:
 
     Args:
         source: ``"arithmetic:N"``, ``"restate:N"`` or ``"instructions:N"`` for N heldout problems (``":SEED"`` may
-            follow; the seed is 0 otherwise); or a ``.jsonl`` file whose lines are objects with ``"prompt"`` (or
+            follow; the seed is 0 otherwise); ``"natural:N"``, the first N of 48 chat questions, book openings and word problems;
+            or a ``.jsonl`` file whose lines are objects with ``"prompt"`` (or
             ``"text"``) and, if wanted, ``"id"``, ``"task"``, ``"answer"``, ``"facts"``, ``"meta"`` and ``"messages"``; or a
             ``.txt`` file, a line a prompt; or questions with worked examples before them and a sample of a file, as in
             ``"gsm8k(test.jsonl,count=700)"``, ``"jsonl(mine.jsonl,count=20)"`` or ``"arithmetic(20,shots=5)"``
@@ -80,20 +85,26 @@ def _is_text(source: str) -> bool:
 
 def _looks_like_file(source: str) -> bool:
     inner = source.strip()
-    if inner.split(":", 1)[0] in TASKS:
+    if inner.split(":", 1)[0] in (*TASKS, NATURAL):
         return False
     return inner.lower().endswith(_FILES) or "/" in inner or "\\" in inner
 
 
 def _generated(source: str) -> list[Prompt]:
     name, *numbers = (part.strip() for part in source.split(":"))
+    if name == NATURAL and len(numbers) < 2:
+        whole = prompts_of(Path(str(files(__package__))) / f"{NATURAL}.jsonl")
+        count = _number(source, "count", numbers[0], least=1) if numbers else len(whole)
+        if count > len(whole):
+            raise InputError(f"prompts {source!r}: there are {len(whole)} natural prompts; ask for at most so many.")
+        return whole[:count]
     if name not in TASKS and "(" in name:
         if name.partition("(")[0] in SOURCES:
             raise InputError(f"prompts {source!r} cannot be read: the bracket is not closed; {_FORMS}.")
         # A source whose name is mistyped.
         raise unknown("source of prompts", name.partition("(")[0], SOURCES, f"For prompts {_FORMS}.")
     if name not in TASKS:
-        raise unknown("prompt generator", name, TASKS, f"For prompts {_FORMS}.")
+        raise unknown("prompt generator", name, [*TASKS, NATURAL], f"For prompts {_FORMS}.")
     if len(numbers) not in (1, 2):
         raise InputError(f"prompts {source!r}: {_FORMS}; write {name}:20.")
     count = _number(source, "count", numbers[0], least=1)

@@ -21,6 +21,7 @@ from kvinterp.metrics.divergence import (
     top_probability_difference,
 )
 from kvinterp.metrics.drift import cosine_distance, residual_drift
+from kvinterp.metrics.flips import EXACT, counted, first_order, foretold, verdict_of
 from kvinterp.metrics.inference import (
     Column,
     Test,
@@ -43,6 +44,7 @@ from kvinterp.metrics.statistics import FEWEST, Interval, bootstrap_interval, cl
 from kvinterp.metrics.survival import cox, survival_by_step
 
 __all__ = [
+    "EXACT",
     "FEWEST",
     "KINDS",
     "OF_KIND",
@@ -61,9 +63,12 @@ __all__ = [
     "corrected",
     "correlation",
     "cosine_distance",
+    "counted",
     "cox",
     "detectable_difference",
     "detectable_mean",
+    "first_order",
+    "foretold",
     "gee",
     "js_divergence",
     "kl_divergence",
@@ -95,6 +100,7 @@ __all__ = [
     "top_probability_difference",
     "ulp_error",
     "units_in_last_place",
+    "verdict_of",
     "welch",
     "why_undefined",
     "wilcoxon",

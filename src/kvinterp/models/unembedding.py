@@ -1,4 +1,4 @@
-"""The final norm and the unembedding of any kind of model, in float64, of any residual stream: what a logit lens looks through.
+"""The final norm and the unembedding of any kind of model, in a wide dtype, of any residual stream: what a logit lens looks through.
 
 Neither is found by its name. The last block's output is replaced, and the model's own code does the rest, whatever its final
 norm, its head and its multipliers are. That a norm divides by one number, the stream's scale, is asked of the model too, by
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
@@ -27,21 +27,22 @@ _LINEAR = 1e-5
 
 
 class Unembedding:
-    """What a model makes of residual streams behind its last block, computed in float64.
+    """What a model makes of residual streams behind its last block, computed in a wide dtype.
 
     Args:
         adapter: The model, of any kind and dtype.
+        dtype: What it is computed in.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter.at(torch.float64)
+    def __init__(self, adapter: Adapter, dtype: torch.dtype = torch.float64) -> None:
+        self.adapter = adapter.at(dtype)
         self.cap = _soft_cap(adapter.model)
 
-    def logits(self, streams: Float64[Tensor, "row width"]) -> Float64[Tensor, "row vocab"]:
+    def logits(self, streams: Float[Tensor, "row width"]) -> Float[Tensor, "row vocab"]:
         """The logits of each stream."""
-        return torch.cat([self._forward(part) for part in streams.double().split(ROWS)])
+        return torch.cat([self._forward(part) for part in streams.to(self.adapter.dtype).split(ROWS)])
 
-    def uncapped(self, streams: Float64[Tensor, "row width"]) -> Float64[Tensor, "row vocab"]:
+    def uncapped(self, streams: Float[Tensor, "row width"]) -> Float[Tensor, "row vocab"]:
         """The logits before a soft cap, where the model has one: what the unembedding itself gives."""
         found = self.logits(streams)
         return found if self.cap is None else self.cap * torch.atanh(found / self.cap)

@@ -1,0 +1,122 @@
+"""How many tokens flip, from three things that need no flip to be seen: margins, the error of the two top logits, the grid.
+
+A greedy step flips where an error e carries the runner-up over the top. Near 0 the margin x1 - x2 has a density p; then of logits
+that are kept exactly the share that flips is p E|e1 - e2| / 2. Logits in 16 bits are rounded to a grid first, and two of them change
+places where either crosses a boundary between its neighbours: p (E|e1| + E|e2|) / 2 while errors are smaller than the grid. So the
+grid makes flips of a shift that both logits have in common, which no softmax can see.
+
+Both forms are first orders. :func:`foretold` needs neither: it puts the errors of other prompts on this prompt's logits, rounds,
+and counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvinterp.errors import InputError, shown
+
+__all__ = ["EXACT", "first_order", "foretold", "verdict_of"]
+
+EXACT = "exact"
+"""Where logits are not rounded to a grid."""
+LEAST = 5
+"""Prompts without which nothing is foretold, and flips expected without which nothing is decided."""
+NEAR = 0.2
+"""The share of steps, those of the least margins, from which the density of margins near 0 is taken."""
+
+
+def first_order(steps: pd.DataFrame, grid: str) -> float:
+    """The share of steps that flip, to first order in the error.
+
+    Args:
+        steps: A row a step: first, second (the two top logits of one path), first_error, second_error (the other path's less
+            these).
+        grid: The dtype of the logits, or :data:`EXACT`.
+    """
+    margin = (steps["first"] - steps["second"]).to_numpy(float)
+    ends = np.quantile(margin, NEAR) if len(margin) else 0.0
+    if not ends > 0:
+        return float("nan")
+    one, two = steps["first_error"].to_numpy(float), steps["second_error"].to_numpy(float)
+    moved = np.abs(one - two) if grid == EXACT else np.abs(one) + np.abs(two)
+    return float(np.mean(margin <= ends) / ends * moved.mean() / 2)
+
+
+def foretold(steps: pd.DataFrame, grid: str, seed: int = 0, worlds: int = 400) -> tuple[float, float, float]:
+    """How many of these steps flip, foretold from errors of other prompts, with the interval in which 95% of such counts lie.
+
+    In each of many worlds every prompt meets the errors of another prompt, drawn at random, a pair of errors a step; what flips
+    then is counted. No prompt's own errors are used, and whether a step flipped is never looked at.
+
+    Args:
+        steps: As for :func:`first_order`, with example, and first_token and second_token, whose order decides a tie.
+        grid: The dtype that logits are rounded to, such as ``"bfloat16"``, or :data:`EXACT`.
+        seed: Seeds the worlds.
+        worlds: How many.
+
+    Returns:
+        The mean count and the ends of the interval; NaN for fewer than five prompts.
+
+    Raises:
+        InputError: The grid is no floating dtype of torch.
+    """
+    dtype = None if grid == EXACT else getattr(torch, str(grid), None)
+    if grid != EXACT and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(f"grid {shown(grid)} was given: expected a floating dtype such as 'bfloat16', or 'exact'.")
+    groups = [group for _, group in steps.groupby("example", sort=True)]
+    if len(groups) < LEAST:
+        return float("nan"), float("nan"), float("nan")
+    random, counts = np.random.default_rng(seed), np.zeros(worlds)
+    errors = [group[["first_error", "second_error"]].to_numpy(float) for group in groups]
+    for place, group in enumerate(groups):
+        others = [other for other in range(len(groups)) if other != place]
+        met = [errors[one] for one in random.choice(others, worlds)]
+        drawn = np.stack([one[random.integers(len(one), size=len(group))] for one in met], 1)
+        before = torch.tensor(group[["first", "second"]].to_numpy(float))[:, None]
+        lower = torch.tensor((group["first_token"] < group["second_token"]).to_numpy())[:, None]
+        stays = _leads(before, lower, dtype) == _leads(before + torch.from_numpy(drawn), lower, dtype)
+        counts += (~stays).sum(0).numpy()
+    low, high = np.quantile(counts, [0.025, 0.975])
+    return float(counts.mean()), float(low), float(high)
+
+
+def _leads(logits: Float[Tensor, "*step two"], lower: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Whether argmax takes the first of two tokens: of equals that of the lower id."""
+    one, two = (logits if dtype is None else logits.to(dtype)).unbind(-1)
+    return (one > two) | ((one == two) & lower)
+
+
+def verdict_of(observed: float, interval: Sequence[float]) -> str:
+    """Whether a count is as foretold: ``"holds"``, ``"fails"``, or ``"open"`` where too few were expected to tell.
+
+    Args:
+        observed: How many flipped.
+        interval: What :func:`foretold` returned.
+    """
+    mean, low, high = (float(each) for each in interval)
+    if not np.isfinite(mean) or (mean < LEAST and low <= observed <= high):
+        return "open"
+    return "holds" if low <= observed <= high else "fails"
+
+
+def counted(steps: pd.DataFrame, grid: str, flips: str) -> dict[str, Any]:
+    """One row of the law: what was expected, what came."""
+    expected = foretold(steps, grid)
+    observed = int(steps[flips].sum())
+    return {
+        "prompts": int(steps["example"].nunique()),
+        "steps": len(steps),
+        "foretold": expected[0],
+        "low": expected[1],
+        "high": expected[2],
+        "first_order": first_order(steps, grid) * len(steps),
+        "flips": observed,
+        "verdict": verdict_of(observed, expected),
+    }
