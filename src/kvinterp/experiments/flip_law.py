@@ -1,9 +1,9 @@
 """Foretell how many tokens flip, from margins, errors and the grid of the logits, and hold it against those that do.
 
-One recompute path leads, and every other path is fed its tokens. Of each path the last residual stream is kept, from which the
-two top logits follow without rounding; the other path's difference there is the error. The flips of a prompt are foretold from its own
-margins and the errors of the other prompts, twice: of logits rounded to the model's 16 bits, as they are, and of a float32
-unembedding above the very same streams.
+One recompute path leads, and every other path is fed its tokens. Of each path the last residual stream is kept, from which
+the two top logits follow without rounding; the other path's difference there is the error. The flips of a prompt are
+foretold from its own margins and the errors of the other prompts, twice: of logits rounded to the model's 16 bits, as they
+are, and of a float32 unembedding above the very same streams.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How many tokens flip, from three things that need no flip to be seen: margins, the error of the two top logits, the grid.
 
-A greedy step flips where an error e carries the runner-up over the top. Near 0 the margin x1 - x2 has a density p; then of logits
-that are kept exactly the share that flips is p E|e1 - e2| / 2. Logits in 16 bits are rounded to a grid first, and two of them change
-places where either crosses a boundary between its neighbours: p (E|e1| + E|e2|) / 2 while errors are smaller than the grid. So the
-grid makes flips of a shift that both logits have in common, which no softmax can see.
+A greedy step flips where an error e carries the runner-up over the top. Near 0 the margin x1 - x2 has a density p; then of
+logits that are kept exactly the share that flips is p E|e1 - e2| / 2. Logits in 16 bits are rounded to a grid first, and
+two of them change places where either crosses a boundary between its neighbours: p (E|e1| + E|e2|) / 2 while errors are
+smaller than the grid. So the grid makes flips of a shift that both logits have in common, which no softmax can see.
 
 Both forms are first orders. :func:`foretold` needs neither: it puts the errors of other prompts on this prompt's logits, rounds,
 and counts.

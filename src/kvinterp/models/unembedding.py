@@ -1,4 +1,4 @@
-"""The final norm and the unembedding of any kind of model, in a wide dtype, of any residual stream: what a logit lens looks through.
+"""The final norm and the unembedding of any kind of model, in a wide dtype, of any stream: what a logit lens looks through.
 
 Neither is found by its name. The last block's output is replaced, and the model's own code does the rest, whatever its final
 norm, its head and its multipliers are. That a norm divides by one number, the stream's scale, is asked of the model too, by
