@@ -93,7 +93,7 @@ def _leads(logits: Float[Tensor, "*step two"], lower: Tensor, dtype: torch.dtype
     return (one > two) | ((one == two) & lower)
 
 
-def verdict_of(observed: float, interval: Sequence[float]) -> str:
+def verdict_of(observed: int, interval: Sequence[float]) -> str:
     """Whether a count is as foretold: ``"holds"``, ``"fails"``, or ``"open"`` where too few were expected to tell.
 
     Args:
