@@ -199,7 +199,7 @@ def _loaded(code: str, found: Any, source: str, remote_code: str) -> nn.Module:
         check_files(folder)
     with loading(source, f"{code!r}"):
         model, report = weights_of(folder or source, found, remote_code, **options)
-    check_loaded(report, source)
+    check_loaded(report, source, model.config)
     check_finite(model, source, folder or cached_folder(source))
     return model  # type: ignore[no-any-return]
 
