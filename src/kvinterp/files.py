@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "differences",
     "digest_of",
     "is_file",
+    "is_folder",
     "is_plain",
     "is_there",
     "opened",
@@ -416,8 +417,17 @@ def _made_anew(path: Path) -> int:
 
 def is_file(path: Path) -> bool:
     """Whether a file is there; no for what no file can be called."""
+    return _is(Path.is_file, path)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there; no for what no folder can be called."""
+    return _is(Path.is_dir, path)
+
+
+def _is(asked: Callable[[Path], bool], path: Path) -> bool:
     try:
-        return path.is_file()
+        return asked(path)
     # Longer than a name can be, or with a character that no name can have.
     except (OSError, ValueError):
         return False

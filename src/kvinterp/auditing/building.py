@@ -14,6 +14,7 @@ from torch import nn
 
 from kvinterp.auditing.causality import check_causal
 from kvinterp.errors import InputError, shown, unknown
+from kvinterp.files import is_folder
 from kvinterp.inputs import check_known, check_seed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
@@ -187,7 +188,7 @@ def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
 
 
 def _config_file(place: Path) -> Path:
-    file = place / "config.json" if place.is_dir() else place
+    file = place / "config.json" if is_folder(place) else place
     check_config(read_object(file, "a transformers config"), shown(file))
     return file
 

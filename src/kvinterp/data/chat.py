@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from kvinterp.data.example import Prompt
 from kvinterp.data.rendering import SECONDS, UNBOUNDED
 from kvinterp.data.tokenizing import ids_of, kept_of
@@ -39,9 +41,10 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], model: str, 
         said = tokenizer.apply_chat_template(given, tokenize=False, **how) if bounded else ""
     # A template may raise anything: what it divides by is its own affair.
     except Exception as error:
+        why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}, {error}"
         raise InputError(
-            f"the chat template of {model} does not take these messages ({type(error).__name__}: {shown(str(error))}; roles: "
-            f"{roles}): leave out the system message, or give the prompts without a template."
+            f"the chat template of {model} does not take these messages ({why}; roles: {roles}): leave out the system message, "
+            "or give the prompts without a template."
         ) from error
     if not bounded:
         raise InputError(

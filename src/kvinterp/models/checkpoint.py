@@ -139,7 +139,8 @@ def _check_tokenizer(file: Path) -> None:
         with opened(file) as found:
             start = found.read(4096).decode("utf-8", "ignore").lstrip()[:1]
     except (OSError, ValueError) as error:
-        raise InputError(f"{shown(file)} cannot be read ({reason(error)}): copy or download that file again.") from error
+        why = getattr(error, "strerror", None) or reason(error)
+        raise InputError(f"{shown(file)} cannot be read ({why}): copy or download that file again.") from error
     if start != "{":
         raise InputError(
             f"{shown(file)} is no tokenizer (it begins with {start!r}): expected the JSON object of a tokenizers file; copy "
@@ -202,8 +203,8 @@ def _check_tokens(part: Mapping[str, Any], where: str) -> None:
         ids = given if isinstance(given, list) else [] if given is None else [given]
         if not all(isinstance(token, int) and not isinstance(token, bool) and least <= token < 2**31 for token in ids):
             raise InputError(
-                f"{where} says {name} is {_cut(given)}: expected a token id, from {least} to {2**31 - 1}, or a flat list of them; "
-                "mend that entry."
+                f"{where} says {name} is {_cut(given)}: expected a token id of at least {least} and below 2**31, or a flat list "
+                "of them; mend that entry."
             )
 
 
