@@ -8,13 +8,15 @@ The record itself may come from anybody: a name in it that leads out of the fold
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,12 +25,15 @@ from kvinterp.errors import InputError
 __all__ = [
     "PARTIAL",
     "Record",
+    "bytes_of",
     "check_writable",
     "differences",
     "digest_of",
     "is_file",
+    "is_folder",
     "is_plain",
     "is_there",
+    "opened",
     "partial_name",
     "read_json",
     "refuse_foreign",
@@ -285,7 +290,7 @@ def told(path: Path, option: str = "--out") -> Iterator[None]:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file, None where there is none that can be read."""
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(bytes_of(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return read if isinstance(read, dict) else None
@@ -323,6 +328,54 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+_NO_FILES = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+
+
+def opened(path: Path, most: int | None = None) -> IO[bytes]:
+    """A file that somebody else wrote, or a link to one, open for reading; what is no file is not waited for.
+
+    A pipe may never answer and a device never end, so it is asked what it is before it is opened, and once more after.
+
+    Args:
+        path: Where it is.
+        most: The most bytes it may have, if there is a bound.
+
+    Raises:
+        OSError: It is not there, cannot be opened, is no file, or is longer than that.
+    """
+    _check_file(path.stat(), path, most)
+    # Not every system has each of these.
+    flags = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
+    file = os.fdopen(os.open(path, os.O_RDONLY | flags), "rb")
+    try:
+        _check_file(os.fstat(file.fileno()), path, most)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _check_file(found: os.stat_result, path: Path, most: int | None) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        what = _NO_FILES.get(stat.S_IFMT(found.st_mode), "a device")
+        raise OSError(errno.EINVAL, f"it is {what} and no file", str(path))
+    if most is not None and found.st_size > most:
+        raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, more than the {most:,} that are read", str(path))
+
+
+def bytes_of(path: Path, most: int | None = None) -> bytes:
+    """The content of a file that somebody else wrote.
+
+    Raises:
+        OSError: As :func:`opened` says, or it cannot be read to its end.
+    """
+    with opened(path, most) as file:
+        content = file.read(-1 if most is None else most + 1)
+    if most is not None and len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than the {most:,} bytes that are read", str(path))
+    return content
+
+
 def is_there(path: Path) -> bool:
     """Whether the name is taken, be it by a link that leads nowhere."""
     return path.is_symlink() or path.exists()
@@ -335,7 +388,7 @@ def is_plain(path: Path) -> bool:
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         return _digest(file)
 
 
@@ -364,8 +417,17 @@ def _made_anew(path: Path) -> int:
 
 def is_file(path: Path) -> bool:
     """Whether a file is there; no for what no file can be called."""
+    return _is(Path.is_file, path)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there; no for what no folder can be called."""
+    return _is(Path.is_dir, path)
+
+
+def _is(asked: Callable[[Path], bool], path: Path) -> bool:
     try:
-        return path.is_file()
+        return asked(path)
     # Longer than a name can be, or with a character that no name can have.
     except (OSError, ValueError):
         return False

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,18 @@ from kvinterp.cells import ADVICE, Parts, has_parts, remove_parts, unlike
 from kvinterp.comparison import COLUMNS, TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError, KvinterpError
-from kvinterp.files import Record, differences, digest_of, is_there, read_json, strict_json, told, whole, write_whole
+from kvinterp.files import (
+    Record,
+    bytes_of,
+    differences,
+    digest_of,
+    is_there,
+    read_json,
+    strict_json,
+    told,
+    whole,
+    write_whole,
+)
 from kvinterp.folders import SUMMARY, check_free
 from kvinterp.kept import flat
 from kvinterp.locks import Lock
@@ -245,7 +257,8 @@ def read_tables(folder: Path, summary: Mapping[str, Any], needed: Iterable[str] 
                 raise ValueError(f"{name!r} is no name of a table")
             if digest_of(folder / f"{name}.parquet") != digest:
                 raise ValueError(f"{name}.parquet is not the one that summary.json was written with")
-        tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in dict.fromkeys((*digests, *needed))}
+        files = {name: folder / f"{name}.parquet" for name in dict.fromkeys((*digests, *needed))}
+        tables = {name: pd.read_parquet(io.BytesIO(bytes_of(file))) for name, file in files.items()}
         for table in tables.values():
             table.attrs = flat(table.attrs)
         return tables

@@ -6,7 +6,7 @@ import webbrowser
 from pathlib import Path
 
 from kvinterp.errors import InputError
-from kvinterp.files import is_file
+from kvinterp.files import is_file, is_folder
 from kvinterp.folders import SUMMARY
 
 __all__ = ["opened", "page_of", "rewritten"]
@@ -20,7 +20,7 @@ def page_of(folder: Path) -> Path:
     Raises:
         InputError: There is none.
     """
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
     for name in _PAGES:
         if is_file(folder / name):
@@ -52,7 +52,7 @@ def rewritten(folder: Path) -> tuple[Path, list[str]]:
     from kvinterp.experiments.demo import Demo
     from kvinterp.experiments.keeping import load
 
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
     if (demo := Demo.held_runs(folder)) is not None:
         return demo

@@ -14,6 +14,7 @@ from torch import nn
 
 from kvinterp.auditing.causality import check_causal
 from kvinterp.errors import InputError, shown, unknown
+from kvinterp.files import is_folder
 from kvinterp.inputs import check_known, check_seed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
@@ -188,7 +189,7 @@ def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
 
 
 def _config_file(place: Path) -> Path:
-    file = place / "config.json" if place.is_dir() else place
+    file = place / "config.json" if is_folder(place) else place
     check_config(read_object(file, "a transformers config"), shown(file))
     return file
 
@@ -200,7 +201,7 @@ def _loaded(code: str, found: Any, source: str, remote_code: str) -> nn.Module:
         check_files(folder)
     with loading(source, f"{code!r}"):
         model, report = weights_of(folder or source, found, remote_code, **options)
-    check_loaded(report, source)
+    check_loaded(report, source, model.config)
     check_finite(model, source, folder or cached_folder(source))
     return model  # type: ignore[no-any-return]
 

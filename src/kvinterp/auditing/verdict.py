@@ -20,7 +20,7 @@ from kvinterp.auditing.judging import ONE_BY_ONE, Judged
 from kvinterp.auditing.ladder import PrecisionRun, band
 from kvinterp.auditing.values import narrower
 from kvinterp.errors import InputError
-from kvinterp.files import strict_json
+from kvinterp.files import bytes_of, strict_json
 from kvinterp.inputs import check_choice
 from kvinterp.kept import Held, Kept
 from kvinterp.reading import verdict as say
@@ -107,7 +107,7 @@ class Verdict(Kept):
         """
         place = Path(folder)
         try:
-            fields = _with_infinities(json.loads((place / "verdict.json").read_text(encoding="utf-8")))
+            fields = _with_infinities(json.loads(bytes_of(place / "verdict.json").decode("utf-8")))
             del fields["exit_code"]
             # Its name in an audit that was kept before it had this one.
             fields.setdefault("provenance", fields.pop("about", None))

@@ -18,6 +18,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from kvinterp.behaviour.decoding import Likelihood, likelihoods, prefilled, write
+from kvinterp.data.chat import rendered
+from kvinterp.data.tokenizing import ids_of
 from kvinterp.errors import InputError, shown
 from kvinterp.models import Adapter
 from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopK, TopP, path_named
@@ -90,14 +92,12 @@ class PathLM(TemplateLM):
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
             add_special_tokens = False
         given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer(string, **given)["input_ids"])
+        return ids_of(self.tokenizer, string, self.adapter.facts.name, **given)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as the text that the model was trained on."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise InputError(f"model {self.adapter.facts.name} has no chat template: leave out --chat template.")
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how))
+        return rendered(self.tokenizer, chat_history, self.adapter.facts.name, **how)
 
     def _special(self, *names: str) -> int:
         for name in names:

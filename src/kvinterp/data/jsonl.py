@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 from kvinterp.data.example import Example, Prompt, check_characters
 from kvinterp.data.few_shot import FewShot, sampled
 from kvinterp.errors import InputError, shown
-from kvinterp.files import is_file
+from kvinterp.files import bytes_of, is_file
 
 __all__ = ["Jsonl", "lines_of", "normalised", "number_of", "prompts_of"]
 
@@ -76,10 +77,14 @@ def _check_there(path: Path) -> None:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return io.StringIO(bytes_of(path).decode("utf-8-sig"), newline=None).getvalue()
     except UnicodeDecodeError as error:
         raise InputError(
             f"prompt file {path.name!r} is not UTF-8 text (byte {error.start}): save it as UTF-8 and try again."
+        ) from error
+    except OSError as error:
+        raise InputError(
+            f"prompt file {str(path)!r} cannot be read ({error.strerror or error}): check the file, or copy it again."
         ) from error
 
 

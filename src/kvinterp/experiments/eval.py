@@ -16,6 +16,7 @@ from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
 from kvinterp.experiments.outcome import records
+from kvinterp.files import is_folder
 
 __all__ = ["Eval"]
 
@@ -135,7 +136,7 @@ class Eval(Experiment):
         self.paths()
         check_choice("chat", self.chat, ("none", "template"))
         check_seed(self.seed)
-        if self.include is not None and not Path(self.include).is_dir():
+        if self.include is not None and not is_folder(Path(self.include)):
             raise InputError(f"--include {self.include} is no folder: give one that holds task files (YAML).")
         _harness().manager_of(names, self.include)
 

@@ -152,13 +152,13 @@ def load(folder: str | os.PathLike[str]) -> Any:
     Example:
         >>> kv.load("out/compare").where()  # doctest: +SKIP
     """
-    from kvinterp.files import is_file, is_there, read_json
+    from kvinterp.files import is_file, is_folder, read_json
     from kvinterp.folders import SUMMARY
     from kvinterp.results import reading
 
     place = _folder(folder)
-    if not place.is_dir():
-        said = "is no folder" if is_there(place) else "does not exist"
+    if not is_folder(place):
+        said = "is no folder" if os.path.lexists(place) else "does not exist"
         raise InputError(f"folder {str(place)!r} {said}: give one that kvinterp wrote.")
     if not is_file(place / SUMMARY):
         return _without_a_summary(place)

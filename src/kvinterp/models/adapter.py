@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from kvinterp.data.tokenizing import ids_of
 from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models.apart import check_apart
 from kvinterp.models.attaching import Attaching, Listener, Site
@@ -266,10 +267,10 @@ class Adapter(Attaching):
                 f"model {self.facts.name} has no tokenizer: give token ids instead of text, or wrap it with one, "
                 "kv.wrap(model, tokenizer=...)."
             )
-        tokens = self.tokenizer(text)["input_ids"]
+        tokens = ids_of(self.tokenizer, text, self.facts.name)
         if not tokens:
             raise InputError(f"prompt {text[:40]!r} gives no token: give a prompt with text in it.")
-        return list(tokens)
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; the ids themselves where there is no tokenizer."""

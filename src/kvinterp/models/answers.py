@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from kvinterp.data.tokenizing import ids_of
 from kvinterp.errors import InputError, unexpected
 from kvinterp.inputs import given_list, whole_number
 from kvinterp.models import Adapter
@@ -40,7 +41,7 @@ def answer_pair(adapter: Adapter, answers: Sequence[str | int] | None) -> tuple[
 
 def _token(adapter: Adapter, answer: str | int, expected: str) -> int:
     if isinstance(answer, str) and adapter.tokenizer is not None:
-        tokens = adapter.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        tokens = ids_of(adapter.tokenizer, answer, adapter.facts.name, add_special_tokens=False)
         if len(tokens) != 1:
             raise InputError(f"answer {answer!r} is {len(tokens)} tokens, {adapter.pieces(tokens)}: expected {expected}.")
         return int(tokens[0])

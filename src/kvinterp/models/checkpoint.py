@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvinterp.errors import InputError, shown
+from kvinterp.files import bytes_of, is_file, is_there, opened
 
 __all__ = ["INDEX", "WEIGHTS", "check_config", "check_files", "read_object", "reason", "stored_tensors"]
 
@@ -24,6 +26,13 @@ _WIDTH = ("hidden_size", "n_embd", "d_model")
 _OTHERS = ("vocab_size", "head_dim", "num_key_value_heads")
 _SIZES = (*_LAYERS, *_HEADS, *_WIDTH, *_OTHERS, "max_position_embeddings", "n_positions")
 _NESTED = ("text_config", "llm_config", "language_config", "decoder")
+_READ = re.compile(
+    r".*config\.json|.*\.index\.json|tokenizer[\w-]*\.json|special_tokens_map\.json|added_tokens\.json|vocab\.\w+|merges\.txt"
+    r"|.*\.(model|tiktoken|jinja|safetensors)"
+)
+"""The files of a checkpoint that a library reads by itself."""
+_MOST = 2**28
+"""The most bytes of any of them that is not weights: they are read whole. The longest tokenizer known has 35 million."""
 _OBJECTS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 
 
@@ -47,7 +56,7 @@ def read_object(file: Path, what: str) -> dict[str, Any]:
     """
     mend = f"expected {what}, one JSON object; copy or download that file again"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(bytes_of(file, _MOST).decode("utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{shown(file)} does not exist: expected the name of {what}.") from error
     except OSError as error:
@@ -68,18 +77,19 @@ def check_files(folder: Path) -> None:
         InputError: A file is missing, cannot be read, or says what cannot be.
     """
     config, where = read_object(folder / "config.json", "a transformers config"), shown(folder / "config.json")
+    _check_readable(folder)
     for name in _OBJECTS:
         if (folder / name).exists():
-            found = read_object(folder / name, "a file of transformers")
-            if name == "generation_config.json":
-                _check_ends(found, shown(folder / name))
+            _check_types(read_object(folder / name, "a file of transformers"), shown(folder / name))
     _check_tokenizer(folder / "tokenizer.json")
-    headers = _shapes(folder)
+    headers = _headers(folder)
+    shapes = {name: shape for name, (shape, _) in headers.items()}
     if not headers:
         raise InputError(
             f"the weights of {shown(folder)} hold no tensor: expected those of its config; give a whole checkpoint."
         )
-    _check_fits(config, headers, where)
+    _check_fits(config, shapes, where)
+    _check_dtypes(config, {name: dtype for name, (_, dtype) in headers.items()}, where)
     layers = next((n for text in _parts(config) for key in _LAYERS if isinstance(n := text.get(key), int)), 0)
     if layers > len(headers):
         raise InputError(
@@ -88,15 +98,49 @@ def check_files(folder: Path) -> None:
         )
 
 
+def _check_readable(folder: Path) -> None:
+    """What a library opens by its name is a file, of which there is something to read: others wait, or never end."""
+    for file in sorted((*folder.iterdir(), *folder.glob("additional_chat_templates/*.jinja"))):
+        if _READ.fullmatch(file.name) and not file.is_dir():
+            try:
+                with opened(file, None if file.suffix == ".safetensors" else _MOST) as found:
+                    found.read(1)
+            except OSError as error:
+                what = "is a link to a file that is not there" if isinstance(error, FileNotFoundError) else "cannot be read"
+                raise InputError(
+                    f"{shown(file)} {what} ({error.strerror or error}): expected a file of a checkpoint; copy or download it "
+                    "again, or remove it."
+                ) from error
+
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty", "model_max_length"), ((int, float), "a number")),
+    **dict.fromkeys(("top_k", "max_length", "max_new_tokens", "num_beams"), ((int,), "a whole number")),
+    "do_sample": ((bool,), "true or false"),
+    "chat_template": ((str, list, dict), "a text"),
+}
+"""What transformers takes as it is and fails with only when it is used."""
+
+
+def _check_types(found: Mapping[str, Any], where: str) -> None:
+    for name, (types, expected) in _TYPES.items():
+        value = found.get(name)
+        if value is not None and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
+            raise InputError(f"{where} says {name} is {_cut(value)}: expected {expected}; mend that entry.")
+    _check_tokens(found, where)
+    _check_numbers(found, where)
+
+
 def _check_tokenizer(file: Path) -> None:
     if not file.exists():
         return
     # It may be 20 MB long, and tokenizers reads it anyway: only what it would not name is looked at here.
     try:
-        with file.open(encoding="utf-8") as opened:
-            start = opened.read(4096).lstrip()[:1]
+        with opened(file) as found:
+            start = found.read(4096).decode("utf-8", "ignore").lstrip()[:1]
     except (OSError, ValueError) as error:
-        raise InputError(f"{shown(file)} cannot be read ({reason(error)}): copy or download that file again.") from error
+        why = getattr(error, "strerror", None) or reason(error)
+        raise InputError(f"{shown(file)} cannot be read ({why}): copy or download that file again.") from error
     if start != "{":
         raise InputError(
             f"{shown(file)} is no tokenizer (it begins with {start!r}): expected the JSON object of a tokenizers file; copy "
@@ -125,7 +169,7 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
                     f"{where} says {name} is {_cut(value)}: expected a whole number of at least 1; mend the config."
                 )
         _check_heads(part, where)
-        _check_ends(part, where)
+        _check_tokens(part, where)
     _check_numbers(config, where)
 
 
@@ -152,26 +196,52 @@ def _check_heads(part: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _check_ends(part: Mapping[str, Any], where: str) -> None:
-    given = part.get("eos_token_id")
-    ends = given if isinstance(given, list) else [] if given is None else [given]
-    wrong = [end for end in ends if isinstance(end, bool) or not isinstance(end, int)]
-    if wrong:
-        raise InputError(
-            f"{where} says eos_token_id is {_cut(given)}: expected a token id or a flat list of them; mend that entry."
-        )
+def _check_tokens(part: Mapping[str, Any], where: str) -> None:
+    """Token ids can be ids of tokens; -1 is a padding token's that there is none."""
+    for name, least in (("eos_token_id", 0), ("bos_token_id", -1), ("pad_token_id", -1)):
+        given = part.get(name)
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and least <= token < 2**31 for token in ids):
+            raise InputError(
+                f"{where} says {name} is {_cut(given)}: expected a token id of at least {least} and below 2**31, or a flat list "
+                "of them; mend that entry."
+            )
+
+
+_COMPUTED = re.compile(r".*(rope|rotary|factor|freq|theta|eps|epsilon|mscale|multiplier|dropout|pdrop|softcapping)")
+_POSITIVE = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "factor", "low_freq_factor", "high_freq_factor")
+_SHARES = ("partial_rotary_factor", "rotary_pct")
 
 
 def _check_numbers(config: Mapping[str, Any], where: str) -> None:
+    """The one place that says which numbers can be: none is NaN, and what is computed with is finite and has its sign."""
     waiting: list[tuple[str, Any]] = list(config.items())
     while waiting:
         name, value = waiting.pop()
-        if isinstance(value, float) and math.isnan(value):
-            raise InputError(f"{where} says {name} is NaN: expected a number; mend the config.")
         if isinstance(value, dict):
             waiting += [(f"{name}.{key}", held) for key, held in value.items()]
         elif isinstance(value, list):
             waiting += [(name, held) for held in value]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            expected = _expected(name.rpartition(".")[2], value)
+            if expected:
+                raise InputError(f"{where} says {name} is {_cut(value)}: expected {expected}; mend the config.")
+
+
+def _expected(name: str, value: float) -> str:
+    """What a number of this name must be, where it is something else."""
+    if value != value:
+        return "a number"
+    # Others may be infinite, as time_step_limit of Mamba 2 is.
+    if _COMPUTED.match(name) and not abs(value) < 1e300:
+        return "a finite number"
+    if name in _POSITIVE and value <= 0:
+        return "a number above 0"
+    if name in _SHARES and not 0 <= value <= 1:
+        return "a number from 0 to 1"
+    if name.endswith(("eps", "epsilon", "dropout", "pdrop")) and value < 0:
+        return "a number of at least 0"
+    return ""
 
 
 # Weights ---------------------------------------------------------------------------------------------------------------
@@ -186,9 +256,9 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     from safetensors import safe_open
 
     for file in _files(folder):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # it is no dict
-                yield name, opened.get_tensor(name)
+        with safe_open(file, framework="pt") as held:
+            for name in held.keys():  # noqa: SIM118  # it is no dict
+                yield name, held.get_tensor(name)
 
 
 def _check_fits(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
@@ -204,15 +274,45 @@ def _check_fits(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
                 )
 
 
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every stored tensor, from the headers alone."""
+def _check_dtypes(config: Mapping[str, Any], dtypes: Mapping[str, str], where: str) -> None:
+    """Weights are numbers that a model computes with as they are, or quantised ones, and the config says which."""
+    quantised = config.get("quantization_config")
+    how = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if quantised is not None and not isinstance(how, str):
+        raise InputError(
+            f"{where} says quantization_config is {_cut(quantised)}: expected an object with a quant_method such as 'gptq', "
+            "or none; mend the config."
+        )
+    kinds = sorted(set(dtypes.values()))
+    if quantised is not None and all(dtype in _PLAIN for dtype in kinds):
+        raise InputError(
+            f"{where} says quant_method is {_cut(how)}, but the weights are plain numbers ({', '.join(kinds)}): give the "
+            "quantised weights that belong to it, or remove quantization_config."
+        )
+    for name, dtype in dtypes.items():
+        whole = quantised is None and name.endswith("weight") and dtype in _WHOLE
+        if dtype.startswith("C") or whole:
+            what = "whole" if whole else "complex"
+            raise InputError(
+                f"the weights beside {where} hold {what} numbers in {shown(name)} ({dtype}): expected floating-point ones, or a "
+                "quantization_config that says how they were quantised; save the model again."
+            )
+
+
+_PLAIN = ("F64", "F32", "F16", "BF16")
+_WHOLE = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
+
+
+def _headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The shape and the dtype of every stored tensor, from the headers alone."""
     from safetensors import safe_open
 
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
     for file in _files(folder):
         try:
-            with safe_open(file, framework="pt") as opened:
-                found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            with safe_open(file, framework="pt") as held:
+                slices = {name: held.get_slice(name) for name in held.keys()}  # noqa: SIM118
+                found |= {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
         except FileNotFoundError as error:
             raise InputError(f"weights file {shown(file)} is missing: copy or download that file again.") from error
         # safetensors raises an error of its own, and the system's for a folder or a file that may not be read.
@@ -225,7 +325,7 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).exists() or (folder / WEIGHTS).is_symlink():
+    if is_there(folder / WEIGHTS):
         return [folder / WEIGHTS]
     index = folder / INDEX
     if not index.exists():
@@ -250,7 +350,7 @@ def _files(folder: Path) -> list[Path]:
         raise InputError(
             f"{shown(index)} names the file {outside[0]!r}, which is not in its folder: expected plain file names; mend it."
         )
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not is_file(folder / name)]
     if missing:
         raise InputError(
             f"{shown(index)} names {len(missing)} files that are not there ({', '.join(map(repr, missing[:3]))}): copy or "

@@ -74,8 +74,7 @@ def convert_checkpoint(
     """
     _check_convertible((config.architectures or ["unknown"])[0])
     source, found = weights_of(folder, config=config, dtype=dtype)
-    check_loaded(found, name)
-    _check_all_used(found["unexpected_keys"])
+    check_loaded(found, name, config)
     check_plain_weights(source, name)
     check_finite(source, name, folder)
     model: Any = hooked_from_transformers(source, config, name, dtype, device)

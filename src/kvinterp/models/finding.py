@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvinterp.bounded import within
 from kvinterp.errors import InputError, shown
+from kvinterp.files import is_file
 from kvinterp.models import real, zoo
 from kvinterp.models.checkpoint import reason
 from kvinterp.models.gguf_file import is_gguf
@@ -62,8 +62,10 @@ def local_folder(name: str) -> Path | None:
         raise InputError(
             f"model folder {shown(name)} does not exist: give a transformers checkpoint folder, a GGUF file or zoo:NAME."
         )
-    if not (path / "config.json").is_file():
-        raise InputError(f"model folder {shown(name)} has no config.json: expected a transformers checkpoint folder.")
+    if not is_file(path / "config.json"):
+        raise InputError(
+            f"model folder {shown(name)} has no config.json that is a file: expected a transformers checkpoint folder."
+        )
     return path
 
 
@@ -85,7 +87,7 @@ def reach(name: str) -> dict[str, Any]:
     if constants.HF_HUB_OFFLINE:
         return {"local_files_only": True}
     try:
-        _within(HUB_SECONDS, lambda: get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS))
+        within(HUB_SECONDS, lambda: get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS))
     # The errors of a connection depend on the library that makes it, which changes between versions.
     except Exception as error:
         if not here:
@@ -93,26 +95,6 @@ def reach(name: str) -> dict[str, Any]:
             raise _not_found(name, f"{why}: {reason(error)}") from error
         return {"local_files_only": True}
     return {}
-
-
-def _within(seconds: float, ask: Callable[[], Any]) -> None:
-    """Asks, and waits no longer: a library's timeout is that of each try, and a name server's answer has none."""
-    raised: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            ask()
-        # Raised again where it is waited for.
-        except BaseException as error:
-            raised.append(error)
-
-    asking = threading.Thread(target=work, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    if asking.is_alive():
-        raise TimeoutError(f"it did not answer within {seconds:g} seconds")
-    if raised:
-        raise raised[0]
 
 
 def cached_folder(name: str) -> Path | None:

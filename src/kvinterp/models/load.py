@@ -254,7 +254,7 @@ def _transformers(
                 ) from error
             raise
     _check_decoder(model, name)
-    check_loaded(found, name)
+    check_loaded(found, name, config)
     check_plain_weights(model, name)
     check_finite(model, name, folder or cached_folder(name))
     plain_experts(model, dtype)

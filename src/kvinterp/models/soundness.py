@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,36 @@ from kvinterp.models.hooks import hooks_suspended
 __all__ = ["check_finite", "check_loaded", "check_plain_weights", "check_runs"]
 
 
-def check_loaded(found: Mapping[str, Any], name: str) -> None:
-    """Refuses a model some of whose weights were not in the checkpoint: transformers makes random ones of them.
+_ELSEWHERE = re.compile(
+    # Buffers that older versions saved, and that are computed.
+    r"(^|\.)(attn|attention|self_attn)(\.attention)?\.(bias|masked_bias)$"
+    r"|(inv_freq|(cos|sin)_cached|freqs_cis|position_ids|causal_mask|alibi|embed_positions\.(weights|_float_tensor))$"
+    # Parts that a text decoder does without: further tokens at once, other senses, other heads.
+    r"|(^|[._])(mtp|nextn|eagle|vision|visual|image|img|audio|speech|video|talker|token2wav|code2wav|mm|multi_modal)(?=[._\d]|$)"
+    r"|(^|\.)(v_head|value_head|reward_head|score|classifier|qa_outputs|pooler|seq_relationship)\."
+)
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+def _is_elsewhere(tensor: str, config: Any) -> bool:
+    """Whether a whole checkpoint may hold a tensor that its text decoder has no place for."""
+    text = None if config is None else config.get_text_config(decoder=True)
+    layers, more = (getattr(text, key, None) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    block = _BLOCK.search(tensor)
+    return bool(_ELSEWHERE.search(tensor)) or (block is not None and layers <= int(block[1]) < layers + more)
+
+
+def check_loaded(found: Mapping[str, Any], name: str, config: Any = None) -> None:
+    """Refuses a model some of whose weights were not in the checkpoint, since transformers makes random ones of them, and a
+    checkpoint some of whose weights are not in the model, since transformers leaves them out.
 
     Args:
         found: transformers' ``output_loading_info``, from which tied and legitimately absent tensors are left out already.
         name: The model's name, for the message.
+        config: Its config.
 
     Raises:
-        InputError: A tensor is missing, has another shape or could not be converted.
+        InputError: A tensor is missing, is left over, has another shape or could not be converted.
     """
     missing = sorted(map(str, found["missing_keys"]))
     if missing:
@@ -44,6 +66,12 @@ def check_loaded(found: Mapping[str, Any], name: str) -> None:
                 f"checkpoint {shown(name)} has weights that do not fit its config ({_few(wrong)}): give the config that "
                 "belongs to these weights."
             )
+    left = sorted(tensor for tensor in map(str, found["unexpected_keys"]) if not _is_elsewhere(tensor, config))
+    if left:
+        raise InputError(
+            f"checkpoint {shown(name)} holds weights that its config has no place for ({_few(left)}): the model would run "
+            "without them; give the config that belongs to these weights."
+        )
 
 
 def _misfit(found: Any) -> str:

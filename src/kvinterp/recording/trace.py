@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from kvinterp.errors import InputError, shown
-from kvinterp.files import is_file, write_whole
+from kvinterp.files import bytes_of, is_file, write_whole
 from kvinterp.inputs import check_instance, is_among
 from kvinterp.models.adapter import Site
 from kvinterp.models.hook_names import place_of
@@ -134,7 +134,7 @@ class Trace:
             if not is_file(source / name):
                 raise InputError(f"folder {str(source)!r} holds no {name}: give a folder that Trace.save wrote.")
         try:
-            about = json.loads((source / "trace.json").read_text(encoding="utf-8"))
+            about = json.loads(bytes_of(source / "trace.json").decode("utf-8"))
             tensors = load_file(source / "trace.safetensors")
             about |= {name: tuple(about[name]) for name in ("prompt", "tokens", "fed", "steps")}
             about |= {name: tuple(about[name]) for name in ("heads", "kv_heads") if about.get(name) is not None}
@@ -147,7 +147,7 @@ class Trace:
                 records.setdefault((site, int(layer)), {}).update(pieces)
             whole = {place: [kept[i] for i in sorted(kept)] for place, kept in records.items()}
             return cls(**about, records=whole, logits=logits)
-        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise InputError(f"folder {str(source)!r} holds no readable trace ({error}): save it again.") from error
 
 
