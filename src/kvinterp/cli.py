@@ -16,6 +16,8 @@ import itertools
 import logging
 import re
 import signal
+import sys
+import traceback
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +27,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvinterp._version import __version__
-from kvinterp.command import leave, refused, told, wrong_use
+from kvinterp.command import delivered, leave, refused, told, wrong_use
 from kvinterp.console import echo, rows_of
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import NOTHING, OPTION, Experiment
@@ -73,6 +75,10 @@ class _Verbs(TyperGroup):
         super().__init__(**given)
         self.commands = {**{name: _Verb(name) for name in experiments()}, **self.commands}
 
+    def main(self, *given: Any, **named: Any) -> Any:
+        with delivered():
+            return super().main(*given, **named)
+
     def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
         self._given = tuple(args)
         with wrong_use(self._given):
@@ -96,7 +102,12 @@ def main() -> None:
     """The entry point ``kvinterp``."""
     # While the command line is read there is nothing to leave behind; a command says for itself what it leaves.
     signal.signal(signal.SIGINT, leave)
-    app()
+    try:
+        app()
+    except Exception:
+        # Of an error of kvinterp's own there is a traceback to report, and never the exit code of a verdict.
+        traceback.print_exc()
+        sys.exit(2)
 
 
 @app.callback(invoke_without_command=True)

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
+import threading
+import traceback
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -19,6 +23,7 @@ __all__ = [
     "NonFiniteError",
     "UnsupportedError",
     "located",
+    "returning",
     "shown",
     "unexpected",
     "unknown",
@@ -109,3 +114,66 @@ def located(where: str) -> Iterator[None]:
         yield
     except KvinterpError as error:
         raise type(error)(f"{where}: {error}") from error
+
+
+# Code of others that leaves --------------------------------------------------------------------------------------------
+
+
+_HERE = os.path.dirname(__file__) + os.sep
+
+
+@contextlib.contextmanager
+def returning(whose: str) -> Iterator[None]:
+    """Within it code of others has to return: leaving the process (``sys.exit``, ``os._exit``) is an error, whatever its code.
+
+    Seen is what this thread calls; ``os._exit`` in another ends the process, though never with 0. What a library in C,
+    ``os.exec*`` or a handler of ``atexit`` does is not seen.
+
+    Args:
+        whose: Whose code runs, for the message.
+
+    Raises:
+        UnsupportedError: It left.
+    """
+    try:
+        with _staying:
+            yield
+    except SystemExit as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_HERE, "<frozen"))]
+        where = (
+            f" in {frames[-1].name}, {os.path.basename(frames[-1].filename)} line {frames[-1].lineno}," if frames else ""
+        )
+        raise UnsupportedError(
+            f"{whose} left the process{where} with exit code {shown(error.code or 0)}, and so gave nothing: expected code that "
+            "returns, or raises an error; take sys.exit or os._exit out of it."
+        ) from error
+
+
+class _Staying:
+    """Takes the place of ``os._exit`` for as long as any thread is within it."""
+
+    def __init__(self) -> None:
+        self._within, self._changing = Counter[int](), threading.Lock()
+        self._leave = os._exit
+
+    def __enter__(self) -> None:
+        with self._changing:
+            self._process = os.getpid()
+            self._within[threading.get_ident()] += 1
+            os._exit = self  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        with self._changing:
+            self._within -= Counter([threading.get_ident()])
+            if not self._within:
+                os._exit = self._leave
+
+    def __call__(self, status: int) -> None:
+        if os.getpid() != self._process:
+            self._leave(status)
+        if threading.get_ident() in self._within:
+            raise SystemExit(status)
+        self._leave(status or 2)
+
+
+_staying = _Staying()

@@ -8,11 +8,12 @@ from typing import Any
 from jinja2 import TemplateError
 
 from kvinterp.data.example import Prompt
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, returning
 
 __all__ = ["chat_tokens", "prompt_ids"]
 
 
+@returning("the tokenizer's code")
 def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]], model: str) -> list[int]:
     """Token ids of messages, up to where the model's own turn begins.
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.errors import InputError, UnsupportedError, returning, unknown
 from kvinterp.models.apart import check_apart
 from kvinterp.models.attaching import Attaching, Listener, Site
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
@@ -252,6 +252,7 @@ class Adapter(Attaching):
         """Whether a site is worked out beside a kernel that does not show it: it can be recorded, and not be patched."""
         return False
 
+    @returning("the tokenizer's code")
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens the tokenizer puts in front.
 
@@ -268,6 +269,7 @@ class Adapter(Attaching):
             raise InputError(f"prompt {text[:40]!r} gives no token: give a prompt with text in it.")
         return list(tokens)
 
+    @returning("the tokenizer's code")
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; the ids themselves where there is no tokenizer."""
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(list(tokens))
