@@ -346,3 +346,87 @@ def test_whole_commands_whose_output_is_lost(tmp_path: Path, line: str, code: in
     assert said in heard
     if "closed" not in said and "--out" in line and "full" in line:
         assert (tmp_path / "out" / "report.html").is_file(), "what belongs in a folder is there"
+
+
+# What a terminal, a reader and an environment do ------------------------------------------------------------------------
+
+
+HOSTILE = "evil\x1b[2J\u202e\nPASS  rounding"
+SAFE = r"evil\x1b[2J\u202e\nPASS  rounding"
+
+
+def test_names_command_no_terminal_and_forge_no_line(tmp_path: Path, code: Callable[[str], Any]) -> None:
+    """`print(both.where())` sent what a folder's name held to the terminal, and a line feed in it began a line of its own."""
+    adapter = kv.wrap(code("pass").whole().eval(), name=HOSTILE)
+    both = kv.compare(adapter, [5, 6, 7], max_new_tokens=2, record="resid_post")
+    both.save(tmp_path / "out")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["provenance"]["model"] == SAFE
+    # A folder may come from anybody: what its summary says is shown alike.
+    (tmp_path / "out" / "summary.json").write_text(json.dumps(summary).replace(json.dumps(SAFE), json.dumps(HOSTILE)))
+    for found in (both, kv.load(tmp_path / "out"), kv.localise(adapter, [5, 6, 7])):
+        said = [repr(found), *found.sentences(), found.to_latex(), *([found.where()] if hasattr(found, "where") else [])]
+        assert SAFE in said[0]
+        for text in said:
+            assert all(c.isprintable() or c == "\n" for c in text), text
+            assert not any(line.startswith("PASS") for line in text.splitlines())
+
+
+def test_latex_of_control_characters_and_specials() -> None:
+    from kvinterp.report.latex import latex_text
+
+    assert latex_text("a_b\x1b\t100%\n\u202e") == r"a\_b\textbackslash{}x1b 100\% \textbackslash{}u202e"
+
+
+def test_a_number_that_python_does_not_write_out() -> None:
+    from kvinterp.errors import shown, unknown
+
+    big = 10**5000
+    assert shown(big) == "10**5000 or so"
+    assert shown(-big) == "-10**5000 or so"
+    assert shown([big]) == "a list that holds a number of thousands of digits"
+    assert "unknown site 10**5000 or so" in str(unknown("site", big, ["k"]))
+    with pytest.raises(kv.InputError, match="chunk=-10"):
+        kv.Cached(chunk=-big)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"prompt": [5, 10**5000]}, {"max_new_tokens": 10**5000}, {"continuation": [10**5000]}, {"seed": 10**5000}],
+    ids=list,
+)
+def test_numbers_of_5000_digits_are_one_sentence(code: Callable[[str], Any], given: dict[str, Any]) -> None:
+    with pytest.raises(kv.InputError, match=r"10\*\*5000 or so|thousands of digits"):
+        kv.run(code("pass").whole().eval(), **{"prompt": [5, 6], **given})
+    with pytest.raises(kv.InputError, match=r"10\*\*5000 or so|thousands of digits"):
+        kv.audit(code("pass").whole().eval(), lengths=(10**5000,))
+
+
+def test_what_cannot_be_read_of_an_option_fills_a_part_of_its_message() -> None:
+    made = kvinterp("kernels", "--seed", "1" * 5000, "--json")
+    assert made.exit_code == 2
+    assert len(json.loads(made.stdout)["error"]) < 1000
+    assert len(made.stderr) < 3000
+
+
+@pytest.mark.parametrize(("named", "backend"), [("nosuch", "agg"), ("svg", "svg")])
+def test_figures_need_no_backend(named: str, backend: str) -> None:
+    """A name that matplotlib does not know ended every command with its ValueError; one that it knows stays the user's."""
+    source = f"import os; os.environ['MPLBACKEND'] = {named!r}\nimport kvinterp.report, matplotlib\n"
+    source += "print(os.environ['MPLBACKEND'], matplotlib.get_backend())"
+    made = _process(source)
+    assert made.stdout.split() == [named, backend], made.stderr
+
+
+def test_python_without_docstrings_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers needs them; it was said of the model that its files are damaged."""
+    made = subprocess.run(
+        [sys.executable, "-OO", "-c", "from kvinterp.cli import main; main()", "list", "policies"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (made.returncode, made.stdout) == (2, "")
+    assert "PYTHONOPTIMIZE=2" in made.stderr
+    assert len(made.stderr.splitlines()) == 1

@@ -44,6 +44,8 @@ def wrong_use(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except _WrongUse as error:
+        # As every error's: what was given fills a part of it, and is safe to print.
+        error.message = str(KvinterpError(error.message))
         if "--json" in arguments:
             _print_json({"error": error.format_message(), "exit_code": error.exit_code})
         raise

@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import os
 import re
+import sys
 import threading
 import traceback
 import unicodedata
@@ -22,6 +23,8 @@ __all__ = [
     "KvinterpError",
     "NonFiniteError",
     "UnsupportedError",
+    "check_docstrings",
+    "in_one_line",
     "located",
     "returning",
     "shown",
@@ -40,18 +43,33 @@ def visible(text: object) -> str:
     return "".join(c if c in "\n\t" or not _commands(c) else ascii(c)[1:-1] for c in str(text))
 
 
+def in_one_line(text: object) -> str:
+    r"""A name as sentences and tables show it: :func:`visible`, and a line feed as ``\n``, so that none forges a line."""
+    return visible(text).replace("\n", r"\n").replace("\t", r"\t")
+
+
 def _commands(character: str) -> bool:
     return not character.isprintable() and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def shown(value: object) -> str:
     """A value as an error shows it: on one line, its middle left out where it is long, its type where it shows nothing."""
-    text = " ".join(repr(str(value) if isinstance(value, Path) else value).split())
+    text = " ".join(_repr(str(value) if isinstance(value, Path) else value).split())
     if " object at 0x" in text or (text.startswith(("<", "tensor(", "array(")) and not isinstance(value, type)):
         kind = type(value).__name__
         article = "an" if kind[0].lower() in "aeiou" or kind == "ndarray" else "a"
         return f"{article} {kind}" + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
     return text if len(text) <= 120 else f"{text[:80]}...{text[-30:]}"
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    # Python writes out no number of more than 4,300 digits.
+    except ValueError:
+        if isinstance(value, int):
+            return f"{'-' * (value < 0)}10**{int(value.bit_length() * 0.30103)} or so"
+        return f"a {type(value).__name__} that holds a number of thousands of digits"
 
 
 _LINES, _LONG_WORD, _LONGEST = re.compile(r"\s*\n\s*"), re.compile(r"\S{400,}"), 2000
@@ -102,9 +120,23 @@ def unknown(what: str, given: object, known: Iterable[str], hint: str = "") -> I
         The error, to be raised by the caller.
     """
     names = sorted(known)
-    near = difflib.get_close_matches(str(given)[:80], names, n=3, cutoff=0.5)
+    text = _repr(given)
+    near = difflib.get_close_matches((given if isinstance(given, str) else text)[:80], names, n=3, cutoff=0.5)
     guess = f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
-    return InputError(f"unknown {what} {given!r}: {guess}known are {', '.join(names)}.{' ' + hint if hint else ''}")
+    return InputError(f"unknown {what} {text}: {guess}known are {', '.join(names)}.{' ' + hint if hint else ''}")
+
+
+def check_docstrings() -> None:
+    """Raises where Python was started without docstrings, which transformers reads when its models are loaded.
+
+    Raises:
+        UnsupportedError: As with ``PYTHONOPTIMIZE=2``.
+    """
+    if sys.flags.optimize > 1:
+        raise UnsupportedError(
+            "Python was started without docstrings (PYTHONOPTIMIZE=2, or -OO), and transformers loads no model without them: "
+            "unset PYTHONOPTIMIZE, or set it to 1."
+        )
 
 
 @contextlib.contextmanager

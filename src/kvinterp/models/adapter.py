@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kvinterp.errors import InputError, UnsupportedError, returning, unknown
+from kvinterp.errors import InputError, UnsupportedError, in_one_line, returning, unknown
 from kvinterp.models.apart import check_apart
 from kvinterp.models.attaching import Attaching, Listener, Site
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
@@ -94,6 +94,10 @@ class ModelInfo:
     windows: tuple[int | None, ...]
     cached_keys_rotated: bool
     attention: str
+
+    def __post_init__(self) -> None:
+        # It is in every sentence and table, and came from a folder or a hub.
+        object.__setattr__(self, "name", in_one_line(self.name))
 
     def heads_of(self, site: str) -> tuple[int, str]:
         """How many heads a site or a group of sites has and what they are called; ``(0, "")`` where it has none."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvinterp.errors import InputError, KvinterpError, returning, shown
+from kvinterp.errors import InputError, KvinterpError, check_docstrings, returning, shown
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
 from kvinterp.models.finding import reach
 
@@ -165,6 +165,7 @@ def loading(name: str, part: str = "", config: Any = None) -> Iterator[None]:
         UnsupportedError: The model's code left the process.
     """
     try:
+        check_docstrings()
         entries = {} if config is None else config.to_dict()
         with returning("the model's code"), quiet_transformers(), explained(entries, f"the config of {shown(name)}"):
             yield
