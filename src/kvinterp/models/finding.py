@@ -11,7 +11,7 @@ from kvinterp.errors import InputError, shown
 from kvinterp.models import zoo
 from kvinterp.models.checkpoint import reason
 
-__all__ = ["cached_folder", "check_reached", "local_folder", "reach"]
+__all__ = ["cached_folder", "check_reached", "local_folder", "reach", "within"]
 
 HUB_SECONDS = 2.0
 """How long the hub may take to say that it is there; a name that is misspelt should not cost the retries of a download."""
@@ -74,7 +74,7 @@ def reach(name: str) -> dict[str, Any]:
     if constants.HF_HUB_OFFLINE:
         return {"local_files_only": True}
     try:
-        _within(HUB_SECONDS, lambda: get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS))
+        within(HUB_SECONDS, lambda: get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS))
     # The errors of a connection depend on the library that makes it, which changes between versions.
     except Exception as error:
         if not here:
@@ -84,7 +84,7 @@ def reach(name: str) -> dict[str, Any]:
     return {}
 
 
-def _within(seconds: float, ask: Callable[[], Any]) -> None:
+def within(seconds: float, ask: Callable[[], Any]) -> None:
     """Asks, and waits no longer: a library's timeout is that of each try, and a name server's answer has none."""
     raised: list[BaseException] = []
 
