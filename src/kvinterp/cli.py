@@ -16,6 +16,8 @@ import itertools
 import logging
 import re
 import signal
+import sys
+import traceback
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,9 +27,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvinterp._version import __version__
-from kvinterp.command import leave, refused, told, wrong_use
+from kvinterp.command import delivered, leave, refused, told, wrong_use
 from kvinterp.console import echo, rows_of
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, check_docstrings
 from kvinterp.experiments.base import NOTHING, OPTION, Experiment
 from kvinterp.experiments.registry import experiment_named, experiments, question_of
 from kvinterp.listing import LISTED
@@ -73,9 +75,14 @@ class _Verbs(TyperGroup):
         super().__init__(**given)
         self.commands = {**{name: _Verb(name) for name in experiments()}, **self.commands}
 
+    def main(self, *given: Any, **named: Any) -> Any:
+        with delivered():
+            return super().main(*given, **named)
+
     def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
         self._given = tuple(args)
-        with wrong_use(self._given):
+        with wrong_use(self._given), refused(args):
+            check_docstrings()
             return super().make_context(info_name, args, *given, **extra)
 
     def invoke(self, ctx: Any) -> Any:
@@ -96,7 +103,12 @@ def main() -> None:
     """The entry point ``kvinterp``."""
     # While the command line is read there is nothing to leave behind; a command says for itself what it leaves.
     signal.signal(signal.SIGINT, leave)
-    app()
+    try:
+        app()
+    except Exception:
+        # Of an error of kvinterp's own there is a traceback to report, and never the exit code of a verdict.
+        traceback.print_exc()
+        sys.exit(2)
 
 
 @app.callback(invoke_without_command=True)

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import typer
 
 from kvinterp.console import echo
-from kvinterp.errors import KvinterpError
+from kvinterp.errors import KvinterpError, returning
 
-__all__ = ["leave", "refused", "told", "wrong_use"]
+__all__ = ["delivered", "leave", "refused", "told", "wrong_use"]
 
 _JSON = inspect.Parameter(
     "as_json",
@@ -44,6 +44,8 @@ def wrong_use(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except _WrongUse as error:
+        # As every error's: what was given fills a part of it, and is safe to print.
+        error.message = str(KvinterpError(error.message))
         if "--json" in arguments:
             _print_json({"error": error.format_message(), "exit_code": error.exit_code})
         raise
@@ -55,9 +57,9 @@ def refused(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except KvinterpError as error:
-        echo(f"error: {error}", err=True)
+        found = _refusal(error)
         if "--json" in arguments:
-            _print_json({"error": str(error), "exit_code": 2})
+            _print_json(found)
         raise typer.Exit(2) from error
 
 
@@ -100,16 +102,30 @@ def told(interrupted: str) -> Callable[[Callable[..., Mapping[str, Any]]], Calla
 def _outcome(command: Callable[[], Mapping[str, Any]], interrupted: str, as_json: bool) -> Mapping[str, Any]:
     """What a command gave, or the error that it ended with."""
     try:
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with (
+            returning("code that was run"),
+            contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
+        ):
             return command()
     except KvinterpError as error:
-        echo(f"error: {error}", err=True)
-        return {"error": str(error), "exit_code": 2}
+        return _refusal(error)
     except KeyboardInterrupt as error:
         # What was cut off may know better than its kind.
         said = f"interrupted: {error.args[0] if error.args else interrupted}."
         echo(said, err=True)
         return {"error": said, "exit_code": 130}
+    except Exception:
+        raise
+    # A test's own skip, or a panic in Rust.
+    except BaseException as error:
+        said = f"code that was run raised {type(error).__name__} ({error}): expected code that returns, or raises an error."
+        return _refusal(KvinterpError(said))
+
+
+def _refusal(error: KvinterpError) -> dict[str, Any]:
+    """Says an error, and gives what says it as JSON."""
+    echo(f"error: {error}", err=True)
+    return {"error": str(error), "exit_code": 2}
 
 
 def _print_json(found: Mapping[str, Any]) -> None:
@@ -120,46 +136,96 @@ def _print_json(found: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _listened() -> Iterator[None]:
-    """Within it a signal interrupts, and streams may lose their reader."""
+    """Within it a signal interrupts."""
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Heard(sys.stdout), _Heard(sys.stderr)  # type: ignore[assignment]
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = streams
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+# What is printed arrives -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def delivered() -> Iterator[None]:
+    """Within it standard streams may fail; at its end what was printed has arrived, or the exit code is 2.
+
+    A reader may leave, as in ``kvinterp ... | head -1``: the work goes on for nobody to read, and ends with its own exit code.
+    """
+    streams = sys.stdout, sys.stderr
+    if sys.stderr is None:
+        _stand_in()
+    if sys.stdout is None:
+        echo(
+            "error: standard output is closed, where what is found is printed: send it to a file or to /dev/null.", err=True
+        )
+        raise SystemExit(2)
+    out = sys.stdout = _Heard(sys.stdout)  # type: ignore[assignment]
+    sys.stderr = _Heard(sys.stderr)  # type: ignore[assignment]
+    try:
+        yield
+    except SystemExit as left:
+        out.flush()
+        if out.lost and left.code != 130:
+            echo(
+                f"error: standard output cannot be written ({out.lost}), so what was found was not printed: send it to where "
+                "there is room; a result in a folder is there.",
+                err=True,
+            )
+            raise SystemExit(2) from None
+        raise
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def _stand_in() -> None:
+    """Gives the closed streams' numbers away: a file of a result would have them, and what libraries print in it."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 2:
+        pass
+    sys.stderr = os.fdopen(number, "w")
+
+
 class _Heard:
-    """A standard stream whose reader may leave, as in ``kvinterp ... | head -1``: the work goes on, for nobody to read."""
+    """A standard stream that may fail, or whose reader may leave.
+
+    Attributes:
+        lost: Why something did not arrive that somebody reads.
+    """
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream, self.lost = stream, ""
+        with contextlib.suppress(AttributeError):
+            # Of what the stream's encoding lacks an escape is shown.
+            stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
-        with self._without_a_reader():
-            return int(self._stream.write(text))
+        with self._going_on():
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._without_a_reader():
+        with self._going_on():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     @contextlib.contextmanager
-    def _without_a_reader(self) -> Iterator[None]:
+    def _going_on(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
+        # A ValueError where it was closed.
+        except (OSError, ValueError) as error:
+            if not isinstance(error, BrokenPipeError):
+                self.lost = self.lost or getattr(error, "strerror", None) or str(error)
             # What the stream still holds goes there too when it is flushed at the end of the process.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)

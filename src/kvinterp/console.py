@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from kvinterp.errors import visible
@@ -19,9 +20,7 @@ def echo(text: object = "", err: bool = False) -> None:
         text: The line, or several.
         err: Whether it goes to standard error.
     """
-    import typer
-
-    typer.echo(visible(text), err=err)
+    print(visible(text), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def escaped(text: object) -> str:

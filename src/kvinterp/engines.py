@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import queue
+import socket
 import threading
 import time
 from collections import Counter
@@ -22,8 +23,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvinterp.cells import Cell, Engine, groups, imported, loading_once, locally, run_alike
-from kvinterp.errors import InputError, KvinterpError
+from kvinterp.errors import InputError, KvinterpError, shown
 from kvinterp.files import differences
+from kvinterp.models.checkpoint import reason
+from kvinterp.models.finding import within
 from kvinterp.progress import Pace, listening
 from kvinterp.spec import named, read
 
@@ -33,6 +36,8 @@ log = logging.getLogger("kvinterp")
 
 _TRIES = 3
 """How often a worker may end under the same cell."""
+_SECONDS = 5.0
+"""How long a cluster may take to answer at all."""
 _SHARES = 4
 """Into how many pieces at least a worker's share of the cells is cut, so that none waits long for the last."""
 
@@ -79,12 +84,13 @@ class Ray:
         """Raises where it cannot work.
 
         Raises:
-            InputError: Ray is not installed, or no number of workers was given.
+            InputError: Ray is not installed, no number of workers was given, or nothing answers where ``RAY_ADDRESS`` says.
         """
         if self.workers is not None and not (isinstance(self.workers, int) and 1 <= self.workers <= 100_000):
             raise InputError(f"engine ray({self.workers}) was given: expected a whole number of workers, as in ray(4).")
         if importlib.util.find_spec("ray") is None:
             raise InputError("engine 'ray' needs Ray, which is not installed: pip install 'kvinterp[ray]', or use 'local'.")
+        _check_answers(os.environ.get("RAY_ADDRESS", ""))
 
     def _workers(self, ray: Any, most: int) -> tuple[int, dict[str, Any]]:
         import torch
@@ -161,6 +167,32 @@ def _down(value: float) -> float:
 # Ray: on this side -----------------------------------------------------------------------------------------------------
 
 
+def _check_answers(address: str) -> None:
+    """Raises where no cluster answers: Ray itself asks for minutes, and says nothing meanwhile."""
+    place = address.removeprefix("ray://")
+    # Those that Ray finds, or starts, by itself; and the schemes of others.
+    if place in ("", "auto", "local") or "://" in place:
+        return
+    host, _, port = place.rpartition(":")
+    try:
+        within(_SECONDS, lambda: _ask(host.strip("[]"), int(port)))
+    # What is no address, no name that can be found, or no machine that answers.
+    except (OSError, ValueError, OverflowError) as error:
+        raise InputError(
+            f"RAY_ADDRESS={shown(address)} is set, and no Ray cluster answers there ({reason(error)}): expected the host:port of "
+            "a cluster that runs; unset it to use this machine, or leave --engine out."
+        ) from error
+
+
+def _ask(host: str, port: int) -> None:
+    """Waits for how every gRPC server greets whoever greets it: with a frame of its settings."""
+    with socket.create_connection((host, port), _SECONDS) as opened:
+        if os.environ.get("RAY_USE_TLS", "0") == "0":
+            opened.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+            if opened.recv(9)[3:4] != b"\x04":
+                raise OSError("what answers is not Ray")
+
+
 @contextlib.contextmanager
 def _cluster() -> Iterator[Any]:
     """Ray, connected; what was started here is ended."""
@@ -170,7 +202,14 @@ def _cluster() -> Iterator[Any]:
 
     ours = not ray.is_initialized()
     if ours:
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        # Whatever it says: of a cluster of another version, a port that is taken, memory that is wanting.
+        except Exception as error:
+            raise KvinterpError(
+                f"Ray cannot be reached or started ({reason(error)}): look at the cluster and at RAY_ADDRESS, or leave --engine "
+                "out."
+            ) from error
     try:
         yield ray
     finally:

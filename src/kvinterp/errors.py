@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
+import sys
+import threading
+import traceback
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,7 +23,10 @@ __all__ = [
     "KvinterpError",
     "NonFiniteError",
     "UnsupportedError",
+    "check_docstrings",
+    "in_one_line",
     "located",
+    "returning",
     "shown",
     "unexpected",
     "unknown",
@@ -35,18 +43,33 @@ def visible(text: object) -> str:
     return "".join(c if c in "\n\t" or not _commands(c) else ascii(c)[1:-1] for c in str(text))
 
 
+def in_one_line(text: object) -> str:
+    r"""A name as sentences and tables show it: :func:`visible`, and a line feed as ``\n``, so that none forges a line."""
+    return visible(text).replace("\n", r"\n").replace("\t", r"\t")
+
+
 def _commands(character: str) -> bool:
     return not character.isprintable() and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def shown(value: object) -> str:
     """A value as an error shows it: on one line, its middle left out where it is long, its type where it shows nothing."""
-    text = " ".join(repr(str(value) if isinstance(value, Path) else value).split())
+    text = " ".join(_repr(str(value) if isinstance(value, Path) else value).split())
     if " object at 0x" in text or (text.startswith(("<", "tensor(", "array(")) and not isinstance(value, type)):
         kind = type(value).__name__
         article = "an" if kind[0].lower() in "aeiou" or kind == "ndarray" else "a"
         return f"{article} {kind}" + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
     return text if len(text) <= 120 else f"{text[:80]}...{text[-30:]}"
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    # Python writes out no number of more than 4,300 digits.
+    except ValueError:
+        if isinstance(value, int):
+            return f"{'-' * (value < 0)}10**{int(value.bit_length() * 0.30103)} or so"
+        return f"a {type(value).__name__} that holds a number of thousands of digits"
 
 
 _LINES, _LONG_WORD, _LONGEST = re.compile(r"\s*\n\s*"), re.compile(r"\S{400,}"), 2000
@@ -97,9 +120,23 @@ def unknown(what: str, given: object, known: Iterable[str], hint: str = "") -> I
         The error, to be raised by the caller.
     """
     names = sorted(known)
-    near = difflib.get_close_matches(str(given)[:80], names, n=3, cutoff=0.5)
+    text = _repr(given)
+    near = difflib.get_close_matches((given if isinstance(given, str) else text)[:80], names, n=3, cutoff=0.5)
     guess = f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
-    return InputError(f"unknown {what} {given!r}: {guess}known are {', '.join(names)}.{' ' + hint if hint else ''}")
+    return InputError(f"unknown {what} {text}: {guess}known are {', '.join(names)}.{' ' + hint if hint else ''}")
+
+
+def check_docstrings() -> None:
+    """Raises where Python was started without docstrings, which transformers reads when its models are loaded.
+
+    Raises:
+        UnsupportedError: As with ``PYTHONOPTIMIZE=2``.
+    """
+    if sys.flags.optimize > 1:
+        raise UnsupportedError(
+            "Python was started without docstrings (PYTHONOPTIMIZE=2, or -OO), and transformers loads no model without them: "
+            "unset PYTHONOPTIMIZE, or set it to 1."
+        )
 
 
 @contextlib.contextmanager
@@ -109,3 +146,66 @@ def located(where: str) -> Iterator[None]:
         yield
     except KvinterpError as error:
         raise type(error)(f"{where}: {error}") from error
+
+
+# Code of others that leaves --------------------------------------------------------------------------------------------
+
+
+_HERE = os.path.dirname(__file__) + os.sep
+
+
+@contextlib.contextmanager
+def returning(whose: str) -> Iterator[None]:
+    """Within it code of others has to return: leaving the process (``sys.exit``, ``os._exit``) is an error, whatever its code.
+
+    Seen is what this thread calls; ``os._exit`` in another ends the process, though never with 0. What a library in C,
+    ``os.exec*`` or a handler of ``atexit`` does is not seen.
+
+    Args:
+        whose: Whose code runs, for the message.
+
+    Raises:
+        UnsupportedError: It left.
+    """
+    try:
+        with _staying:
+            yield
+    except SystemExit as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_HERE, "<frozen"))]
+        where = (
+            f" in {frames[-1].name}, {os.path.basename(frames[-1].filename)} line {frames[-1].lineno}," if frames else ""
+        )
+        raise UnsupportedError(
+            f"{whose} left the process{where} with exit code {shown(error.code or 0)}, and so gave nothing: expected code that "
+            "returns, or raises an error; take sys.exit or os._exit out of it."
+        ) from error
+
+
+class _Staying:
+    """Takes the place of ``os._exit`` for as long as any thread is within it."""
+
+    def __init__(self) -> None:
+        self._within, self._changing = Counter[int](), threading.Lock()
+        self._leave = os._exit
+
+    def __enter__(self) -> None:
+        with self._changing:
+            self._process = os.getpid()
+            self._within[threading.get_ident()] += 1
+            os._exit = self  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        with self._changing:
+            self._within -= Counter([threading.get_ident()])
+            if not self._within:
+                os._exit = self._leave
+
+    def __call__(self, status: int) -> None:
+        if os.getpid() != self._process:
+            self._leave(status)
+        if threading.get_ident() in self._within:
+            raise SystemExit(status)
+        self._leave(status or 2)
+
+
+_staying = _Staying()

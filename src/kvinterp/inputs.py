@@ -316,17 +316,17 @@ def encode(adapter: Model, prompt: Any, max_new_tokens: int) -> list[int]:
         tokens, begins = prompt_ids(adapter, prompt), repr(text[:40])
     else:
         tokens = _checked_ids(text, "prompt")
-        begins = repr(tokens[:8])
+        begins = shown(tokens[:8])
     if not tokens:
         raise InputError(f"prompt {begins} has no token: give at least one.")
     facts = adapter.facts
     if (wrong := _not_in_vocabulary(tokens, facts.vocabulary)) is not None:
         raise InputError(
-            f"token id {wrong} in prompt {begins} does not exist: {facts.name} has 0 to {facts.vocabulary - 1}."
+            f"token id {shown(wrong)} in prompt {begins} does not exist: {facts.name} has 0 to {facts.vocabulary - 1}."
         )
     if len(tokens) + max_new_tokens - 1 > facts.context:
         raise InputError(
-            f"prompt {begins} has {len(tokens)} tokens, and with max_new_tokens={max_new_tokens} that is more than the "
+            f"prompt {begins} has {len(tokens)} tokens, and with max_new_tokens={shown(max_new_tokens)} that is more than the "
             f"context of {facts.name}, {facts.context} positions: shorten the prompt or decode fewer tokens."
         )
     return tokens
@@ -350,7 +350,7 @@ def checked_continuation(continuation: Any, prompts: int, adapter: Model) -> lis
     tokens = _checked_ids(continuation, "continuation")
     if (wrong := _not_in_vocabulary(tokens, adapter.facts.vocabulary)) is not None:
         raise InputError(
-            f"continuation holds token id {wrong}: {adapter.facts.name} has 0 to {adapter.facts.vocabulary - 1}."
+            f"continuation holds token id {shown(wrong)}: {adapter.facts.name} has 0 to {adapter.facts.vocabulary - 1}."
         )
     return tokens
 

@@ -25,7 +25,7 @@ from kvinterp._version import __version__
 from kvinterp.cells import ADVICE, Parts, has_parts, remove_parts, unlike
 from kvinterp.comparison import COLUMNS, TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
-from kvinterp.errors import InputError, KvinterpError
+from kvinterp.errors import InputError, KvinterpError, in_one_line
 from kvinterp.files import (
     Record,
     bytes_of,
@@ -235,7 +235,17 @@ def read_summary(folder: Path) -> dict[str, Any]:
         summary = read_json(folder / SUMMARY)
     if summary is None:
         raise InputError(f"folder {str(folder)!r} holds no readable summary.json: give a folder that kvinterp wrote.")
-    return summary
+    # What was chosen is compared with what is chosen now; all else is said.
+    return {name: value if name in ("choices", "settings") else _in_lines(value) for name, value in summary.items()}
+
+
+def _in_lines(value: Any) -> Any:
+    """What a file holds, each text of it safe to print and in one line."""
+    if isinstance(value, dict):
+        return {in_one_line(name): _in_lines(held) for name, held in value.items()}
+    if isinstance(value, list):
+        return [_in_lines(held) for held in value]
+    return in_one_line(value) if isinstance(value, str) else value
 
 
 def read_tables(folder: Path, summary: Mapping[str, Any], needed: Iterable[str] = ()) -> dict[str, pd.DataFrame]:
@@ -260,7 +270,7 @@ def read_tables(folder: Path, summary: Mapping[str, Any], needed: Iterable[str] 
         files = {name: folder / f"{name}.parquet" for name in dict.fromkeys((*digests, *needed))}
         tables = {name: pd.read_parquet(io.BytesIO(bytes_of(file))) for name, file in files.items()}
         for table in tables.values():
-            table.attrs = flat(table.attrs)
+            table.attrs = _in_lines(flat(table.attrs))
         return tables
 
 

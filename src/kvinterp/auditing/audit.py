@@ -342,7 +342,7 @@ def _checked_lengths(lengths: Any, steps: Any) -> tuple[tuple[int, ...], int]:
     *lengths, steps = counts
     if max(lengths) > LONGEST or len(set(lengths)) * steps > MOST_STEPS:
         raise InputError(
-            f"{len(set(lengths)):,} lengths up to {max(lengths):,} with {steps:,} steps each were asked for, and each step "
+            f"lengths={shown(lengths)} with {shown(steps)} steps each were asked for, and each step "
             f"recomputes its whole prefix at every precision: expected lengths up to {LONGEST:,} and at most {MOST_STEPS:,} "
             "steps in all; give fewer."
         )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kvinterp.auditing.causality import check_causal
-from kvinterp.errors import InputError, shown, unknown
+from kvinterp.errors import InputError, returning, shown, unknown
 from kvinterp.files import is_folder
 from kvinterp.inputs import check_known, check_seed
 from kvinterp.models import Adapter, wrap
@@ -117,10 +117,12 @@ def users_model(
 
     Raises:
         InputError: There is no such module or name in it, or no model can be made of it; the message says what is needed.
+        UnsupportedError: The code left the process.
     """
     check_seed(seed)
-    place_on, found = device_named(device), _imported(code)
-    with torch.random.fork_rng():
+    place_on = device_named(device)
+    with returning(repr(code)), torch.random.fork_rng():
+        found = _imported(code)
         torch.manual_seed(seed)
         if inspect.isclass(found) and "PreTrainedModel" in {base.__name__ for base in found.__mro__}:
             called = code if source is None else f"{code} ({source})"
@@ -144,8 +146,8 @@ def _imported(code: str) -> Any:
     module, _, path = code.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    # A user's module may raise anything, or leave.
-    except (Exception, SystemExit) as error:
+    # A user's module may raise anything.
+    except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(error.name)
         why = "there is no such module" if missing else f"importing it raised {type(error).__name__}: {reason(error)}"
         raise InputError(

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvinterp.data.tokenizing import ids_of
-from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.errors import InputError, UnsupportedError, in_one_line, returning, unknown
 from kvinterp.models.apart import check_apart
 from kvinterp.models.attaching import Attaching, Listener, Site
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
@@ -95,6 +95,10 @@ class ModelInfo:
     windows: tuple[int | None, ...]
     cached_keys_rotated: bool
     attention: str
+
+    def __post_init__(self) -> None:
+        # It is in every sentence and table, and came from a folder or a hub.
+        object.__setattr__(self, "name", in_one_line(self.name))
 
     def heads_of(self, site: str) -> tuple[int, str]:
         """How many heads a site or a group of sites has and what they are called; ``(0, "")`` where it has none."""
@@ -256,6 +260,7 @@ class Adapter(Attaching):
         """Whether a site is worked out beside a kernel that does not show it: it can be recorded, and not be patched."""
         return False
 
+    @returning("the tokenizer's code")
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens the tokenizer puts in front.
 
@@ -272,6 +277,7 @@ class Adapter(Attaching):
             raise InputError(f"prompt {text[:40]!r} gives no token: give a prompt with text in it.")
         return tokens
 
+    @returning("the tokenizer's code")
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; the ids themselves where there is no tokenizer."""
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(list(tokens))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, returning
 from kvinterp.models.adapter import Adapter
 
 __all__ = ["SMALL", "VARIABLE", "own_threads", "threads_for"]
@@ -49,14 +49,15 @@ def threads_for(adapter: Adapter) -> int:
 def own_threads(adapter: Adapter) -> Iterator[None]:
     """Runs what is inside with the threads this model is run with, and with no other thread's hooks on it.
 
-    Every verb comes in here, so this is also where the model is asked once whether it was changed since the last.
+    Every verb comes in here, so this is also where the model is asked once whether it was changed since the last, and where
+    its code may not leave.
 
     Raises:
         InputError: Another thread has the model, in a context that its user left open.
-        UnsupportedError: A part of the model is compiled.
+        UnsupportedError: A part of the model is compiled; or its code left the process.
     """
     wanted = threads_for(adapter)
-    with adapter.alone():
+    with returning("the model's code"), adapter.alone():
         before = torch.get_num_threads()
         try:
             if wanted != before:

@@ -1,5 +1,6 @@
 """The kit for pages and figures, and the pages of a comparison. Nothing here computes a divergence."""
 
+from kvinterp.report import backend as _  # noqa: F401  # before anything else imports matplotlib
 from kvinterp.report.attention import attention_comparison
 from kvinterp.report.compare import overview_of, write_report
 from kvinterp.report.decomposition import decomposition_figure

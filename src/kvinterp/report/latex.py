@@ -7,6 +7,8 @@ from typing import Any
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
+from kvinterp.errors import visible
+
 __all__ = ["latex_number", "latex_of", "latex_text", "markdown_of", "numeric"]
 
 _SPECIAL = {
@@ -18,12 +20,13 @@ _SPECIAL = {
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
     "\n": " ",
+    "\t": " ",
 }
 
 
 def latex_text(text: object) -> str:
     """Text of which nothing is a command."""
-    return "".join(_SPECIAL.get(c, c) for c in str(text))
+    return "".join(_SPECIAL.get(c, c) for c in visible(text))
 
 
 def latex_number(value: Any) -> str:

@@ -1,0 +1,473 @@
+"""Exit code 0 is given by a verdict alone: code that leaves is refused, and what cannot be printed was not delivered."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvinterp as kv
+from command_line import kvinterp, wrong
+from kvinterp.cli import app
+from kvinterp.errors import UnsupportedError, returning
+from kvinterp.testing import assert_cache_consistent
+
+OPTIONS = [
+    "--lengths",
+    "5",
+    "--steps",
+    "1",
+    "--rungs",
+    "float32",
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+    "--checks",
+    "none",
+]
+QUICK: dict[str, Any] = {"lengths": (5,), "steps": 1, "rungs": ("float32",), "checks": "none"}
+LEFT = "expected code that returns, or raises an error"
+# Not with 0: where it is not seen, the tests shall not end as if they had passed.
+WAYS = {"sys": "sys.exit(0)", "quit": "exit()", "os": "os._exit(7)", "raise": "raise SystemExit"}
+
+MODULE = """
+import os, sys
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SMALL = dict(vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.12)
+
+class Config(LlamaConfig):
+    def __init__(self, **kwargs):
+        super().__init__(**{**SMALL, **kwargs})
+
+class Mine(LlamaForCausalLM):
+    config_class = Config
+
+class Init(Mine):
+    def __init__(self, config):
+        super().__init__(config)
+        WAY
+
+class LeavingConfig(Config):
+    def __init__(self, **kwargs):
+        WAY
+
+class ByConfig(Mine):
+    config_class = LeavingConfig
+
+class Forward(Mine):
+    def forward(self, *args, **kwargs):
+        WAY
+
+class Cached(Mine):
+    def forward(self, input_ids, *args, past_key_values=None, **kwargs):
+        if past_key_values is not None and past_key_values.get_seq_length() and input_ids.shape[1] == 1:
+            WAY
+        return super().forward(input_ids, *args, past_key_values=past_key_values, **kwargs)
+
+def made():
+    WAY
+
+def whole():
+    return Mine(Config())
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Writes a user's module whose parts leave in a way, into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def written(way: str) -> Any:
+        (tmp_path / "leaving.py").write_text(MODULE.replace("WAY", WAYS.get(way, way)))
+        (tmp_path / "leaving_at_once.py").write_text(f"import os, sys\n{WAYS.get(way, way)}\n")
+        import leaving
+
+        return leaving
+
+    yield written
+    for name in ("leaving", "leaving_at_once"):
+        sys.modules.pop(name, None)
+
+
+# Code that leaves ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_model_and_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`audit builtins:exit` ended with 0 and printed nothing, which CI reads as PASS."""
+    monkeypatch.chdir(tmp_path)
+    wrong(
+        "'builtins:exit' left the process with exit code 0, and so gave nothing",
+        "audit",
+        "builtins:exit",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "where", ["leaving_at_once:x", "leaving:made", "leaving:Init", "leaving:ByConfig", "leaving:Forward"]
+)
+def test_a_users_code_that_leaves_is_bad_input(code: Callable[[str], Any], tmp_path: Path, where: str, way: str) -> None:
+    code(way)
+    before, there = os._exit, set(tmp_path.iterdir())
+    wrong(LEFT, "audit", where, *OPTIONS)
+    assert os._exit is before
+    assert set(tmp_path.iterdir()) == there
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_that_leaves_in_the_middle_of_an_audit(code: Callable[[str], Any], way: str) -> None:
+    code(way)
+    wrong(
+        "audit of leaving:Cached: the model's code left the process in forward, leaving.py line 3",
+        "audit",
+        "leaving:Cached",
+        *OPTIONS,
+    )
+    made = kvinterp("audit", "leaving:Cached", *OPTIONS, "--json")
+    assert (made.exit_code, json.loads(made.stdout)["exit_code"]) == (2, 2)
+
+
+@pytest.mark.parametrize("way", ["sys", "os"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda model: assert_cache_consistent(model, **QUICK),
+        lambda model: kv.audit(model, **QUICK),
+        lambda model: kv.run(model, [5, 6, 7], max_new_tokens=3),
+        lambda model: kv.compare(model, [5, 6, 7], max_new_tokens=3),
+        lambda model: kv.sweep(model, [5, 6, 7], max_new_tokens=3),
+        lambda model: kv.localise(model, [5, 6, 7]),
+    ],
+)
+def test_python_gives_an_error_and_the_model_back(code: Callable[[str], Any], verb: Callable[[Any], Any], way: str) -> None:
+    module = code(way)
+    model = module.Cached(module.Config()).eval()
+    hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()]
+    before = os._exit
+    with pytest.raises(UnsupportedError, match="left the process in forward"):
+        verb(model)
+    assert os._exit is before
+    assert [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()] == hooks
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_a_tokenizer_that_leaves(code: Callable[[str], Any]) -> None:
+    def leaving(*given: Any, **named: Any) -> None:
+        sys.exit(0)
+
+    adapter = kv.wrap(code("sys").whole().eval(), tokenizer=leaving)
+    with pytest.raises(UnsupportedError, match="the tokenizer's code left the process"):
+        kv.run(adapter, "a text", max_new_tokens=2)
+
+
+def test_what_a_tests_own_skip_raises_is_bad_input(code: Callable[[str], Any]) -> None:
+    """It is no Exception: a traceback and exit code 1, which is an audit's FAIL."""
+    code("import pytest; pytest.skip('not today')")
+    wrong("code that was run raised Skipped (not today)", "audit", "leaving:Cached", *OPTIONS)
+
+
+def test_leaving_is_another_matter_outside_in_children_and_in_other_threads() -> None:
+    """A child that forked may leave; another thread ends the process as ever, though never with 0."""
+    source = """
+import os, threading
+from kvinterp.errors import returning
+real = os._exit
+with returning("x"), returning("y"):
+    if not (child := os.fork()):
+        os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+assert os._exit is real
+with returning("z"):
+    thread = threading.Thread(target=os._exit, args=(STATUS,))
+    thread.start()
+    thread.join(30)
+"""
+    for status, seen in ((0, 2), (9, 9)):
+        assert _process(source.replace("STATUS", str(status))).returncode == seen
+
+
+def test_two_threads_may_run_code_of_others() -> None:
+    before, inside, over = os._exit, threading.Event(), threading.Event()
+
+    def other() -> None:
+        with returning("the other"):
+            inside.set()
+            over.wait(30)
+
+    thread = threading.Thread(target=other)
+    with pytest.raises(UnsupportedError, match="this one left"), returning("this one"):
+        thread.start()
+        inside.wait(30)
+        os._exit(7)
+    assert os._exit is not before, "the other is still within"
+    over.set()
+    thread.join(30)
+    assert os._exit is before
+
+
+def test_an_error_of_kvinterps_own_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a bug there is a traceback, and the exit code of no verdict: Python's own is 1."""
+    from kvinterp import cli
+
+    monkeypatch.setattr(cli, "LISTED", {"kinds": lambda: 1 / 0})
+    monkeypatch.setattr(sys, "argv", ["kvinterp", "list", "kinds"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+# What is printed arrives -----------------------------------------------------------------------------------------------
+
+
+COMMANDS = [("list", "kinds"), ("list", "kinds", "--json"), ("--help",), ("--version",), ("show", "FOLDER", "--no-open"), ("list", "nothing", "--json")]  # fmt: skip
+
+
+def _called(arguments: tuple[str, ...], folder: Path) -> int | str | None:
+    (folder / "report.html").write_text("a page")
+    with pytest.raises(SystemExit) as left:
+        app([each.replace("FOLDER", str(folder)) for each in arguments])
+    return left.value.code
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_a_full_standard_output(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert _called(arguments, tmp_path) == 2
+        assert sys.stdout is full
+    assert "standard output cannot be written (No space left on device)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_a_closed_standard_output(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert _called(arguments, tmp_path) == 2
+    assert capsys.readouterr().err.startswith("error: standard output is closed")
+
+
+def test_a_standard_error_that_nobody_can_hear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull) as unwritable:
+        for stderr in (unwritable, None):
+            monkeypatch.setattr(sys, "stderr", stderr)
+            assert _called(("list", "kinds"), tmp_path) == 0
+            assert _called(("list", "nothing"), tmp_path) == 2
+            assert _called(("show", "FOLDER/nothing"), tmp_path) == 2
+
+
+def test_characters_that_the_stream_lacks_are_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "é").mkdir()
+    with open(tmp_path / "said", "w", encoding="ascii") as narrow:
+        monkeypatch.setattr(sys, "stdout", narrow)
+        assert _called(("show", "FOLDER", "--no-open"), tmp_path / "é") == 0
+    assert r"\xe9" in (tmp_path / "said").read_text()
+
+
+def test_a_stream_that_was_closed_by_code_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvinterp import cli
+
+    kinds = cli.LISTED["kinds"]
+    monkeypatch.setattr(cli, "LISTED", {"kinds": lambda: sys.stdout.close() or kinds()})
+    with open(tmp_path / "said", "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert _called(("list", "kinds"), tmp_path) == 2
+
+
+# In a shell ------------------------------------------------------------------------------------------------------------
+
+
+def _process(source: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=240, check=False)
+
+
+def _shell(line: str, folder: Path) -> tuple[int, str]:
+    """The exit code of kvinterp, behind which a shell has put something, and what it said on standard error."""
+    program = f"{sys.executable} -c 'from kvinterp.cli import main; main()'"
+    made = subprocess.run(
+        ["bash", "-c", f"{line.replace('kvinterp', program, 1)}; exit ${{PIPESTATUS[0]}}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "Traceback" not in made.stderr
+    assert "Exception ignored" not in made.stderr
+    return made.returncode, made.stderr
+
+
+AUDIT = f"kvinterp audit leaving:whole {' '.join(OPTIONS)}"
+COMPARE = (
+    "kvinterp compare zoo:gqa2-mini --prompts arithmetic:1 --max-new-tokens 2 --record resid_post --device cpu --out out"
+)
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    assert _shell("kvinterp list kinds | true", tmp_path) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        (f"{AUDIT} --json >/dev/full", 2, "No space left on device"),
+        (f"{AUDIT} --json | head -1", 0, ""),
+        (f"{AUDIT} 2>&- <&-", 0, ""),
+        (f"{COMPARE} --json >/dev/full", 2, "No space left on device"),
+        (f"{COMPARE} >&- 2>&- <&-", 2, ""),
+        ("kvinterp --help >/dev/full", 2, "No space left on device"),
+        ("kvinterp --help | true", 0, ""),
+    ],
+)
+def test_whole_commands_whose_output_is_lost(tmp_path: Path, line: str, code: int, said: str) -> None:
+    (tmp_path / "leaving.py").write_text(MODULE.replace("WAY", "pass"))
+    found, heard = _shell(line, tmp_path)
+    assert found == code
+    assert said in heard
+    if "closed" not in said and "--out" in line and "full" in line:
+        assert (tmp_path / "out" / "report.html").is_file(), "what belongs in a folder is there"
+
+
+# What a terminal, a reader and an environment do ------------------------------------------------------------------------
+
+
+HOSTILE = "evil\x1b[2J\u202e\nPASS  rounding"
+SAFE = r"evil\x1b[2J\u202e\nPASS  rounding"
+
+
+def test_names_command_no_terminal_and_forge_no_line(tmp_path: Path, code: Callable[[str], Any]) -> None:
+    """`print(both.where())` sent what a folder's name held to the terminal, and a line feed in it began a line of its own."""
+    adapter = kv.wrap(code("pass").whole().eval(), name=HOSTILE)
+    both = kv.compare(adapter, [5, 6, 7], max_new_tokens=2, record="resid_post")
+    both.save(tmp_path / "out")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["provenance"]["model"] == SAFE
+    # A folder may come from anybody: what its summary says is shown alike.
+    (tmp_path / "out" / "summary.json").write_text(json.dumps(summary).replace(json.dumps(SAFE), json.dumps(HOSTILE)))
+    for found in (both, kv.load(tmp_path / "out"), kv.localise(adapter, [5, 6, 7])):
+        said = [repr(found), *found.sentences(), found.to_latex(), *([found.where()] if hasattr(found, "where") else [])]
+        assert SAFE in said[0]
+        for text in said:
+            assert all(c.isprintable() or c == "\n" for c in text), text
+            assert not any(line.startswith("PASS") for line in text.splitlines())
+
+
+def test_latex_of_control_characters_and_specials() -> None:
+    from kvinterp.report.latex import latex_text
+
+    assert latex_text("a_b\x1b\t100%\n\u202e") == r"a\_b\textbackslash{}x1b 100\% \textbackslash{}u202e"
+
+
+def test_a_number_that_python_does_not_write_out() -> None:
+    from kvinterp.errors import shown, unknown
+
+    big = 10**5000
+    assert shown(big) == "10**5000 or so"
+    assert shown(-big) == "-10**5000 or so"
+    assert shown([big]) == "a list that holds a number of thousands of digits"
+    assert "unknown site 10**5000 or so" in str(unknown("site", big, ["k"]))
+    with pytest.raises(kv.InputError, match="chunk=-10"):
+        kv.Cached(chunk=-big)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"prompt": [5, 10**5000]}, {"max_new_tokens": 10**5000}, {"continuation": [10**5000]}, {"seed": 10**5000}],
+    ids=list,
+)
+def test_numbers_of_5000_digits_are_one_sentence(code: Callable[[str], Any], given: dict[str, Any]) -> None:
+    with pytest.raises(kv.InputError, match=r"10\*\*5000 or so|thousands of digits"):
+        kv.run(code("pass").whole().eval(), **{"prompt": [5, 6], **given})
+    with pytest.raises(kv.InputError, match=r"10\*\*5000 or so|thousands of digits"):
+        kv.audit(code("pass").whole().eval(), lengths=(10**5000,))
+
+
+def test_what_cannot_be_read_of_an_option_fills_a_part_of_its_message() -> None:
+    made = kvinterp("kernels", "--seed", "1" * 5000, "--json")
+    assert made.exit_code == 2
+    assert len(json.loads(made.stdout)["error"]) < 1000
+    assert len(made.stderr) < 3000
+
+
+@pytest.mark.parametrize(("named", "backend"), [("nosuch", "agg"), ("svg", "svg")])
+def test_figures_need_no_backend(named: str, backend: str) -> None:
+    """A name that matplotlib does not know ended every command with its ValueError; one that it knows stays the user's."""
+    source = f"import os; os.environ['MPLBACKEND'] = {named!r}\nimport kvinterp.report, matplotlib\n"
+    source += "print(os.environ['MPLBACKEND'], matplotlib.get_backend())"
+    made = _process(source)
+    assert made.stdout.split() == [named, backend], made.stderr
+
+
+def test_python_without_docstrings_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers needs them; it was said of the model that its files are damaged."""
+    made = subprocess.run(
+        [sys.executable, "-OO", "-c", "from kvinterp.cli import main; main()", "list", "policies"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (made.returncode, made.stdout) == (2, "")
+    assert "PYTHONOPTIMIZE=2" in made.stderr
+    assert len(made.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("listening", ["nothing", "silent", "other"])
+def test_a_ray_address_that_does_not_answer_is_said_at_once(
+    listening: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray asked for 100 seconds without a word; what accepts and says nothing is no cluster either."""
+    import importlib.util
+    import socket
+    import time
+
+    from kvinterp import engines
+
+    monkeypatch.setattr(engines, "_SECONDS", 0.5)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if listening == "other":
+            threading.Thread(
+                target=lambda: server.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), daemon=True
+            ).start()
+        elif listening == "nothing":
+            server.close()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        began = time.monotonic()
+        wrong(f"RAY_ADDRESS='127.0.0.1:{port}' is set, and no Ray cluster answers there", "study", "--out", tmp_path / "out", "--engine", "ray(2)")  # fmt: skip
+        assert time.monotonic() - began < 20
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "host:port", "127.0.0.1:99999", "ray://127.0.0.1:1", "\x1b[2J:1"])
+def test_a_ray_address_that_is_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    from kvinterp.engines import engine_named
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(kv.InputError, match="RAY_ADDRESS=") as caught:
+        engine_named("ray")
+    assert "\x1b" not in str(caught.value)
