@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 import transformers
 from gguf import GGMLQuantizationType
 
+from kvinterp.models import zoo
+
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_K")
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 SUPERBLOCK, BLOCK = 256, 32
@@ -18,7 +21,16 @@ SUPERBLOCK, BLOCK = 256, 32
 Change = Callable[[gguf.GGUFWriter], None]
 
 
-def write_gguf(model: Any, tokenizer: Any, file: Path, kind: str = "F32", *, change: Change | None = None) -> Path:
+def write_gguf(
+    model: Any,
+    tokenizer: Any,
+    file: Path,
+    kind: str = "F32",
+    *,
+    change: Change | None = None,
+    architecture: str = "llama",
+    add_bos: bool = True,
+) -> Path:
     """Writes a Llama of transformers as a GGUF file.
 
     Args:
@@ -27,10 +39,12 @@ def write_gguf(model: Any, tokenizer: Any, file: Path, kind: str = "F32", *, cha
         file: Where.
         kind: How products' weights are stored, one of :data:`TYPES`; norms stay in F32, and rows that no block fills in F16.
         change: Adds what else the header says.
+        architecture: What the header calls it.
+        add_bos: Whether the tokenizer puts its first token before a text.
     """
     config = model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, architecture)
     writer.add_name(file.stem)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -43,7 +57,7 @@ def write_gguf(model: Any, tokenizer: Any, file: Path, kind: str = "F32", *, cha
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     if tokenizer is not None:
-        _add_tokenizer(writer, tokenizer)
+        _add_tokenizer(writer, tokenizer, add_bos)
     if change is not None:
         change(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
@@ -66,8 +80,6 @@ def write_gguf(model: Any, tokenizer: Any, file: Path, kind: str = "F32", *, cha
 
 def zoo_gguf(name: str, file: Path, kind: str = "F32", **more: Any) -> Path:
     """A Llama of the zoo as a GGUF file."""
-    from kvinterp.models import zoo
-
     folder = zoo.folder(name)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     tokenizer = more.pop("tokenizer", transformers.AutoTokenizer.from_pretrained(folder))
@@ -110,17 +122,17 @@ def q4_k(values: np.ndarray) -> np.ndarray:
     scale, minimum = (half.astype(np.float32) * six for half, six in zip(halves, sixes, strict=True))
     over = np.where(scale > 0, scale, 1)[..., None]
     four = np.rint((blocks + minimum[..., None]) / over).clip(0, 15).astype(np.uint8)
-    low, high = (np.concatenate([six[:, :4], np.zeros_like(six[:, :4])], 1)[:, :4] for six in sixes)
-    tops = [(six[:, 4:] >> 4) << 6 for six in sixes]
-    rest = (sixes[0][:, 4:] & 15) | ((sixes[1][:, 4:] & 15) << 4)
-    twelve = np.concatenate([low | tops[0], high | tops[1], rest], 1)
+    (scale_six, least_six), halfway = sixes, 4
+    tops = [(six[:, halfway:] >> 4) << 6 for six in sixes]
+    rest = (scale_six[:, halfway:] & 15) | ((least_six[:, halfway:] & 15) << 4)
+    twelve = np.concatenate([scale_six[:, :halfway] | tops[0], least_six[:, :halfway] | tops[1], rest], 1)
     pairs = four.reshape(-1, 4, 2, BLOCK)
     nibbles = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(len(four), -1)
     bytes_ = np.concatenate([*(half.view(np.uint8) for half in halves), twelve, nibbles], 1)
     return bytes_.reshape(*values.shape[:-1], -1)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, add_bos: bool) -> None:
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     special = set(tokenizer.all_special_tokens)
@@ -133,12 +145,10 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
-    writer.add_add_bos_token(True)
+    writer.add_add_bos_token(add_bos)
     writer.add_chat_template(tokenizer.chat_template or CHAT)
 
 
 def _merges(tokenizer: Any) -> Sequence[str]:
-    import json
-
     found = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in found]
