@@ -70,8 +70,15 @@ def test_a_file_in_float32_is_the_model_it_was_made_of(files, kind):
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_weights_are_those_that_the_format_stores(files, kind):
-    model, rows = loaded(files(kind)).model, transformers.AutoModelForCausalLM.from_pretrained(zoo.folder(ZOO), dtype="float32")
-    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.v_proj.weight"):
+    model, rows = (
+        loaded(files(kind)).model,
+        transformers.AutoModelForCausalLM.from_pretrained(zoo.folder(ZOO), dtype="float32"),
+    )
+    for name in (
+        "model.embed_tokens.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.1.self_attn.v_proj.weight",
+    ):
         values = rows.get_parameter(name).detach().numpy()
         stored = stored_as(values, kind)
         wanted = gguf.quants.dequantize(packed(values, stored), stored)
@@ -117,9 +124,21 @@ def test_transformerlens_finds_the_tokenizer_of_a_file_that_adds_no_first_token(
     assert model.encode("17") == loaded(file).encode("17")
 
 
+@pytest.mark.slow
 def test_a_file_is_given_wherever_a_model_is(files, tmp_path):
     out = tmp_path / "out"
-    how = ("--prompts", "Tom has 3 apples", "--max-new-tokens", "2", "--kind", "native", "--dtype", "bfloat16", "--record", "")
+    how = (
+        "--prompts",
+        "Tom has 3 apples",
+        "--max-new-tokens",
+        "2",
+        "--kind",
+        "native",
+        "--dtype",
+        "bfloat16",
+        "--record",
+        "",
+    )
     made = kvinterp("compare", files("Q8_0"), *how, "--out", out)
     assert made.exit_code == 0, made.output
     summary = kv.load(out).provenance
@@ -235,6 +254,7 @@ def test_a_package_that_is_missing_is_named(files, monkeypatch, package):
     assert "pip install 'kvinterp[gguf]'" in said
 
 
+@pytest.mark.slow
 def test_transformers_bar_is_not_drawn(files):
     code = f"import kvinterp as kv; kv.load_model({str(files())!r}, kind='native', dtype='float32', device='cpu')"
     without = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}

@@ -145,9 +145,7 @@ def _read(file: Path, size: int, changed: int) -> GgufHeader:  # noqa: ARG001
     scaling = held.get(f"{architecture}.rope.scaling.type", "none")
     factors = next((name for name, _ in found if name.startswith("rope_f")), "")
     scaled = f"rope.scaling.type {shown(scaling)}" if scaling != "none" else factors
-    return GgufHeader(
-        architecture, kinds, numbers, held.get("tokenizer.ggml.model", "no_vocab") != "no_vocab", scaled
-    )
+    return GgufHeader(architecture, kinds, numbers, held.get("tokenizer.ggml.model", "no_vocab") != "no_vocab", scaled)
 
 
 class _Reader:
