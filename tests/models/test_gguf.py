@@ -206,13 +206,13 @@ def test_flipped_bits_of_a_header_end_in_a_sentence_or_a_model(files, tmp_path, 
         began = time.process_time()
         try:
             model = loaded(flipped)
-            assert model.forward(torch.tensor([[1, 2, 3]])).shape == (1, 3, model.facts.vocabulary)
-            outcomes.append("loaded")
+            outcomes.append(str(tuple(model.forward(torch.tensor([[1, 2, 3]])).shape)))
         except KvinterpError as error:
-            assert "\n" not in str(error)
-            outcomes.append("refused")
+            outcomes.append(str(error))
         assert time.process_time() - began < 10, at
-    assert {"loaded", "refused"} == set(outcomes)
+    said = {outcome for outcome in outcomes if not outcome.startswith("(1, 3, ")}
+    assert 0 < len(said) < len(outcomes)
+    assert not [each for each in said if "\n" in each]
 
 
 def test_an_architecture_that_transformers_has_not(tmp_path):

