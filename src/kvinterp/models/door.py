@@ -79,22 +79,24 @@ def _config_of_gguf(file: Path, name: str) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     header, where = header_of(file), f"the header of {shown(name)}"
-    if header.scaled:
-        raise UnsupportedError(
-            f"{shown(name)} scales its rotary embeddings ({header.scaled}), which transformers does not read from a GGUF file: "
-            "it would compute something else; give a transformers checkpoint folder of it."
-        )
     try:
         with as_given(file) as (place, gguf):
             config = AutoConfig.from_pretrained(place, **gguf)
     except ValueError as error:
-        if "not supported" not in str(error):
+        if "architecture" not in str(error):
             raise
         raise UnsupportedError(
             f"{shown(name)} is a GGUF file of architecture {shown(header.architecture)}, of which transformers makes no model: "
             "give a transformers checkpoint folder of it."
         ) from error
     check_config(config.to_dict(), where)
+    # Of some architectures it reads how they are scaled.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if header.scaled and rope.get("rope_type", "default") == "default":
+        raise UnsupportedError(
+            f"{shown(name)} scales its rotary embeddings ({header.scaled}), which transformers does not read from a GGUF file: "
+            "it would compute something else; give a transformers checkpoint folder of it."
+        )
     layers, numbers = config.num_hidden_layers, 0
     if layers <= header.tensors:
         with torch.device("meta"):

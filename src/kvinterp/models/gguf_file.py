@@ -38,7 +38,7 @@ class GgufHeader:
         kinds: How many tensors are stored in each of ggml's types, as in ``{"Q4_1": 210, "F32": 61}``.
         numbers: How many numbers its tensors hold.
         tokenizer: Whether a tokenizer is in it.
-        scaled: What of it scales RoPE, which transformers does not read; empty where nothing does.
+        scaled: What of it scales RoPE, which transformers reads of few architectures; empty where nothing does.
     """
 
     architecture: str
