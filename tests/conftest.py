@@ -30,7 +30,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvinterp.models import Adapter, load_model, wrap, zoo
+from kvinterp.errors import InputError
+from kvinterp.models import Adapter, load_model, real, wrap, zoo
 from sampling import left_out
 from support import BARE, TINY, Case, bare_hooked_transformer, has_hooked_transformer, write_checkpoint
 
@@ -61,6 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         reasons["cuda"] = "torch sees no CUDA device"
     for item in items:
+        if (needed := item.get_closest_marker("real")) is not None:
+            try:
+                real.path(*needed.args)
+            except InputError as error:
+                item.add_marker(pytest.mark.skip(reason=str(error)))
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))

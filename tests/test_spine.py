@@ -353,6 +353,29 @@ def test_nan_is_named_by_layer_and_step_and_the_rest_goes_on(tmp_path):
     assert set(both.steps["example"]) == {1}
 
 
+def test_where_no_prompt_can_be_compared_it_is_an_error():
+    """A stream that overflows float16, as Gemma 3's does, gave "0 steps of 0 prompts"; the reason stood in failures alone."""
+    adapter = kv.load_model("zoo:mistral-mini", kind="native", device="cpu")
+    prompts, how = [[5, 6, 7, 8], [9, 10, 11]], {"max_new_tokens": 2, "stop": "length", "progress": "none"}
+    with torch.no_grad():
+        adapter.model.model.layers[2].mlp.down_proj.weight.mul_(6e4)
+    said = (
+        r"Inf first appeared in mlp_out of layer 2 at step 0 in float16: use a dtype with a wider range, such as dtype='b"
+    )
+    with pytest.raises(
+        kv.NonFiniteError, match=f"none of the 2 prompts can be compared; the first, '0': path cached: {said}"
+    ):
+        kv.compare(adapter, prompts, **how)
+    with pytest.raises(kv.NonFiniteError, match=f"prompt '0': path cached: {said}"):
+        kv.compare(adapter, prompts[0], b=["recompute", "recompute@float32"], **how)
+    # Whoever is told of each batch is told of failures, too; so are experiments, whose tables list them.
+    told = []
+    assert kv.compare(adapter, prompts, done=told.append, **how).steps.empty
+    assert sum(len(part.failures) for part in told) == 2
+    both = kv.compare(adapter, prompts[0], "cached@float32", "recompute@float32", **how)
+    assert len(both.steps) == 2
+
+
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 

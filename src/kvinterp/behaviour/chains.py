@@ -16,8 +16,10 @@ from kvinterp.behaviour.divergence import conditions
 from kvinterp.data import Prompt
 from kvinterp.data.chat import chat_tokens
 from kvinterp.data.restate import score
-from kvinterp.errors import InputError
-from kvinterp.models import Adapter
+from kvinterp.errors import InputError, shown
+from kvinterp.models import Adapter, real
+from kvinterp.models.checkpoint import reason
+from kvinterp.models.door import quiet_transformers
 from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopP, run
 
 __all__ = [
@@ -152,16 +154,18 @@ def embedder_named(name: str, adapter: Adapter) -> Callable[[Sequence[str]], np.
 
     Args:
         name: ``"counts"``: how often each word of the texts occurs, which knows no synonyms; ``"model"``: the mean over
-            positions of the model's own last residual stream; or a sentence-transformers model, by name or folder.
+            positions of the model's own last residual stream; or a sentence-transformers model, by name or folder, such as
+            ``"real:all-minilm-l6-v2"``.
         adapter: The model.
 
     Raises:
-        InputError: sentence-transformers is not installed, or has no such model.
+        InputError: sentence-transformers is not installed, or has no such model; or one of ``real:`` was not fetched.
     """
     if name == "counts":
         return _counts
     if name == "model":
         return lambda texts: np.stack([_pooled(adapter, text) for text in texts])
+    place = real.path(name.removeprefix("real:")) if name.startswith("real:") else name
     try:
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError as error:
@@ -170,10 +174,13 @@ def embedder_named(name: str, adapter: Adapter) -> Callable[[Sequence[str]], np.
             "need nothing."
         ) from error
     try:
-        made = SentenceTransformer(name, device=str(adapter.device))
-    except (OSError, ValueError) as error:
+        with quiet_transformers():
+            made = SentenceTransformer(str(place), device=str(adapter.device))
+    # Its folders are read by several libraries, each with errors of its own.
+    except Exception as error:
         raise InputError(
-            f"embedder {name!r} cannot be loaded ({error}): give a name or a folder, counts or model."
+            f"embedder {shown(name)} cannot be loaded ({reason(error)}): give a name or a folder, counts, model or "
+            "real:all-minilm-l6-v2."
         ) from error
     # One by one: a text has the same vector whatever stands beside it.
     return lambda texts: np.asarray(made.encode(list(texts), batch_size=1, show_progress_bar=False))

@@ -2,7 +2,7 @@
 
 from kvinterp.comparison.attribution import LogitAttribution, logit_attribution
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
-from kvinterp.comparison.comparing import compare
+from kvinterp.comparison.comparing import compare, failures_kept
 from kvinterp.comparison.comparison import COLUMNS, PARTS, TABLES, Comparison
 from kvinterp.comparison.lens import LogitLens, logit_lens
 from kvinterp.comparison.recordable import DEFAULT_RECORD, recordable
@@ -24,6 +24,7 @@ __all__ = [
     "LogitLens",
     "compare",
     "compare_traces",
+    "failures_kept",
     "logit_attribution",
     "logit_lens",
     "mean_error",

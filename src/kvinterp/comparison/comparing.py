@@ -25,7 +25,7 @@ from kvinterp.comparison.rows import failed, of_example
 from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, located
+from kvinterp.errors import InputError, NonFiniteError, located, shown
 from kvinterp.inputs import (
     check_callable,
     check_choice,
@@ -52,7 +52,7 @@ from kvinterp.reading.vocabulary import PROTOCOLS
 
 log = logging.getLogger("kvinterp")
 
-__all__ = ["compare"]
+__all__ = ["compare", "failures_kept"]
 
 
 @overload
@@ -137,7 +137,7 @@ def compare(  # type: ignore[misc]
         cache_errors: ``"aggregated"`` gives the errors of K and V by step and by position separately; ``"whole"`` every
             position at every step besides, which is quadratic in the steps.
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
-        done: Told of every finished batch of a pair.
+        done: Told of every finished batch of a pair; it learns of failures, too, so that with it none is raised here.
         lanes: What advances each path, made as a :class:`kvinterp.paths.Runner` is; another one has no sites to compare.
 
     Returns:
@@ -146,6 +146,7 @@ def compare(  # type: ignore[misc]
     Raises:
         InputError: Something given does not exist or does not fit.
         UnsupportedError: This kind of model cannot give a site.
+        NonFiniteError: NaN or Inf appeared with every prompt; where it did with some, they stand in ``failures``.
     """
     adapter, path_a, strategy = wrap(model), path_named(a), strategy_named(strategy)
     several = isinstance(b, list | tuple)
@@ -200,6 +201,8 @@ def compare(  # type: ignore[misc]
 
                 made = in_batches(adapter, run.paths, tokens, max_new_tokens, batch_size, work, finished)
                 parts += [Comparison.joined(pair) for pair in zip(*made, strict=True)]
+        if done is None and all(part.examples.empty for part in parts):
+            raise _none_compared(parts[0])
     ids = dict(zip(numbers, tokens, strict=True))
     given, origin = (
         _as_prompts(items, names),
@@ -208,6 +211,18 @@ def compare(  # type: ignore[misc]
     for part in parts:
         part.prompts, part.origin = given, origin
     return Comparisons(parts) if several else parts[0]
+
+
+def failures_kept(part: Comparison) -> None:
+    """The ``done`` of those who go on where no prompt could be compared, and read ``failures`` themselves."""
+
+
+def _none_compared(part: Comparison) -> NonFiniteError:
+    first = part.failures.iloc[0]
+    which = f"prompt {shown(first['id'])}"
+    if len(part.failures) > 1:
+        which = f"none of the {len(part.failures)} prompts can be compared; the first, {shown(first['id'])}"
+    return NonFiniteError(f"{which}: {first['message']}")
 
 
 def _check_others(others: Sequence[ExecutionPath]) -> None:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from kvinterp.behaviour.divergence import behaviour_tables
 from kvinterp.cells import Cell, Made, joined, loaded
-from kvinterp.comparison import Comparison, compare
+from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import Outcome, option, shared
@@ -235,7 +235,7 @@ def decodes_of(
     a, b = paths_of(kernels)
     lanes = (Runner, Runner) if memory is None else (memory.lane, memory.lane)
     how: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "stop": stop}
-    how |= {"batch_size": batch_size, "record": "", "progress": "none", "lanes": lanes}
+    how |= {"batch_size": batch_size, "record": "", "progress": "none", "lanes": lanes, "done": failures_kept}
 
     def ran(numbers: Sequence[int], first: str, second: str, **more: Any) -> Comparison:
         return compare(adapter, [prompts[number] for number in numbers], first, second, examples=numbers, **how, **more)
@@ -320,7 +320,7 @@ def null_of(
     adapter, (a, b) = loaded(model), paths_of(kernels)
     same = null == NULLS[0]
     paths, lanes = ((a, a), (Runner, Runner)) if same else ((b, b), (Runner, Suffixed))
-    how = {"strategy": strategy, "record": "", "progress": "none", **settings}
+    how = {"strategy": strategy, "record": "", "progress": "none", "done": failures_kept, **settings}
     found = compare(adapter, load_prompts(prompts)[:most], *paths, lanes=lanes, **how)
     steps = found.steps
     row = {
@@ -339,7 +339,7 @@ def null_of(
 
 def oracle_of(model: Mapping[str, Any], prompts: str, most: int, kernels: str, **settings: Any) -> pd.DataFrame:
     """The largest logit error of each path, both fed the tokens that float64 chooses, and which is nearer to float64."""
-    adapter, how = loaded(model), {"record": "", "progress": "none", **settings}
+    adapter, how = loaded(model), {"record": "", "progress": "none", "done": failures_kept, **settings}
     rows = []
     for example, prompt in enumerate(load_prompts(prompts)[:most]):
         lanes, row = (Memory().lane, Runner), {"example": example, "id": prompt.id}

@@ -38,7 +38,7 @@ class Chain(Experiment):
     READING: ClassVar = "kvinterp.reading.chains:said_of_chains"
     UNIT: ClassVar = "sets of chains"
 
-    models: tuple[str, ...] = argument(("zoo:gqa2-mini",), "zoo:NAME, checkpoint folders or hub ids.")
+    models: tuple[str, ...] = argument(("zoo:gqa2-mini",), "zoo:NAME, checkpoint folders, GGUF files or hub ids.")
     policies: tuple[str, ...] = option(
         ("int8", "int4"), "What is done to K and V; may be given several times.", flag="--policy"
     )
@@ -56,7 +56,7 @@ class Chain(Experiment):
     embedder: str = option(
         "counts",
         "counts (cosine of word counts), model (its own last residual stream, averaged), or a sentence-transformers model by "
-        "name or folder.",
+        "name or folder, such as real:all-minilm-l6-v2.",
     )
     batch_size: int = option(1, "Most chains a batch; used where it keeps the bits.", decides="nothing", min=1)
     kind: str = shared("kind")

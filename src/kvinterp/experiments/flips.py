@@ -14,7 +14,7 @@ from scipy import stats
 from kvinterp import metrics
 from kvinterp.behaviour.divergence import conditions
 from kvinterp.cells import Cell, Made, loaded
-from kvinterp.comparison import compare
+from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import option
 from kvinterp.experiments.of_models import OfModels
@@ -110,7 +110,7 @@ def flips_of(
     """
     paths = f"cached[kernels={kernels}]", f"recompute[kernels={kernels}]"
     how: dict[str, Any] = {"strategy": strategy, "max_new_tokens": max_new_tokens, "seed": seed}
-    how |= {"record": "", "progress": "none"}
+    how |= {"record": "", "progress": "none", "done": failures_kept}
     free, matched = (compare(model, prompts, *paths, protocol=each, **how).examples for each in ("free", "matched"))
     kls = ["mean_kl", "mean_kl_before_flip", "mean_kl_after_flip"]
     apart = free[["example", "id", "flip_index", *kls, "smallest_margin", "steps"]]

@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.cells import loaded
-from kvinterp.comparison import Comparison, compare
+from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import option
 from kvinterp.experiments.of_models import OfModels
@@ -88,6 +88,7 @@ def precision_ladder(
             max_new_tokens=max_new_tokens,
             record="",
             progress="none",
+            done=failures_kept,
         )
         rung = {
             "dtype": dtype,

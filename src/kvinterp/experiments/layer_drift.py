@@ -19,7 +19,7 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.cells import Cell, Made, joined, loaded
-from kvinterp.comparison import PARTS, Comparison, compare
+from kvinterp.comparison import PARTS, Comparison, compare, failures_kept
 from kvinterp.comparison.by_layer import (
     CONTRASTS,
     amplification_of,
@@ -144,6 +144,7 @@ def measured(
             mine = free = Comparison(**frames, provenance=part.provenance)
             if mine.examples["flip_index"].notna().any():
                 apart = {**settings, "protocol": "free", "record": "resid_post", "examples": [int(example)]}
+                apart["done"] = failures_kept
                 free = compare(adapter, given[example], *paths, **apart)
             tables = of_example(mine, free, adapter.facts.query_heads // adapter.facts.kv_heads)
             tables["null"] = null_drift(adapter, given[example], mine.steps, paths[1], suffix).assign(example=example)

@@ -18,7 +18,7 @@ import pandas as pd
 
 from kvinterp import metrics
 from kvinterp.cells import Cell, Made, joined, loaded
-from kvinterp.comparison import compare
+from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
@@ -119,7 +119,8 @@ class Mitigate(Experiment):
 def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: str, a: str, b: str) -> pd.DataFrame:
     """One path beside its reference: a row a prompt, over the steps from 1 on."""
     adapter, given = loaded(model), load_prompts(prompts)
-    found = compare(adapter, given, a, b, max_new_tokens=max_new_tokens, record="", progress="none")
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "record": "", "progress": "none", "done": failures_kept}
+    found = compare(adapter, given, a, b, **how)
     steps = found.steps[found.steps["step"] > 0]
     steps = steps.assign(
         squared=steps["rms_logit"] ** 2, differs=steps["max_abs_logit"] > 0, flip=~steps["top1_agree"].astype(bool)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.cells import Cell, loaded
-from kvinterp.comparison import Comparison, compare
+from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.comparison.by_layer import pairs_of
 from kvinterp.data import load_prompts
 from kvinterp.errors import UnsupportedError
@@ -96,6 +96,7 @@ def repeated_heads(copies: Mapping[int, Adapter], prompts: Any, steps: int) -> p
                     continuation=fed,
                     record=sites,
                     progress="none",
+                    done=failures_kept,
                 )
                 fed = found.steps["token_a"].tolist()[:-1] if fed is None else fed
                 rows.append(

@@ -21,7 +21,7 @@ from scipy import stats
 
 from kvinterp import metrics
 from kvinterp.cells import Cell, Made, joined, loaded
-from kvinterp.comparison import compare
+from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
@@ -124,9 +124,8 @@ def measured(
     model: Mapping[str, Any], prompts: str, max_new_tokens: int, b: str, size: float = 0.0, seed: int = 0
 ) -> pd.DataFrame:
     """Every decode step of the cached path beside another one, fed the same tokens."""
-    found = compare(
-        loaded(model), load_prompts(prompts), "cached", b, max_new_tokens=max_new_tokens, record="", progress="none"
-    )
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "record": "", "progress": "none", "done": failures_kept}
+    found = compare(loaded(model), load_prompts(prompts), "cached", b, **how)
     steps = found.steps
     # Step 0 is the prefill's: it reads keys and values as they were computed.
     kept = steps.loc[steps["step"] > 0, ["example", "step", "margin_a", "rms_logit", "max_abs_logit", "kl", "top1_agree"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.door import weights_of
+from kvinterp.models.gguf_file import is_gguf
 from kvinterp.models.native import layer_windows
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights
 
@@ -61,7 +63,7 @@ def convert_checkpoint(
     """Loads a local Llama, Mistral or Gemma-2 checkpoint as an unprocessed HookedTransformer.
 
     Args:
-        folder: A transformers checkpoint.
+        folder: A transformers checkpoint, or a GGUF file.
         name: The name to give the model.
         config: Its config.
         dtype: Weight and compute dtype.
@@ -82,8 +84,12 @@ def convert_checkpoint(
     if tokenizer is not None:
         # TransformerLens builds a second tokenizer from this one's saved arguments, and looks its source up there.
         mine = copy.deepcopy(tokenizer)
-        mine.init_kwargs.setdefault("name_or_path", str(folder))
-        model.set_tokenizer(mine)
+        with tempfile.TemporaryDirectory(prefix="kvinterp-") as saved:
+            if is_gguf(folder):
+                tokenizer.save_pretrained(saved)
+                mine.init_kwargs["name_or_path"] = saved
+            mine.init_kwargs.setdefault("name_or_path", str(folder))
+            model.set_tokenizer(mine)
     return model
 
 

