@@ -26,7 +26,7 @@ from kvinterp.cells import Cell, Engine, groups, imported, loading_once, locally
 from kvinterp.errors import InputError, KvinterpError, shown
 from kvinterp.files import differences
 from kvinterp.models.checkpoint import reason
-from kvinterp.models.finding import within
+from kvinterp.bounded import within
 from kvinterp.progress import Pace, listening
 from kvinterp.spec import named, read
 
