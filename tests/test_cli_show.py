@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import kvinterp, wrong
+from kvinterp.files import Record, write_whole
 
 
 @pytest.fixture
@@ -19,11 +20,17 @@ def browser(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+def paged(folder: Path, name: str) -> Path:
+    """A page that kvinterp wrote."""
+    folder.mkdir(exist_ok=True)
+    Record(folder).open()
+    write_whole(folder / name, "x")
+    return folder / name
+
+
 @pytest.mark.parametrize("name", ["report.html", "audit.html"])
 def test_the_page_is_opened_and_named(tmp_path: Path, browser: list[str], name: str) -> None:
-    page = tmp_path / "a folder" / name
-    page.parent.mkdir()
-    page.write_text("x")
+    page = paged(tmp_path / "a folder", name)
     made = kvinterp("show", page.parent)
     assert (made.exit_code, made.stdout) == (0, f"{page}\n")
     assert browser == [page.as_uri()]
@@ -34,7 +41,7 @@ def test_the_page_is_opened_and_named(tmp_path: Path, browser: list[str], name: 
 
 
 def test_without_a_browser_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "report.html").write_text("x")
+    paged(tmp_path, "report.html")
     monkeypatch.setattr(webbrowser, "open", lambda address: False)
     made = kvinterp("show", tmp_path)
     assert made.exit_code == 0

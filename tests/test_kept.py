@@ -21,6 +21,7 @@ from kvinterp.kept import Kept, flat
 from kvinterp.report.latex import latex_number
 from kvinterp.results import load_result
 from synthetic import comparison, prompts
+from writing import resealed
 
 MODEL = "zoo:gqa2-mini"
 OTHER = "recompute[kernels=split_k(4,float16)]"
@@ -187,11 +188,7 @@ def test_what_is_no_result_is_told_in_a_sentence(tmp_path: Path) -> None:
         return tmp_path / name
 
     def changed(**more: Any) -> Any:
-        def change(folder: Path) -> None:
-            summary = json.loads((folder / "summary.json").read_text())
-            (folder / "summary.json").write_text(json.dumps({**summary, **more}))
-
-        return change
+        return lambda folder: resealed(folder / "summary.json", **more)
 
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -203,21 +200,18 @@ def test_what_is_no_result_is_told_in_a_sentence(tmp_path: Path) -> None:
         "": "expected the name of a folder",
         None: "expected the name of a folder",
         broken("other tool", changed(settings=None)): "does not say what wrote it",
-        broken("no json", lambda folder: (folder / "summary.json").write_text("{")): "does not say what wrote it",
+        broken("no json", lambda folder: (folder / "summary.json").write_text("{")): "holds no readable summary.json",
         broken("odd verb", changed(settings={"verb": "../x"})): "unknown experiment",
-        broken("odd table", changed(sha256={"../whole/steps": "0"})): "is no name of a table",
+        broken("odd table", changed(sha256={"../whole/steps.parquet": "0"})): "is no name of a table",
         broken(
             "damaged", lambda folder: (folder / "steps.parquet").write_bytes(b"PAR1")
         ): "is not the one that summary.json",
-        broken("unsigned", changed(sha256={})): None,
+        broken("of no table", changed(sha256={})): "steps.parquet is not among its tables",
         broken(
-            "later", changed(sha256=[1], settings=settings, provenance={"kvinterp": "99.0"})
+            "later", changed(sha256={}, settings=settings, provenance={"kvinterp": "99.0"})
         ): "read it with kvinterp 99.0",
         broken("no table", lambda folder: (folder / "heads.parquet").unlink()): "heads.parquet is not there",
     }.items():
-        if said is None:
-            (given / "steps.parquet").write_bytes(b"PAR1")
-            said = "holds no readable result"
         with pytest.raises(InputError, match=re.escape(said)) as told:
             kv.load(given)
         assert "\n" not in str(told.value)

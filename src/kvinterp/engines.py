@@ -22,11 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvinterp.bounded import within
 from kvinterp.cells import Cell, Engine, groups, imported, loading_once, locally, run_alike
 from kvinterp.errors import InputError, KvinterpError, shown
 from kvinterp.files import differences
 from kvinterp.models.checkpoint import reason
-from kvinterp.bounded import within
 from kvinterp.progress import Pace, listening
 from kvinterp.spec import named, read
 

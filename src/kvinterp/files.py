@@ -1,5 +1,8 @@
 """Files that are there whole or not at all, and a record of which ones kvinterp wrote: no other is replaced or removed.
 
+What is read back says itself what it is: a JSON file that is sealed holds the digests of the files beside it and its own, so
+that no number in it is read or printed that kvinterp did not write.
+
 A folder that holds a result has a hidden record, ``.kvinterp.json``, of the names that were written into it (and into the
 folders right under it) and of their contents. A file that is not in it, or that was changed since, belongs to somebody else.
 The record itself may come from anybody: a name in it that leads out of the folder, or to a hidden file, is refused.
@@ -36,8 +39,10 @@ __all__ = [
     "opened",
     "partial_name",
     "read_json",
+    "read_sealed",
     "refuse_foreign",
     "replaced",
+    "sealed",
     "strict_json",
     "sweep_partials",
     "told",
@@ -299,6 +304,48 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def strict_json(value: Any) -> str:
     """JSON that every reader takes: NaN and what it has no word for become null, infinities and other objects text."""
     return json.dumps(_plain(value), indent=1, allow_nan=False, default=str)
+
+
+def sealed(name: str, content: Mapping[str, Any], files: Mapping[str, str]) -> str:
+    """The text of a JSON file that holds, under ``sha256``, the digests of files beside it and its own.
+
+    Args:
+        name: The file's own name.
+        content: What it says.
+        files: The digests of other files by their names.
+    """
+    whole_one = json.loads(strict_json({**content, "sha256": dict(files)}))
+    whole_one["sha256"][name] = _seal(whole_one)
+    return json.dumps(whole_one, indent=1) + "\n"
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """What a file that :func:`sealed` made says.
+
+    Raises:
+        InputError: There is none, or one that was changed since, or one that was never sealed.
+    """
+    folder, content = f"folder {str(path.parent)!r}", read_json(path)
+    if content is None:
+        raise InputError(f"{folder} holds no readable {path.name}: give a folder that kvinterp wrote.")
+    digests = content.get("sha256")
+    digest = digests.pop(path.name, None) if isinstance(digests, dict) else None
+    if digest is None:
+        raise InputError(
+            f"{folder} holds a {path.name} without a digest of its own: it is another tool's, was cut, or is of an earlier "
+            "version of kvinterp; make it again by the same command with --overwrite, or save it again."
+        )
+    if digest != _seal(content):
+        raise InputError(
+            f"{folder} holds a {path.name} that is not as kvinterp wrote it: it was changed or damaged since; move the folder "
+            "away and make it again."
+        )
+    return content
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    """The digest of what a file says, however it is laid out."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

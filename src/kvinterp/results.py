@@ -23,7 +23,7 @@ from pyarrow import ArrowException
 
 from kvinterp._version import __version__
 from kvinterp.cells import ADVICE, Parts, has_parts, remove_parts, unlike
-from kvinterp.comparison import COLUMNS, TABLES, Comparison
+from kvinterp.comparison import TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError, KvinterpError, in_one_line
 from kvinterp.files import (
@@ -33,6 +33,8 @@ from kvinterp.files import (
     digest_of,
     is_there,
     read_json,
+    read_sealed,
+    sealed,
     strict_json,
     told,
     whole,
@@ -43,6 +45,7 @@ from kvinterp.kept import flat
 from kvinterp.locks import Lock
 
 __all__ = [
+    "PROMPTS",
     "Result",
     "ResultFolder",
     "load_result",
@@ -54,8 +57,8 @@ __all__ = [
 ]
 
 
-LATER = ("tokens", "attention_rows")
-"""Tables that a result of an older kvinterp does not have."""
+PROMPTS = "prompts.jsonl"
+"""The file of the prompts that a result was made on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +154,7 @@ class ResultFolder:
 
         Args:
             tables: Tables by the names of their files.
-            summary: What ``summary.json`` holds; a ``sha256`` in it is filled with the digests of the tables.
+            summary: What ``summary.json`` holds, beside the digests of tables and texts and its own.
             texts: Other files by their names.
             draw: Given a folder, draws the figures into it and returns their files.
             ending: ``"finished"``, after which the parts are removed, or ``"interrupted"``, after which they stay so that the
@@ -171,27 +174,27 @@ class ResultFolder:
             self._record.begin(self._mark, self._record.names() if self._replaces else ())
             for name, text in (texts or {}).items():
                 write_whole(self.path / name, text)
-            files = {name: self.path / f"{name}.parquet" for name in tables}
-            for name, table in tables.items():
-                with whole(files[name]) as file:
+            files = [self.path / f"{name}.parquet" for name in tables]
+            for place, table in zip(files, tables.values(), strict=True):
+                with whole(place) as file:
                     table.to_parquet(file, index=False)
         figures = [] if draw is None else list(draw(self.path / "figures"))
         with told(self.path):
-            if "sha256" in summary:
-                summary = {**summary, "sha256": {name: digest_of(file) for name, file in files.items()}}
-            write_whole(self.path / SUMMARY, strict_json(summary) + "\n")
+            beside = [*files, *(self.path / name for name in texts or {})]
+            digests = {file.name: digest_of(file) for file in beside}
+            write_whole(self.path / SUMMARY, sealed(SUMMARY, summary, digests))
             self._record.finish()
             if ending == "finished":
                 remove_parts(self.path)
         self.release()
-        return [*files.values(), self.path / SUMMARY, *figures]
+        return [*files, self.path / SUMMARY, *figures]
 
     def _adopts(self, existing: str) -> bool:
         """Whether the folder holds this very result, finished, and it may be used; raises where it holds another."""
-        summary = read_json(self.path / SUMMARY)
         marked = self._record.unfinished() is not None
-        if summary is None or existing == "overwrite" or marked or has_parts(self.path):
+        if existing == "overwrite" or marked or has_parts(self.path) or not is_there(self.path / SUMMARY):
             return False
+        summary = read_summary(self.path)
         held, whole_one = summary.get("settings"), not summary.get("interrupted")
         if not isinstance(held, dict):
             raise InputError(f"folder {str(self.path)!r} holds a result whose settings cannot be read: {ADVICE}")
@@ -210,18 +213,14 @@ def load_result(folder: str | Path) -> Result:
     """
     path = Path(folder)
     summary = read_summary(path)
-    # A result of an older kvinterp has no table of tokens and none of attention rows.
-    listed = summary.get("sha256") or {}
-    older = {name for name in LATER if name not in listed and not (path / f"{name}.parquet").exists()}
-    tables = read_tables(path, summary, [name for name in TABLES if name not in older])
-    tables |= {name: pd.DataFrame(columns=COLUMNS[name]) for name in older}
+    tables = read_tables(path, summary, TABLES)
     with reading(path, summary):
         about = summary["provenance"]
         if not isinstance(about, Mapping) or not {"paths", "protocol", "strategy"} <= about.keys():
             raise ValueError("summary.json does not say which paths were compared")
         for column in ("kl", "max_abs_logit"):
             pd.to_numeric(tables["steps"][column])
-        prompts = load_prompts(path / "prompts.jsonl") if is_there(path / "prompts.jsonl") else []
+        prompts = load_prompts(path / PROMPTS) if PROMPTS in summary["sha256"] else []
         return Result(path, Comparison.read(tables, summary, prompts), prompts, summary)
 
 
@@ -229,14 +228,13 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """What ``summary.json`` in a folder says.
 
     Raises:
-        InputError: There is none that can be read.
+        InputError: There is none that can be read, or not the one that was written.
     """
     with told(folder):
-        summary = read_json(folder / SUMMARY)
-    if summary is None:
-        raise InputError(f"folder {str(folder)!r} holds no readable summary.json: give a folder that kvinterp wrote.")
+        summary = read_sealed(folder / SUMMARY)
     # What was chosen is compared with what is chosen now; all else is said.
-    return {name: value if name in ("choices", "settings") else _in_lines(value) for name, value in summary.items()}
+    kept = ("choices", "settings", "sha256")
+    return {name: value if name in kept else _in_lines(value) for name, value in summary.items()}
 
 
 def _in_lines(value: Any) -> Any:
@@ -249,28 +247,32 @@ def _in_lines(value: Any) -> Any:
 
 
 def read_tables(folder: Path, summary: Mapping[str, Any], needed: Iterable[str] = ()) -> dict[str, pd.DataFrame]:
-    """The tables that a summary was written with, by name.
+    """The tables that a summary was written with, by name, once every file that it was written with is as it was.
 
     Args:
         folder: Where they are.
-        summary: What is there in ``summary.json``.
-        needed: Tables that have to be there besides.
+        summary: What :func:`read_summary` gave.
+        needed: Tables that have to be among them.
 
     Raises:
-        InputError: One is missing, cannot be read, or is not the one that the summary was written with.
+        InputError: A file is missing, cannot be read, or is not the one that the summary was written with.
     """
     with reading(folder, summary):
-        digests = dict(summary.get("sha256") or {})
-        for name, digest in digests.items():
+        tables: dict[str, pd.DataFrame] = {}
+        for name, digest in summary["sha256"].items():
             # A summary may come from anybody: no name leads out of the folder.
-            if not re.fullmatch(r"\w+", name):
+            if not re.fullmatch(r"\w+\.\w+", name):
                 raise ValueError(f"{name!r} is no name of a table")
-            if digest_of(folder / f"{name}.parquet") != digest:
-                raise ValueError(f"{name}.parquet is not the one that summary.json was written with")
-        files = {name: folder / f"{name}.parquet" for name in dict.fromkeys((*digests, *needed))}
-        tables = {name: pd.read_parquet(io.BytesIO(bytes_of(file))) for name, file in files.items()}
-        for table in tables.values():
-            table.attrs = _in_lines(flat(table.attrs))
+            # What is read is what was checked: the bytes are taken once.
+            content = bytes_of(folder / name)
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise ValueError(f"{name} is not the one that {SUMMARY} was written with")
+            table, dot, _ = name.partition(".parquet")
+            if dot:
+                tables[table] = pd.read_parquet(io.BytesIO(content))
+                tables[table].attrs = _in_lines(flat(tables[table].attrs))
+        if missing := [name for name in needed if name not in tables]:
+            raise ValueError(f"{missing[0]}.parquet is not among its tables")
         return tables
 
 

@@ -6,7 +6,7 @@ import webbrowser
 from pathlib import Path
 
 from kvinterp.errors import InputError
-from kvinterp.files import is_file, is_folder
+from kvinterp.files import Record, is_file, is_folder
 from kvinterp.folders import SUMMARY
 
 __all__ = ["opened", "page_of", "rewritten"]
@@ -18,12 +18,17 @@ def page_of(folder: Path) -> Path:
     """The page in a folder.
 
     Raises:
-        InputError: There is none.
+        InputError: There is none, or one that kvinterp did not write.
     """
     if not is_folder(folder):
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
     for name in _PAGES:
         if is_file(folder / name):
+            if not Record(folder).holds(folder / name):
+                raise InputError(
+                    f"folder {str(folder)!r} holds a {name} that kvinterp did not write or that was changed since: move it away, "
+                    "and kvinterp show --rewrite makes it again."
+                )
             return folder / name
     if is_file(folder / SUMMARY):
         raise InputError(
@@ -57,4 +62,5 @@ def rewritten(folder: Path) -> tuple[Path, list[str]]:
     if (demo := Demo.held_runs(folder)) is not None:
         return demo
     found = load(folder)
-    return found.report(), found.sentences()
+    found.report()
+    return page_of(folder), found.sentences()

@@ -117,6 +117,7 @@ def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_sam
     assert again.exit_code == 1, again.output
     verdict = json.loads(again.stdout)
     held = json.loads((folder / "verdict.json").read_text())
+    assert set(held.pop("sha256")) == {path.name for path in folder.iterdir() if path.name[0] != "."}
     assert verdict == {**held, "verb": "audit", "folder": "kvinterp-audit"}
     assert (verdict["verdict"], verdict["first_layer"], verdict["exit_code"]) == ("bug", 1, 1)
     assert "a module may print" in made.stderr, "what a user's code prints stays out of standard output"

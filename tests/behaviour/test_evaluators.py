@@ -103,7 +103,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(tasks: Path, names: str, **more: Any) -> Eval:
-    return Eval("zoo:gqa2-mini", names, include=str(tasks), device="cpu", **more)
+    return Eval("zoo:gqa2-mini", names, include=str(tasks), unsafe_code=True, device="cpu", **more)
 
 
 # Against our own scorer, plain loops, and the harness's own class ----------------------------------------------------------
@@ -326,6 +326,28 @@ def test_documents_are_compared_one_by_one() -> None:
     assert "McNemar" not in said
 
 
+def test_a_folder_of_tasks_runs_no_code_unless_it_may(tmp_path: Path) -> None:
+    """`--include DIR` ran the YAML's own functions and its templates without a word."""
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w').close()\ndef text(doc): return 'a'\n")
+    (tmp_path / "planted.yaml").write_text(
+        "task: kv_planted\ndataset_path: json\ntest_split: test\noutput_type: generate_until\n"
+        "doc_to_text: !function planted.text\ndoc_to_target: '1'\n"
+    )
+    for refused in (
+        lambda: Eval("zoo:gqa2-mini", "kv_planted", include=str(tmp_path)).check(),
+        lambda: evaluating.evaluated(None, "kv_planted", include=str(tmp_path)),
+    ):
+        with pytest.raises(
+            kv.InputError, match=r"task files run code of their own.*pass --unsafe-code if you trust them"
+        ) as said:
+            refused()
+        assert "\n" not in str(said.value)
+    assert not (tmp_path / "mark").exists()
+    with pytest.raises(kv.InputError, match="cannot be loaded"):
+        evaluating.evaluated(None, "kv_planted", include=str(tmp_path), unsafe_code=True)
+    assert (tmp_path / "mark").exists(), "where it may, it runs: the refusal is what keeps it from running"
+
+
 @pytest.mark.slow
 def test_wrong_input_is_one_sentence(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = ("eval", "zoo:gqa2-mini", "--out", tmp_path / "out")
@@ -334,7 +356,8 @@ def test_wrong_input_is_one_sentence(tasks: Path, tmp_path: Path, monkeypatch: p
     wrong("unknown policy 'q8'", *made, "--policy", "q8")
     wrong("expected 'none' or 'template'", *made, "--chat", "yes")
     wrong("is no folder: give one that holds task files", *made, "--include", tmp_path / "nowhere")
-    own = ("--include", tasks, "--device", "cpu")
+    wrong("run code of their own", *made, "--tasks", "kv_writes", "--include", tasks)
+    own = ("--include", tasks, "--unsafe-code", "--device", "cpu")
     wrong("has no chat template: leave out", *made, "--tasks", "kv_writes", "--chat", "template", *own)
     # Without the thousands of the harness, which take seconds to be read.
     manager = evaluating.TaskManager
@@ -345,7 +368,15 @@ def test_wrong_input_is_one_sentence(tasks: Path, tmp_path: Path, monkeypatch: p
     lost.pop("dataset_kwargs")
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "lost.yaml").write_text(json.dumps(lost))
-    wrong("are neither on this machine nor to be had", *made, "--tasks", "kv_lost", "--include", tmp_path / "own")
+    wrong(
+        "are neither on this machine nor to be had",
+        *made,
+        "--tasks",
+        "kv_lost",
+        "--unsafe-code",
+        "--include",
+        tmp_path / "own",
+    )
     monkeypatch.delitem(sys.modules, evaluating.__name__)
     monkeypatch.delattr(behaviour, "evaluating")
     for module in ("lm_eval", "lm_eval.evaluator"):

@@ -25,10 +25,10 @@ from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.experiments.registry import experiment_named
 from kvinterp.experiments.study import Study
-from kvinterp.files import digest_of
 from kvinterp.inputs import encode
 from kvinterp.report.latex import latex_number, latex_of, latex_text, markdown_of
 from kvinterp.report.style import sheet
+from writing import resealed
 
 MODEL = "zoo:gqa2-mini"
 SUFFIXES = ("png", "svg", "pdf")
@@ -181,9 +181,7 @@ def test_the_report_judges_the_claims_anew(whole: Path, tmp_path: Path) -> None:
     claims = pd.read_parquet(out / "claims.parquet")
     claims.loc[0, "verdict"] = "holds here"
     claims.iloc[:-1].to_parquet(out / "claims.parquet", index=False)
-    summary = json.loads((out / "summary.json").read_text())
-    summary["sha256"]["claims"] = digest_of(out / "claims.parquet")
-    (out / "summary.json").write_text(json.dumps(summary))
+    resealed(out / "summary.json")
     made = kvinterp("report", out)
     assert made.exit_code == 0, made.output
     first, last = claims["id"].iloc[0], claims["id"].iloc[-1]
@@ -324,9 +322,8 @@ def test_the_report_of_what_is_no_study(tmp_path: Path, whole: Path) -> None:
     table = pd.read_parquet(out / "lengths.parquet")
     table.head(2).to_parquet(out / "lengths.parquet")
     wrong("lengths.parquet is not the one", "report", out)
-    summary = json.loads((whole / "summary.json").read_text())
-    summary["settings"]["invented"] = 1
-    (out / "summary.json").write_text(json.dumps(summary))
+    settings = json.loads((whole / "summary.json").read_text())["settings"]
+    resealed(out / "summary.json", settings={**settings, "invented": 1})
     wrong("made by another version of kvinterp, which has other choices (invented)", "report", out)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvinterp.errors import InputError
-from kvinterp.files import Record, check_writable, refuse_foreign, told, write_whole
+from kvinterp.files import Record, check_writable, digest_of, refuse_foreign, sealed, told, write_whole
 from kvinterp.locks import Lock
 from kvinterp.models.adapter import DTYPES
 from kvinterp.reading import verdict as say
@@ -96,8 +97,11 @@ def put(texts: Mapping[str, str], folder: Path) -> Path:
         record = Record(folder)
         # Nothing of an earlier audit stays beside this one.
         record.begin(_ABOUT, record.names() & set(NAMES))
+        digests: dict[str, str] = {}
         for name, text in texts.items():
-            write_whole(folder / name, text)
+            # The verdict is written last, and holds the digests of all.
+            write_whole(folder / name, text if name != "verdict.json" else sealed(name, json.loads(text), digests))
+            digests[name] = digest_of(folder / name)
         record.finish()
     return folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from kvinterp.auditing.judging import ONE_BY_ONE, Judged
 from kvinterp.auditing.ladder import PrecisionRun, band
 from kvinterp.auditing.values import narrower
 from kvinterp.errors import InputError
-from kvinterp.files import bytes_of, strict_json
+from kvinterp.files import read_sealed, strict_json
 from kvinterp.inputs import check_choice
 from kvinterp.kept import Held, Kept
 from kvinterp.reading import verdict as say
@@ -103,14 +102,12 @@ class Verdict(Kept):
         """Reads the verdict.json that an audit wrote.
 
         Raises:
-            InputError: There is none that can be read.
+            InputError: There is none that can be read, or not the one that was written.
         """
         place = Path(folder)
+        fields = _with_infinities(read_sealed(place / "verdict.json"))
         try:
-            fields = _with_infinities(json.loads(bytes_of(place / "verdict.json").decode("utf-8")))
-            del fields["exit_code"]
-            # Its name in an audit that was kept before it had this one.
-            fields.setdefault("provenance", fields.pop("about", None))
+            del fields["exit_code"], fields["sha256"]
             checks = tuple(Check(**check) for check in fields.pop("checks"))
             found = cls(**{**fields, "notes": tuple(fields["notes"])}, checks=checks)
             if found.verdict not in VERDICTS or not isinstance(found.provenance, dict):

@@ -38,12 +38,17 @@ def _manager(include: str | None, defaults: bool) -> TaskManager:
     return TaskManager(include_path=include, include_defaults=defaults)
 
 
-def manager_of(names: Sequence[str], include: str | None) -> TaskManager:
+def manager_of(names: Sequence[str], include: str | None, unsafe_code: bool) -> TaskManager:
     """What knows these tasks: a folder of one's own where it has them all, and else the harness's thousands too.
 
     Raises:
-        InputError: One is not known.
+        InputError: One is not known; or the folder's code may not run.
     """
+    if include is not None and not unsafe_code:
+        raise InputError(
+            f"--include {include} was given, and task files run code of their own (YAML functions, templates): read them, and "
+            "pass --unsafe-code if you trust them."
+        )
     if include is not None:
         own = _manager(include, False)
         if set(names) <= set(own.all_tasks):
@@ -81,7 +86,7 @@ def evaluated(
         fewshot: How many worked examples; the task's own number unless given, and where that is 0.
         chat: ``"template"``: prompts are messages, in the tokenizer's chat template; ``"none"``.
         system: The system message.
-        unsafe_code: Whether tasks may run that execute what the model writes.
+        unsafe_code: Whether code may run that a folder of one's own brings, and what the model writes.
 
     Returns:
         Two tables and what else is known: ``results`` (task, metric, filter, higher_is_better, value, documents, fewshot,
@@ -91,7 +96,7 @@ def evaluated(
     Raises:
         InputError: The task cannot be loaded, or this model cannot run it.
     """
-    manager = manager_of([name], include)
+    manager = manager_of([name], include, unsafe_code)
     with _randomness_kept():
         found = _loaded(manager, name, fewshot)
         try:

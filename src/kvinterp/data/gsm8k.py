@@ -20,7 +20,7 @@ from typing import Any
 
 from kvinterp.data.example import Example, Prompt, check_characters
 from kvinterp.data.few_shot import FewShot, sampled
-from kvinterp.data.jsonl import lines_of, normalised, number_of
+from kvinterp.data.jsonl import ids_of, lines_of, normalised, number_of
 from kvinterp.errors import InputError, shown, unexpected, unknown
 from kvinterp.files import is_file
 
@@ -122,9 +122,10 @@ class Gsm8k(FewShot):
         else:
             config = self.config or ("main" if file in ("openai/gsm8k", "gsm8k") else None)
             rows, stem = _dataset(file, config, split), split
-        return [self._example(where, f"{stem}-{number}", row) for number, (where, row) in enumerate(rows)]
+        ids = ids_of(rows, lambda number: f"{stem}-{number}")
+        return [self._example(where, own, row) for (where, row), own in zip(rows, ids, strict=True)]
 
-    def _example(self, where: str, number: str, record: dict[str, Any]) -> Example:
+    def _example(self, where: str, own: str, record: dict[str, Any]) -> Example:
         question, answer = record.get("question", record.get("prompt")), record.get("answer")
         for name, value in (("question", question), ("answer", answer)):
             if value is None or not str(value).strip():
@@ -132,9 +133,9 @@ class Gsm8k(FewShot):
                 raise InputError(f'{where} has no field "{name}", or nothing in it (fields: {given}): add it.')
         if not isinstance(question, str):
             raise InputError(f'{where}: "question" is {type(question).__name__}, expected a text; write one.')
-        check_characters(f"{record.get('id', '')}{question}{answer}", where)
+        check_characters(f"{own}{question}{answer}", where)
         prompt = Prompt(
-            id=str(record.get("id", number)),
+            id=own,
             text=self.format.replace(QUESTION, question),
             task="gsm8k",
             answer=number_of(where, str(answer)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from kvinterp.data.few_shot import FewShot, sampled
 from kvinterp.errors import InputError, shown
 from kvinterp.files import bytes_of, is_file
 
-__all__ = ["Jsonl", "lines_of", "normalised", "number_of", "prompts_of"]
+__all__ = ["Jsonl", "ids_of", "lines_of", "normalised", "number_of", "prompts_of"]
 
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 _JUDGED_BY_NUMBER = ("arithmetic", "gsm8k")
@@ -88,9 +89,39 @@ def _text_of(path: Path) -> str:
         ) from error
 
 
+def ids_of(records: Sequence[tuple[str, Mapping[str, Any]]], unless_given: Callable[[int], str]) -> list[str]:
+    """The ids of records, each of which is there once.
+
+    Args:
+        records: The records, each with what errors call it.
+        unless_given: The id of the record of a number that has none.
+
+    Raises:
+        InputError: One is no text and no number, or two are the same.
+    """
+    seen: dict[str, str] = {}
+    for number, (where, record) in enumerate(records):
+        given = record.get("id", unless_given(number))
+        if not isinstance(given, str | int | float) or isinstance(given, bool):
+            raise InputError(f'{where}: "id" is {shown(given)}, expected a text or a number; write one, or leave it out.')
+        if (first := seen.setdefault(str(given), where)) != where:
+            line = first.rpartition(", ")[2]
+            raise InputError(f"{where} has the id {shown(str(given))} of {line}: expected every id once; rename one.")
+    return list(seen)
+
+
 def _object(where: str, line: str) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise InputError(f"{where} has the field {shown(twice)} twice: expected every field once; leave one out.")
+        return found
+
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=once)
+    except InputError:
+        raise
     except json.JSONDecodeError as error:
         raise InputError(
             f"{where} is not JSON ({error.msg}, column {error.colno}): expected one object a line; mend it."
@@ -107,7 +138,9 @@ def prompts_of(path: Path) -> list[Prompt]:
     _check_there(path)
     if path.suffix.lower() == ".txt":
         return _texts_of(path)
-    return [_prompt(where, record) for where, record in lines_of(path)]
+    records = lines_of(path)
+    ids = ids_of(records, lambda number: f"line-{records[number][0].rpartition(' ')[2]}")
+    return [_prompt(where, record, own) for (where, record), own in zip(records, ids, strict=True)]
 
 
 def _texts_of(path: Path) -> list[Prompt]:
@@ -121,7 +154,9 @@ def _texts_of(path: Path) -> list[Prompt]:
     return [Prompt(id=f"line-{number}", text=line) for number, line in lines]
 
 
-def _prompt(where: str, record: dict[str, Any]) -> Prompt:
+def _prompt(where: str, record: dict[str, Any], own: str) -> Prompt:
+    if {"prompt", "text"} <= record.keys():
+        raise InputError(f'{where} has both "prompt" and "text": expected one of the two; leave the other out.')
     text = record.get("prompt", record.get("text"))
     if text is None:
         given = ", ".join(map(str, record)) or "none"
@@ -129,11 +164,11 @@ def _prompt(where: str, record: dict[str, Any]) -> Prompt:
         raise InputError(f'{where} has no field "prompt" (fields: {given}): expected the text there; {other}.')
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{where} has an empty prompt: expected a text with at least one visible character; write one.")
-    check_characters(f"{record.get('id', '')}{text}", where)
+    check_characters(own + text, where)
     answer, task = record.get("answer"), str(record.get("task") or "")
     answer = "" if answer is None else str(answer)
     return Prompt(
-        id=str(record.get("id", f"line-{where.rpartition(' ')[2]}")),
+        id=own,
         text=text,
         task=task,
         answer=number_of(where, answer) if task in _JUDGED_BY_NUMBER else answer,

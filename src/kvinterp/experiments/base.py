@@ -362,7 +362,7 @@ class Experiment(abc.ABC):
         """Writes it into its folder, a :class:`kvinterp.results.ResultFolder`, which is then finished."""
         self._of(outcome, folder.settings, outcome.choices or None, folder.path)
         draw = (lambda place: self.drawn_into(outcome, place)) if figures == "drawn" else None
-        summary = {**outcome.summary, "choices": outcome.choices, "settings": folder.settings, "sha256": {}}
+        summary = {**outcome.summary, "choices": outcome.choices, "settings": folder.settings}
         if "reading" not in summary:
             # Kept as they are said now: what is read again has no NaN, which JSON does not know.
             summary["reading"] = self.sentences(outcome)

@@ -195,14 +195,14 @@ def outcome_of(
 
 def outcome_with(comparison: Comparison, settings: Mapping[str, Any], folder: Path | None = None) -> Outcome:
     """A comparison as what an experiment found."""
-    from kvinterp.results import Result, prompt_lines
+    from kvinterp.results import PROMPTS, Result, prompt_lines
 
     tables, summary = comparison.written()
-    summary |= {"settings": settings, "sha256": {}}
+    summary |= {"settings": settings}
     prompts = list(comparison.prompts)
     result = Result(folder or Path(), comparison, prompts, summary)
     # Where token ids were compared there are no prompts to keep.
-    return Outcome(result, tables, summary, {"prompts.jsonl": prompt_lines(prompts)} if prompts else {})
+    return Outcome(result, tables, summary, {PROMPTS: prompt_lines(prompts)} if prompts else {})
 
 
 def places(out: Path, runs: Path) -> list[str]:

@@ -135,7 +135,7 @@ class Demo(Experiment):
     @classmethod
     def held_runs(cls, folder: Path) -> tuple[Path, list[str]] | None:
         """The page of a demo's folder, made again from its comparisons, and the first line of each; None: it holds none."""
-        from kvinterp.files import is_file
+        from kvinterp.files import Record, is_file
         from kvinterp.folders import SUMMARY
         from kvinterp.locks import Lock
         from kvinterp.report import write_report
@@ -148,6 +148,7 @@ class Demo(Experiment):
             name for kinds in (("hooked", "native"), ("bridge",)) for name in dataclasses.replace(cls(), kinds=kinds).plan()
         ]
         with Lock(folder):
+            Record(folder).open()
             results = [load_result(runs / name) for name in dict.fromkeys(planned) if is_file(runs / name / SUMMARY)]
             page = write_report(results, folder, load_result(runs / FLIPS))
         return page, [result.comparison.where().splitlines()[0] for result in results]

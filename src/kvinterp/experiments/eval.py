@@ -44,13 +44,13 @@ class Eval(Experiment):
         "exact prefill alone would answer.",
         min=0,
     )
-    include: str | None = option(None, "A folder with task files of your own (YAML).")
+    include: str | None = option(None, "A folder with task files of your own (YAML), which run code: with --unsafe-code.")
     limit: int | None = option(None, "Most documents of each task; all unless given.", min=1)
     fewshot: int | None = option(None, "Worked examples in front; the task's own number unless given.", min=0)
     chat: str = option("none", "'template': prompts are messages, in the tokenizer's chat template; or 'none'.")
     system: str | None = option(None, "The system message.")
     seed: int = option(0, "Seeds what tasks sample.")
-    unsafe_code: bool = option(False, "Run tasks that execute what the model writes.")
+    unsafe_code: bool = option(False, "Run the code of --include, and of tasks that execute what the model writes.")
     batch_size: int = option(1, "Most requests a batch; used where it keeps the bits.", decides="nothing", min=1)
     kind: str = shared("kind")
     dtype: str = shared("dtype")
@@ -138,7 +138,7 @@ class Eval(Experiment):
         check_seed(self.seed)
         if self.include is not None and not is_folder(Path(self.include)):
             raise InputError(f"--include {self.include} is no folder: give one that holds task files (YAML).")
-        _harness().manager_of(names, self.include)
+        _harness().manager_of(names, self.include, self.unsafe_code)
 
 
 _PASSED = (

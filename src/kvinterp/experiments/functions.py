@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FUNCTIONS", "prompts_of"]
 
-_PROMPTS = "prompts.jsonl"
-
 
 class _OfFunction(Experiment):
     """What a function found: it has no cells, since nothing but the function makes it."""
@@ -77,11 +75,11 @@ class _Several(_OfFunction):
     def read(self, folder: Path) -> Outcome:
         """With the prompts."""
         from kvinterp.data import load_prompts
-        from kvinterp.files import is_file
+        from kvinterp.results import PROMPTS
 
         outcome = super().read(folder)
         for pair in outcome.result.pairs:
-            pair.prompts = load_prompts(folder / _PROMPTS) if is_file(folder / _PROMPTS) else []
+            pair.prompts = load_prompts(folder / PROMPTS) if PROMPTS in outcome.summary["sha256"] else []
         return outcome
 
     def drawings(self, outcome: Outcome) -> dict[str, Figure]:
@@ -98,7 +96,7 @@ FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (_Localise
 
 def prompts_of(found: Any) -> dict[str, str]:
     """The prompts of a result as the text of their file, where it knows them."""
-    from kvinterp.results import prompt_lines
+    from kvinterp.results import PROMPTS, prompt_lines
 
     prompts = getattr(found, "prompts", ())
-    return {_PROMPTS: prompt_lines(prompts)} if prompts else {}
+    return {PROMPTS: prompt_lines(prompts)} if prompts else {}

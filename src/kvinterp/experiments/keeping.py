@@ -89,7 +89,7 @@ def save(found: Kept, folder: str | os.PathLike[str], existing: str = "error") -
 
 def report(found: Kept, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
     """Does what :meth:`Kept.report` says."""
-    from kvinterp.files import is_file
+    from kvinterp.files import Record, is_file
     from kvinterp.locks import Lock
 
     held = found.held
@@ -101,6 +101,7 @@ def report(found: Kept, folder: str | os.PathLike[str] | None = None, existing: 
     else:
         outcome = outcome_of(found)
         with Lock(place):
+            Record(place).open()
             experiment_of(outcome.verb).held(place).drawn_into(outcome, place / "figures")
     page = place / "report.html"
     if not is_file(page):
@@ -152,9 +153,9 @@ def load(folder: str | os.PathLike[str]) -> Any:
     Example:
         >>> kv.load("out/compare").where()  # doctest: +SKIP
     """
-    from kvinterp.files import is_file, is_folder, read_json
+    from kvinterp.files import is_file, is_folder
     from kvinterp.folders import SUMMARY
-    from kvinterp.results import reading
+    from kvinterp.results import read_summary, reading
 
     place = _folder(folder)
     if not is_folder(place):
@@ -162,13 +163,12 @@ def load(folder: str | os.PathLike[str]) -> Any:
         raise InputError(f"folder {str(place)!r} {said}: give one that kvinterp wrote.")
     if not is_file(place / SUMMARY):
         return _without_a_summary(place)
-    summary = read_json(place / SUMMARY) or {}
+    summary = read_summary(place)
     settings = summary.get("settings")
     verb = settings.get("verb") if isinstance(settings, dict) else None
     if not isinstance(verb, str):
         raise InputError(
-            f"folder {str(place)!r} holds a summary.json that does not say what wrote it: it is damaged, another tool's, or of "
-            "an earlier version of kvinterp; make the result again."
+            f"folder {str(place)!r} holds a summary.json that does not say what wrote it: give one that kvinterp wrote."
         )
     with reading(place, summary):
         return _found(experiment_of(verb).held(place).read(place), place)

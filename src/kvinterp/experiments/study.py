@@ -203,7 +203,7 @@ class Study(Experiment):
         """
         from kvinterp.data import load_prompts
         from kvinterp.provenance import provenance
-        from kvinterp.results import prompt_lines
+        from kvinterp.results import PROMPTS, prompt_lines
 
         found: dict[Part, Outcome] = {}
         known = {part: [*first, *self._second.get(part, ())] for part, first in self._first.items()}
@@ -230,14 +230,13 @@ class Study(Experiment):
             "parts": {part.label: dict(outcome.summary) for part, outcome in found.items()},
             "provenance": about,
             "settings": settings,
-            "sha256": {},
         }
         tables = labelled(found)
         outcome = self.found(found, {"claims": claims_table(tables), **tables, "cells": listed}, summary)
         # The prompts of all its experiments, those that several have once.
         sources = filter(None, dict.fromkeys(getattr(part.experiment, "prompts", None) for part in self.parts))
         prompts = {(prompt.id, prompt.text): prompt for source in sources for prompt in load_prompts(source)}
-        outcome.texts = {"prompts.jsonl": prompt_lines(list(prompts.values()))}
+        outcome.texts = {PROMPTS: prompt_lines(list(prompts.values()))}
         return outcome
 
     def found(
@@ -296,11 +295,9 @@ class Study(Experiment):
         Raises:
             InputError: There is none, or it was made by another version, whose choices are others.
         """
-        from kvinterp.files import read_json, told
-        from kvinterp.folders import SUMMARY
+        from kvinterp.results import read_summary
 
-        with told(folder):
-            settings = (read_json(folder / SUMMARY) or {}).get("settings")
+        settings = read_summary(folder).get("settings")
         if not isinstance(settings, dict) or settings.get("verb") != cls.verb():
             raise InputError(
                 f"folder {str(folder)!r} holds no study with a readable summary.json: give one that 'kvinterp study' wrote."

@@ -34,12 +34,14 @@ __all__ = [
     "Dynamic",
     "KVStore",
     "MadeBy",
+    "Named",
     "Offloaded",
     "OwnCache",
     "Preallocated",
     "Quantized",
     "Static",
     "cache_named",
+    "cache_read",
     "check_plain",
     "installed",
     "taken",
@@ -305,6 +307,33 @@ class MadeBy(CacheKind):
         return f"{self.factory.__module__}:{getattr(self.factory, '__qualname__', type(self.factory).__qualname__)}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Named(CacheKind):
+    """A class or a function that a file names: it is shown and never imported, for a file may come from anybody.
+
+    Attributes:
+        name: What the file says, as in ``package.module:Name``.
+    """
+
+    exact: ClassVar[bool] = False
+    name: str
+
+    def make(self, config: Any, capacity: int) -> Any:
+        """Nothing.
+
+        Raises:
+            InputError: Always.
+        """
+        raise InputError(
+            f"cache={self.name} was read from a file, whose code is not run: if you trust that class, give the path yourself, as "
+            f"in kv.run(model, prompt, 'cached[cache={self.name}]')."
+        )
+
+    def __str__(self) -> str:
+        """What the file says."""
+        return self.name
+
+
 CACHE_KINDS: dict[str, type[CacheKind]] = spec.named(Dynamic, Preallocated, Offloaded, Static, Quantized)
 
 
@@ -334,6 +363,15 @@ def cache_named(given: Any) -> CacheKind:
         "A class or function is given as package.module:Name, a dtype as float32; a model's own sliding windows are in dynamic "
         "and static, and a window over another model is the policy sinks(0,N).",
     )
+
+
+def cache_read(text: str) -> CacheKind:
+    """The kind of cache that a file names: as :func:`cache_named` says it, but a class is kept as its text alone.
+
+    Raises:
+        InputError: There is no such kind.
+    """
+    return Named(text) if ":" in text else cache_named(text)
 
 
 def check_plain(kind: CacheKind, who: str) -> None:

@@ -11,7 +11,7 @@ from kvinterp.paths.kernels import (
     kernels_named,
 )
 from kvinterp.paths.loops import Runner
-from kvinterp.paths.path import Cached, ExecutionPath, Recompute, path_named
+from kvinterp.paths.path import Cached, ExecutionPath, Recompute, path_named, path_read
 from kvinterp.paths.runner import run
 from kvinterp.paths.sampling import STRATEGIES, Greedy, Strategy, TopK, TopP, strategy_named
 
@@ -34,6 +34,7 @@ __all__ = [
     "TopP",
     "kernels_named",
     "path_named",
+    "path_read",
     "run",
     "strategy_named",
 ]

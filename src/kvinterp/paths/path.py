@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvinterp import spec
@@ -12,11 +12,11 @@ from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.inputs import check_choice, check_instance, check_known, check_number, check_whole
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
-from kvinterp.models.caches import CacheKind, Dynamic, Preallocated, Quantized, cache_named
+from kvinterp.models.caches import CacheKind, Dynamic, Preallocated, Quantized, cache_named, cache_read
 from kvinterp.paths.kernels import Kernels, Native, kernels_named
 from kvinterp.policies import Identity, Policy, policy_named
 
-__all__ = ["Cached", "ExecutionPath", "Recompute", "path_named"]
+__all__ = ["Cached", "ExecutionPath", "Recompute", "path_named", "path_read"]
 
 FORMS = ("cached", "recompute")
 OPTIONS = ("chunk", "refresh", "smooth", "prefill", "cache", "cache_dtype", "kernels")
@@ -164,11 +164,24 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
 
 
 def path_named(text: object) -> ExecutionPath:
-    """Reads the text form of a path: ``form[options]+policy@dtype``, of which only the form is needed.
+    """Reads the text form of a path that a user gives: ``form[options]+policy@dtype``, of which only the form is needed.
 
     Raises:
         InputError: The text does not have that form.
     """
+    return _read(text, cache_named)
+
+
+def path_read(text: object) -> ExecutionPath:
+    """Reads the text form of a path that stands in a file: a class that it names is not imported, and can not be run.
+
+    Raises:
+        InputError: The text does not have that form.
+    """
+    return _read(text, cache_read)
+
+
+def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
     if isinstance(text, ExecutionPath):
         return text
     if not isinstance(text, str):
@@ -203,7 +216,7 @@ def path_named(text: object) -> ExecutionPath:
         chosen.get("cache_dtype"),
         _count(text, "chunk", chosen, "tokens"),
         kernels_named(chosen.get("kernels", "native")),
-        cache_named(chosen.get("cache", "dynamic")),
+        cache(chosen.get("cache", "dynamic")),
         chosen.get("prefill", "exact"),
         _count(text, "refresh", chosen, "decode steps"),
         _weight(text, chosen.get("smooth")),

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import hashlib
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from kvinterp.errors import InputError, shown
-from kvinterp.files import bytes_of, is_file, write_whole
+from kvinterp.files import bytes_of, is_file, read_sealed, sealed, write_whole
 from kvinterp.inputs import check_instance, is_among
 from kvinterp.models.adapter import Site
 from kvinterp.models.hook_names import place_of
 
 __all__ = ["Trace"]
+
+_ABOUT, _TENSORS = "trace.json", "trace.safetensors"
 
 
 @dataclasses.dataclass(repr=False)
@@ -117,8 +119,8 @@ class Trace:
                 tensors |= {f"{site}.{layer}.{step}": t.contiguous().cpu() for step, t in enumerate(kept)}
         about = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("records", "logits")}
         about["places"] = [list(place) for place in self.records]
-        write_whole(target / "trace.safetensors", save(tensors))
-        write_whole(target / "trace.json", json.dumps(about, indent=1))
+        write_whole(target / _TENSORS, content := save(tensors))
+        write_whole(target / _ABOUT, sealed(_ABOUT, about, {_TENSORS: hashlib.sha256(content).hexdigest()}))
         return target
 
     @classmethod
@@ -126,16 +128,19 @@ class Trace:
         """Reads a trace that :meth:`save` wrote.
 
         Raises:
-            InputError: The folder holds no whole trace.
+            InputError: The folder holds no whole trace, or not the one that was written.
         """
         check_instance("folder", folder, (str, Path), "the name of a folder that Trace.save wrote")
         source = Path(folder)
-        for name in ("trace.json", "trace.safetensors"):
+        for name in (_ABOUT, _TENSORS):
             if not is_file(source / name):
                 raise InputError(f"folder {str(source)!r} holds no {name}: give a folder that Trace.save wrote.")
+        about = read_sealed(source / _ABOUT)
         try:
-            about = json.loads(bytes_of(source / "trace.json").decode("utf-8"))
-            tensors = load_file(source / "trace.safetensors")
+            content = bytes_of(source / _TENSORS)
+            if about.pop("sha256") != {_TENSORS: hashlib.sha256(content).hexdigest()}:
+                raise ValueError(f"{_TENSORS} is not the one that {_ABOUT} was written with")
+            tensors = load(content)
             about |= {name: tuple(about[name]) for name in ("prompt", "tokens", "fed", "steps")}
             about |= {name: tuple(about[name]) for name in ("heads", "kv_heads") if about.get(name) is not None}
             about["derived"] = tuple(about.get("derived", ()))

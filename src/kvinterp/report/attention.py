@@ -21,7 +21,7 @@ from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, locate
 from kvinterp.files import write_whole
 from kvinterp.inputs import check_choice, check_whole, chosen_layers, encode
 from kvinterp.models import Adapter, wrap
-from kvinterp.paths import ExecutionPath, path_named, run
+from kvinterp.paths import ExecutionPath, path_named, path_read, run
 from kvinterp.recording import Trace
 from kvinterp.report.attention_page import AttentionPage, ShownHead, View, page_of, readable
 from kvinterp.report.page import Text, fragment
@@ -229,7 +229,9 @@ def _again(
             "prompt it was made on."
         )
     fed = steps.sort_values("step")["token_a"].tolist()[:step]
-    paths = (path_named(provenance["paths"]["a"]), path_named(provenance["paths"]["b"]))
+    # What was compared in this process the user named; what was read may come from anybody.
+    read = path_read if comparison.origin is None else path_named
+    paths = (read(provenance["paths"]["a"]), read(provenance["paths"]["b"]))
     return _both(adapter, prompt, paths, step, layers, fed)
 
 
