@@ -307,7 +307,7 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "steps": Changes("first"),
             "protocol": Changes("free"),
             "distance": Changes("margin"),
-            "answers": Changes((" 4", " 5"), {"distance": "logit_difference", "answers": (" 1", " 2")}),
+            "answers": Changes(("4", "5"), {"distance": "logit_difference", "answers": ("1", "2")}),
             "examples": Changes(2),
             "preset": Changes("paper"),
             "max_new_tokens": Changes(4),
