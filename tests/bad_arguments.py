@@ -125,6 +125,7 @@ def api() -> dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., A
     def along(build: Callable[..., Any], name: str) -> Callable[..., Any]:
         return lambda **given: kv.run(m, tokens, **{name: build(**given)}, **short)
 
+    shown = [kv.run(m, tokens, path, record="pattern", positions="all", **short) for path in ("cached", "recompute")]
     donor = kv.Patch("resid_post", donor=trace, steps=(0,), positions="all")
     quick = {"lengths": (5,), "steps": 1, "rungs": ("float32",), "checks": "none", "sweep": "no"}
     calls: dict[str, Any] = {
@@ -165,6 +166,25 @@ def api() -> dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., A
         "load_model": (kv.load_model, {"name": "zoo:gqa2-mini", "kind": "native", "dtype": "float32", "device": "cpu"}),
         "random_model": (random_model, {"source": "zoo:gqa2-mini"}),
         "Trace.load": (kv.Trace.load, {"folder": "/nonexistent"}),
+        "compare, several": (
+            kv.compare,
+            {"model": m, "prompts": [tokens], "b": ["recompute", "recompute@float64"], **quiet},
+        ),
+        "logit_lens": (kv.logit_lens, {"model": m, "prompts": [tokens], **short}),
+        "logit_attribution": (kv.logit_attribution, {"model": m, "prompts": [tokens], **short}),
+        "PatchBench": (kv.PatchBench, {"model": m}),
+        "PatchBench.ask": (kv.PatchBench(m, 2).ask, {"prompt": tokens}),
+        "patch_panel": (kv.patch_panel, {"models": m, "prompt": "2 + 2 ="}),
+        "attention_comparison": (kv.attention_comparison, {"source": m, "other": tokens, "step": 1}),
+        "attention_comparison, compared": (
+            kv.attention_comparison,
+            {"source": kv.compare(m, [tokens], **quiet), "step": 1},
+        ),
+        "attention_comparison, traces": (
+            kv.attention_comparison,
+            {"source": shown[0], "other": shown[1], "step": 1},
+        ),
+        "experiment": (kv.experiment, {"name": "decompose", "model": "zoo:gqa2-mini", "prompts": "arithmetic:1", **quiet}),
         "trace[...]": (lambda place: trace[place], {}),
         "recorder[...]": (lambda place: recorder[place], {}),
     }
@@ -257,6 +277,30 @@ class Cases:
         )
 
 
+class Nothing:
+    """What no argument can be: who takes it has not looked at it."""
+
+
+def unread(cases: dict[str, Any]) -> list[str]:
+    """The arguments of functions that are taken whatever they are, and those at which one ends in a traceback."""
+    from kvinterp.errors import KvinterpError
+
+    found = []
+    for name, (call, right, described) in cases.items():
+        for parameter in inspect.signature(described).parameters:
+            if parameter in ("self", "place", "choices"):
+                continue
+            try:
+                call(**{**right, parameter: Nothing()})
+            except KvinterpError:
+                continue
+            except Exception as error:
+                found.append(f"{name}({parameter}=...): {type(error).__name__}: {str(error)[:200]}")
+            else:
+                found.append(f"{name}({parameter}=...) is taken and not read")
+    return found
+
+
 def _faults(where: str, said: str, before: list[str]) -> str:
     faults = {
         "more than one line": "\n" in said,
@@ -293,4 +337,10 @@ def main(seeds: Sequence[int]) -> None:
 
 if __name__ == "__main__":
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    if sys.argv[1:] == ["unread"]:
+        warnings.simplefilter("ignore")
+        for wrong in unread(api()):
+            print(json.dumps({"wrong": wrong}))
+        print(json.dumps({"done": "unread"}))
+        sys.exit()
     main([seed for part in sys.argv[1:] for seed in range(*map(int, part.split(":")))])

@@ -45,7 +45,7 @@ VERBS = {
     ),
     "kernels": ("kernels", "--model", MODEL, "--sizes", "1,2", "--device", "cpu"),
     "root-cause": ("root-cause", MODEL, *SMALL, *FEW),
-    "accumulation": ("accumulation", MODEL, *SMALL),
+    "accumulation": ("accumulation", MODEL, "--device", "cpu"),
     "propagation": ("propagation", MODEL, *SMALL),
     "kv-write": ("kv-write", MODEL, *SMALL),
     "flips": ("flips", MODEL, *SMALL, "--steps", "1", "--seeds", "1"),

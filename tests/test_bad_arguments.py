@@ -35,6 +35,18 @@ def _run(*parts: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
+def test_every_argument_of_every_function_is_read(tmp_path):
+    """Of 40 functions 13 arguments were taken whatever they were, as a tokenizer that is 3: nothing looked at them."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(kv.__file__).parents[1])}
+    command = [sys.executable, str(Path(__file__).with_name("bad_arguments.py").resolve()), "unread"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False, cwd=tmp_path)
+    lines = [json.loads(line) for line in made.stdout.splitlines() if line.startswith("{")]
+    assert lines, made.stderr[-3000:]
+    assert lines[-1] == {"done": "unread"}, made.stderr[-3000:]
+    assert not lines[:-1], "\n".join(line["wrong"] for line in lines[:-1])
+
+
+@pytest.mark.slow
 def test_a_sample_of_bad_arguments():
     _run(*SAMPLE)
 
@@ -113,6 +125,39 @@ def test_places_that_are_none():
         r"prompt=\[\]": lambda: kv.donor_trace(recorder, []),
         "empty list of layers": lambda: kv.Recorder(kv.wrap(model), "resid_post", layers=[]),
         r"layers=\(\)": lambda: kv.Patch("resid_post", layers=()),
+    }
+    for said, call in cases.items():
+        with pytest.raises(InputError, match=said):
+            call()
+
+
+def test_what_nothing_would_read_is_refused():
+    model = kv.wrap(_tiny())
+    quick = {"max_new_tokens": 2, "progress": "none"}
+    compared = kv.compare(model, [[1, 2, 3]], record="", **quick)
+    bench = kv.PatchBench(model, 2)
+    unread = "was given, and nothing reads it"
+    cases = {
+        r"answers=\(1, 2\) " + unread: lambda: kv.sweep(model, [1, 2, 3], answers=(1, 2), **quick),
+        r"block=3 " + unread: lambda: kv.sweep(model, [1, 2, 3], block=3, **quick),
+        r"answers=\(1, 2\) " + unread + ": distance": lambda: kv.activation_patching(
+            model, [1, 2], [1, 3], answers=(1, 2), progress="none"
+        ),
+        r"block=2 " + unread: lambda: kv.activation_patching(model, [1, 2], [1, 3], "z", "heads", block=2, progress="none"),
+        r"example=\{1\} " + unread: lambda: kv.attention_comparison(model, [1, 2, 3], step=1, example={1}),
+        "a='recompute' " + unread: lambda: kv.attention_comparison(compared, step=1, a="recompute"),
+        "cells=8 " + unread: lambda: kv.attention_comparison(model, [1, 2, 3], step=1, cells=8, positions=(0, 2)),
+        "tokenizer=3 was given: expected a tokenizer": lambda: kv.wrap(model.model, tokenizer=3),
+        "tokenizer=3 " + unread: lambda: kv.wrap(model, tokenizer=3),
+        "name='other' " + unread: lambda: kv.wrap(model, name="other"),
+        "seed=3 " + unread: lambda: bench.ask([1, 2, 3], seed=3),
+        "other=.* " + unread: lambda: bench.ask([1, 2, 3], other=[1, 2, 4]),
+        "kind='native' " + unread: lambda: kv.patch_panel(model, kind="native"),
+        "unknown kernel mode 'nope'": lambda: kv.patch_panel(model, kernels="nope"),
+        "progress=<class 'type'> was given|progress=.* was given": lambda: kv.experiment("compare", progress=type),
+        "unknown way to treat an existing result": lambda: kv.experiment("compare", existing="no", progress="none"),
+        "existing='use' " + unread: lambda: kv.experiment("compare", existing="use", progress="none"),
+        "a prompt's facts=3 was given": lambda: kv.Prompt("a", "b", facts=3),
     }
     for said, call in cases.items():
         with pytest.raises(InputError, match=said):

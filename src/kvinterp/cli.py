@@ -144,7 +144,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    shown = {name: value for name, value in field.metadata[OPTION].items() if name not in ("decides", "example")}
+    shown = {name: value for name, value in field.metadata[OPTION].items() if name not in ("decides", "example", "only")}
     flag, default = shown.pop("flag", f"--{field.name.replace('_', '-')}"), typing.cast(Any, field.default)
     if "example" in field.metadata[OPTION]:
         hint, default = str | None, default and ",".join(map(str, default))

@@ -25,6 +25,7 @@ __all__ = [
     "check_number",
     "check_seed",
     "check_text",
+    "check_unread",
     "check_whole",
     "checked_continuation",
     "chosen_heads",
@@ -149,6 +150,22 @@ def check_instance(name: str, given: object, kind: type | tuple[type, ...], expe
     """Raises InputError where a value is of none of these types."""
     if not isinstance(given, kind):
         raise unexpected(name, given, expected)
+
+
+def check_unread(name: str, given: object, default: object, why: str) -> None:
+    """Raises where a choice was given that nothing reads here: what is given and not used would be believed to be used.
+
+    Args:
+        name: What the caller calls it.
+        given: What was given.
+        default: What it is where nothing was given, which is nothing to refuse.
+        why: Why nothing reads it, and what to do.
+
+    Raises:
+        InputError: It is not the default.
+    """
+    if given is not default and (type(given) is not type(default) or given != default):
+        raise InputError(f"{name}={shown(given)} was given, and nothing reads it: {why}.")
 
 
 def check_callable(name: str, given: Callable[..., Any] | None) -> None:

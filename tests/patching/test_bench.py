@@ -51,6 +51,7 @@ def test_the_bench_gives_the_numbers_of_a_sweep(
         direction=direction,
         steps="every" if step == "every" else (step,),
         max_new_tokens=STEPS,
+        distance="kl",
         controls="none",
         progress="none",
     )
@@ -118,9 +119,8 @@ def test_another_prompt_at_the_prefill_is_activation_patching(load: Any) -> None
 @pytest.mark.parametrize("donor", ["zero", "mean", "resample"])
 def test_an_ablation_is_kv_patched_around_the_forward(load: Any, donor: str, direction: str) -> None:
     model = load(NATIVE)
-    answer = kv.PatchBench(model, STEPS).ask(
-        PROMPT, "z", 1, 2, 0, direction, positions="all", donor=donor, other=OTHER, seed=5
-    )
+    more = {"zero": {}, "mean": {"other": OTHER}, "resample": {"other": OTHER, "seed": 5}}
+    answer = kv.PatchBench(model, STEPS).ask(PROMPT, "z", 1, 2, 0, direction, positions="all", donor=donor, **more[donor])
     given = {
         "zero": "zero",
         "mean": kv.mean_donor(model, OTHER, "z"),

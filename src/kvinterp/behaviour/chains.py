@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -149,6 +150,15 @@ def share_kept(facts: Sequence[str], text: str) -> float:
     return float(np.mean(kept)) if kept else float("nan")
 
 
+def check_embedder(name: str) -> None:
+    """Raises InputError where an embedder needs what is not installed: asked before a model is loaded."""
+    if name not in ("counts", "model") and importlib.util.find_spec("sentence_transformers") is None:
+        raise InputError(
+            f"embedder {name!r} is a sentence-transformers model, which needs pip install 'kvinterp[chains]'; counts and model "
+            "need nothing."
+        )
+
+
 def embedder_named(name: str, adapter: Adapter) -> Callable[[Sequence[str]], np.ndarray]:
     """What turns texts into vectors ``[text, width]``, of which the cosine is taken.
 
@@ -161,18 +171,14 @@ def embedder_named(name: str, adapter: Adapter) -> Callable[[Sequence[str]], np.
     Raises:
         InputError: sentence-transformers is not installed, or has no such model; or one of ``real:`` was not fetched.
     """
+    check_embedder(name)
     if name == "counts":
         return _counts
     if name == "model":
         return lambda texts: np.stack([_pooled(adapter, text) for text in texts])
+    from sentence_transformers import SentenceTransformer
+
     place = real.path(name.removeprefix("real:")) if name.startswith("real:") else name
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"embedder {name!r} is a sentence-transformers model, which needs pip install 'kvinterp[chains]'; counts and model "
-            "need nothing."
-        ) from error
     try:
         with quiet_transformers():
             made = SentenceTransformer(str(place), device=str(adapter.device))

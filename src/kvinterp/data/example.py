@@ -48,6 +48,12 @@ class Prompt:
             given = getattr(self, name)
             if not isinstance(given, str):
                 raise unexpected(f"a prompt's {name}", given, "a text, as in Prompt(id='mine', text='2 + 2 =')")
+        for name, kind, what in (("facts", str, "texts"), ("messages", Mapping, "objects with role and content")):
+            given = getattr(self, name)
+            if not isinstance(given, list | tuple) or not all(isinstance(each, kind) for each in given):
+                raise unexpected(f"a prompt's {name}", given, f"a list of {what}")
+        if not isinstance(self.meta, Mapping):
+            raise unexpected("a prompt's meta", self.meta, "an object, as in {'until': ['Question:']}")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.cells import Cell
 from kvinterp.experiments.of_models import OfModels
+from kvinterp.experiments.options import withheld
 from kvinterp.models import dtype_named
 from kvinterp.progress import each
 
@@ -27,6 +28,8 @@ class Accumulation(OfModels):
     """Does the error of a sum grow with its length?"""
 
     TABLES: ClassVar = ("accumulation",)
+
+    prompts: str = withheld("")
 
     def cells(self) -> list[Cell]:
         """One cell: no model runs, their heads' widths are what is summed over."""

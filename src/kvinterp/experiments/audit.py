@@ -70,17 +70,44 @@ class Audit(Experiment):
     thorough: bool = option(False, "The same as --checks thorough.")
     allow: tuple[str, ...] = option((), "A word that shall not fail, such as hidden-cast; may be repeated.")
     junit: Path | None = option(None, "Also write the checks as JUnit XML here.", decides="nothing")
-    seed: int = option(0, "Seeds random prompts and random weights.")
+    seed: int = option(
+        0,
+        "Seeds random prompts and random weights.",
+        only=(
+            lambda asked: asked.prompts is None or asked.random_init or asked.is_own_code(),
+            "prompts and weights are given; leave it out",
+        ),
+    )
     device: str | None = shared("device")
     attention: str | None = shared("attention")
     remote_code: bool = shared("remote_code")
+
+    def is_own_code(self) -> bool:
+        """Whether the model is the user's own code."""
+        from kvinterp.auditing.building import is_code
+
+        return self.own_class is not None or (self.model is not None and is_code(self.model))
+
+    def check(self) -> None:
+        """Precisions and words too."""
+        from kvinterp.auditing.audit import CHECKS
+        from kvinterp.auditing.verdict import VERDICTS
+        from kvinterp.inputs import check_known
+        from kvinterp.models import dtype_named
+
+        super().check()
+        check_known("checks", self.checks, CHECKS)
+        for word in self.allow:
+            check_known("verdict to allow", word, VERDICTS)
+        for rung in self.rungs.split(","):
+            dtype_named(rung.strip())
+        if self.thorough and self.checks not in ("default", "thorough"):
+            raise InputError(f"--thorough was given with --checks {self.checks!r}: leave one of the two out.")
 
     def cells(self) -> list[Cell]:
         """One cell: a rung is judged beside the others."""
         from kvinterp.cells import Cell
 
-        if self.thorough and self.checks not in ("default", "thorough"):
-            raise InputError(f"--thorough was given with --checks {self.checks!r}: leave one of the two out.")
         settings = {
             **{name: getattr(self, name) for name in ("prompts", "steps", "seed", "allow", "lengths")},
             "model": self.named(),
@@ -107,15 +134,16 @@ class Audit(Experiment):
         from kvinterp.files import write_whole
         from kvinterp.locks import Lock
 
-        in_memory = dataclasses.replace(how, out=None)
-        if how.out is None:
-            return super().answered(in_memory)
-        folder = Path(how.out)
-        check_own(folder)
-        with Lock(folder):
+        if how.existing == "use":
+            raise InputError("existing='use' was given, and an audit is made anew each time: leave it out.")
+        folder = None if how.out is None else Path(how.out)
+        if folder is not None:
+            check_own(folder)
+        with contextlib.nullcontext() if folder is None else Lock(folder):
             self._check_junit()
-            outcome = super().answered(in_memory)
-            put(outcome.texts, folder)
+            outcome = super().answered(dataclasses.replace(how, out=None))
+            if folder is not None:
+                put(outcome.texts, folder)
             if self.junit is not None:
                 write_whole(self.junit, outcome.result["junit"])
         outcome.folder = folder

@@ -93,18 +93,10 @@ class Experiment(abc.ABC):
     # What each experiment says -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Looks at what was given, as far as no model is needed: prompts, and numbers that an option has a least of."""
-        from kvinterp.data import load_prompts
-        from kvinterp.inputs import check_whole
+        """Looks at what was given, as far as no model is needed: see :func:`kvinterp.experiments.choices.check_choices`."""
+        from kvinterp.experiments.choices import check_choices
 
-        for field in dataclasses.fields(self):
-            given, least = getattr(self, field.name), field.metadata.get(OPTION, {}).get("min")
-            if given is None and field.default is None:
-                continue
-            if least is not None:
-                check_whole(field.name, given, least)
-            if field.name == "prompts":
-                load_prompts(given)
+        check_choices(self)
 
     @abc.abstractmethod
     def cells(self) -> list[Cell]:
@@ -224,7 +216,8 @@ class Experiment(abc.ABC):
 
     def chosen(self) -> dict[str, Any]:
         """The choices that decide the numbers."""
-        fields = {field.name: field.metadata.get(OPTION, {}).get("decides") for field in dataclasses.fields(self)}
+        given = [field for field in dataclasses.fields(self) if field.init]
+        fields = {field.name: field.metadata.get(OPTION, {}).get("decides") for field in given}
         return {name: getattr(self, name) for name, decides in fields.items() if decides != "nothing"}
 
     def named(self, name: str | None = None) -> dict[str, Any]:
@@ -301,8 +294,15 @@ class Experiment(abc.ABC):
         settled.check_reached()
         from kvinterp.cells import has_parts
         from kvinterp.engines import engine_named
+        from kvinterp.folders import EXISTING
+        from kvinterp.inputs import check_choice, check_known, check_unread
         from kvinterp.progress import shown
 
+        check_known("way to treat an existing result", existing, EXISTING)
+        check_choice("progress", progress, ("bar", "none"))
+        check_choice("figures", figures, ("drawn", "none"))
+        if out is None:
+            check_unread("existing", existing, "error", "there is no folder; give one as out, or leave it out")
         try:
             with contextlib.ExitStack() as held:
                 if tell is None and progress == "bar":

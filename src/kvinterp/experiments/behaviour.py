@@ -22,6 +22,7 @@ from kvinterp.errors import InputError
 from kvinterp.experiments.base import Outcome, option, shared
 from kvinterp.experiments.circumstances import tried
 from kvinterp.experiments.of_models import OfModels
+from kvinterp.experiments.options import DRAWS, sampled
 from kvinterp.inputs import check_choice, check_whole
 from kvinterp.models import Adapter
 from kvinterp.models.threads import own_threads
@@ -66,7 +67,12 @@ class Behaviour(OfModels):
         "How tokens are chosen; may be given several times.",
         flag="--strategy",
     )
-    seeds: int = option(2, "How many seeds of what is drawn; greedy runs once.", min=1)
+    seeds: int = option(
+        2,
+        "How many seeds of what is drawn; greedy runs once.",
+        min=1,
+        only=(lambda asked: sampled(*asked.strategies), DRAWS),
+    )
     max_new_tokens: int = option(64, "Most tokens of a text.", min=1)
     stop: str = option("end of sequence", "'end of sequence' or 'length'.")
     kernels: str = option("", "Kernels of both paths, as in split_k(8,float16); the machine's own unless given.")

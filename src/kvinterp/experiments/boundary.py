@@ -15,9 +15,10 @@ from typing import ClassVar
 import pandas as pd
 
 from kvinterp.behaviour.boundary import boundary_tables
-from kvinterp.cells import Cell, Made, joined
+from kvinterp.cells import Made, joined
 from kvinterp.experiments.base import option
 from kvinterp.experiments.behaviour import Behaviour
+from kvinterp.experiments.options import withheld
 
 __all__ = ["Boundary"]
 
@@ -31,11 +32,9 @@ class Boundary(Behaviour):
     READING: ClassVar = "kvinterp.reading.boundary:said_of_boundary"
     TABLES: ClassVar = ("boundary", "boundary_flips", "terciles", "hazard", "prediction", "roc", "calibration")
 
+    # The decodes are those of behaviour, under the same keys; its controls are not asked for.
+    controls: int = withheld(0)
     above: int = option(8, "The paper's second restriction: flips later than this step alone.", min=0)
-
-    def cells(self) -> list[Cell]:
-        """The decodes of ``behaviour``, under the same keys."""
-        return [cell for cell in super().cells() if "-null-" not in cell.key and not cell.key.endswith("-oracle")]
 
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         """What the decodes say of their flips."""

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["Chain"]
 
 CONTROL, NULL = "cached", "cached, other seeds"
+_NO_POLICY = "no policy was given; give one with --policy, or leave it out"
+
+
+def _policies(asked: Any) -> bool:
+    return bool(asked.policies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +47,31 @@ class Chain(Experiment):
     policies: tuple[str, ...] = option(
         ("int8", "int4"), "What is done to K and V; may be given several times.", flag="--policy"
     )
-    on: str = option("kv,k,v", "Each policy on both tensors, on K and on V alone: kv,k,v or some of them.")
-    prefill: str = option("exact", "exact; or stored: the prompt reads what a policy keeps, as in llama.cpp and Ollama.")
-    texts: str = option("restate:2", "restate:N, a text, or a .txt or .jsonl file with texts.")
+    on: str = option(
+        "kv,k,v", "Each policy on both tensors, on K and on V alone: kv,k,v or some of them.", only=(_policies, _NO_POLICY)
+    )
+    prefill: str = option(
+        "exact",
+        "exact; or stored: the prompt reads what a policy keeps, as in llama.cpp and Ollama.",
+        only=(_policies, _NO_POLICY),
+    )
+    texts: str = option(
+        "restate:2",
+        "restate:N, a text, or a .txt or .jsonl file with texts.",
+        only=(lambda asked: asked.text is None, "one text was given in their place; leave one of the two out"),
+    )
     text: str | None = option(None, "One text, in place of those.")
     template: str = option("Text: {text}\nIn other words:", "The request, with {text} where the text goes.")
     system: str | None = option(None, "What comes before it: the system message.")
     chat: str = option("none", "'template': the tokenizer's chat template; or 'none'.")
     hops: int = option(30, "How often it is restated.", min=1)
     temperatures: str = option("0.7,0", "Temperatures, with commas; at 0 there is one chain a text.")
-    seeds: int = option(10, "How many chains of each text.", min=2)
+    seeds: int = option(
+        10,
+        "How many chains of each text.",
+        min=2,
+        only=(lambda asked: any(asked.drawn_at()), "at temperature 0 nothing is drawn; add another, or leave it out"),
+    )
     max_new_tokens: int = option(64, "Most tokens of a restatement.", min=1)
     embedder: str = option(
         "counts",
@@ -90,7 +110,7 @@ class Chain(Experiment):
         from kvinterp.behaviour.chains import embedder_named, facts_of, tokens_of
         from kvinterp.experiments.circumstances import tried
 
-        texts, arms, temperatures = self._texts(), self.arms(), self._temperatures()
+        texts, arms, temperatures = self._texts(), self.arms(), self.drawn_at()
         names = ("template", "system", "chat", "hops", "max_new_tokens", "embedder", "batch_size")
         more = {name: getattr(self, name) for name in names}
         for adapter in self.adapters():
@@ -146,7 +166,7 @@ class Chain(Experiment):
 
     def check(self) -> None:
         """Models, template, temperatures, texts and policies too."""
-        from kvinterp.behaviour.chains import TEXT
+        from kvinterp.behaviour.chains import TEXT, check_embedder
         from kvinterp.inputs import check_choice
 
         super().check()
@@ -155,12 +175,15 @@ class Chain(Experiment):
         check_choice("chat", self.chat, ("none", "template"))
         if TEXT not in self.template:
             raise InputError(f"--template {self.template!r} takes no text: write {TEXT} where it goes.")
-        self._temperatures(), self._texts(), self.arms()
+        check_choice("prefill", self.prefill, ("exact", "stored"))
+        check_embedder(self.embedder)
+        self.drawn_at(), self._texts(), self.arms()
 
     def _texts(self) -> list[Prompt]:
         return [_bare(text) for text in load_prompts(self.texts if self.text is None else [self.text])]
 
-    def _temperatures(self) -> list[float]:
+    def drawn_at(self) -> list[float]:
+        """The temperatures, each once."""
         from kvinterp.paths import TopP
 
         try:

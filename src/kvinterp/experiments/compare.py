@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import KvinterpError
 from kvinterp.experiments.base import Experiment, Outcome, model, numbered, option, shared
+from kvinterp.experiments.options import DRAWS, sampled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,14 +59,24 @@ class Compare(Experiment):
         "Unless given: resid_post,pattern,kv, without those that the model cannot give.",
         show_default=False,
     )
-    layers: tuple[int, ...] | None = option(None, "Layers to compare, as in 0,2,-1; all unless given.", example="0,2,-1")
-    seed: int = option(0, "Seeds the random numbers of the strategy.")
+    layers: tuple[int, ...] | None = option(
+        None,
+        "Layers to compare, as in 0,2,-1; all unless given.",
+        example="0,2,-1",
+        only=(lambda asked: asked.record != "", "no site is recorded; leave it out, or name sites with --record"),
+    )
+    seed: int = option(0, "Seeds the random numbers of the strategy.", only=(lambda asked: sampled(asked.strategy), DRAWS))
     device: str | None = shared("device")
     attention: str | None = shared("attention")
     batch_size: int = option(1, "Most prompts a batch; used where it keeps the bits.", decides="nothing")
     stop: str = option("end of sequence", "'end of sequence' or 'length'.")
     cache_errors: str = option(
-        "aggregated", "K/V errors: 'aggregated' by step and by position, or 'whole' (quadratic in the steps)."
+        "aggregated",
+        "K/V errors: 'aggregated' by step and by position, or 'whole' (quadratic in the steps).",
+        only=(
+            lambda asked: asked.records_cache(),
+            "K and V are not recorded; leave it out, or add kv to --record",
+        ),
     )
 
     def cells(self) -> list[Cell]:
@@ -125,19 +136,23 @@ class Compare(Experiment):
 
     def check(self) -> None:
         """Paths, strategy, protocol and sites too."""
-        from kvinterp.comparison import PROTOCOLS
-        from kvinterp.inputs import check_choice, check_seed, check_whole
+        from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
+        from kvinterp.inputs import check_choice, check_whole
         from kvinterp.models.hook_names import sites_of
-        from kvinterp.paths import path_named, strategy_named
 
         super().check()
-        path_named(self.a), path_named(self.b), strategy_named(self.strategy)
+        check_choice("cache_errors", self.cache_errors, tuple(CACHE_ERRORS))
         check_choice("protocol", self.protocol, tuple(PROTOCOLS))
         check_choice("stop", self.stop, ("end of sequence", "length"))
-        check_seed(self.seed)
         for name in ("max_new_tokens", "batch_size"):
             check_whole(name, getattr(self, name))
         sites_of(self.record or "")
+
+    def records_cache(self) -> bool:
+        """Whether K or V is among the sites that were named; where none were it is."""
+        from kvinterp.models.hook_names import sites_of
+
+        return self.record is None or any(site.startswith("cache") for site in sites_of(self.record))
 
     def _recorded(self) -> dict[str, Any]:
         from kvinterp.comparison import recordable

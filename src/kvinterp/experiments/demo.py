@@ -83,7 +83,15 @@ class Demo(Experiment):
 
     def settled(self) -> Demo:
         """The smallest one, where that was asked for."""
-        return dataclasses.replace(SMOKE, picture=self.picture) if self.smoke else self
+        if not self.smoke:
+            return self
+        from kvinterp.inputs import check_unread
+
+        for field in dataclasses.fields(self):
+            if field.name not in ("smoke", "picture"):
+                said = "the smallest demo has its own; leave it out, or leave out smoke"
+                check_unread(field.name, getattr(self, field.name), field.default, said)
+        return dataclasses.replace(SMOKE, picture=self.picture)
 
     def answered(self, how: How) -> Outcome:
         """Makes every comparison that is not there yet, each in a folder of its own under ``runs``, and the page last.
@@ -99,6 +107,8 @@ class Demo(Experiment):
         if how.out is None:
             raise InputError("a demo is a folder of comparisons: give one.")
         folder = Path(how.out)
+        for run in (*self.plan().values(), self.flips()):
+            run.check()
         with Lock(folder):
             self._check_free(folder, how.existing)
             record = Record(folder)
@@ -190,7 +200,8 @@ class Demo(Experiment):
                 log.info("and one in which tokens flip: %s, %s beside %s", run.model, run.a, run.b)
             else:
                 log.info("%d of %d: %s, %s, %s, %s", number, len(plan) - 1, run.model, run.kind, run.dtype, run.protocol)
-            results[name] = run.run(folder / name, kept, how.progress, figures="none", tell=pace.say).result
+            mine = dataclasses.replace(how, out=folder / name, existing=kept, figures="none", tell=pace.say)
+            results[name] = run.answered(mine).result
             pace.done(name)
         return results
 

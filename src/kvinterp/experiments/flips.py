@@ -18,8 +18,7 @@ from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import option
 from kvinterp.experiments.of_models import OfModels
-from kvinterp.paths import strategy_named
-from kvinterp.paths.kernels import kernels_named
+from kvinterp.experiments.options import DRAWS, sampled
 
 __all__ = ["Flips", "correlations_of", "flips_of"]
 
@@ -36,13 +35,7 @@ class Flips(OfModels):
     kernels: str = option("split_k(8,float16)", "Kernels under which flips are looked for.")
     strategy: str = option("top_p(1.0,2.0)", "And the strategy, beside greedy.")
     steps: int = option(48, "Most steps of each.", min=1)
-    seeds: int = option(3, "How many seeds of the sampling.", min=1)
-
-    def check(self) -> None:
-        """Kernels and strategy too."""
-        super().check()
-        kernels_named(self.kernels)
-        strategy_named(self.strategy)
+    seeds: int = option(3, "How many seeds of the sampling.", min=1, only=(lambda asked: sampled(asked.strategy), DRAWS))
 
     def cells(self) -> list[Cell]:
         """A cell a model, kernel mode, strategy and seed."""

@@ -275,11 +275,15 @@ def experiment(
     if name not in experiments():
         raise unknown("experiment", name, experiments())
     kind = experiment_named(name)
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.init}
     for choice in choices:
         if choice not in defaults:
             raise unknown(f"option of {name}", choice, defaults)
-    given = {choice: _option(choice, value, defaults[choice]) for choice, value in choices.items()}
+    files = {field.name for field in dataclasses.fields(kind) if "Path" in str(field.type)}
+    given = {
+        choice: Path(value) if choice in files and isinstance(value, str) else _option(choice, value, defaults[choice])
+        for choice, value in choices.items()
+    }
     outcome = kind(**given).run(None if out is None else _folder(out), existing, progress)
     return _found(outcome, outcome.folder)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +15,7 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome, argument, option, shared
 from kvinterp.experiments.equivalent_noise import error_of_policy, pooled, usable
+from kvinterp.experiments.options import DRAWS, sampled
 from kvinterp.experiments.outcome import records
 
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ STRING = 10
 _NOISE_PROMPTS, _NOISE_TOKENS = 4, 16
 
 
+def _in_design(*users: str) -> tuple[Callable[[Any], bool], str]:
+    """Where only some designs read a choice."""
+    said = f"no design that was asked for uses it; add {' or '.join(users)} to --design"
+    return lambda asked: bool({*users} & {*asked.chosen_designs()}), said
+
+
 @dataclasses.dataclass(frozen=True)
 class KvError(Experiment):
     """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
@@ -41,10 +48,20 @@ class KvError(Experiment):
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
     design: str = option("grid", "grid, factorial, tensors, layers, heads, several with commas, all, or none.")
     policies: tuple[str, ...] = option((), "A policy of your own besides, such as q5_1; once or more.", flag="--policy")
-    base: str = option("normal(0,0.5)", "What is put on K or V, or on some layers or heads, alone.")
-    rms: float = option(0.57735, "Root mean square of the factorial's relative error; that of uniform(-1,1) is 0.577.")
+    base: str = option(
+        "normal(0,0.5)",
+        "What is put on K or V, or on some layers or heads, alone.",
+        only=_in_design("tensors", "layers", "heads"),
+    )
+    rms: float = option(
+        0.57735,
+        "Root mean square of the factorial's relative error; that of uniform(-1,1) is 0.577.",
+        only=_in_design("factorial"),
+    )
     readings: str = option("stored,exact", "What the prefill reads: stored, exact, or both.")
-    repeats: int = option(5, "Runs of each, with other draws of noise and sampling.", min=1)
+    repeats: int = option(
+        5, "Runs of each, with other draws of noise and sampling.", min=1, only=(lambda asked: asked.draws(), DRAWS)
+    )
     instructions: str = option("instructions:12", "Prompts of the instructions, a generator or a .jsonl file.")
     problems: str = option("arithmetic:12", "Prompts of the problems.")
     texts: str = option("restate:8", "Prompts with answers, whose perplexity is measured.")
@@ -65,7 +82,19 @@ class KvError(Experiment):
             InputError: A name is unknown, or there is nothing to run.
             UnsupportedError: The model cannot run one of the policies.
         """
-        from kvinterp.behaviour.designs import DESIGNS, Design, designed
+        from kvinterp.behaviour.designs import Design, designed
+
+        found = {name: designed(name, self.base, self.rms, adapter.facts) for name in self.chosen_designs()}
+        if self.policies:
+            found["given"] = Design(self.policies)
+        return {
+            name: dataclasses.replace(one, policies=tuple(map(str, usable(one.policies, adapter))))
+            for name, one in found.items()
+        }
+
+    def chosen_designs(self) -> list[str]:
+        """The names of the designs, checked."""
+        from kvinterp.behaviour.designs import DESIGNS
         from kvinterp.inputs import check_known
 
         names = [name.strip() for name in self.design.split(",") if name.strip()]
@@ -73,14 +102,16 @@ class KvError(Experiment):
             check_known("design", name, (*DESIGNS, "all", "none"))
         if "none" in names and not self.policies:
             raise InputError("no design and no policy was given: give --policy, or a design such as grid.")
-        wanted = DESIGNS if "all" in names else [name for name in names if name != "none"]
-        found = {name: designed(name, self.base, self.rms, adapter.facts) for name in dict.fromkeys(wanted)}
-        if self.policies:
-            found["given"] = Design(self.policies)
-        return {
-            name: dataclasses.replace(one, policies=tuple(map(str, usable(one.policies, adapter))))
-            for name, one in found.items()
-        }
+        return list(dict.fromkeys(DESIGNS if "all" in names else [name for name in names if name != "none"]))
+
+    def draws(self) -> bool:
+        """Whether a repeat is another draw of anything: of the sampling, or of a policy's noise."""
+        from kvinterp.behaviour.designs import is_seeded
+        from kvinterp.policies import policy_named
+
+        return (
+            sampled(self.strategy) or bool(self.chosen_designs()) or any(map(is_seeded, map(policy_named, self.policies)))
+        )
 
     def chosen_readings(self) -> list[str]:
         """The readings, checked."""
@@ -94,21 +125,9 @@ class KvError(Experiment):
     def check(self) -> None:
         """Designs, policies and what the prompts are of too."""
         from kvinterp.inputs import check_number
-        from kvinterp.paths import strategy_named
-        from kvinterp.policies import policy_named
 
         super().check()
-        self.chosen_readings()
-        strategy_named(self.strategy)
-        policy_named(self.base)
-        designs = {name.strip() for name in self.design.split(",")}
-        for name, users in (("base", {"tensors", "layers", "heads"}), ("rms", {"factorial"})):
-            given = getattr(self, name)
-            if given != type(self).__dataclass_fields__[name].default and not designs & {*users, "all"}:
-                raise InputError(
-                    f"--{name} {given} was given, but no design that was asked for uses it: "
-                    f"add {' or '.join(sorted(users))} to --design."
-                )
+        self.chosen_designs(), self.chosen_readings()
         check_number("rms", self.rms)
         for name in ("instructions", "problems"):
             if not all(prompt.task for prompt in load_prompts(getattr(self, name))):
@@ -133,11 +152,11 @@ class KvError(Experiment):
         stored = {"exact": "", "stored": "[prefill=stored]"}
         tried(adapter, (f"cached{stored[reading]}+{text}" for text in policies for reading in self.chosen_readings()))
         shared = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}}
-        sampled, cells = self.strategy != "greedy", []
+        cells = []
         arms = [(CONTROL, "identity", ["exact"]), (AGAIN, "identity", ["exact"])]
         arms += [(text, text, self.chosen_readings()) for text in policies]
         for number, (label, text, readings) in enumerate(arms):
-            once = not sampled and not is_seeded(policy_named(text))
+            once = not sampled(self.strategy) and not is_seeded(policy_named(text))
             for reading in readings:
                 for repeat in range(1 if once else self.repeats):
                     # Other draws of the sampling, and nothing else: what that alone changes is the floor.

@@ -32,9 +32,10 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import numbered, option, shared
 from kvinterp.experiments.of_models import OfModels, shown_sites
-from kvinterp.inputs import check_known, check_seed, encode_all
+from kvinterp.experiments.options import DRAWS, sampled
+from kvinterp.inputs import check_known, encode_all
 from kvinterp.models import Adapter
-from kvinterp.paths import kernels_named, run, strategy_named
+from kvinterp.paths import run
 from kvinterp.reading.layer_drift import EVERY_STEP, ONE_STEP
 
 __all__ = ["LayerDrift", "null_drift", "of_example", "tables_of"]
@@ -63,7 +64,7 @@ class LayerDrift(OfModels):
 
     dtype: str = shared("dtype")
     strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
-    seed: int = option(0, "Seeds the sampling.", min=0)
+    seed: int = option(0, "Seeds the sampling.", min=0, only=(lambda asked: sampled(asked.strategy), DRAWS))
     kernels: str = option("native", "Kernel mode of both paths.")
     max_new_tokens: int = option(32, "Most steps a prompt.", min=2)
     step: int = option(2, "The paper's decode step 1: ours, which count the prefill's token as step 0.", min=1)
@@ -78,9 +79,6 @@ class LayerDrift(OfModels):
         """Everything that can be looked at before a model is loaded."""
         super().check()
         self.check_distinct()
-        kernels_named(self.kernels)
-        strategy_named(self.strategy)
-        check_seed(self.seed)
         if self.step >= self.max_new_tokens:
             raise InputError(
                 f"step={self.step} is never decoded with max_new_tokens={self.max_new_tokens}, where the last step is "

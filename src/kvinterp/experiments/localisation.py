@@ -27,7 +27,6 @@ from kvinterp.inputs import check_known, encode_all
 from kvinterp.kept import flat
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
-from kvinterp.paths import kernels_named
 from kvinterp.provenance import provenance
 
 __all__ = ["SETS", "Localisation", "chosen_of"]
@@ -68,10 +67,9 @@ class Localisation(OfModels):
     )
 
     def check(self) -> None:
-        """Kernels and parts too."""
+        """The parts too."""
         super().check()
         self.check_distinct()
-        kernels_named(self.kernels)
         if not self.part:
             raise InputError(f"the list of parts is empty: give at least one, such as {SPLIT!r}.")
         for name in self.part:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["OPTION", "SHARED", "argument", "model", "option", "shared"]
+__all__ = ["DRAWS", "OPTION", "SHARED", "argument", "model", "option", "sampled", "shared", "withheld"]
 
 OPTION = "option"
 """The key in a field's metadata under which its option stands."""
@@ -18,7 +18,9 @@ def option(default: Any, help: str, **shown: Any) -> Any:
         default: Its default.
         help: What it is.
         shown: ``flag`` where the option has another name; ``example`` for whole numbers with commas; ``decides="nothing"``
-            where it changes no number of the result; and what typer's ``Option`` takes: ``show_default``, ``min``, ``hidden``.
+            where it changes no number of the result; ``only``, where other choices decide whether it is read: whether they
+            do, as a function of the experiment, and what to do where they do not, in words; and what typer's ``Option``
+            takes: ``show_default``, ``min``, ``hidden``.
     """
     return dataclasses.field(default=default, metadata={OPTION: {"help": help, **shown}})
 
@@ -47,6 +49,22 @@ SHARED: dict[str, tuple[Any, str]] = {
 def shared(name: str) -> Any:
     """A field that several experiments have, by its name in :data:`SHARED`."""
     return option(*SHARED[name])
+
+
+def withheld(default: Any) -> Any:
+    """A field that an experiment has from another and does not use: nobody can give it, and it is no choice."""
+    return dataclasses.field(default=default, init=False, repr=False)
+
+
+def sampled(*strategies: str) -> bool:
+    """Whether one of some strategies draws random numbers."""
+    from kvinterp.paths import strategy_named
+
+    return any(str(strategy_named(text)) != "greedy" for text in strategies)
+
+
+DRAWS = "greedy decoding draws nothing; give a strategy that does, such as top_p(0.95,0.8), or leave it out"
+"""What to do about a seed that nothing draws by."""
 
 
 def model() -> Any:

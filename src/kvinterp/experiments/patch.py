@@ -9,10 +9,25 @@ from typing import Any, ClassVar
 
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
-from kvinterp.errors import unknown
 from kvinterp.experiments.base import Experiment, Outcome, model, numbered, option, shared
 
 __all__ = ["Patch"]
+
+
+_UNLESS_GIVEN = {
+    "site": "kv",
+    "sweep": "single",
+    "direction": "into-recompute",
+    "steps": "every",
+    "protocol": "matched",
+    "distance": "l2,kl",
+    "max_new_tokens": 32,
+}
+"""What a preset may set, where neither it nor anybody else does."""
+
+
+def _of_preset(name: str, help: str) -> Any:
+    return option(None, help, show_default=str(_UNLESS_GIVEN[name]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,60 +42,79 @@ class Patch(Experiment):
     UNIT: ClassVar = "prompts"
 
     model: str = model()
-    site: str = option("kv", "kv, cache_k, cache_v, resid_post, attn_out, ...")
-    sweep: str = option("single", "single, cumulative, cumulative-from, heads, kv-heads or blocks.")
-    direction: str = option("into-recompute", "into-recompute or into-cached.")
-    steps: str = option("every", "every, first, or numbers of steps with commas between.")
-    protocol: str = option("matched", "matched or free.")
-    distance: str = option("l2,kl", "l2, kl, margin or logit_difference; several with commas, the first leads.")
+    site: str = _of_preset("site", "kv, cache_k, cache_v, resid_post, attn_out, ...")
+    sweep: str = _of_preset("sweep", "single, cumulative, cumulative-from, heads, kv-heads or blocks.")
+    direction: str = _of_preset("direction", "into-recompute or into-cached.")
+    steps: str = _of_preset("steps", "every, first, or numbers of steps with commas between.")
+    protocol: str = _of_preset("protocol", "matched or free.")
+    distance: str = _of_preset("distance", "l2, kl, margin or logit_difference; several with commas, the first leads.")
     answers: tuple[str, ...] = option(
         (),
         "For logit_difference: the answer that counts, and again the one that is taken off; of one token each.",
         flag="--answer",
+        only=(
+            lambda asked: "logit_difference" in asked.distance,
+            "no distance that was asked for is of answers; leave it out, or add logit_difference to --distance",
+        ),
     )
     examples: int | None = option(None, "Patch only so many prompts, those of the highest KL.")
     preset: str | None = option(
-        None, "paper or matched: sets site, sweep, direction, steps, protocol, examples and distance."
+        None,
+        "paper or matched: sets those of site, sweep, direction, steps, protocol, examples, distance and max-new-tokens that are "
+        "not given.",
     )
     prompts: str = shared("prompts")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    max_new_tokens: int = option(32, "Most steps a prompt.")
+    max_new_tokens: int = _of_preset("max_new_tokens", "Most steps a prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
     batch_size: int = option(1, "Most patches in a forward; used where it keeps the bits.", decides="nothing", min=1)
     controls: str = option("all", "all, quick (without planted causes) or none.")
 
-    def settled(self) -> Patch:
-        """With what its preset sets."""
-        if self.preset is None:
-            return self
-        from kvinterp.patching import PRESETS
+    def __post_init__(self) -> None:
+        # Here and not when it is run: what was not given is told from what was given as its default.
+        found: dict[str, Any] = dict(_UNLESS_GIVEN)
+        if self.preset is not None:
+            from kvinterp.inputs import check_known
+            from kvinterp.patching import PRESETS
 
-        if self.preset not in PRESETS:
-            raise unknown("preset", self.preset, PRESETS)
-        values = PRESETS[self.preset].items()
-        return dataclasses.replace(self, **{"sweep" if name == "over" else name: value for name, value in values})
+            check_known("preset", self.preset, PRESETS)
+            found |= {"sweep" if name == "over" else name: value for name, value in PRESETS[self.preset].items()}
+        for name, value in found.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     def check(self) -> None:
         """What is moved, and at which steps, too."""
-        from kvinterp.inputs import check_known
+        from kvinterp.inputs import check_choice, check_known, check_text, check_whole
+        from kvinterp.models.answers import LOGIT_DIFFERENCE
         from kvinterp.models.hook_names import site_of
-        from kvinterp.patching import PATCH_SITES
+        from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
         from kvinterp.patching import Patch as Moved
 
+        for name in _UNLESS_GIVEN.keys() - {"max_new_tokens"}:
+            check_text(name, getattr(self, name), repr(_UNLESS_GIVEN[name]))
         super().check()
+        check_whole("max_new_tokens", self.max_new_tokens)
+        if self.examples is not None:
+            check_whole("examples", self.examples, hint=", or None for all")
+        for name in self.sweep.split(","):
+            check_known("sweep", name.strip(), SWEEPS)
+        for name in self.distance.split(","):
+            check_choice("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE))
+        check_choice("direction", self.direction, DIRECTIONS)
+        check_choice("protocol", self.protocol, ("matched", "free"))
+        check_choice("controls", self.controls, ("all", "quick", "none"))
         site, _ = site_of(self.site)
         check_known("patch site", site, PATCH_SITES)
         Moved(site, steps=_steps(self.steps))
 
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
-        from kvinterp.inputs import check_whole
-
         count = len(load_prompts(self.prompts))
         if self.examples is not None:
-            count = min(count, check_whole("examples", self.examples, hint=", or None for all"))
+            count = min(count, self.examples)
         given = {name: getattr(self, name) for name in _PASSED}
         settings = {"model": self.named(), **given, "over": self.sweep, "steps": _steps(self.steps)}
         return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]

@@ -11,7 +11,18 @@ from kvinterp.experiments.base import Experiment
 
 __all__ = ["experiment_named", "experiments", "question_of"]
 
-_OTHERS = ("base", "circumstances", "composed", "functions", "keeping", "of_models", "options", "outcome", "registry")
+_OTHERS = (
+    "base",
+    "choices",
+    "circumstances",
+    "composed",
+    "functions",
+    "keeping",
+    "of_models",
+    "options",
+    "outcome",
+    "registry",
+)
 
 
 def experiments() -> tuple[str, ...]:

@@ -14,11 +14,13 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.accumulation import Accumulation
 from kvinterp.experiments.base import option
+from kvinterp.experiments.choices import handed
 from kvinterp.experiments.flips import Flips
 from kvinterp.experiments.gqa import Gqa
 from kvinterp.experiments.kv_write import KvWrite
 from kvinterp.experiments.ladder import Ladder
 from kvinterp.experiments.of_models import OfModels
+from kvinterp.experiments.options import DRAWS, sampled
 from kvinterp.experiments.propagation import Propagation
 from kvinterp.experiments.repeated_heads import RepeatedHeads
 
@@ -46,7 +48,9 @@ class RootCause(OfModels):
     flip_kernels: str = option("split_k(8,float16)", "Kernels under which flips are looked for.")
     flip_strategy: str = option("top_p(1.0,2.0)", "And the strategy, beside greedy.")
     flip_steps: int = option(48, "Most steps of each there.", min=1)
-    flip_seeds: int = option(3, "How many seeds of the sampling.", min=1)
+    flip_seeds: int = option(
+        3, "How many seeds of the sampling.", min=1, only=(lambda asked: sampled(asked.flip_strategy), DRAWS)
+    )
     ladder_prompts: int = option(6, "How many of the prompts go up the ladder.", min=1)
     ladder_steps: int = option(16, "Most steps of each there.", min=1)
     repeat_prompts: int = option(4, "How many of the prompts are asked of a model with repeated K and V heads.", min=1)
@@ -57,18 +61,18 @@ class RootCause(OfModels):
         """The experiments that it runs, on one of its sets of prompts."""
         shared: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(OfModels)}
         shared["prompts"] = prompts_of_seed(self.prompts, seed)
-        flips = Flips(
-            **shared,
-            kernels=self.flip_kernels,
-            strategy=self.flip_strategy,
-            steps=self.flip_steps,
-            seeds=self.flip_seeds,
-        )
-        ladder = Ladder(**shared, most=self.ladder_prompts, steps=self.ladder_steps)
-        repeated = RepeatedHeads(**shared, most=self.repeat_prompts, steps=self.repeat_steps)
-        of_models = (Propagation(**shared), KvWrite(**shared), ladder, flips, repeated)
-        # What is summed there is drawn: it has seeds of its own, and no prompts.
-        return (*([Accumulation(**shared)] if seed == 0 else []), *of_models, Gqa(**shared))
+        flips = {name: getattr(self, f"flip_{name}") for name in ("kernels", "strategy", "steps", "seeds")}
+        own: dict[type[OfModels], dict[str, Any]] = {
+            # What is summed there is drawn: it has seeds of its own, and no prompts.
+            **({Accumulation: {}} if seed == 0 else {}),
+            Propagation: {},
+            KvWrite: {},
+            Ladder: {"most": self.ladder_prompts, "steps": self.ladder_steps},
+            Flips: flips,
+            RepeatedHeads: {"most": self.repeat_prompts, "steps": self.repeat_steps},
+            Gqa: {},
+        }
+        return tuple(handed(kind, shared, choices) for kind, choices in own.items())
 
     def check(self) -> None:
         """What each of them asks."""

@@ -14,12 +14,13 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, unknown
 from kvinterp.experiments.base import OPTION, Experiment, How, Outcome, option, shared
+from kvinterp.experiments.choices import check_handed, handed
 from kvinterp.experiments.composed import (
     PRESETS,
     Part,
@@ -47,6 +48,9 @@ log = logging.getLogger("kvinterp")
 
 EXPERIMENTS = ("behaviour", "boundary", "layer-drift", "root-cause", "localisation")
 """What a study can be made of, in the order of its report."""
+_DEFAULTS = {"dtype": "float16", "device": None}
+_HANDED = ("prompts", "strategies", "seeds", "max_new_tokens", *_DEFAULTS)
+"""What is handed on to each experiment that takes it, beside models and kind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +86,36 @@ class Study(Experiment):
     # What it is made of ------------------------------------------------------------------------------------------------
 
     def settled(self) -> Study:
-        """With what its preset sets."""
+        """With what its preset sets.
+
+        Raises:
+            InputError: A name is unknown, or something was given that none of its experiments takes.
+        """
+        from kvinterp.inputs import check_unread
+
         if self.preset not in PRESETS:
             raise unknown("preset", self.preset, PRESETS)
         preset = {**PRESETS[self.preset], "only": EXPERIMENTS}
-        del preset["more"]
-        kept = {name: given for name in preset if (given := getattr(self, name))}
-        return dataclasses.replace(self, **preset | kept)
+        of_one = preset.pop("more")
+        given = {name: value for name in preset if (value := getattr(self, name)) not in (None, ())}
+        whole = dataclasses.replace(self, **preset | given)
+        settled = dataclasses.replace(whole, more=(*self.more, *whole.added(of_one, given)))
+        remedy = "leave it out, or set a choice of one experiment with --set"
+        own = {part.experiment: settled.chosen_of[part.name] for part in settled.parts}
+        check_handed({name: getattr(settled, name) for name in _HANDED}, preset | _DEFAULTS, own, remedy)
+        if settled.kinds != preset["kinds"] and all("kind" in chosen for chosen in settled.chosen_of.values()):
+            check_unread("kinds", settled.kinds, preset["kinds"], f"each experiment has a kind of its own; {remedy}")
+        return settled
+
+    def added(self, of_one: Mapping[str, Mapping[str, Any]], given: Container[str]) -> list[str]:
+        """What a preset sets of one experiment alone, as ``more`` has it, where neither that nor what is shared was given."""
+        found = []
+        for name, choices in of_one.items():
+            for field, value in choices.items() if name in self.only else ():
+                shared = {"kind": "kinds"}.get(field, field)
+                if shared not in given and field not in self.chosen_of[name]:
+                    found.append(f"{name}.{field}={value}")
+        return found
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -97,27 +124,24 @@ class Study(Experiment):
         Raises:
             InputError: A name is unknown, or a choice does not fit.
         """
-        chosen = self._chosen()
-        mine = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        shared = {name: getattr(self, name) for name in ("models", *_HANDED)}
         parts = []
         for way in self.kinds:
             way_of(way)
         for name in self.only:
-            kind = experiment_named(name)
-            takes = {field.name for field in dataclasses.fields(kind)}
-            for way in [chosen[name]["kind"]] if "kind" in chosen[name] else self.kinds:
-                given = {**mine, **way_of(way)}
-                given = {field: given[field] for field in takes & given.keys()} | chosen[name] | way_of(way)
-                parts.append(Part(name, way, kind(**given)))
+            own = dict(self.chosen_of[name])
+            for way in [own.pop("kind")] if "kind" in own else self.kinds:
+                parts.append(Part(name, way, handed(experiment_named(name), {**shared, **way_of(way)}, own)))
         return tuple(parts)
 
-    def _chosen(self) -> dict[str, dict[str, Any]]:
-        """What the preset and ``more`` say, by experiment; what is given wins."""
+    @functools.cached_property
+    def chosen_of(self) -> dict[str, dict[str, Any]]:
+        """What ``more`` says, by experiment."""
         found: dict[str, dict[str, Any]] = {}
         for name in self.only:
             if name not in EXPERIMENTS:
                 raise unknown("experiment of a study", name, EXPERIMENTS)
-            found[name] = dict(PRESETS[self.preset]["more"].get(name, {}))
+            found[name] = {}
         for text in self.more:
             match = re.fullmatch(r"([\w-]+)\.(\w+)=(.*)", text, re.DOTALL)
             if match is None:
@@ -127,15 +151,18 @@ class Study(Experiment):
             name, field, value = match.groups()
             if name not in EXPERIMENTS:
                 raise unknown("experiment of a study", name, EXPERIMENTS)
-            fields = {each.name: each for each in dataclasses.fields(experiment_named(name))}
+            if name not in found:
+                raise InputError(f"--set {text!r} was given without {name}: leave it out, or add --only {name}.")
+            fields = {each.name: each for each in dataclasses.fields(experiment_named(name)) if each.init}
             if field not in fields or field == "models":
                 raise unknown(f"choice of {name}", field, fields.keys() - {"models"})
             chosen = read_choice(text, fields[field].default, value)
             least = fields[field].metadata.get(OPTION, {}).get("min")
             if least is not None and chosen is not None and chosen < least:
                 raise InputError(f"--set {text!r} was given: expected at least {least}.")
-            if name in found:
-                found[name][field] = chosen
+            if field in found[name]:
+                raise InputError(f"--set {text!r} was given, and {name}.{field} was set before: leave one of the two out.")
+            found[name][field] = chosen
         return found
 
     # As an experiment --------------------------------------------------------------------------------------------------

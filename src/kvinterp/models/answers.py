@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvinterp.data.tokenizing import ids_of
 from kvinterp.errors import InputError, unexpected
-from kvinterp.inputs import given_list, whole_number
+from kvinterp.inputs import check_unread, given_list, whole_number
 from kvinterp.models import Adapter
 
 __all__ = ["LOGIT_DIFFERENCE", "answer_pair", "logit_difference"]
@@ -37,6 +37,19 @@ def answer_pair(adapter: Adapter, answers: Sequence[str | int] | None) -> tuple[
     if first == second:
         raise InputError(f"answers={answers!r} are one token, whose difference from itself is 0: expected {expected}.")
     return first, second
+
+
+def asked_pair(adapter: Adapter, distance: str, answers: Sequence[str | int] | None) -> tuple[int, int] | None:
+    """The two answers where a distance is of answers; None where it is not, and then none may be given.
+
+    Raises:
+        InputError: They are not two answers of one token each, or nothing reads them.
+    """
+    if LOGIT_DIFFERENCE in str(distance):
+        return answer_pair(adapter, answers)
+    if answers is not None and answers != ():
+        check_unread("answers", answers, None, f"distance={distance!r} is not of answers; add {LOGIT_DIFFERENCE!r} to it")
+    return None
 
 
 def _token(adapter: Adapter, answer: str | int, expected: str) -> int:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from kvinterp import words
-from kvinterp.errors import InputError, UnsupportedError, shown
-from kvinterp.inputs import check_known, check_text
+from kvinterp.errors import InputError, UnsupportedError, shown, unexpected
+from kvinterp.inputs import check_known, check_text, check_unread
 from kvinterp.models.adapter import Adapter, dtype_named
 from kvinterp.models.checkpoint import reason
 from kvinterp.models.door import check_hooked_code, config_of, loading, weights_of
@@ -20,7 +20,7 @@ from kvinterp.models.finding import cached_folder, local_folder, reach
 from kvinterp.models.gguf_file import as_given, header_of, is_gguf
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights, check_runs
 
-__all__ = ["ATTENTION", "KINDS", "device_named", "load_model", "wrap"]
+__all__ = ["ATTENTION", "KINDS", "check_loadable", "device_named", "load_model", "wrap"]
 
 KINDS = {
     "hooked": "TransformerLens HookedTransformer: every activation has a hook; TransformerLens 3 only",
@@ -59,21 +59,12 @@ def load_model(
         InputError: The name, kind, dtype, device or attention is not one there is.
         UnsupportedError: This kind cannot run this architecture; the message names the kinds that can.
     """
-    check_known("kind", kind, KINDS)
-    if attention is not None and kind != "native":
-        raise InputError(
-            f"attention={attention!r} was given for kind {kind!r}, which has its own attention: leave it out, "
-            "or use kind='native'."
-        )
-    if attention is not None:
-        check_known("attention implementation", attention, ATTENTION)
+    wanted, place = check_loadable(kind, attention, dtype, device)
     check_known("remote_code", remote_code, ("refuse", "trust"))
     if not isinstance(name, str | Path):
         raise InputError(
             f"model {shown(name)} is a {type(name).__name__}: expected a name or a folder; use wrap() for a model."
         )
-    wanted = dtype_named(dtype) or torch.float16
-    place = device_named(device)
     called = str(name)
     folder = local_folder(called)
     log.info("loading %s as %s in %s on %s", called, kind, str(wanted).removeprefix("torch."), place)
@@ -88,6 +79,28 @@ def load_model(
         adapter.stored = header_of(folder).stored
     check_runs(adapter)
     return adapter
+
+
+def check_loadable(
+    kind: str = "native",
+    attention: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the device of a model that is to be loaded, where there are these, the kind and the attention.
+
+    Raises:
+        InputError: One is none there is, or the attention is none of this kind's.
+    """
+    check_known("kind", kind, KINDS)
+    if attention is not None and kind != "native":
+        raise InputError(
+            f"attention={attention!r} was given for kind {kind!r}, which has its own attention: leave it out, "
+            "or use kind='native'."
+        )
+    if attention is not None:
+        check_known("attention implementation", attention, ATTENTION)
+    return dtype_named(dtype) or torch.float16, device_named(device)
 
 
 def _adapted(source: nn.Module, kind: str, name: str, tokenizer: Any) -> Adapter:
@@ -105,16 +118,21 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
 
     Args:
         model: A HookedTransformer, a TransformerBridge, a transformers decoder, or an adapter (returned as it is).
-        tokenizer: Its tokenizer, if it does not carry one.
+        tokenizer: Its tokenizer, if it does not carry one; an adapter has its own.
         name: A name for tables.
 
     Raises:
         InputError: It is none of these.
     """
     if isinstance(model, Adapter):
+        for what, given, own in (("tokenizer", tokenizer, model.tokenizer), ("name", name, model.facts.name)):
+            if given is not own:
+                check_unread(what, given, None, f"an adapter has its own; give kv.wrap(adapter.model, {what}=...)")
         return model
     if name is not None:
         check_text("name", name, "'my-model'")
+    if tokenizer is not None and not callable(tokenizer):
+        raise unexpected("tokenizer", tokenizer, "a tokenizer of transformers, which is called with a text")
     known = {base.__name__ for base in type(model).__mro__}
     if "HookedTransformer" in known:
         from kvinterp.models.hooked import HookedAdapter

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.errors import InputError, located
-from kvinterp.inputs import check_whole, chosen_layers, encode
+from kvinterp.inputs import check_unread, check_whole, chosen_layers, encode
 from kvinterp.models import wrap
 from kvinterp.models.hook_names import site_of
 from kvinterp.models.threads import own_threads
@@ -98,12 +98,19 @@ class PatchBench:
             NonFiniteError: NaN or Inf appeared in the logits.
             UnsupportedError: This model does not show the site.
         """
-        started = time.perf_counter()
-        top = check_whole("top", top)
         site, own = site_of(site) if isinstance(site, str) else (site, None)
         (layer,) = chosen_layers(self.adapter, own or [layer])
         asked = Asked(site, layer, head, step, positions, direction, donor, seed)
+        if donor != "resample":
+            check_unread("seed", seed, 0, f"donor {donor!r} draws nothing; leave it out, or give donor='resample'")
+        if donor in ("path", ZERO):
+            check_unread("other", other, None, f"donor {donor!r} gives without another prompt; give donor='prompt'")
         self.turn_to(prompt, other)
+        return self.answer(asked, top)
+
+    def answer(self, asked: Asked, top: int = 5) -> PatchAnswer:
+        """The answer to a patch of the prompt that :meth:`turn_to` turned to, as :meth:`ask` gives it."""
+        started, top = time.perf_counter(), check_whole("top", top)
         steps, *logits = self._answered(asked)
         answer = answer_of(asked, steps, torch.stack(logits), self.adapter, self._fed(), top)
         return dataclasses.replace(answer, seconds=time.perf_counter() - started)

@@ -15,9 +15,9 @@ from tqdm.auto import tqdm
 
 from kvinterp import metrics
 from kvinterp.errors import InputError, located
-from kvinterp.inputs import check_choice, check_known, check_whole, chosen_layers, encode
+from kvinterp.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.answers import LOGIT_DIFFERENCE, answer_pair
+from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair
 from kvinterp.models.hook_names import site_of
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook
@@ -136,7 +136,9 @@ def activation_patching(
         ("progress", progress, ("bar", "none")),
     ):
         check_choice(name, value, known)
-    pair = answer_pair(adapter, answers) if distance == LOGIT_DIFFERENCE else None
+    pair = asked_pair(adapter, distance, answers)
+    if over != "positions":
+        check_unread("block", block, 1, f"over={over!r} has no blocks; leave it out, or patch over='positions'")
     tokens = [encode(adapter, prompt, 1) for prompt in (clean, corrupted)]
     differ = check_aligned(*tokens)
     rows, columns = (

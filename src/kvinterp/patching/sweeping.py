@@ -12,9 +12,18 @@ import pandas as pd
 
 from kvinterp import words
 from kvinterp.errors import InputError, located
-from kvinterp.inputs import among, check_choice, check_known, check_text, check_whole, chosen_layers, encode_all
+from kvinterp.inputs import (
+    among,
+    check_choice,
+    check_known,
+    check_text,
+    check_unread,
+    check_whole,
+    chosen_layers,
+    encode_all,
+)
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.answers import LOGIT_DIFFERENCE, answer_pair
+from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair
 from kvinterp.models.hook_names import site_of
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook
@@ -174,7 +183,9 @@ def sweep(
     lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
     if batch_size > 1 and direction == "into-cached" and protocol == "free":
         log.info("batch_size=%d is not used: fed each its own tokens, patched cached paths go one by one", batch_size)
-    pair = answer_pair(adapter, answers) if LOGIT_DIFFERENCE in str(distance) else None
+    pair = asked_pair(adapter, distance, answers)
+    if "blocks" not in over:
+        check_unread("block", block, 16, f"over={over!r} has no blocks; leave it out, or sweep over='blocks'")
     setting = Setting(adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop, pair, batch_size)
     _check_reach(setting, lanes[0], shortest)
     chosen = list(range(len(tokens)))

@@ -19,7 +19,7 @@ from kvinterp import metrics
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
 from kvinterp.files import write_whole
-from kvinterp.inputs import check_choice, check_whole, chosen_layers, encode
+from kvinterp.inputs import check_choice, check_text, check_unread, check_whole, chosen_layers, encode, given_list
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import ExecutionPath, path_named, path_read, run
 from kvinterp.recording import Trace
@@ -121,10 +121,17 @@ def attention_comparison(
     for name, given, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
         if given is not None:
             check_whole(name, given, least)
-    layers, heads = ([given] if isinstance(given, int) else given for given in (layers, heads))
-    for name, chosen in (("layers", layers), ("heads", heads)):
-        if chosen is not None and not len(chosen):
-            raise InputError(f"{name}={chosen!r} was given: expected at least one number, or None for all.")
+    layers, heads = (_numbers(name, given) for name, given in (("layers", layers), ("heads", heads)))
+    own = "traces have" if isinstance(source, Trace) else "a comparison has" if isinstance(source, Comparison) else ""
+    for name, path, default in (("a", a, "cached"), ("b", b, "recompute")) if own else ():
+        check_unread(name, path, default, f"{own} paths; leave it out")
+    if isinstance(source, Comparison):
+        check_whole("example", example, 0)
+    else:
+        check_unread("example", example, 0, "it is one of a comparison's; give kv.compare(...) first, or leave it out")
+    if positions is not None:
+        check_unread("cells", cells, 48, "positions are given; leave one of the two out")
+        check_unread("fit", fit, "crop", "positions are given; leave one of the two out")
     if isinstance(source, Trace):
         pair, adapter = _given(source, other), None if model is None else wrap(model)
     elif isinstance(source, Comparison):
@@ -132,12 +139,16 @@ def attention_comparison(
         adapter = wrap(model)
         pair = _again(source, adapter, other, example, step, layers)
     else:
+        check_unread("model", model, None, "the model came first; leave it out")
         adapter = wrap(source)
         if other is None:
             raise InputError("no prompt was given: call attention_comparison(model, prompt, step=...).")
         pair = _both(adapter, other, (path_named(a), path_named(b)), step, layers, None)
     ids = _fed(pair, step)
-    texts = tokens or (map(str, ids) if adapter is None else adapter.pieces(ids))
+    if tokens is not None:
+        texts = [check_text("tokens", each, "['2', ' +']") for each in given_list("tokens", tokens, "a list of texts")]
+    else:
+        texts = [str(each) for each in ids] if adapter is None else adapter.pieces(ids)
     names = [readable(text) for text in texts]
     if len(names) != len(ids):
         raise InputError(f"{len(names)} tokens were given for {len(ids)} positions: give the text of each position.")
@@ -151,6 +162,16 @@ def attention_comparison(
     room = max(_CELLS // (3 * view.side**2), 1) if most is None else most
     table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(found)])
     return AttentionComparison(table, page_of(pair, step, len(found), view, names, found[:room]))
+
+
+def _numbers(name: str, given: int | Sequence[int] | None) -> list[int] | None:
+    """Layers or heads as a list, None for all."""
+    if given is None or isinstance(given, int):
+        return None if given is None else [given]
+    numbers = given_list(name, given, "a list of numbers, or None for all")
+    if not numbers:
+        raise InputError(f"{name}={given!r} was given: expected at least one number, or None for all.")
+    return numbers
 
 
 # The patterns ----------------------------------------------------------------------------------------------------------

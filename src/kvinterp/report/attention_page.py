@@ -36,8 +36,8 @@ class View:
     def of(cls, length: int, positions: tuple[int, int] | None, cells: int, fit: str) -> View:
         """The view that was asked for; see :func:`kvinterp.report.attention.attention_comparison`."""
         if positions is not None:
-            whole = len(positions) == 2 and all(isinstance(p, int) for p in positions)
-            if not (whole and 0 <= positions[0] < positions[1] <= length):
+            whole = isinstance(positions, list | tuple) and len(positions) == 2
+            if not (whole and all(isinstance(p, int) for p in positions) and 0 <= positions[0] < positions[1] <= length):
                 raise InputError(
                     f"positions={positions!r} was given: expected (start, stop) with 0 <= start < stop <= {length}, the "
                     "positions at this step."

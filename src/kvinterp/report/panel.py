@@ -13,10 +13,12 @@ from typing import Any
 
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError
-from kvinterp.inputs import check_choice
+from kvinterp.inputs import check_choice, check_text, check_unread, check_whole
 from kvinterp.models import load_model, wrap
+from kvinterp.models.load import check_loadable
 from kvinterp.patching import VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
 from kvinterp.patching.asking import MEASURED
+from kvinterp.paths import kernels_named
 from kvinterp.reading.patching import recovery_said
 from kvinterp.report.panel_picture import picture
 from kvinterp.report.panel_shown import answer_shown, choices, map_shown, plain
@@ -131,7 +133,8 @@ class PatchPanel:
         check_choice("view", view, VIEWS)
         check_choice("distance", measure, MEASURED)
         self.answer = None
-        answer = bench.ask(given["prompt"], top=5, other=given["other"], **_fields(asked))
+        bench.turn_to(given["prompt"], given["other"])
+        answer = bench.answer(asked, top=5)
         # The choices first: a map may not be possible where one patch is.
         fixed = dataclasses.replace(asked, **{field: getattr(Asked(), field) for field in VIEWS[view]})
         key = repr([given[name] for name in ("model", "prompt", "other", "view")] + [fixed])
@@ -172,7 +175,11 @@ class PatchPanel:
         asked = _asked(given)
         # The site's own where none is named: the newest, of the cache all.
         asked = dataclasses.replace(asked, positions=asked.patch().positions)
-        return {**given, **_fields(asked), "positions": plain(asked.positions)}, asked
+        return {
+            **given,
+            **{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)},
+            "positions": plain(asked.positions),
+        }, asked
 
     def _note(self, given: dict[str, Any], back: Any) -> None:
         """Keeps what was tried, and from where: undoing goes back there."""
@@ -229,6 +236,12 @@ def patch_panel(
     given = list(models) if isinstance(models, list | tuple) else [models]
     if not given:
         raise InputError("the list of models is empty: give at least one.")
+    check_loadable(kind, dtype=dtype)
+    if not any(isinstance(model, str) for model in given):
+        for name, choice, default in (("kind", kind, "hooked"), ("dtype", dtype, None)):
+            check_unread(name, choice, default, "no model is loaded by name; leave it out")
+    check_whole("max_new_tokens", max_new_tokens, 2)
+    kernels_named(kernels)
     offered: dict[str, Callable[[], Any]] = {}
     for model in given:
         if isinstance(model, str):
@@ -238,7 +251,10 @@ def patch_panel(
             number = sum(name.startswith(adapter.facts.name) for name in offered)
             label = f"{adapter.facts.name} ({adapter.kind})" + (f" {number + 1}" if number else "")
             offered[label] = functools.partial(wrap, adapter)
-    first, second = (text.text if isinstance(text, Prompt) else text for text in (prompt, other))
+    first, second = (
+        text.text if isinstance(text, Prompt) else check_text(name, text, "'2 + 2 ='")
+        for name, text in (("prompt", prompt), ("other", other))
+    )
     return PatchPanel(offered, first, OTHER if first == PROMPT and not second else second, max_new_tokens, kernels)
 
 
@@ -278,7 +294,3 @@ def _asked(given: Mapping[str, Any]) -> Asked:
     fields = {field.name: given[field.name] for field in dataclasses.fields(Asked)}
     positions = fields["positions"]
     return Asked(**{**fields, "positions": tuple(positions) if isinstance(positions, list) else positions})
-
-
-def _fields(asked: Asked) -> dict[str, Any]:
-    return {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}

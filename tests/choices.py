@@ -1,0 +1,464 @@
+"""What every option of every verb does: a value that changes the result, and what else must be given with it.
+
+A new experiment is one entry of :data:`VERBS`, a new option one word of its line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+SMALL, OTHER = "zoo:gqa2-mini", "zoo:mqa-mini"
+SPLIT = "split_k(2,float16)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """A value under which a table or the summary holds something else.
+
+    Attributes:
+        value: The value.
+        beside: Other choices that it is given with, and without it as well.
+    """
+
+    value: Any
+    beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loads(Changes):
+    """A value that says how the model is loaded: what made the result is another thing, its numbers may be the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Keeps(Changes):
+    """A value that changes nothing of the result, as its help says: how the work is cut, or where it is done."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Writes(Changes):
+    """The name of a file that is written besides."""
+
+
+_ONE = {"prompts": "arithmetic:1"}
+_LOADED = {"kind": Loads("bridge"), "device": Keeps("cpu"), "attention": Loads("eager")}
+_MODEL = {"model": Changes(OTHER), **_LOADED, "dtype": Changes("float32")}
+_MODELS = {"models": Changes((OTHER,)), "prompts": Changes("arithmetic:1:1"), **_LOADED}
+_PROMPTS = {"prompts": Changes("arithmetic:1:1")}
+_SAMPLED = {"strategy": "top_p(1.0,2.0)"}
+_DECODES = {
+    **_MODELS,
+    "dtype": Changes("float32"),
+    "strategies": Changes(("top_p(1.0,2.0)",)),
+    "seeds": Changes(3, {"strategies": ("top_p(1.0,2.0)",)}),
+    "max_new_tokens": Changes(4),
+    "stop": Changes("length", {"max_new_tokens": 96, "kernels": "native", "controls": 0}),
+    "kernels": Changes(SPLIT),
+    "block": Keeps(1),
+    "batch_size": Keeps(2),
+}
+
+VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
+    "accumulation": (
+        {"models": (SMALL,)},
+        {"models": Changes(("zoo:llama64-mini",)), **_LOADED},
+    ),
+    "audit": (
+        {"model": SMALL, "lengths": (5,), "rungs": "float32", "checks": "none", "steps": 1},
+        {
+            **_MODEL,
+            "model": Changes(OTHER),
+            "random_init": Changes(True),
+            "prompts": Changes("arithmetic:2"),
+            "dtype": Changes("bfloat16"),
+            "rungs": Changes("float64"),
+            "lengths": Changes((6,)),
+            "steps": Changes(2),
+            "checks": Changes("default"),
+            "thorough": Changes(True, {"checks": "default"}),
+            "allow": Keeps(("hidden-cast",)),
+            "junit": Writes("checks.xml"),
+            "seed": Changes(1),
+            "remote_code": Keeps(True),
+        },
+    ),
+    "behaviour": (
+        {"models": (SMALL,), **_ONE, "strategies": ("greedy",), "max_new_tokens": 3, "controls": 0},
+        {**_DECODES, "controls": Changes(1)},
+    ),
+    "boundary": (
+        {
+            "models": (SMALL,),
+            "prompts": "arithmetic:2",
+            "strategies": ("top_p(1.0,2.0)",),
+            "max_new_tokens": 6,
+            "seeds": 2,
+            "kernels": SPLIT,
+        },
+        {
+            **_DECODES,
+            "kernels": Changes("native"),
+            "strategies": Changes(("greedy", "top_p(1.0,2.0)")),
+            "above": Changes(0),
+        },
+    ),
+    "chain": (
+        {
+            "models": (SMALL,),
+            "policies": ("int4",),
+            "on": "kv",
+            "texts": "restate:1",
+            "hops": 2,
+            "temperatures": "0.7",
+            "seeds": 2,
+            "max_new_tokens": 4,
+        },
+        {
+            "models": Changes((OTHER,)),
+            "policies": Changes(("truncate(2)",)),
+            "on": Changes("k"),
+            "prefill": Changes("stored", {"policies": ("truncate(1)",)}),
+            "texts": Changes("restate:1:1"),
+            "text": Changes("The box holds 3 apples."),
+            "template": Changes("{text} Again:"),
+            "system": Changes("Be brief."),
+            "hops": Changes(3),
+            "temperatures": Changes("0.7,0"),
+            "seeds": Changes(3),
+            "max_new_tokens": Changes(6),
+            "embedder": Changes("model"),
+            "chat": Changes("template", {"models": ("templated",)}),
+            "batch_size": Keeps(2),
+            **_LOADED,
+            "dtype": Loads("float32"),
+        },
+    ),
+    "compare": (
+        {"model": SMALL, **_ONE, "max_new_tokens": 3, "b": f"recompute[kernels={SPLIT}]"},
+        {
+            **_MODEL,
+            **_PROMPTS,
+            "a": Changes("cached+int4"),
+            "b": Changes("recompute@float64"),
+            "protocol": Changes("free", {"b": "cached+truncate(1)", "max_new_tokens": 8}),
+            "strategy": Changes("top_p(1.0,2.0)"),
+            "max_new_tokens": Changes(4),
+            "record": Changes("resid_post"),
+            "layers": Changes((1,)),
+            "seed": Changes(3, {**_SAMPLED, "max_new_tokens": 6}),
+            "batch_size": Keeps(2),
+            "stop": Changes("length", {"max_new_tokens": 96, "record": "", "b": "recompute"}),
+            "cache_errors": Changes("whole"),
+        },
+    ),
+    "decompose": ({"model": SMALL, **_ONE, "max_new_tokens": 3}, {**_MODEL, **_PROMPTS, "max_new_tokens": Changes(4)}),
+    "demo": (
+        {
+            "models": (SMALL,),
+            "kinds": ("native",),
+            "protocols": ("matched",),
+            "rungs": ("float32",),
+            "problems": 1,
+            "rung_problems": 1,
+            "max_new_tokens": 3,
+            "flip_problems": 1,
+        },
+        {
+            "models": Changes((OTHER,)),
+            "kinds": Changes(("bridge",)),
+            "protocols": Changes(("free",)),
+            "dtype": Changes("float32", {"rungs": ("float64",)}),
+            "rungs": Changes(("float64",)),
+            "problems": Changes(2),
+            "rung_problems": Changes(2, {"problems": 2}),
+            "max_new_tokens": Changes(4),
+            "flip_problems": Changes(2),
+            "picture": Writes("picture.png"),
+        },
+    ),
+    "equivalent-noise": (
+        {"model": SMALL, **_ONE, "policies": ("int4",), "max_new_tokens": 2},
+        {**_MODEL, **_PROMPTS, "policies": Changes(("int8",)), "max_new_tokens": Changes(3)},
+    ),
+    "eval": (
+        {"model": SMALL, "tasks": "choices_chooses", "path": "cached+truncate(2)", "limit": 2, "include": "tasks"},
+        {
+            **_MODEL,
+            "model": Changes(OTHER),
+            "tasks": Changes("choices_reads"),
+            "policy": Changes("int4", {"path": None}),
+            "path": Changes("cached+int4"),
+            "against": Changes("none"),
+            "through": Changes(3),
+            "include": Changes("other_tasks"),
+            "limit": Changes(1),
+            "fewshot": Changes(1),
+            "chat": Changes("template", {"model": "templated"}),
+            "system": Changes("Be brief."),
+            "seed": Changes(1, {"fewshot": 1}),
+            "unsafe_code": Keeps(True),
+            "batch_size": Keeps(2),
+        },
+    ),
+    "flips": (
+        {"models": (SMALL,), **_ONE, "steps": 3, "seeds": 1},
+        {
+            **_MODELS,
+            "kernels": Changes(SPLIT),
+            "strategy": Changes("top_p(0.5,3.0)"),
+            "steps": Changes(4),
+            "seeds": Changes(2),
+        },
+    ),
+    "gqa": ({"models": (SMALL,), **_ONE}, _MODELS),
+    "kernels": (
+        {"model": SMALL, "sizes": (1, 2)},
+        {
+            **_MODEL,
+            "kernels": Changes("split_k(2,float16)"),
+            "random_init": Changes(True),
+            "sizes": Changes((1, 3)),
+            "seed": Changes(1),
+            "remote_code": Keeps(True),
+        },
+    ),
+    "kv-error": (
+        {
+            "model": SMALL,
+            "design": "none",
+            "policies": ("int4",),
+            "readings": "stored",
+            "repeats": 1,
+            "max_new_tokens": 3,
+            "instructions": "instructions:1",
+            "problems": "arithmetic:1",
+            "texts": "restate:1",
+            "strings": "instructions:2",
+        },
+        {
+            **_MODEL,
+            "design": Changes("layers"),
+            "policies": Changes(("int8",)),
+            "base": Changes("int8", {"design": "tensors"}),
+            "rms": Changes(0.3, {"design": "factorial"}),
+            "readings": Changes("exact"),
+            "repeats": Changes(2),
+            "instructions": Changes("instructions:1:1"),
+            "problems": Changes("arithmetic:1:1"),
+            "texts": Changes("restate:1:1"),
+            "strings": Changes("instructions:3"),
+            "strategy": Changes("greedy"),
+            "max_new_tokens": Changes(4),
+            "dtype": Changes("float16"),
+        },
+    ),
+    "kv-write": ({"models": (SMALL,), **_ONE}, _MODELS),
+    "ladder": (
+        {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1, "steps": 2},
+        {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2), "steps": Changes(3)},
+    ),
+    "layer-drift": (
+        {"models": (SMALL,), "prompts": "arithmetic:2", "max_new_tokens": 4},
+        {
+            **_MODELS,
+            "prompts": Changes("arithmetic:2:1"),
+            "dtype": Changes("float32"),
+            "strategy": Changes("top_p(1.0,2.0)"),
+            "seed": Changes(3, _SAMPLED),
+            "kernels": Changes(SPLIT),
+            "max_new_tokens": Changes(5),
+            "step": Changes(3, {"kernels": SPLIT}),
+            "divergent": Changes(1),
+            "contrast": Changes(("layer 0",)),
+            "suffix": Changes(3, {"kernels": SPLIT}),
+        },
+    ),
+    "localisation": (
+        {"models": (SMALL,), "prompts": "arithmetic:2", "count": 1, "max_new_tokens": 3, "part": ("v-into-cached",)},
+        {
+            **_MODELS,
+            "prompts": Changes("arithmetic:2:1"),
+            "dtype": Changes("float32"),
+            "count": Changes(2),
+            "max_new_tokens": Changes(4),
+            "kernels": Changes(SPLIT),
+            "part": Changes(("k-into-cached",)),
+        },
+    ),
+    "mitigate": (
+        {"model": SMALL, **_ONE, "path": ("cached",), "policy": ("int8",), "max_new_tokens": 3},
+        {
+            **_MODEL,
+            **_PROMPTS,
+            "path": Changes(("cached[refresh=1]",)),
+            "policy": Changes(("int4",)),
+            "max_new_tokens": Changes(4),
+        },
+    ),
+    "patch": (
+        {"model": SMALL, "prompts": "arithmetic:2", "examples": 1, "max_new_tokens": 3, "controls": "none"},
+        {
+            **_MODEL,
+            "prompts": Changes("arithmetic:2:1"),
+            "site": Changes("cache_k"),
+            "sweep": Changes("cumulative"),
+            "direction": Changes("into-cached"),
+            "steps": Changes("first"),
+            "protocol": Changes("free"),
+            "distance": Changes("margin"),
+            "answers": Changes(("4", "5"), {"distance": "logit_difference", "answers": ("1", "2")}),
+            "examples": Changes(2),
+            "preset": Changes("paper"),
+            "max_new_tokens": Changes(4),
+            "batch_size": Keeps(2),
+            "controls": Changes("quick"),
+        },
+    ),
+    "propagation": ({"models": (SMALL,), **_ONE}, _MODELS),
+    "repeated-heads": (
+        {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1, "steps": 2},
+        {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2), "steps": Changes(3)},
+    ),
+    "root-cause": (
+        {
+            "models": (SMALL,),
+            "prompts": "arithmetic:2",
+            "flip_steps": 2,
+            "flip_seeds": 1,
+            "ladder_prompts": 1,
+            "ladder_steps": 2,
+            "repeat_prompts": 1,
+            "repeat_steps": 2,
+        },
+        {
+            **_MODELS,
+            "prompts": Changes("arithmetic:2:1"),
+            "flip_kernels": Changes(SPLIT),
+            "flip_strategy": Changes("top_p(0.5,3.0)"),
+            "flip_steps": Changes(3),
+            "flip_seeds": Changes(2),
+            "ladder_prompts": Changes(2),
+            "ladder_steps": Changes(3),
+            "repeat_prompts": Changes(2),
+            "repeat_steps": Changes(3),
+            "seeds": Changes(2),
+        },
+    ),
+    "study": (
+        {"preset": "quick", "models": (SMALL,), "only": ("layer-drift",), **_ONE, "max_new_tokens": 4},
+        {
+            "preset": Changes("zoo", {"prompts": None, "models": (SMALL,), "kinds": ("native",)}),
+            "models": Changes((OTHER,)),
+            "kinds": Changes(("native(eager)", "native(sdpa)")),
+            "prompts": Changes("arithmetic:1:1"),
+            "strategies": Changes(("top_p(1.0,2.0)",)),
+            "seeds": Changes(2, {"only": ("boundary",), "strategies": ("top_p(1.0,2.0)",)}),
+            "max_new_tokens": Changes(5),
+            "dtype": Changes("float32"),
+            "device": Keeps("cpu"),
+            "only": Changes(("localisation",), {"more": ()}),
+            "more": Changes(("layer-drift.step=3", "layer-drift.kernels=split_k(2,float16)")),
+            "engine": Keeps("local"),
+        },
+    ),
+    "susceptibility": (
+        {"model": SMALL, **_ONE, "sizes": "0.1,1,4", "seeds": 2, "max_new_tokens": 3},
+        {
+            **_MODEL,
+            **_PROMPTS,
+            "noise": Changes("uniform"),
+            "sizes": Changes("0.2,1,4"),
+            "bins": Changes(1),
+            "seeds": Changes(3),
+            "max_new_tokens": Changes(4),
+        },
+    ),
+}
+"""By verb its smallest choices, and for every option what it does to the result of these."""
+
+ELSEWHERE = {
+    ("demo", "smoke"): "the smallest demo, which tests/experiments/test_demo.py runs",
+    ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",
+    ("audit", "config"): "the config of code of one's own, in tests/auditing/test_product.py",
+}
+"""Options that are shown to be used by another test, and which."""
+
+REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("compare", {"seed": 3}, "seed=3 was given, and nothing reads it: greedy decoding draws nothing"),
+    ("compare", {"record": "", "layers": (0,)}, "layers=(0,) was given, and nothing reads it: no site is recorded"),
+    ("compare", {"record": "resid_post", "cache_errors": "whole"}, "cache_errors='whole' was given, and nothing reads it"),
+    ("compare", {"kind": "bridge", "attention": "eager"}, "attention='eager' was given for kind 'bridge'"),
+    ("patch", {"answers": (" 4", " 5")}, "and nothing reads it: no distance that was asked for is of answers"),
+    ("behaviour", {"strategies": ("greedy",), "seeds": 3}, "seeds=3 was given, and nothing reads it: greedy decoding"),
+    ("boundary", {"strategies": ("greedy",), "seeds": 3}, "seeds=3 was given, and nothing reads it: greedy decoding"),
+    ("flips", {"strategy": "greedy", "seeds": 2}, "seeds=2 was given, and nothing reads it: greedy decoding"),
+    ("layer-drift", {"seed": 3}, "seed=3 was given, and nothing reads it: greedy decoding draws nothing"),
+    ("root-cause", {"flip_strategy": "greedy", "flip_seeds": 2}, "flip_seeds=2 was given, and nothing reads it"),
+    ("root-cause", {"seeds": 2, "prompts": "2 + 2 ="}, "seeds was given with prompts '2 + 2 =', of which there is one set"),
+    ("chain", {"text": "A text.", "texts": "restate:3"}, "texts='restate:3' was given, and nothing reads it: one text"),
+    ("chain", {"policies": (), "on": "k"}, "on='k' was given, and nothing reads it: no policy was given"),
+    ("chain", {"policies": (), "prefill": "stored"}, "prefill='stored' was given, and nothing reads it: no policy"),
+    (
+        "chain",
+        {"temperatures": "0", "seeds": 3},
+        "seeds=3 was given, and nothing reads it: at temperature 0 nothing is drawn",
+    ),
+    ("kv-error", {"base": "int8"}, "base='int8' was given, and nothing reads it: no design that was asked for uses it"),
+    ("kv-error", {"rms": 0.3}, "rms=0.3 was given, and nothing reads it: no design that was asked for uses it"),
+    (
+        "kv-error",
+        {"design": "none", "policies": ("q8_0",), "strategy": "greedy", "repeats": 3},
+        "repeats=3 was given, and nothing reads it: greedy decoding draws nothing",
+    ),
+    (
+        "audit",
+        {"prompts": "arithmetic:1", "seed": 3},
+        "seed=3 was given, and nothing reads it: prompts and weights are given",
+    ),
+    ("audit", {"thorough": True, "checks": "none"}, "--thorough was given with --checks 'none'"),
+    ("eval", {"policy": "int4", "path": "cached+int8"}, "--policy int4 and --path cached+int8 were both given"),
+    ("demo", {"smoke": True, "problems": 3}, "problems=3 was given, and nothing reads it: the smallest demo has its own"),
+    (
+        "study",
+        {"only": ("root-cause",), "max_new_tokens": 3},
+        "max_new_tokens=3 was given, and nothing reads it: root-cause",
+    ),
+    ("study", {"only": ("root-cause",), "dtype": "float32"}, "dtype='float32' was given, and nothing reads it: root-cause"),
+    ("study", {"only": ("localisation",), "strategies": ("greedy",)}, "and nothing reads it: localisation takes none such"),
+    (
+        "study",
+        {"only": ("layer-drift",), "strategies": ("greedy", "top_p(1.0,2.0)")},
+        "and nothing reads it: layer-drift takes one alone",
+    ),
+    (
+        "study",
+        {"only": ("layer-drift",), "seeds": 3},
+        "seeds=3 was given, and nothing reads it: layer-drift takes none such",
+    ),
+    (
+        "study",
+        {"only": ("layer-drift",), "prompts": "arithmetic:1", "more": ("layer-drift.prompts=arithmetic:2",)},
+        "prompts='arithmetic:1' was given, and nothing reads it",
+    ),
+    (
+        "study",
+        {"only": ("layer-drift",), "kinds": ("hooked",), "more": ("layer-drift.kind=native",)},
+        "kinds=('hooked',) was given, and nothing reads it: each experiment has a kind of its own",
+    ),
+    ("study", {"only": ("layer-drift",), "more": ("boundary.above=3",)}, "'boundary.above=3' was given without boundary"),
+    (
+        "study",
+        {"more": ("boundary.above=3", "boundary.above=4")},
+        "boundary.above was set before: leave one of the two out",
+    ),
+    ("study", {"more": ("boundary.controls=3",)}, "unknown choice of boundary 'controls'"),
+    ("study", {"seeds": 0}, "seeds=0 was given: expected a whole number of at least 1"),
+)
+"""Choices that are refused before a model is loaded, since nothing would read them."""
+
+FREE = {
+    "model", "models", "prompts", "text", "texts", "template", "system", "tasks", "include", "picture", "junit", "own_class", "config",
+    "instructions", "problems", "strings", "embedder",
+}  # fmt: skip
+"""Options whose value may be any text: what they name is looked for where it is used."""

@@ -1,0 +1,246 @@
+"""A choice that is printed is one that was used: every option of every verb changes the result, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import kvinterp as kv
+from choices import ELSEWHERE, FREE, REFUSED, VERBS, Keeps, Loads, Writes
+from kvinterp import cells
+from kvinterp.experiments.registry import experiment_named, experiments
+from kvinterp.files import strict_json
+from kvinterp.models import zoo
+
+
+def options_of(verb: str) -> dict[str, Any]:
+    return {field.name: field for field in dataclasses.fields(experiment_named(verb)) if field.init}
+
+
+CASES = [(verb, option) for verb, (_, options) in VERBS.items() for option in options]
+
+
+@pytest.mark.parametrize("verb", experiments())
+def test_every_option_of_every_verb_has_its_place_in_the_table(verb: str) -> None:
+    _, listed = VERBS.get(verb, ({}, {}))
+    missing = sorted(set(options_of(verb)) - set(listed) - {option for of, option in ELSEWHERE if of == verb})
+    assert not missing, (
+        f"add to VERBS[{verb!r}] of tests/choices.py a value of {', '.join(missing)} that changes the result"
+    )
+    assert not set(listed) - set(options_of(verb)), f"VERBS[{verb!r}] of tests/choices.py has options that there are not"
+
+
+# What changes ------------------------------------------------------------------------------------------------------------
+
+
+_MADE: dict[str, tuple[str, str]] = {}
+
+
+def ran(verb: str, choices: dict[str, Any], folder: Path) -> tuple[str, str]:
+    """What a verb's tables and summary hold, and what the summary says of what made it."""
+    key = f"{verb} {sorted(choices.items())!r}"
+    if key not in _MADE:
+        outcome = experiment_named(verb)(**choices).run(
+            folder if verb in ("demo", "study") else None, progress="none", figures="none"
+        )
+        comparisons = outcome.summary.get("comparisons", {})
+        tables = {name: _rounded(table) for name, table in outcome.tables.items()}
+        if verb == "demo":
+            tables = {
+                f"{one.folder.name} {n}": _rounded(t)
+                for one in outcome.result
+                for n, t in one.comparison.written()[0].items()
+            }
+        told = {
+            name: said for name, said in outcome.summary.items() if name not in ("settings", "choices", "sha256", "cells")
+        }
+        _MADE[key] = (
+            strict_json([tables, _without(told, "provenance"), sorted(comparisons)]),
+            strict_json(_only(outcome.summary, "provenance")),
+        )
+    return _MADE[key]
+
+
+def _rounded(table: pd.DataFrame) -> Any:
+    # Where it was done is in the table of a study's cells.
+    return json.loads(table.drop(columns=["settings", "key"], errors="ignore").to_json(orient="split", double_precision=15))
+
+
+def _without(told: Any, name: str) -> Any:
+    if isinstance(told, dict):
+        return {str(key): _without(value, name) for key, value in told.items() if key not in (name, "settings", "seconds")}
+    return [_without(each, name) for each in told] if isinstance(told, list | tuple) else told
+
+
+def _only(told: Any, name: str) -> Any:
+    return {str(key): value for key, value in told.items() if key == name}
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that holds what some values name: tasks, and a model with a chat template."""
+    monkeypatch.chdir(tmp_path)
+    prepare(tmp_path)
+    return tmp_path
+
+
+def prepare(folder: Path) -> None:
+    """Writes what some values name."""
+    shutil.copytree(zoo.folder("gqa2-mini"), folder / "templated")
+    place = folder / "templated" / "tokenizer_config.json"
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    place.write_text(json.dumps({**json.loads(place.read_text()), "chat_template": template}))
+    for name, source in (("tasks", "arithmetic:4"), ("other_tasks", "arithmetic:4:1")):
+        own = folder / name
+        own.mkdir()
+        lines = [json.dumps({"text": prompt.text, "answer": prompt.answer}) for prompt in kv.load_prompts(source)]
+        (own / "problems.jsonl").write_text("\n".join(lines) + "\n")
+        common = {
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(own / "problems.jsonl")}, "cache_dir": str(folder / "cache")},
+            "test_split": "test",
+            "fewshot_split": "test",
+        }
+        chooses = {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{text}} ####",
+            "doc_to_choice": [" 1", " 2", " 3", " 4"],
+            "doc_to_target": 2,
+            "metric_list": [{"metric": "acc"}],
+        }
+        reads = {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "word_perplexity"}],
+        }
+        for task, more in {"chooses": chooses, "reads": reads}.items():
+            # JSON is YAML.
+            (own / f"{task}.yaml").write_text(json.dumps({"task": f"choices_{task}", **common, **more}))
+
+
+@pytest.mark.slow
+@pytest.mark.each
+@pytest.mark.parametrize(("verb", "option"), CASES)
+def test_a_value_that_changes_the_result_does(verb: str, option: str, there: Path) -> None:
+    """A study ran 20 prompts, greedy, 24 steps, where its folder said one prompt, sampled, 3 steps."""
+    base, options = VERBS[verb]
+    what = options[option]
+    before = {**base, **what.beside}
+    after = {**before, option: what.value}
+    if isinstance(what, Writes):
+        ran(verb, {**before, option: Path(what.value)}, there / "after")
+        assert (there / what.value).is_file()
+        return
+    one, other = ran(verb, before, there / "before"), ran(verb, after, there / "after")
+    said = f"{verb}: {option}={what.value!r}"
+    if isinstance(what, Keeps):
+        assert one[0] == other[0], f"{said} is said to change nothing, and does"
+    elif isinstance(what, Loads):
+        assert one != other, f"{said} changes nothing, not even what the summary says of the model"
+    else:
+        assert one[0] != other[0], f"{said} changes nothing"
+
+
+# What is refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is loaded is a failure."""
+
+    def loaded(given: Any) -> None:
+        raise AssertionError("a model is loaded before the choice is refused")
+
+    for verb in experiments():
+        module = __import__(experiment_named(verb).__module__, fromlist=["loaded"])
+        if hasattr(module, "loaded"):
+            monkeypatch.setattr(module, "loaded", loaded)
+    monkeypatch.setattr("kvinterp.experiments.of_models.loaded", loaded)
+    monkeypatch.setattr(cells, "loaded", loaded)
+
+
+@pytest.mark.parametrize(("verb", "choices", "said"), REFUSED, ids=lambda each: each if isinstance(each, str) else None)
+def test_a_choice_that_nothing_would_read_is_refused(
+    verb: str, choices: dict[str, Any], said: str, no_model: None, tmp_path: Path
+) -> None:
+    with pytest.raises(kv.InputError) as refused:
+        kv.experiment(verb, **choices, out=tmp_path / "out", progress="none")
+    assert said in str(refused.value)
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+TEXTS = [
+    (verb, name)
+    for verb in experiments()
+    for name, field in options_of(verb).items()
+    if name not in FREE and ("str" in str(field.type))
+]
+
+
+@pytest.mark.parametrize(("verb", "option"), TEXTS)
+def test_a_word_that_is_none_is_refused_before_a_model_is_loaded(
+    verb: str, option: str, no_model: None, tmp_path: Path
+) -> None:
+    several = str(options_of(verb)[option].type).startswith("tuple")
+    with pytest.raises(kv.KvinterpError) as refused:
+        kv.experiment(
+            verb, **{option: ["no such thing"] if several else "no such thing"}, out=tmp_path / "out", progress="none"
+        )
+    assert "no such thing" in str(refused.value)
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+# What the folder says ----------------------------------------------------------------------------------------------------
+
+
+GIVEN = {"prompts": "arithmetic:1", "max_new_tokens": 4, "strategies": ("top_p(0.9,0.8)",), "kinds": ("native(eager)",)}
+
+
+@pytest.mark.parametrize("preset", ["quick", "zoo"])
+@pytest.mark.parametrize("name", ["behaviour", "boundary", "layer-drift", "root-cause", "localisation"])
+def test_what_a_study_was_given_its_experiments_are(name: str, preset: str) -> None:
+    """A preset's own choice for one experiment won over what was typed, and one strategy is not called several."""
+    given = dict(GIVEN)
+    if name in ("root-cause", "localisation"):
+        del given["strategies"]
+    if name == "root-cause":
+        del given["max_new_tokens"]
+    study = experiment_named("study")(preset=preset, models=("zoo:gqa2-mini",), only=(name,), **given).settled()
+    (part,) = study.parts
+    asked = vars(part.experiment)
+    assert (asked["kind"], asked["attention"], asked["prompts"]) == ("native", "eager", "arithmetic:1")
+    assert asked.get("max_new_tokens", 4) == 4
+    assert asked.get("strategies", GIVEN["strategies"]) == GIVEN["strategies"]
+    assert asked.get("strategy", "top_p(0.9,0.8)") == "top_p(0.9,0.8)"
+    assert not [text for text in study.more if text.split("=")[0].split(".")[1] in ("prompts", "kind", "max_new_tokens")]
+    assert study.settled() == study
+
+
+def test_what_a_preset_sets_of_one_experiment_is_among_what_the_folder_says() -> None:
+    study = experiment_named("study")(preset="zoo", only=("layer-drift",)).settled()
+    assert study.more == ("layer-drift.prompts=arithmetic:20", "layer-drift.max_new_tokens=24")
+    assert study.chosen()["more"] == study.more
+    assert study.parts[0].experiment.prompts == "arithmetic:20"
+
+
+@pytest.mark.slow
+def test_what_the_folder_of_a_study_says_was_used_was_used(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = kv.experiment(
+        "study", preset="quick", models=["zoo:gqa2-mini"], only=["layer-drift"], strategies=["top_p(0.9,0.8)"],
+        prompts="arithmetic:1", max_new_tokens=4, out=out, progress="none",
+    )  # fmt: skip
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["settings"]["prompts"]["count"] == len(found.tables["drift_examples"]) == 1
+    assert summary["settings"]["max_new_tokens"] == 4
+    assert found.tables["layer_drift"]["step"].max() <= 3
+    (about,) = summary["parts"]["layer-drift, native"]["provenance"].values()
+    assert [about["strategy"]] == summary["settings"]["strategies"] == ["top_p(0.9,0.8)"]
+    assert about["max_new_tokens"] == 4
