@@ -137,7 +137,9 @@ def main():
     given = parser.parse_args()
     torch.set_num_threads(1)
     results = {}
-    table = Table("model", "way", "operations a step", "over plain", "views over plain", "reads a step", "once a call: reads, writes")
+    table = Table(
+        "model", "way", "operations a step", "over plain", "views over plain", "reads a step", "once a call: reads, writes"
+    )
     for name in given.models:
         results[name], about = cost(name)
         for way, row in results[name].items():
