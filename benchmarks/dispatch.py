@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 from kept import keep
-from plain import RECORD, cached, recomputed
 from rich.console import Console
 from rich.table import Table
 
 import kvinterp as kv
 from kvinterp.provenance import provenance
+from plain import RECORD, cached, recomputed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from pretended import Counts, pretended

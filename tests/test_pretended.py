@@ -56,7 +56,8 @@ def models(device: Device) -> Callable[[str], tuple[kv.Adapter, kv.Adapter]]:
 def test_tensors_say_where_they_are_and_have_the_bits_of_the_cpu(device: Device) -> None:
     a, b = torch.randn(4, 8), torch.randn(8, 3)
     here, there = a.to("pretend:0"), b.to("pretend:0")
-    assert here.device == torch.device("pretend:0") and isinstance(here @ there, Pretended)
+    assert here.device == torch.device("pretend:0")
+    assert isinstance(here @ there, Pretended)
     assert_bitwise((here @ there).cpu(), a @ b)
     query = torch.randn(1, 4, 5, 8)
     for causal, mask in ((True, None), (False, torch.rand(5, 5) > 0.3), (False, None)):
@@ -114,7 +115,8 @@ def test_a_read_by_the_host_is_counted_with_its_line(device: Device, way: str) -
     x = torch.arange(3.0, device="pretend:0")
     with device.counting() as counts:
         READS[way](x)
-    assert counts.reads == 1 and counts.writes == 0
+    assert counts.reads == 1
+    assert counts.writes == 0
     assert all(line.startswith("tests/test_pretended.py:") for line in counts.lines)
 
 
@@ -123,12 +125,16 @@ def test_operations_views_writes_and_bytes_are_counted(device: Device) -> None:
         before = device.bytes
         x = torch.zeros(256, device="pretend:0")
         y = (x.view(16, 16).t() + 1)[0]
-        assert counts.reads == 0 and counts.writes == 0
+        assert counts.reads == 0
+        assert counts.writes == 0
         y.add_(1)
-        assert y[0].item() == 2 and x[0].item() == 0
+        assert y[0].item() == 2
+        assert x[0].item() == 0
         torch.tensor([1.0], device="pretend:0")
-    assert counts.names["aten.add.Tensor"] == 1 and counts.views >= 3
-    assert counts.writes == 1 and counts.write_bytes == 4
+    assert counts.names["aten.add.Tensor"] == 1
+    assert counts.views >= 3
+    assert counts.writes == 1
+    assert counts.write_bytes == 4
     assert counts.peak_bytes - before >= 2 * 1024
     x = y = None
     assert device.bytes == before
@@ -294,7 +300,8 @@ def parts_of(found: Any) -> dict[str, Any]:
 
 def assert_same(cpu: Any, there: Any) -> None:
     ours, theirs = parts_of(cpu), parts_of(there)
-    assert ours and ours.keys() == theirs.keys()
+    assert ours
+    assert ours.keys() == theirs.keys()
     for name, mine in ours.items():
         if isinstance(mine, pd.DataFrame):
             pd.testing.assert_frame_equal(theirs[name], mine, check_exact=True, obj=name)
@@ -340,10 +347,10 @@ VERBS: dict[str, Callable[[kv.Adapter], Any]] = {
         controls="none",
         max_new_tokens=3,
         progress="none",
-    ),  # fmt: skip
+    ),
     "sweep in batches": lambda m: kv.sweep(
         m, PROMPT, "z", over="heads", layers=[1], batch_size=4, controls="none", max_new_tokens=3, progress="none"
-    ),  # fmt: skip
+    ),
     "decompose": lambda m: kv.decompose(m, PROMPT, max_new_tokens=3, progress="none"),
     "localise": lambda m: kv.localise(m, PROMPT),
     "lens": lambda m: kv.logit_lens(m, PROMPT, max_new_tokens=3),
@@ -452,5 +459,6 @@ def test_the_panel(models: Callable[..., Any]) -> None:
     asked = {"donor": "prompt", "distance": "kl"}
     cpu, there = (patch_panel(m, PROMPT, other=OTHER, max_new_tokens=3).choose(**asked) for m in models("native"))
     answers = [made.choose(site="kv", layer=1).fill().answer for made in (cpu, there)]
-    assert answers[0] is not None and answers[0] == answers[1]
+    assert answers[0] is not None
+    assert answers[0] == answers[1]
     assert cpu.widget.map["cells"] == there.widget.map["cells"]
