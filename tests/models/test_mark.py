@@ -200,12 +200,12 @@ def test_on_a_device_the_sum_is_as_sensitive():
     """There torch does the sums, in rows of words."""
     made = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**63), 2**63 - 1, (_WORDS * 65 + 3,), generator=made)
-    first = _summed_on_device(words)
+    first = _summed_on_device(words).tolist()
     for one, two in ((0, 1), (5, _WORDS + 5), (3, 64 * _WORDS + 3), (_WORDS * 65 + 1, 7)):
         changed = words.clone()
         changed[[one, two]] = words[[two, one]]
-        assert _summed_on_device(changed) != first
+        assert _summed_on_device(changed).tolist() != first
         changed = words.clone()
         changed[one] ^= -(2**63)
-        assert _summed_on_device(changed) != first
-    assert _summed_on_device(words.clone()) == first
+        assert _summed_on_device(changed).tolist() != first
+    assert _summed_on_device(words.clone()).tolist() == first

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -171,9 +172,22 @@ def _sums(tensors: list[Tensor]) -> list[int]:
         with ThreadPoolExecutor(threads) as workers:
             summed = list(workers.map(_summed, words))
     totals = [tensor.numel() for tensor in tensors]
-    for (index, _), part in zip(pieces, summed, strict=True):
-        totals[index] = (totals[index] * _ODD + part) & _ALL
+    for (index, _), sums in zip(pieces, _read(summed), strict=True):
+        totals[index] = _folded(totals[index], functools.reduce(_folded, sums, 0))
     return totals
+
+
+def _folded(total: int, part: int) -> int:
+    return (total * _ODD + part) & _ALL
+
+
+def _read(summed: list[Tensor | list[int]]) -> Iterator[list[int]]:
+    """The sums as numbers; a device is waited for once, and not once a tensor of the model."""
+    away = [each for each in summed if isinstance(each, Tensor)]
+    devices = dict.fromkeys(each.device for each in away)
+    read = {device: iter(torch.cat([each for each in away if each.device == device]).tolist()) for device in devices}
+    for each in summed:
+        yield [*itertools.islice(read[each.device], len(each))] if isinstance(each, Tensor) else each
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor | np.ndarray]:
@@ -195,29 +209,29 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor | np.ndarray]:
             yield (part if part.data_ptr() % 8 == 0 else part.clone()).view(torch.int64)
 
 
-def _summed(words: Tensor | np.ndarray) -> int:
-    """Sum of the words' low and high halves, each weighted by its place."""
+def _summed(words: Tensor | np.ndarray) -> Tensor | list[int]:
+    """Sums of the words' low and high halves, each weighted by its place, one for so many words; on a device they stay there."""
     if isinstance(words, Tensor):
         return _summed_on_device(words)
     low, high = _weights()
-    total = 0
+    sums = []
     for start in range(0, len(words), _WORDS):
         piece = words[start : start + _WORDS]
         count = len(piece)
-        both = int(np.dot(piece, low[:count])) + int(np.dot(piece >> 32, high[:count])) * _ODD
-        total = (total * _ODD + both) & _ALL
-    return total
+        sums.append(int(np.dot(piece, low[:count])) + int(np.dot(piece >> 32, high[:count])) * _ODD)
+    return sums
 
 
-def _summed_on_device(words: Tensor) -> int:
-    low, high = torch.from_numpy(_weights()).to(words.device)
-    total = 0
+def _summed_on_device(words: Tensor) -> Tensor:
+    low, high = _weights_on(words.device)
     # 16 MB at once: as many rows of words, each weighted and summed alone.
-    for part in words.split(64 * _WORDS):
-        rows = nn.functional.pad(part, (0, -part.numel() % _WORDS)).view(-1, _WORDS)
-        for both in ((rows * low).sum(1) + (rows >> 32).mul(high).sum(1) * _SIGNED).tolist():
-            total = (total * _ODD + both) & _ALL
-    return total
+    parts = (nn.functional.pad(part, (0, -part.numel() % _WORDS)).view(-1, _WORDS) for part in words.split(64 * _WORDS))
+    return torch.cat([(rows * low).sum(1) + (rows >> 32).mul(high).sum(1) * _SIGNED for rows in parts])
+
+
+@functools.cache
+def _weights_on(device: torch.device) -> Tensor:
+    return torch.from_numpy(_weights()).to(device)
 
 
 @functools.cache

@@ -184,18 +184,22 @@ def measured(shown: dict[str, Shown], where: str) -> dict[str, Any]:
         NonFiniteError: One of them is not finite.
     """
     pairs = {name: (shown[a].logits, shown[b].logits) for name, (a, b) in DIFFERENCES.items()}
-    kl = {name: float(metrics.kl_divergence(a, b)) for name, (a, b) in pairs.items()}
-    l2 = {f"{name}_l2": float((a.double() - b.double()).norm()) for name, (a, b) in pairs.items()}
+    found = {name: metrics.kl_divergence(a, b) for name, (a, b) in pairs.items()}
+    found |= {f"{name}_l2": (a.double() - b.double()).norm() for name, (a, b) in pairs.items()}
     for prefix in ("", "null_"):
         both = [a.double() - b.double() for a, b in (pairs[f"{prefix}fresh"], pairs[f"{prefix}alone"])]
-        l2[f"{prefix}cache_l2"] = float((both[0] + both[1]).norm())
-    check_finite(torch.tensor([*kl.values(), *l2.values()], dtype=torch.float64), where)
-    most, share = leading_part({part: l2[f"{part}_l2"] for part in PARTS}, l2["total_l2"])
-    return {**kl, **l2, "most": most, "share": share}
+        found[f"{prefix}cache_l2"] = (both[0] + both[1]).norm()
+    # Brought to the host at once: a device is waited for at each read.
+    numbers = torch.stack([each.reshape(()) for each in found.values()]).cpu()
+    check_finite(numbers, where)
+    said = dict(zip(found, numbers.tolist(), strict=True))
+    most, share = leading_part({part: said[f"{part}_l2"] for part in PARTS}, said["total_l2"])
+    return {**said, "most": most, "share": share}
 
 
 def _by_layer(shown: dict[str, Shown]) -> list[dict[str, Any]]:
     streams = {name: lane.stream.double() for name, lane in shown.items()}
     norms = streams["recompute"].norm(dim=-1)
-    relative = {name: ((streams[a] - streams[b]).norm(dim=-1) / norms).tolist() for name, (a, b) in DIFFERENCES.items()}
+    apart = torch.stack([(streams[a] - streams[b]).norm(dim=-1) / norms for a, b in DIFFERENCES.values()])
+    relative = dict(zip(DIFFERENCES, apart.tolist(), strict=True))
     return [{"layer": layer, **{name: values[layer] for name, values in relative.items()}} for layer in range(len(norms))]

@@ -112,7 +112,7 @@ class PureLane:
         """Logits of the next step."""
         self.step += 1
         if tokens is not None:
-            self.tokens.append(int(tokens))
+            self.tokens.append(self.pure.number(tokens))
         if self.hook is not None and self.hook.active(self.step):
             return self.pure.patched(self.tokens, self.step, self.hook)[None]
         if self.step not in self.captured:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from kvinterp.errors import located
@@ -224,7 +225,7 @@ class _Search:
 
         lanes = [shown["one_row"], *map(behind, self.layers), shown["recompute"]]
         places = [*(("row", layer) for layer in self.layers), ("unembedding", -1)]
-        return [(*place, _apart(*two)) for place, two in zip(places, _pairs(lanes), strict=True)]
+        return [(*place, apart) for place, apart in zip(places, _apart(lanes), strict=True)]
 
     def _anew(self, shown: dict[str, Shown]) -> list[tuple[str, int, float]]:
         def with_new(layer: int) -> Shown:
@@ -232,7 +233,7 @@ class _Search:
             return self._second(self.split.one_row, new)
 
         lanes = [shown["as_written"], *map(with_new, self.layers[:-1]), shown["one_row"]]
-        return [("prompt", layer, _apart(*two)) for layer, two in enumerate(_pairs(lanes))]
+        return [("prompt", layer, apart) for layer, apart in enumerate(_apart(lanes))]
 
     def _kept(self, shown: dict[str, Shown]) -> list[tuple[str, int, float]]:
         def as_written(layer: int) -> Shown:
@@ -240,7 +241,7 @@ class _Search:
 
         lanes = [shown["cached"], *map(as_written, self.layers), shown["as_written"]]
         # What is left with all rows of the prompt put back is how the newest row's own K and V are kept.
-        return [("kv", layer, _apart(*two)) for layer, two in zip([*self.layers, -1], _pairs(lanes), strict=True)]
+        return [("kv", layer, apart) for layer, apart in zip([*self.layers, -1], _apart(lanes), strict=True)]
 
     def _rows(self, held: KeysValues, layers: Sequence[int] | None = None) -> Rows:
         rows = Rows(layers)
@@ -256,9 +257,7 @@ class _Search:
             return lane.shown(lane.advance(self.token))
 
 
-def _pairs(lanes: Sequence[Shown]) -> list[tuple[Shown, Shown]]:
-    return list(itertools.pairwise(lanes))
-
-
-def _apart(one: Shown, other: Shown) -> float:
-    return float((one.logits.double() - other.logits.double()).norm())
+def _apart(lanes: Sequence[Shown]) -> list[float]:
+    """How far each lane's logits are from the one's before, brought to the host at once."""
+    logits = [lane.logits.double() for lane in lanes]
+    return torch.stack([(one - other).norm() for one, other in itertools.pairwise(logits)]).tolist()

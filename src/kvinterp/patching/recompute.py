@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.errors import InputError
@@ -56,6 +56,7 @@ class PureRecompute:
         self._unheard: Store | None = None
         self._beside: dict[PatchHook, PatchesByRow] = {}
         self._found: tuple[PatchesByRow, tuple[int, ...], dict[PatchHook, Tensor]] | None = None
+        self._read: tuple[Tensor, int] | None = None
 
     def together(self, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int) -> None:
         """Lets lanes that resume at the same block go in one batch, where this was checked to give each the bits it has alone.
@@ -76,6 +77,12 @@ class PureRecompute:
             for batch in together(self.adapter, self.path, lanes, prompt, steps, batch_size):
                 if len(batch) > 1:
                     self._beside |= dict.fromkeys(batch, PatchesByRow(batch))
+
+    def number(self, token: Int[Tensor, " batch=1"]) -> int:
+        """A token that was fed; lanes that are fed the same one have it read from the device once."""
+        if self._read is None or self._read[0] is not token:
+            self._read = token, int(token)
+        return self._read[1]
 
     def logits(self, tokens: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Logits after a prefix, computed the first time it is asked for."""

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvinterp.paths.vocabulary import padding_of, sound_rows
+from kvinterp.paths.vocabulary import padding_of
 
 __all__ = ["Collected", "Lane", "Step", "fed_to_all", "greedy", "length_of", "lockstep"]
 
@@ -111,7 +111,8 @@ class Collected:
     def __init__(self) -> None:
         self.padding: Bool[Tensor, " vocab"] | None = None
         self._tokens: Tensor | None = None
-        self._kept: tuple[list[Sequence[Tensor]], ...] = ([], [], [])
+        self._lanes = 0
+        self._kept: tuple[list[Tensor], ...] = ([], [], [], [])
 
     def add(self, now: Step) -> None:
         """Adds a step."""
@@ -119,12 +120,17 @@ class Collected:
             self.padding = padding_of(now.logits)
             if bool(self.padding.any()):
                 self._tokens = (~self.padding).nonzero().flatten()
+        # The least and the most of a row are finite where all of it is: one operation, where asking each number takes five.
+        found = (torch.aminmax(self._to_be_finite(logits), dim=-1) for logits in now.logits)
+        for kept, new in zip(self._kept, (now.chosen, now.feeds, *zip(*found, strict=True)), strict=True):
+            kept += new
+        self._lanes = len(now.logits)
+
+    def _to_be_finite(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
+        """The logits; of padding 0 where it is minus infinity, as it must be."""
         if self._tokens is None:
-            sound = [logits.isfinite().all(-1) for logits in now.logits]
-        else:
-            sound = [*map(sound_rows, now.logits, itertools.repeat(self.padding))]
-        for kept, new in zip(self._kept, (now.chosen, now.feeds, sound), strict=True):
-            kept.append(new)
+            return logits
+        return torch.where(self.padding, torch.where(logits == -torch.inf, 0.0, torch.nan), logits)
 
     def tokens_only(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch tokens"]:
         """The logits that stand for tokens."""
@@ -132,7 +138,9 @@ class Collected:
 
     def lists(self) -> tuple[list[Any], ...]:
         """Chosen tokens, fed tokens and soundness, each numbered by lane, row and step."""
-        return tuple(torch.stack([torch.stack(list(step)) for step in kept], -1).tolist() for kept in self._kept)
+        chosen, feeds, least, most = (torch.stack(kept).unflatten(0, (-1, self._lanes)) for kept in self._kept)
+        sound = least.isfinite() & most.isfinite()
+        return tuple(each.movedim(0, -1).tolist() for each in (chosen, feeds, sound))
 
 
 def length_of(tokens: Sequence[int], ends: Collection[int]) -> int:

@@ -1,0 +1,464 @@
+"""Everything on a device that is not the CPU: the results are the CPU's to the bit, and what the host waits for is bounded.
+
+The device is that of ``pretended.py``. What it refuses is what a GPU refuses: before, a mask made on the CPU was found by whoever
+had one. All of it is one group of xdist, since the device is told to torch once a process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp.models.caches import CACHE_KINDS
+from kvinterp.paths.kernels.registry import KERNELS
+from kvinterp.policies import POLICIES
+from pretended import Device, Pretended, pretended
+from support import PROMPT, assert_bitwise
+
+pytestmark = pytest.mark.xdist_group("pretended")
+
+STEPS = 5
+OTHER = [token + 1 for token in PROMPT]
+KINDS = ["native", pytest.param("hooked", marks=[pytest.mark.hooked, pytest.mark.slow]), pytest.param("bridge", marks=pytest.mark.slow)]  # fmt: skip
+GIVEN: dict[str, Any] = {"max_new_tokens": STEPS, "stop": "length", "progress": "none"}
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    with pretended() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def models(device: Device) -> Callable[[str], tuple[kv.Adapter, kv.Adapter]]:
+    """Gives a model of a kind on the CPU, and on the device."""
+    made: dict[str, tuple[kv.Adapter, kv.Adapter]] = {}
+
+    def get(kind: str) -> tuple[kv.Adapter, kv.Adapter]:
+        if kind not in made:
+            places = ("cpu", "pretend:0")
+            one, two = (kv.load_model("zoo:gqa2-mini", kind=kind, dtype="float32", device=place) for place in places)
+            made[kind] = one, two
+        return made[kind]
+
+    return get
+
+
+# The device itself -----------------------------------------------------------------------------------------------------
+
+
+def test_tensors_say_where_they_are_and_have_the_bits_of_the_cpu(device: Device) -> None:
+    a, b = torch.randn(4, 8), torch.randn(8, 3)
+    here, there = a.to("pretend:0"), b.to("pretend:0")
+    assert here.device == torch.device("pretend:0")
+    assert isinstance(here @ there, Pretended)
+    assert_bitwise((here @ there).cpu(), a @ b)
+    query = torch.randn(1, 4, 5, 8)
+    for causal, mask in ((True, None), (False, torch.rand(5, 5) > 0.3), (False, None)):
+        wanted = torch.nn.functional.scaled_dot_product_attention(query, query, query, mask, is_causal=causal)
+        moved = [None if each is None else each.to("pretend:0") for each in (query, mask)]
+        found = torch.nn.functional.scaled_dot_product_attention(moved[0], moved[0], moved[0], moved[1], is_causal=causal)
+        assert_bitwise(found.cpu(), wanted)
+
+
+MIXED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "added": lambda x: x + torch.ones(3),
+    "masked": lambda x: x.masked_fill(torch.ones(3, dtype=torch.bool), 0.0),
+    "where": lambda x: torch.where(torch.ones(3, dtype=torch.bool), x, x),
+    "joined": lambda x: torch.cat([x, torch.ones(3)]),
+    "selected": lambda x: x.index_select(0, torch.tensor([1])),
+    "multiplied": lambda x: torch.ones(2, 3) @ x,
+    "in place": lambda x: x.add_(torch.ones(3)),
+    "the other device": lambda x: x + torch.ones(3, device="pretend:1"),
+    "a number joined": lambda x: torch.stack([x[0], torch.tensor(1.0)]),
+    "the CPU's, indexed": lambda x: torch.ones(3)[x.long()],
+}
+
+
+@pytest.mark.parametrize("operation", MIXED)
+def test_an_operation_that_mixes_devices_fails(device: Device, operation: str) -> None:
+    with pytest.raises(RuntimeError, match=r"same device"):
+        MIXED[operation](torch.zeros(3, device="pretend:0"))
+
+
+def test_what_cuda_allows_is_allowed(device: Device) -> None:
+    """A single number of the CPU's beside a tensor, and an index of the CPU's."""
+    x = torch.arange(3.0, device="pretend:0")
+    assert (x * torch.tensor(2.0)).tolist() == [0, 2, 4]
+    assert x[torch.tensor([2, 0])].tolist() == [2, 0]
+    x[1:] = torch.tensor(5.0)
+    x.copy_(x.cpu() + 1)
+    assert x.tolist() == [1, 6, 6]
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x[0].item(),
+    "tolist": lambda x: x.tolist(),
+    "a condition": lambda x: bool((x > 0).any()),
+    "a copy": lambda x: x.cpu(),
+    "copied into": lambda x: torch.empty(3).copy_(x),
+    "nonzero": lambda x: x.nonzero(),
+    "a boolean index": lambda x: x[x > 0],
+    "equal": lambda x: torch.equal(x, x + 1),
+    "numpy": lambda x: x.cpu().numpy(),
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_a_read_by_the_host_is_counted_with_its_line(device: Device, way: str) -> None:
+    x = torch.arange(3.0, device="pretend:0")
+    with device.counting() as counts:
+        READS[way](x)
+    assert counts.reads == 1
+    assert counts.writes == 0
+    assert all(line.startswith("tests/test_pretended.py:") for line in counts.lines)
+
+
+def test_operations_views_writes_and_bytes_are_counted(device: Device) -> None:
+    with device.counting() as counts:
+        before = device.bytes
+        x = torch.zeros(256, device="pretend:0")
+        y = (x.view(16, 16).t() + 1)[0]
+        assert counts.reads == 0
+        assert counts.writes == 0
+        y.add_(1)
+        assert y[0].item() == 2
+        assert x[0].item() == 0
+        torch.tensor([1.0], device="pretend:0")
+    assert counts.names["aten.add.Tensor"] == 1
+    assert counts.views >= 3
+    assert counts.writes == 1
+    assert counts.write_bytes == 4
+    assert counts.peak_bytes - before >= 2 * 1024
+    x = y = None
+    assert device.bytes == before
+
+
+def test_outside_there_is_no_such_device() -> None:
+    """Whatever else this process tests finds torch without an accelerator, once the device is put away."""
+    from pretended import DEVICE
+
+    was, DEVICE.on = DEVICE.on, False
+    try:
+        assert not torch.accelerator.is_available() or torch.cuda.is_available()
+    finally:
+        DEVICE.on = was
+
+
+# What it is for: an error of devices is found on any machine -------------------------------------------------------------
+
+
+def test_a_mask_made_on_the_cpu_inside_a_model_is_found(models: Callable[..., Any]) -> None:
+    adapter = models("native")[1]
+
+    def masked(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill(torch.zeros(output.shape[-1], dtype=torch.bool), 0.0)
+
+    handle = adapter.model.model.norm.register_forward_hook(masked)
+    try:
+        with pytest.raises(RuntimeError, match="two devices, pretend:0 and cpu"):
+            kv.run(adapter, PROMPT, max_new_tokens=2)
+    finally:
+        handle.remove()
+
+
+@dataclasses.dataclass(frozen=True)
+class OnTheCpu(kv.Policy):
+    """A policy of someone's own that forgets where K and V are."""
+
+    def write(self, keys: Any, values: Any, place: Any) -> Any:
+        return keys * torch.ones(keys.shape[-1]), values
+
+
+@dataclasses.dataclass(frozen=True)
+class Asks(kv.Policy):
+    """A policy of someone's own that reads a number of every layer at every step."""
+
+    def write(self, keys: Any, values: Any, place: Any) -> Any:
+        return (keys, values) if keys.abs().max().item() > 0 else (keys + 1, values)
+
+
+def test_a_tensor_made_on_the_cpu_in_a_policy_is_found(models: Callable[..., Any]) -> None:
+    with pytest.raises(RuntimeError, match="two devices, pretend:0 and cpu"):
+        kv.run(models("native")[1], PROMPT, kv.Cached(policy=OnTheCpu()), max_new_tokens=2)
+
+
+def reads_a_step(device: Device, work: Callable[[int], Any]) -> tuple[float, Any]:
+    """How often the host reads at each step more, and the lines."""
+    found = []
+    for steps in (4, 8):
+        work(steps)
+        with device.counting() as counts:
+            work(steps)
+        found.append(counts)
+    few, many = found
+    return (many.reads - few.reads) / 4, many.lines - few.lines
+
+
+def test_an_item_in_the_loop_is_found(device: Device, models: Callable[..., Any]) -> None:
+    adapter = models("native")[1]
+    path = kv.Cached(policy=Asks())
+    reads, lines = reads_a_step(device, lambda steps: kv.run(adapter, PROMPT, path, max_new_tokens=steps))
+    assert reads == 1 + adapter.facts.layers
+    assert [count for line, count in lines.items() if line.startswith("tests/test_pretended.py")] == [
+        4 * adapter.facts.layers
+    ]
+
+
+# What the host waits for -------------------------------------------------------------------------------------------------
+
+
+WAITS = {
+    "run, cached": (1, lambda adapter, steps: kv.run(adapter, PROMPT, "cached", max_new_tokens=steps)),
+    "run, recompute": (1, lambda adapter, steps: kv.run(adapter, PROMPT, "recompute", max_new_tokens=steps)),
+    "run, to the length": (0, lambda adapter, steps: kv.run(adapter, PROMPT, max_new_tokens=steps, stop="length")),
+    "recorded": (1, lambda adapter, steps: kv.run(adapter, PROMPT, max_new_tokens=steps, record="resid_post,kv")),
+    "compared": (1, lambda adapter, steps: kv.compare(adapter, PROMPT, max_new_tokens=steps, record="", progress="none")),
+    "all sites": (4, lambda adapter, steps: kv.compare(adapter, PROMPT, max_new_tokens=steps, progress="none")),
+    "sampled": (
+        1,
+        lambda adapter, steps: kv.run(adapter, PROMPT, strategy="top_p(0.9,1.0)", max_new_tokens=steps),
+    ),
+    "a sweep": (
+        2,
+        lambda adapter, steps: kv.sweep(
+            adapter, PROMPT, "resid_post", over="single", controls="none", max_new_tokens=steps, progress="none"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "verb", [verb if verb != "a sweep" else pytest.param(verb, marks=pytest.mark.slow) for verb in WAITS]
+)
+def test_how_often_the_host_reads_at_a_step(device: Device, models: Callable[..., Any], verb: str) -> None:
+    most, work = WAITS[verb]
+    adapter = models("native")[1]
+    reads, lines = reads_a_step(device, lambda steps: work(adapter, steps))
+    assert reads <= most, lines
+
+
+def tiny(vocabulary: int) -> kv.Adapter:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=vocabulary, num_key_value_heads=1, eos_token_id=None, bos_token_id=None, **sizes)
+    return kv.wrap(LlamaForCausalLM(config).eval().requires_grad_(False).to("pretend:0"), name="tiny")
+
+
+def test_nothing_on_the_host_grows_with_the_vocabulary_or_the_length(device: Device) -> None:
+    """What the host reads is what is kept: bytes read do not depend on the vocabulary, nor on the length of the prompt."""
+
+    def bytes_read(vocabulary: int, length: int, work: Callable[[kv.Adapter, list[int]], Any]) -> int:
+        adapter, prompt = tiny(vocabulary), [3 + n % 50 for n in range(length)]
+        work(adapter, prompt)
+        with device.counting() as counts:
+            work(adapter, prompt)
+        return counts.read_bytes
+
+    works = {
+        "run": lambda adapter, prompt: kv.run(adapter, prompt, **_without_progress()),
+        "compare": lambda adapter, prompt: kv.compare(adapter, prompt, record="", **GIVEN),
+        "streams": lambda adapter, prompt: kv.compare(adapter, prompt, record="resid_post", **GIVEN),
+    }
+    for name, work in works.items():
+        least = bytes_read(64, 8, work)
+        assert bytes_read(1024, 8, work) == least, name
+        assert bytes_read(64, 40, work) == least, name
+    kept = bytes_read(
+        1024, 8, lambda adapter, prompt: kv.run(adapter, prompt, logits="keep", **_without_progress()).logits.cpu()
+    )
+    assert kept >= STEPS * 1024 * 4, "what is asked for is kept"
+
+
+def _without_progress() -> dict[str, Any]:
+    return {name: value for name, value in GIVEN.items() if name != "progress"}
+
+
+# Every verb gives what it gives on the CPU -------------------------------------------------------------------------------
+
+
+def parts_of(found: Any) -> dict[str, Any]:
+    """The tables, tensors and texts of a result, brought to the CPU."""
+    if isinstance(found, kv.Trace):
+        kept = {f"{site}.{layer}": torch.stack([*steps]).cpu() for (site, layer), steps in found.records.items()}
+        return {"tokens": found.tokens, "logits": None if found.logits is None else found.logits.cpu(), **kept}
+    if isinstance(found, torch.Tensor):
+        return {"tensor": found.cpu()}
+    if dataclasses.is_dataclass(found):
+        fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+        return {name: value for name, value in fields.items() if isinstance(value, pd.DataFrame)} or {"text": str(found)}
+    return {"value": found}
+
+
+def assert_same(cpu: Any, there: Any) -> None:
+    ours, theirs = parts_of(cpu), parts_of(there)
+    assert ours
+    assert ours.keys() == theirs.keys()
+    for name, mine in ours.items():
+        if isinstance(mine, pd.DataFrame):
+            pd.testing.assert_frame_equal(theirs[name], mine, check_exact=True, obj=name)
+        elif isinstance(mine, torch.Tensor):
+            assert_bitwise(theirs[name], mine, name)
+        else:
+            assert theirs[name] == mine, name
+
+
+def recorded(adapter: kv.Adapter) -> torch.Tensor:
+    """The recorder alone, around a forward of the user's own."""
+    with kv.record(adapter.model, "resid_post", positions="all") as seen, torch.no_grad():
+        adapter.model(torch.tensor([PROMPT], device=adapter.device))
+    return torch.stack([seen["resid_post", layer][0].clone() for layer in range(adapter.facts.layers)])
+
+
+def patched_alone(adapter: kv.Adapter) -> torch.Tensor:
+    """The patch alone, around a forward of the user's own."""
+    tokens = torch.tensor([PROMPT], device=adapter.device)
+    trace = kv.run(adapter, OTHER, "recompute", record="resid_post", max_new_tokens=1)
+    with kv.patched(adapter.model, kv.Patch("resid_post", layers=(1,), donor=trace)), torch.no_grad():
+        made = adapter.model(tokens)
+    return getattr(made, "logits", made)
+
+
+VERBS: dict[str, Callable[[kv.Adapter], Any]] = {
+    "run": lambda m: kv.run(m, PROMPT, max_new_tokens=STEPS, record="resid_post,kv", logits="keep"),
+    "compare": lambda m: kv.compare(m, PROMPT, **GIVEN),
+    "recompute": lambda m: kv.run(m, PROMPT, "recompute[chunk=4]", max_new_tokens=STEPS, logits="keep"),
+    "batched": lambda m: kv.compare(m, [PROMPT, OTHER], batch_size=2, record="", **GIVEN),
+    "sampled": lambda m: kv.compare(m, PROMPT, strategy="top_p(0.9,1.0)", protocol="free", record="resid_post", **GIVEN),
+    "ladder": lambda m: kv.compare(m, PROMPT, "cached@float16", "recompute@float64", record="resid_post,kv", **GIVEN),
+    "record": recorded,
+    "patched": patched_alone,
+    "sweep": lambda m: kv.sweep(m, PROMPT, "resid_post", over="single", max_new_tokens=3, progress="none"),
+    "sweep of kv": lambda m: kv.sweep(
+        m,
+        PROMPT,
+        "kv",
+        over="cumulative",
+        direction="into-cached",
+        distance="l2",
+        controls="none",
+        max_new_tokens=3,
+        progress="none",
+    ),
+    "sweep in batches": lambda m: kv.sweep(
+        m, PROMPT, "z", over="heads", layers=[1], batch_size=4, controls="none", max_new_tokens=3, progress="none"
+    ),
+    "decompose": lambda m: kv.decompose(m, PROMPT, max_new_tokens=3, progress="none"),
+    "localise": lambda m: kv.localise(m, PROMPT),
+    "lens": lambda m: kv.logit_lens(m, PROMPT, max_new_tokens=3),
+    "attribution": lambda m: kv.logit_attribution(m, PROMPT, max_new_tokens=3),
+}
+CHEAP = ("run", "compare", "batched")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("verb", [verb if verb in CHEAP else pytest.param(verb, marks=pytest.mark.slow) for verb in VERBS])
+def test_a_verb_gives_what_it_gives_on_the_cpu(models: Callable[..., Any], kind: str, verb: str) -> None:
+    cpu, there = models(kind)
+    assert_same(VERBS[verb](cpu), VERBS[verb](there))
+
+
+def all_but(names: Any, cheap: str) -> list[Any]:
+    return [name if name == cheap else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+PATHS = [
+    *(f"cached+{name}" for name in POLICIES),
+    *(f"cached[kernels={name}]" for name in KERNELS),
+    *(f"cached[cache={name}]" for name in CACHE_KINDS if name not in ("offloaded", "made_by")),
+    "cached[chunk=4]", "cached[refresh=2]", "cached[smooth=0.5]", "cached[prefill=stored]+q8_0", "cached+hadamard+q4_0(on=k)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", all_but(PATHS, "cached+q8_0"))
+def test_a_path_gives_what_it_gives_on_the_cpu(models: Callable[..., Any], path: str) -> None:
+    """Every policy, every kernel mode, every cache."""
+
+    def tried(adapter: kv.Adapter) -> Any:
+        try:
+            return kv.run(adapter, PROMPT, path, max_new_tokens=4, logits="keep")
+        except kv.KvinterpError as error:
+            return str(error).replace("pretend:0", "cpu")
+
+    cpu, there = models("native")
+    assert_same(tried(cpu), tried(there))
+
+
+# Weights on two devices ---------------------------------------------------------------------------------------------------
+
+
+def spread(model: Any) -> Any:
+    """The model with half its layers on each device, tensors brought along before each: as ``device_map`` does it."""
+
+    def brought(module: Any, args: Any, kwargs: Any) -> Any:
+        place = next(module.parameters()).device
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(moved, value))
+            return value.to(place) if isinstance(value, torch.Tensor) else value
+
+        return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
+
+    model.to("pretend:0")
+    blocks = model.model.layers
+    for block in blocks[len(blocks) // 2 :]:
+        block.to("pretend:1")
+    for block in blocks:
+        block.register_forward_pre_hook(brought, with_kwargs=True)
+    for module in (model.model.norm, model.lm_head):
+        module.register_forward_pre_hook(brought, with_kwargs=True)
+    return model
+
+
+SPREAD: dict[str, Callable[[kv.Adapter], Any]] = {
+    "run": VERBS["run"],
+    **{name: VERBS[name] for name in ("compare", "batched", "sweep", "sweep of kv", "decompose", "localise", "lens")},
+    "policy": lambda m: kv.run(m, PROMPT, "cached+q4_0", max_new_tokens=4, logits="keep"),
+    "eviction": lambda m: kv.run(m, PROMPT, "cached+sinks(2,6)", max_new_tokens=4, logits="keep"),
+    "kernels": lambda m: kv.run(m, PROMPT, "cached[kernels=split_k(2,float32)]", max_new_tokens=4, logits="keep"),
+}
+
+
+@pytest.mark.parametrize("verb", all_but(SPREAD, "run"))
+def test_weights_on_two_devices(models: Callable[..., Any], verb: str) -> None:
+    there = kv.wrap(spread(kv.load_model("zoo:gqa2-mini", kind="native", dtype="float32", device="cpu").model))
+    assert {str(p.device) for p in there.model.parameters()} == {"pretend:0", "pretend:1"}
+    assert_same(SPREAD[verb](models("native")[0]), SPREAD[verb](there))
+
+
+# Whole commands' work ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_kernels_table(models: Callable[..., Any]) -> None:
+    cpu, there = models("native")
+    assert_same(kv.kernels_table(cpu, sizes=(1, 2, 17)), kv.kernels_table(there, sizes=(1, 2, 17)))
+
+
+@pytest.mark.slow
+def test_an_audit(models: Callable[..., Any]) -> None:
+    """It runs whole; what it says is what it says of the CPU but for what is timed or asked of a processor alone."""
+    cpu, there = (kv.audit(m, lengths=(5,), steps=2) for m in models("native"))
+    assert cpu.exit_code == there.exit_code
+    assert cpu.reading == there.reading
+
+
+@pytest.mark.slow
+def test_the_panel(models: Callable[..., Any]) -> None:
+    from kvinterp.report.panel import patch_panel
+
+    asked = {"donor": "prompt", "distance": "kl"}
+    cpu, there = (patch_panel(m, PROMPT, other=OTHER, max_new_tokens=3).choose(**asked) for m in models("native"))
+    answers = [made.choose(site="kv", layer=1).fill().answer for made in (cpu, there)]
+    assert answers[0] is not None
+    assert answers[0] == answers[1]
+    assert cpu.widget.map["cells"] == there.widget.map["cells"]
