@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def audit(
             plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
             seen = _Auditor(adapter, plan, dtypes, sweep, checks, progress or (lambda _: None)).run()
             about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
-        verdict = dataclasses.replace(judge(seen, allow), provenance=about)
+        verdict = dataclasses.replace(judge(seen, allow), provenance=about, seconds=tuple(seen.seconds))
         result = Audit(verdict, list(seen.rungs.values()), plan, about)
         if out is not None:
             result.save(out)
@@ -156,7 +157,8 @@ class _Auditor:
         seen.random = self._random()
         for name, dtype in self.dtypes.items():
             self.progress(name)
-            twin = self._in(dtype)
+            with self._timed("copy", name):
+                twin = self._in(dtype)
             run = self._climb(twin, name)
             if run is not None:
                 seen.rungs[name] = run
@@ -164,13 +166,15 @@ class _Auditor:
                     tokens = torch.tensor([list(self.plan.prompts[0])], device=twin.device)
                     seen.grid_module = grid_module(BlockModel(twin), tokens, getattr(torch, run.grid))
                 if not run.nonfinite:
-                    judges += self._judge(twin, run)
+                    with self._timed("causes", name):
+                        judges += self._judge(twin, run)
                     if name == self.finest:
                         self._exercise(twin)
                         exercised = True
             del twin  # Two copies at once would be one too many.
         if judges:
-            self._settle(judges)
+            with self._timed("causes", "float64 beside"):
+                self._settle(judges)
         if not exercised:
             self._exercise(self.adapter)
         seen.exercised = self._exercised()
@@ -207,14 +211,23 @@ class _Auditor:
         self.progress("exercises")
         plan, thorough = self.plan, self.checks == "thorough"
         prompts = [list(p[: plan.length]) for p in plan.prompts]
-        self.seen.checks = exercise(twin, prompts, steps=plan.steps, thorough=thorough, progress=self.progress)
+        with self._timed("exercises", dtype_name(twin.dtype)):
+            self.seen.checks = exercise(twin, prompts, steps=plan.steps, thorough=thorough, progress=self.progress)
+
+    @contextlib.contextmanager
+    def _timed(self, part: str, rung: str) -> Iterator[None]:
+        began = time.perf_counter(), time.process_time()
+        yield
+        took = time.perf_counter() - began[0], time.process_time() - began[1]
+        self.seen.seconds.append({"rung": rung, "part": part, "seconds": took[0], "processor_seconds": took[1]})
 
     def _climb(self, twin: Adapter, name: str) -> PrecisionRun | None:
         """One rung, or None where torch cannot run the model in its dtype."""
         long = "yes" if name in (self.seen.own, "float32") else "first" if name == self.finest else "no"
         sweep = long if self.sweep == "yes" else "no"
         try:
-            run = climb(twin, self.plan, sweep=sweep)
+            with self._timed("own kernels", name):
+                run = climb(twin, self.plan, sweep=sweep)
         except RuntimeError as error:
             if name == self.seen.own or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -222,12 +235,14 @@ class _Auditor:
             if twin is self.adapter or not other_attention(twin):
                 return None
             try:
-                run = climb(twin, self.plan, sweep=sweep)
+                with self._timed("own kernels", name):
+                    run = climb(twin, self.plan, sweep=sweep)
             except RuntimeError:
                 return None
             self.seen.refused[name] += "; it was run with eager attention"
         if not run.nonfinite:
-            self._fix(twin, run, "first" if sweep != "no" else "no")
+            with self._timed("fixed order", name):
+                self._fix(twin, run, "first" if sweep != "no" else "no")
         return run
 
     def _fix(self, twin: Adapter, run: PrecisionRun, sweep: str) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,13 +61,21 @@ class BlockModel:
         kernels: The kernel mode every forward runs under; default: the machine's own.
         positions: ``"own"``: the model numbers its tokens by itself, as when it is called; ``"given"``: it is told their
             positions, as ``generate()`` tells it.
+        only: The blocks in question, the number of blocks for the head: in the others a fixed order of additions rests. What
+            stands outside all blocks has it always, since every block computes with it. Default: the whole model.
 
     Attributes:
         padding: The logits that stand for no token, minus infinity in every row: there that counts as 0. None where it is
             not known yet.
     """
 
-    def __init__(self, adapter: Adapter, kernels: Kernels | None = None, positions: str = "own") -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        kernels: Kernels | None = None,
+        positions: str = "own",
+        only: Collection[int] | None = None,
+    ) -> None:
         self.adapter, self.positions = adapter, positions
         self.model: Any = adapter.model
         self.kind, self.device = adapter.kind, adapter.device
@@ -79,6 +87,14 @@ class BlockModel:
         # A bridge hangs transformers' modules under names of its own, which say nothing to a reader.
         self.names = {m: name.replace("._original_component", "") for name, m in adapter.source.named_modules()}
         plain_experts(adapter.model, adapter.dtype)
+        parts = [*self.blocks, self.end("output")]
+        self._rest = [part for n, part in enumerate(parts) if part is not None and only is not None and n not in only]
+
+    def end(self, which: str) -> nn.Module | None:
+        """The module that embeds tokens (``"input"``) or makes logits (``"output"``), where the model tells it."""
+        getter = getattr(self.adapter.source, f"get_{which}_embeddings", None)
+        module = getter() if getter is not None else None
+        return module if isinstance(module, nn.Module) else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -168,8 +184,16 @@ class BlockModel:
             self.adapter.attached(list(heard)),
             self.adapter.listening({place: [one] for place, one in heard.items()}),
             self.mode,
+            contextlib.ExitStack() as hooks,
         ):
+            hooks.callback(self._resting, False)
+            for part in self._rest:
+                hooks.enter_context(part.register_forward_pre_hook(lambda *_: self._resting(True)))
+                hooks.enter_context(part.register_forward_hook(lambda *_: self._resting(False), always_call=True))
             yield
+
+    def _resting(self, now: bool) -> None:
+        self.mode.resting = now
 
     def states(self, cache: Any, layer: int) -> dict[str, Tensor]:
         """The recurrent and convolution states a layer's cache holds, copied; empty for an attention layer."""

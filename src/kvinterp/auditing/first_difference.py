@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
 from kvinterp.auditing.comparing import compared, grid, lost_key, paired, seen_differently, swapped_nearly_equal
@@ -248,9 +248,8 @@ def _ends(hooks: BlockHooks, logits: Tensor, back: int) -> dict[int, Ends]:
 
 
 def _end_module(model: BlockModel, end: str) -> str:
-    getter = getattr(model.adapter.source, f"get_{end}_embeddings", None)
-    module = getter() if getter is not None else None
-    return model.name_of(module) if isinstance(module, nn.Module) else ""
+    module = model.end(end)
+    return "" if module is None else model.name_of(module)
 
 
 def _states(model: BlockModel, cache: Any, watch: Watch, layer: int) -> list[Event]:

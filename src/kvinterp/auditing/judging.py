@@ -217,7 +217,7 @@ class RungJudge:
             for sight, tensors in self._look(self.run, None, case, layers, self.limit).values():
                 key = (*case[:-1], sight.layer)
                 fixed_too = key in worst
-                gone = not (worst[key] if fixed_too else self._look(self.run, BatchInvariant(), case, [sight.layer]))
+                gone = not (worst[key] if fixed_too else self._in_order(self.run, case, sight.layer))
                 cause = self._kernel(case, sight, tensors[0], gone)
                 judged = self._add(case, tensors[0], cause, "native")
                 if cause.word == "kernel" and self.dtype != torch.float64:
@@ -267,8 +267,22 @@ class RungJudge:
         assert self.twin is not None
         if not BlockModel(self.twin).can_be_told_positions:
             return False
-        side, kernels = (self.run, None) if self.run.fixed is None else (self.run.fixed, BatchInvariant())
-        return largest(self._look(side, kernels, case, [wrong.layer], positions="given")) <= self.limit
+        if self.run.fixed is None:
+            return largest(self._look(self.run, None, case, [wrong.layer], positions="given")) <= self.limit
+        return largest(self._in_order(self.run.fixed, case, wrong.layer, self.limit, "given")) <= self.limit
+
+    def _in_order(
+        self, side: PrecisionRun, case: Case, layer: int, enough: float = 0.0, positions: str = "own"
+    ) -> Differing:
+        """What still differs in a block with a fixed order of additions; less than ``enough`` is not looked into further.
+
+        Given equal inputs that order is needed in this block alone, which costs little. Some blocks also read what another one
+        keeps (shared keys and values): what is left is looked at again with that order in the whole model.
+        """
+        found = self._look(side, BatchInvariant(), case, [layer], positions=positions, only=[layer])
+        if not found or largest(found) < enough:
+            return found
+        return self._look(side, BatchInvariant(), case, [layer], positions=positions)
 
     def _tried(
         self,
@@ -293,11 +307,12 @@ class RungJudge:
         layers: Sequence[int],
         threshold: float = 0.0,
         positions: str = "own",
+        only: Sequence[int] | None = None,
     ) -> Differing:
         """What differs by more where one row of a side's tables is fed again, with these blocks watched."""
         assert self.twin is not None
         tokens = side.plan.tokens(case.prompt, self.twin.device)
-        with referenced(BlockModel(self.twin, kernels, positions), tokens) as hooks:
+        with referenced(BlockModel(self.twin, kernels, positions, only), tokens) as hooks:
             return differing(look(hooks, case.feeds(side.plan), layers), threshold)
 
 

@@ -36,8 +36,8 @@ def climb(
         adapter: The model in the rung's dtype.
         plan: What to run.
         kernels: The kernel mode; default: the machine's own.
-        sweep: ``"yes"`` also decodes each prompt as one long sequence from the plan's short prefill, ``"first"`` only the
-            first prompt.
+        sweep: ``"first"`` also decodes the first prompt as one long sequence from the plan's short prefill; ``"yes"`` the
+            others too, for as long as all :func:`jumps` are at one position.
         against: ``"prefix"`` recomputes the prefix of every step, so that both sides look at as many keys. ``"whole"`` takes
             the row out of one forward of all tokens; right where a row's bits do not depend on the rows after it, which the
             null of each length's last step shows.
@@ -51,7 +51,7 @@ def climb(
     swept = {"yes": len(plan.prompts), "first": 1}.get(sweep, 0)
     with climbed.hooks.attached():
         for number in range(len(plan.prompts)):
-            climbed.prompt(number, number < swept)
+            climbed.prompt(number, number < swept and (number == 0 or climbed.jumped))
     return climbed.done(time.perf_counter() - started)
 
 
@@ -69,6 +69,12 @@ class _Climb:
         self.run.seconds = seconds
         return self.run
 
+    @property
+    def jumped(self) -> bool:
+        """Whether every prompt that was swept shows a jump, all at one position: only then can the next one say more."""
+        found = set(jumps(pd.DataFrame(self.rows["sweep"], columns=list(LOCAL))).values())
+        return len(found) == 1 and None not in found
+
     def prompt(self, number: int, swept: bool) -> None:
         """Every case of one prompt."""
         plan, run, hooks = self.plan, self.run, self.hooks
@@ -83,15 +89,15 @@ class _Climb:
         if plan.chunk is not None and not run.nonfinite and _takes_chunks(hooks, plan.chunk):
             cache = hooks.feed(0, plan.chunk)[1]
             for start, stop in plan.pieces:
-                made, cache = _at_once(hooks, start, stop, self.against, cache)
-                self._keep("chunks", number, plan.chunk, made)
+                mine, cache = _fed(hooks, start, stop, cache)
+                self._keep("chunks", number, plan.chunk, _at_once(hooks, start, stop, self.against, mine))
         if swept and plan.sweep is not None and not run.nonfinite:
             self._keep("sweep", number, plan.sweep, forced(hooks, plan.sweep, plan.length, self.against))
 
     def _prefill(self, number: int, prefill: int) -> None:
         """One prompt length: free-running, given equal inputs token by token, and the rows of the prompt itself."""
         run, stop = self.run, prefill + self.plan.steps
-        fed, equal = _fed_freely(self.hooks, prefill, stop)
+        mine, fed, equal = _fed_freely(self.hooks, prefill, stop)
         free, layers, top = _free(self.hooks, fed, prefill, self.against)
         if any(math.isnan(row["max_abs"]) for row in free):
             self._not_finite(prefill, "cached")
@@ -101,9 +107,11 @@ class _Climb:
         if run.top.empty or bool(top["difference"].any()) or not bool(run.top["difference"].any()):
             run.layers, run.top = layers, top
         # Given the reference's rows a model that has them already would compute the same once more.
-        again = fed if equal else None
-        self._keep("local", number, prefill, forced(self.hooks, prefill, stop, self.against, "last", again))
-        self._keep("chunks", number, prefill, _at_once(self.hooks, 0, prefill, self.against)[0])
+        if not equal:
+            mine, cache = _fed(self.hooks, 0, prefill)
+            fed = _fed_singly(self.hooks, prefill, stop, cache)
+        self._keep("local", number, prefill, forced(self.hooks, prefill, stop, self.against, "last", fed))
+        self._keep("chunks", number, prefill, _at_once(self.hooks, 0, prefill, self.against, mine))
 
     def _not_finite(self, prefill: int | None, path: str) -> None:
         tokens = self.hooks.reference.tokens
@@ -150,23 +158,30 @@ def _again(hooks: BlockHooks, stop: int, equal_inputs: str) -> Rows:
     return kept[equal_inputs, stop]
 
 
-def _fed_singly(hooks: BlockHooks, prefill: int, stop: int) -> Iterator[tuple[int, Rows]]:
+def _fed(hooks: BlockHooks, start: int, stop: int, cache: Any = None, equal_inputs: str = "yes") -> tuple[Rows, Any]:
+    """The rows of tokens that are fed at once, and the cache after them."""
+    logits, cache = hooks.feed(start, stop, cache, equal_inputs)
+    return _rows(hooks, logits[0], stop - start), cache
+
+
+def _fed_singly(hooks: BlockHooks, prefill: int, stop: int, cache: Any) -> Iterator[tuple[int, Rows]]:
     """Each position after the prefill, fed alone and given equal inputs, with the newest row of every part."""
-    _, cache = hooks.feed(0, prefill)
     for position in range(prefill, stop):
         logits, cache = hooks.feed(position, position + 1, cache)
         yield position, _rows(hooks, logits[0])
 
 
-def _fed_freely(hooks: BlockHooks, prefill: int, stop: int) -> tuple[list[tuple[int, Rows]], bool]:
-    """The same, running freely; and whether every block was given and returned the reference's rows, to the bit, all along."""
-    _, cache = hooks.feed(0, prefill, None, "no")
+def _fed_freely(hooks: BlockHooks, prefill: int, stop: int) -> tuple[Rows, Iterable[tuple[int, Rows]], bool]:
+    """The prefill's rows and the same, running freely; and whether every block was given and returned the reference's rows, to
+    the bit, all along.
+    """
+    at_once, cache = _fed(hooks, 0, prefill, None, "no")
     found, equal = [], _is_reference(hooks, 0, prefill)
     for position in range(prefill, stop):
         logits, cache = hooks.feed(position, position + 1, cache, "no")
         found.append((position, _rows(hooks, logits[0])))
         equal = equal and _is_reference(hooks, position, position + 1)
-    return found, equal
+    return at_once, found, equal
 
 
 def _is_reference(hooks: BlockHooks, start: int, stop: int) -> bool:
@@ -203,7 +218,7 @@ def forced(
         null: With ``against="whole"``: ``"last"`` also recomputes the prefix of the last step, as the null control.
         fed: What the steps gave, where that is known already.
     """
-    for position, mine in _fed_singly(hooks, prefill, stop) if fed is None else fed:
+    for position, mine in _fed_singly(hooks, prefill, stop, hooks.feed(0, prefill)[1]) if fed is None else fed:
         whole, prefix = _whole(hooks, position + 1), None
         if against == "prefix" or (null == "last" and position == stop - 1):
             prefix = _again(hooks, position + 1, "yes")
@@ -214,26 +229,21 @@ def forced(
             yield {**where, "layer": part[0], "part": part[1], "error": error, "null": apart}
 
 
-def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, cache: Any = None) -> tuple[list[dict[str, Any]], Any]:
-    """Every part's error given equal inputs in the rows of tokens that are fed at once: a prompt, or more on its cache.
+def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, mine: Rows) -> list[dict[str, Any]]:
+    """Every part's error given equal inputs in the rows of tokens that were fed at once: a prompt, or more on its cache.
 
     The recomputation has as many rows as the cache then holds, so that a prompt is compared among the same number of rows.
-
-    Returns:
-        A row a part, and the cache after these tokens.
     """
-    count = stop - start
-    logits, cache = hooks.feed(start, stop, cache)
-    mine, theirs = _rows(hooks, logits[0], count), _whole(hooks, stop, count)
+    theirs, found = _whole(hooks, stop, stop - start), []
     if against == "prefix":
-        theirs = _rows(hooks, hooks.recompute(stop)[0], count)
-    found = []
+        theirs = _rows(hooks, hooks.recompute(stop)[0], stop - start)
+        hooks.reference.again.setdefault(("yes", stop), {part: rows[-1].clone() for part, rows in theirs.items()})
     for part, again in theirs.items():
         errors = row_errors(mine[part], again)
         first = int((errors >= errors.max() / 10).int().argmax()) if bool(errors.max() > 0) else len(errors) - 1
         where = {"start": start, "stop": stop, "position": stop - len(errors) + first}
         found.append({**where, "layer": part[0], "part": part[1], "error": float(errors.max()), "null": math.nan})
-    return found, cache
+    return found
 
 
 def _takes_chunks(hooks: BlockHooks, start: int) -> bool:
@@ -247,6 +257,26 @@ def _takes_chunks(hooks: BlockHooks, start: int) -> bool:
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False
     return True
+
+
+def jumps(swept: pd.DataFrame) -> dict[int, int | None]:
+    """For each prompt of a sweep the position at which a difference of what a part returns appears or jumps, or None."""
+    outputs = swept[(swept["layer"] >= 0) & (swept["part"] == "output")]
+    return {prompt: _jump(rows.groupby("position")["error"].max()) for prompt, rows in outputs.groupby("prompt")}
+
+
+def _jump(errors: pd.Series) -> int | None:
+    """The position from which errors are there that were not before, or eight times larger than any before; or None."""
+    values, positions = errors.to_numpy(), errors.index.to_numpy()
+    for index in range(8, len(values) - 2):
+        before, after = values[:index], values[index:]
+        appears = before.max() == 0 and values[index] > 0 and (after > 0).mean() >= 0.9
+        grows = before.max() > 0 and values[index] > 8 * before.max() and pd.Series(after).median() > 8 * before.max()
+        if appears or grows:
+            return int(positions[index])
+        if before.max() > 0 and not grows and values[index] > 0 and (before > 0).mean() > 0.5 and index > len(values) // 2:
+            return None
+    return None
 
 
 # Free-running -----------------------------------------------------------------------------------------------------------

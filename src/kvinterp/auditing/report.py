@@ -17,9 +17,10 @@ from kvinterp.locks import Lock
 from kvinterp.models.adapter import DTYPES
 from kvinterp.reading import verdict as say
 from kvinterp.reading.vocabulary import EMBEDDING
+from kvinterp.report.axes import legend_below
 from kvinterp.report.figures import draw_ladder
 from kvinterp.report.page import Answer, Bullets, Column, Links, Pairs, Picture, Table, Text, render
-from kvinterp.report.style import png, sheet
+from kvinterp.report.style import png, series_of, sheet
 from kvinterp.report.svg import inline
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
         *_first_tensors(verdict),
         Text("Block by block, given equal inputs", look="h2"),
         *blocks,
+        *_seconds(pd.DataFrame(verdict.seconds)),
         Text("Made with", look="h2"),
         _pairs(verdict.provenance),
         Links(files={name: name for name in (*files, "verdict.json")}, label="Beside this page:"),
@@ -298,6 +300,25 @@ def _first_tensors(verdict: Verdict) -> list[Any]:
     if not rows:
         return [Text(say.NO_TENSOR)]
     return [Text(say.FIRST_TENSORS, look="note"), _table(rows, text="what takes it away")]
+
+
+def _seconds(table: pd.DataFrame) -> list[Any]:
+    """What took how long; nothing for an audit that was kept before that was written down."""
+    if table.empty:
+        return []
+    with sheet(5.6, 2.6) as figure:
+        axes, done = figure.subplots(), dict.fromkeys(table["rung"], 0.0)
+        for index, (part, rows) in enumerate(table.groupby("part", sort=False)):
+            took = rows.groupby("rung", sort=False)["seconds"].sum()
+            axes.barh(
+                list(took.index), took, left=[done[rung] for rung in took.index], color=series_of(index).color, label=part
+            )
+            done |= {rung: done[rung] + spent for rung, spent in took.items()}
+        axes.set(xlabel="seconds")
+        axes.invert_yaxis()
+        legend_below(axes, *axes.get_legend_handles_labels())
+    picture = Picture("What took how long", png(figure), svg=inline(figure, "seconds"))
+    return [Text("What took how long", look="h2"), picture, _table(table.to_dict("records"))]
 
 
 # Blocks and one token --------------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Verdict(Kept):
         reading: PASS or FAIL and the word, then short lines.
         allowed: Whether the word is one that the caller allows.
         provenance: Provenance.
+        seconds: What took how long: a row a rung and part of it, with seconds of the clock and of the processor.
     """
 
     VERB: ClassVar = "audit"
@@ -81,6 +82,7 @@ class Verdict(Kept):
     reading: str
     allowed: str = "no"
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seconds: tuple[Mapping[str, Any], ...] = ()
 
     def __repr__(self) -> str:
         """Its first line."""
@@ -109,7 +111,8 @@ class Verdict(Kept):
         try:
             del fields["exit_code"], fields["sha256"]
             checks = tuple(Check(**check) for check in fields.pop("checks"))
-            found = cls(**{**fields, "notes": tuple(fields["notes"])}, checks=checks)
+            rows = {name: tuple(fields.get(name, ())) for name in ("notes", "seconds")}
+            found = cls(**{**fields, **rows}, checks=checks)
             if found.verdict not in VERDICTS or not isinstance(found.provenance, dict):
                 raise ValueError(f"{found.verdict!r} is no verdict")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -123,7 +126,7 @@ class Verdict(Kept):
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """What each precision showed and what was exercised, and the fields of the JSON."""
         checks = pd.DataFrame([dataclasses.asdict(check) for check in self.checks])
-        return {"rungs": self.overview(), "checks": checks}, dataclasses.asdict(self)
+        return {"rungs": self.overview(), "checks": checks, "seconds": pd.DataFrame(self.seconds)}, dataclasses.asdict(self)
 
     def overview(self) -> pd.DataFrame:
         """One row a precision: how far apart the logits and the blocks are."""
@@ -200,6 +203,7 @@ class Evidence:
         refused: The rungs that torch cannot run this model in, and why.
         exercised: The lengths and positions that were run, in a sentence.
         random: The largest relative difference of the same forward run twice.
+        seconds: What took how long, as :class:`Verdict` has it.
     """
 
     model: str
@@ -214,6 +218,7 @@ class Evidence:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     exercised: str = ""
     random: float = 0.0
+    seconds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def caused(self, word: str) -> list[tuple[str, Judged]]:
         """The blocks whose difference this takes away (nothing, where the word is empty), each with its rung."""

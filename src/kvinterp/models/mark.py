@@ -2,8 +2,8 @@
 
 Torch counts the changes of a tensor, but not those made through ``.data``, and nobody counts those of a norm's epsilon. So a
 mark is taken of all of it. Each tensor's bits are summed with a weight of its own for every place, so that numbers that
-change places change the sum too. The high half of each 8 bytes is weighted once more, since numbers whose highest bits alone
-differ (their signs) would cancel: what is changed is missed about once in 2**32 times. The weights are read once, as one
+change places change the sum too. Of each 8 bytes the high half is laid over the low one first, since numbers whose highest bits
+alone differ (their signs) would cancel: what is changed is missed about once in 2**32 times. The weights are read once, as one
 decode step reads them.
 """
 
@@ -31,9 +31,6 @@ _WORDS, _PIECE = 1 << 15, 1 << 20
 """Words of 8 bytes that share the weights, small enough for a processor's cache; and those that one thread takes at once."""
 
 _ODD, _ALL = 0x9E37_79B9_7F4A_7C15, (1 << 64) - 1
-_SIGNED = _ODD - (1 << 64)
-"""The same odd number, as torch takes it."""
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NOT_COMPUTED_WITH = frozenset(
     (
@@ -210,23 +207,27 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor | np.ndarray]:
 
 
 def _summed(words: Tensor | np.ndarray) -> Tensor | list[int]:
-    """Sums of the words' low and high halves, each weighted by its place, one for so many words; on a device they stay there."""
+    """Sums of the words, each with its high half laid over its low one, weighted by its place, one for so many words.
+
+    On a device they stay there.
+    """
     if isinstance(words, Tensor):
         return _summed_on_device(words)
-    low, high = _weights()
+    weights, folded = _weights(), np.empty(_WORDS, np.int64)
     sums = []
     for start in range(0, len(words), _WORDS):
         piece = words[start : start + _WORDS]
-        count = len(piece)
-        sums.append(int(np.dot(piece, low[:count])) + int(np.dot(piece >> 32, high[:count])) * _ODD)
+        mixed = folded[: len(piece)]
+        np.bitwise_xor(np.right_shift(piece, 31, out=mixed), piece, out=mixed)
+        sums.append(int(np.dot(mixed, weights[: len(piece)])))
     return sums
 
 
 def _summed_on_device(words: Tensor) -> Tensor:
-    low, high = _weights_on(words.device)
+    weights = _weights_on(words.device)
     # 16 MB at once: as many rows of words, each weighted and summed alone.
     parts = (nn.functional.pad(part, (0, -part.numel() % _WORDS)).view(-1, _WORDS) for part in words.split(64 * _WORDS))
-    return torch.cat([(rows * low).sum(1) + (rows >> 32).mul(high).sum(1) * _SIGNED for rows in parts])
+    return torch.cat([(((rows >> 31) ^ rows) * weights).sum(1) for rows in parts])
 
 
 @functools.cache
@@ -236,6 +237,6 @@ def _weights_on(device: torch.device) -> Tensor:
 
 @functools.cache
 def _weights() -> np.ndarray:
-    """Two rows of odd numbers of 64 bits, always the same ones; nobody's random numbers are drawn from."""
-    drawn = np.random.Generator(np.random.Philox(key=1)).integers(-(2**63), 2**63, (2, _WORDS), dtype=np.int64)
+    """Odd numbers of 64 bits, always the same ones; nobody's random numbers are drawn from."""
+    drawn = np.random.Generator(np.random.Philox(key=1)).integers(-(2**63), 2**63, _WORDS, dtype=np.int64)
     return drawn | 1

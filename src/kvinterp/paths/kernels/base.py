@@ -58,7 +58,10 @@ class KernelMode:
 
     Attributes:
         listeners: Hooks that tell it which layer is running; empty where it does not need to know.
+        resting: Whether it lets everything through for now; only a mode that asks for it does (``batch_invariant``).
     """
+
+    resting = False
 
     def __init__(self) -> None:
         self.listeners: Mapping[Site, Listener] = {}

@@ -51,6 +51,8 @@ class _BatchInvariantMode(KernelMode):
         return [Functions(self._function), self._operations]
 
     def _function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.resting:
+            return NotImplemented
         if func is SDPA:
             if drops_out(*args, **kwargs):
                 return NotImplemented
@@ -64,7 +66,7 @@ class _BatchInvariantMode(KernelMode):
         return NotImplemented
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._inside:
+        if self._inside or self.resting:
             return NotImplemented
         if func in _ELEMENTWISE:
             return self._own(lambda: fixed_order.in_fixed_pieces(lambda x: func(x, *args[1:], **kwargs), args[0]))
