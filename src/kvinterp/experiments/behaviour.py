@@ -326,7 +326,7 @@ def null_of(
     adapter, (a, b) = loaded(model), paths_of(kernels)
     same = null == NULLS[0]
     paths, lanes = ((a, a), (Runner, Runner)) if same else ((b, b), (Runner, Suffixed))
-    how = {"strategy": strategy, "record": "", "progress": "none", "done": failures_kept, **settings}
+    how: dict[str, Any] = {"strategy": strategy, "record": "", "progress": "none", "done": failures_kept, **settings}
     found = compare(adapter, load_prompts(prompts)[:most], *paths, lanes=lanes, **how)
     steps = found.steps
     row = {
@@ -345,7 +345,8 @@ def null_of(
 
 def oracle_of(model: Mapping[str, Any], prompts: str, most: int, kernels: str, **settings: Any) -> pd.DataFrame:
     """The largest logit error of each path, both fed the tokens that float64 chooses, and which is nearer to float64."""
-    adapter, how = loaded(model), {"record": "", "progress": "none", "done": failures_kept, **settings}
+    adapter = loaded(model)
+    how: dict[str, Any] = {"record": "", "progress": "none", "done": failures_kept, **settings}
     rows = []
     for example, prompt in enumerate(load_prompts(prompts)[:most]):
         lanes, row = (Memory().lane, Runner), {"example": example, "id": prompt.id}
