@@ -36,8 +36,8 @@ def climb(
         adapter: The model in the rung's dtype.
         plan: What to run.
         kernels: The kernel mode; default: the machine's own.
-        sweep: ``"first"`` also decodes the first prompt as one long sequence from the plan's short prefill; ``"yes"`` the
-            others too, for as long as all :func:`jumps` are at one position.
+        sweep: ``"yes"`` also decodes each prompt as one long sequence from the plan's short prefill, ``"first"`` only the
+            first prompt.
         against: ``"prefix"`` recomputes the prefix of every step, so that both sides look at as many keys. ``"whole"`` takes
             the row out of one forward of all tokens; right where a row's bits do not depend on the rows after it, which the
             null of each length's last step shows.
@@ -51,7 +51,7 @@ def climb(
     swept = {"yes": len(plan.prompts), "first": 1}.get(sweep, 0)
     with climbed.hooks.attached():
         for number in range(len(plan.prompts)):
-            climbed.prompt(number, number < swept and (number == 0 or climbed.jumped))
+            climbed.prompt(number, number < swept)
     return climbed.done(time.perf_counter() - started)
 
 
@@ -68,12 +68,6 @@ class _Climb:
             setattr(self.run, table, pd.DataFrame(rows, columns=list(STEPS if table == "steps" else LOCAL)))
         self.run.seconds = seconds
         return self.run
-
-    @property
-    def jumped(self) -> bool:
-        """Whether every prompt that was swept shows a jump, all at one position: only then can the next one say more."""
-        found = set(jumps(pd.DataFrame(self.rows["sweep"], columns=list(LOCAL))).values())
-        return len(found) == 1 and None not in found
 
     def prompt(self, number: int, swept: bool) -> None:
         """Every case of one prompt."""
