@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvinterp.data.example import Example, Prompt, check_characters
-from kvinterp.data.few_shot import FewShot, sampled
+from kvinterp.data.few_shot import MOST, FewShot, sampled
 from kvinterp.errors import InputError, shown
 from kvinterp.files import is_file
 
@@ -76,11 +76,14 @@ def _check_there(path: Path) -> None:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
             f"prompt file {path.name!r} is not UTF-8 text (byte {error.start}): save it as UTF-8 and try again."
         ) from error
+    if (lines := text.count("\n")) > MOST:
+        raise InputError(f"prompt file {path.name!r} has {lines:,} lines: expected at most {MOST:,}; take fewer.")
+    return text
 
 
 def _object(where: str, line: str) -> dict[str, Any]:

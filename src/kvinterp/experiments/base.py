@@ -11,11 +11,13 @@ import abc
 import contextlib
 import dataclasses
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvinterp.errors import InputError, unexpected
 from kvinterp.experiments.options import OPTION, SHARED, argument, model, option, shared
 from kvinterp.experiments.outcome import How, Outcome
 
@@ -41,6 +43,10 @@ __all__ = [
     "shared",
 ]
 
+MOST, MOST_LISTED = 1_000_000, 1_000
+"""The largest count there is, of anything and of what is run in all; and the most that an option lists."""
+_STEPS = ("max_new_tokens", "steps", "flip_steps", "ladder_steps", "repeat_steps")
+_TEXTS = ("prompts", "texts", "text", "instructions", "problems", "strings", "template", "system")
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""
 
@@ -93,18 +99,43 @@ class Experiment(abc.ABC):
     # What each experiment says -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Looks at what was given, as far as no model is needed: prompts, and numbers that an option has a least of."""
+        """Looks at what was given, as far as no model is needed: numbers, how much work they ask for together, and prompts."""
         from kvinterp.data import load_prompts
         from kvinterp.inputs import check_whole
+        from kvinterp.spec import check_length
 
+        runs: dict[str, int] = {}
         for field in dataclasses.fields(self):
-            given, least = getattr(self, field.name), field.metadata.get(OPTION, {}).get("min")
+            given, about = getattr(self, field.name), field.metadata.get(OPTION, {})
             if given is None and field.default is None:
                 continue
-            if least is not None:
-                check_whole(field.name, given, least)
+            if "min" in about:
+                check_whole(field.name, given, about["min"])
+            if isinstance(given, int) and field.name != "seed" and given > MOST:
+                raise unexpected(field.name, given, f"at most {MOST:,}")
+            if isinstance(given, str) and field.name not in _TEXTS:
+                check_length(field.name, given)
+            if isinstance(given, tuple) and len(given) > MOST_LISTED:
+                raise InputError(f"{field.name} lists {len(given):,}: expected at most {MOST_LISTED:,}; give fewer.")
+            if "times" in about:
+                runs[field.name] = given
             if field.name == "prompts":
-                load_prompts(given)
+                runs[field.name] = len(load_prompts(given))
+        # Each multiplies the others.
+        if math.prod(runs.values()) > MOST:
+            asked = " times ".join(f"{count:,} {name}" for name, count in runs.items())
+            raise InputError(f"{asked} were asked for: expected at most {MOST:,} in all; give fewer.")
+
+    def check_steps(self) -> None:
+        """Raises where a model has fewer positions than steps were asked for: before any part of the work is done."""
+        asked = {name: steps for name in _STEPS if isinstance(steps := vars(self).get(name), int)}
+        for adapter in self.adapters() if asked else ():
+            for name, steps in asked.items():
+                if steps > (context := adapter.facts.context):
+                    raise InputError(
+                        f"{name}={steps} was given, but {adapter.facts.name} has a context of {context:,} positions: decode "
+                        "fewer steps."
+                    )
 
     @abc.abstractmethod
     def cells(self) -> list[Cell]:
@@ -329,6 +360,7 @@ class Experiment(abc.ABC):
                 check_free(out, how.existing, names, mark)
             held.enter_context(loading_once())
             self.check()
+            self.check_steps()
             cells = self.cells()
             if out is None:
                 made = self._made(cells, None, how)

@@ -36,7 +36,7 @@ class Flips(OfModels):
     kernels: str = option("split_k(8,float16)", "Kernels under which flips are looked for.")
     strategy: str = option("top_p(1.0,2.0)", "And the strategy, beside greedy.")
     steps: int = option(48, "Most steps of each.", min=1)
-    seeds: int = option(3, "How many seeds of the sampling.", min=1)
+    seeds: int = option(3, "How many seeds of the sampling.", min=1, times="yes")
 
     def check(self) -> None:
         """Kernels and strategy too."""

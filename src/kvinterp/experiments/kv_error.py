@@ -44,7 +44,7 @@ class KvError(Experiment):
     base: str = option("normal(0,0.5)", "What is put on K or V, or on some layers or heads, alone.")
     rms: float = option(0.57735, "Root mean square of the factorial's relative error; that of uniform(-1,1) is 0.577.")
     readings: str = option("stored,exact", "What the prefill reads: stored, exact, or both.")
-    repeats: int = option(5, "Runs of each, with other draws of noise and sampling.", min=1)
+    repeats: int = option(5, "Runs of each, with other draws of noise and sampling.", min=1, times="yes")
     instructions: str = option("instructions:12", "Prompts of the instructions, a generator or a .jsonl file.")
     problems: str = option("arithmetic:12", "Prompts of the problems.")
     texts: str = option("restate:8", "Prompts with answers, whose perplexity is measured.")

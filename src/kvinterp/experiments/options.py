@@ -18,7 +18,8 @@ def option(default: Any, help: str, **shown: Any) -> Any:
         default: Its default.
         help: What it is.
         shown: ``flag`` where the option has another name; ``example`` for whole numbers with commas; ``decides="nothing"``
-            where it changes no number of the result; and what typer's ``Option`` takes: ``show_default``, ``min``, ``hidden``.
+            where it changes no number of the result; ``times="yes"`` where everything is done so often; and what typer's
+            ``Option`` takes: ``show_default``, ``min``, ``hidden``.
     """
     return dataclasses.field(default=default, metadata={OPTION: {"help": help, **shown}})
 
