@@ -9,9 +9,9 @@ from command_line import wrong
 from kvinterp.data import load_prompts
 from kvinterp.data.example import MOST, Prompt, check_characters
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import MOST_LISTED
 from kvinterp.experiments.behaviour import Behaviour
 from kvinterp.experiments.compare import Compare
+from kvinterp.inputs import MOST_LISTED
 from kvinterp.spec import LONGEST
 
 
@@ -46,7 +46,9 @@ def test_a_text_of_100_mb_is_refused_by_its_beginning(counting, asked):
     """It was tokenised whole, for minutes and gigabytes, to say that it is longer than the context."""
     text = "word " * 20_000_000
     prompt = text if asked == "text" else Prompt("a", "b", messages=({"role": "user", "content": text},))
-    with pytest.raises(InputError, match=r"has 100,000,000 characters, of which the first .* context of .* positions: shorten"):
+    with pytest.raises(
+        InputError, match=r"has 100,000,000 characters, of which the first .* context of .* positions: shorten"
+    ):
         kv.run(counting, prompt, max_new_tokens=1)
     assert counting.tokenizer.given <= 16 * counting.facts.context
 
@@ -89,13 +91,17 @@ def test_steps_beyond_the_context_are_refused_before_any_part_is_done(tmp_path, 
     """They were met in the middle: what was done before them stayed in the folder."""
     monkeypatch.chdir(tmp_path)
     for verb, option in (("compare", "max-new-tokens"), ("root-cause", "ladder-steps"), ("flips", "steps")):
-        said = f"{option.replace('-', '_')}=99999 was given, but zoo:gqa2-mini has a context of 1,024 positions: decode fewer"
+        said = (
+            f"{option.replace('-', '_')}=99999 was given, but zoo:gqa2-mini has a context of 1,024 positions: decode fewer"
+        )
         wrong(said, verb, "zoo:gqa2-mini", "--prompts", "arithmetic:1", f"--{option}", "99999", "--out", "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_lists_of_numbers_are_read_where_they_are_short(tmp_path):
-    wrong("--layers has 200,000 characters", "compare", "zoo:gqa2-mini", "--layers", "0," * 10**5, "--out", tmp_path / "out")
+    wrong(
+        "--layers has 200,000 characters", "compare", "zoo:gqa2-mini", "--layers", "0," * 10**5, "--out", tmp_path / "out"
+    )
 
 
 def test_files_of_many_lines_and_ids_of_many_characters(tmp_path):
@@ -112,6 +118,11 @@ def test_files_of_many_lines_and_ids_of_many_characters(tmp_path):
 def test_text_forms_are_read_where_they_are_short(text):
     with pytest.raises(InputError, match="expected at most 10,000; shorten it"):
         kv.path_named(text)
+
+
+def test_a_million_paths_are_not_read(counting):
+    with pytest.raises(InputError, match="b lists 1,000,000: expected at most 1,000; give fewer"):
+        kv.compare(counting, [[1, 2]], b=["recompute"] * 10**6)
 
 
 def test_problems_are_made_once():

@@ -134,7 +134,7 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
 def check_length(what: str, text: str) -> None:
     """Raises InputError where a text form is longer than any that can be meant."""
     if len(text) > LONGEST:
-        raise InputError(f"{what} has {len(text):,} characters: expected at most {LONGEST:,}; shorten it.")
+        raise InputError(f"{what} has {len(text):,} characters: expected at most {LONGEST:,}; shorten it or give fewer.")
 
 
 def split(text: str, separator: str) -> list[str]:

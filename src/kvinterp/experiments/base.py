@@ -43,9 +43,6 @@ __all__ = [
     "shared",
 ]
 
-MOST, MOST_LISTED = 1_000_000, 1_000
-"""The largest count there is, of anything and of what is run in all; and the most that an option lists."""
-_STEPS = ("max_new_tokens", "steps", "flip_steps", "ladder_steps", "repeat_steps")
 _TEXTS = ("prompts", "texts", "text", "instructions", "problems", "strings", "template", "system")
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""
@@ -82,6 +79,8 @@ class Experiment(abc.ABC):
     name; or the one there is, whose name is that in ``DRAWN``."""
     READING: ClassVar[str] = ""
     """The import name of what says in sentences what the summary holds, where that has no ``reading``."""
+    STEPS: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
+    """The fields that say how many steps are decoded, where there are any: no model is asked for more than its context."""
     UNIT: ClassVar[str] = "parts"
     """What a cell is of, in the plural."""
     LOGGED: ClassVar[str] = "everything"
@@ -101,7 +100,7 @@ class Experiment(abc.ABC):
     def check(self) -> None:
         """Looks at what was given, as far as no model is needed: numbers, how much work they ask for together, and prompts."""
         from kvinterp.data import load_prompts
-        from kvinterp.inputs import check_whole
+        from kvinterp.inputs import MOST, check_listed, check_whole
         from kvinterp.spec import check_length
 
         runs: dict[str, int] = {}
@@ -115,8 +114,8 @@ class Experiment(abc.ABC):
                 raise unexpected(field.name, given, f"at most {MOST:,}")
             if isinstance(given, str) and field.name not in _TEXTS:
                 check_length(field.name, given)
-            if isinstance(given, tuple) and len(given) > MOST_LISTED:
-                raise InputError(f"{field.name} lists {len(given):,}: expected at most {MOST_LISTED:,}; give fewer.")
+            if isinstance(given, tuple):
+                check_listed(field.name, given)
             if "times" in about:
                 runs[field.name] = given
             if field.name == "prompts":
@@ -128,7 +127,7 @@ class Experiment(abc.ABC):
 
     def check_steps(self) -> None:
         """Raises where a model has fewer positions than steps were asked for: before any part of the work is done."""
-        asked = {name: steps for name in _STEPS if isinstance(steps := vars(self).get(name), int)}
+        asked = {name: steps for name in self.STEPS if (steps := vars(self).get(name)) is not None}
         for adapter in self.adapters() if asked else ():
             for name, steps in asked.items():
                 if steps > (context := adapter.facts.context):

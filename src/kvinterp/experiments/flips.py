@@ -31,6 +31,7 @@ class Flips(OfModels):
     Each kernel mode and strategy is run beside the machine's own kernels and greedy decoding.
     """
 
+    STEPS: ClassVar = ("steps",)
     TABLES: ClassVar = ("flips", "correlations")
 
     kernels: str = option("split_k(8,float16)", "Kernels under which flips are looked for.")

@@ -32,6 +32,7 @@ __all__ = ["RootCause"]
 class RootCause(OfModels):
     """Are FP16 sums taken in another order the cause of the divergence?"""
 
+    STEPS: ClassVar = ("flip_steps", "ladder_steps", "repeat_steps")
     TABLES: ClassVar = (
         "accumulation",
         "propagation",
