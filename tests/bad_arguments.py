@@ -1,4 +1,4 @@
-"""Arguments that are bad, one at a time and by a seed: of every function of the API, and of every command.
+"""Arguments that are bad, one at a time and by a seed, of every function of the API; those of commands are in ``bad_commands``.
 
 Run by itself, ``python bad_arguments.py FIRST:END ...``, it prints a JSON line for every case that was not handled as it should
 be: refused with one sentence that names a remedy and nothing written, or run. It is a process of its own because the tests'
@@ -22,8 +22,7 @@ REMEDIES = (
     *("expected", "mend", "give", "use", "copy", "install", "save", "leave", "remove", "choose", "known are", "ask for"),
     *("shorten", "record", "decode", "name ", "write", "call ", " has ", "are numbered"),
 )
-API, COMMANDS = 1600, 240
-"""How many cases there are of each; a seed below API is one of the functions, those after it are of the commands."""
+CASES = 1600
 LONGEST = 2200
 
 
@@ -191,37 +190,17 @@ def api() -> dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., A
     return {name: (call[0], call[1], call[-1] if len(call) > 2 else call[0]) for name, call in calls.items()}
 
 
-def commands() -> dict[str, list[str]]:
-    """Every command, with options that are right."""
-    prompts = ["--prompts", "arithmetic:1", "--max-new-tokens", "2"]
-    few = ["--flip-steps", "1", "--flip-seeds", "1", "--ladder-prompts", "1", "--ladder-steps", "1"]
-    return {
-        "compare": ["zoo:gqa2-mini", "--out", "out", *prompts, "--record", ""],
-        "patch": ["zoo:gqa2-mini", "--out", "out", *prompts, "--controls", "none"],
-        "decompose": ["zoo:gqa2-mini", "--out", "out", *prompts],
-        "audit": [
-            "zoo:gqa2-mini",
-            *["--out", "out", "--lengths", "5", "--steps", "1", "--rungs", "float32", "--checks", "none"],
-        ],
-        "kernels": ["--model", "zoo:gqa2-mini", "--out", "out", "--sizes", "1,2"],
-        "root-cause": ["zoo:gqa2-mini", "--out", "out", "--prompts", "arithmetic:1", *few],
-        "list": [],
-    }
-
-
 class Cases:
     """Draws and runs them."""
 
     def __init__(self) -> None:
-        self.api, self.commands = api(), commands()
+        self.api = api()
 
     def wrong(self, seed: int) -> str:
         """Runs the case of a seed; says what was wrong with how it was handled, or nothing."""
-        return self._of_api(random.Random(seed)) if seed < API else self._of_commands(random.Random(seed))
-
-    def _of_api(self, chosen: random.Random) -> str:
         from kvinterp.errors import KvinterpError
 
+        chosen = random.Random(seed)
         name = chosen.choice(sorted(self.api))
         call, right, described = self.api[name]
         # What is called later with what this toolkit gives is the caller's own; a function as such is taken.
@@ -239,42 +218,6 @@ class Cases:
         except Exception as error:
             return f"{where}: {type(error).__name__}: {str(error)[:200]}"
         return ""
-
-    def _of_commands(self, chosen: random.Random) -> str:
-        from typer.main import get_command
-        from typer.testing import CliRunner
-
-        from kvinterp.cli import app
-
-        name = chosen.choice(sorted(self.commands))
-        command = get_command(app).commands[name]
-        every = command.get_params(command.make_context(name, [], resilient_parsing=True))
-        parameters = [p for p in every if p.name != "help" and not getattr(p, "is_flag", False)]
-        parameter, text, arguments = chosen.choice(parameters), chosen.choice(TEXTS), list(self.commands[name])
-        option = max(parameter.opts, key=len)
-        if parameter.param_type_name == "argument":
-            arguments[:1] = [text]
-        elif option in arguments:
-            arguments[arguments.index(option) + 1] = text
-        else:
-            arguments += [option, text]
-        before = _listed()
-        made = CliRunner().invoke(app, [name, *arguments])
-        where = f"kvinterp {name} {option} {text[:60]!r}"
-        if made.exception is not None and not isinstance(made.exception, SystemExit):
-            return f"{where}: {type(made.exception).__name__}: {str(made.exception)[:200]}"
-        if "\x1b" in made.output:
-            return f"{where}: sends control characters"
-        if made.exit_code != 2:
-            return "" if made.exit_code in (0, 1, 3) else f"{where}: exit code {made.exit_code}"
-        errors = [line for line in made.stderr.splitlines() if line.startswith("error: ")]
-        if "Usage: " in made.stderr and not errors:
-            return ""
-        return (
-            _faults(where, errors[0], before)
-            if len(errors) == 1
-            else f"{where}: {len(errors)} errors in {made.stderr[-300:]}"
-        )
 
 
 class Nothing:

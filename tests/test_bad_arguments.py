@@ -1,5 +1,6 @@
 """Arguments of every type, drawn by a seed, for every function and every command; and those that were found by hand."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import bad_arguments
+import bad_commands
 import kvinterp as kv
-from bad_arguments import API, COMMANDS
 from command_line import kvinterp, wrong
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_number, check_seed, check_whole
@@ -18,16 +20,17 @@ from kvinterp.paths.sampling import uniforms
 from support import TINY
 
 SHARE = 200
-"""Cases a process runs."""
-SAMPLE = ((0, 32), (API, API + 2))
-"""By default the first cases of each kind; all of them with --everything."""
+"""Cases of the API that a process runs."""
+SAMPLE = 9
+"""By default so many commands of each kind, the first; all of them with --everything."""
+FIRST = dict(zip(bad_commands.KINDS, itertools.accumulate(bad_commands.KINDS.values(), initial=0), strict=False))
 
 
-def _run(*parts: tuple[int, int]) -> None:
+def _run(program: str, *parts: tuple[int, int]) -> None:
     seeds = [f"{first}:{end}" for first, end in parts]
     environment = {**os.environ, "PYTHONPATH": str(Path(kv.__file__).parents[1])}
-    command = [sys.executable, str(Path(__file__).with_name("bad_arguments.py")), *seeds]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    command = [sys.executable, str(Path(__file__).with_name(program)), *seeds]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=3000, env=environment, check=False)
     lines = [json.loads(line) for line in made.stdout.splitlines() if line.startswith("{")]
     assert lines, made.stderr[-3000:]
     assert lines[-1] == {"done": sum(end - first for first, end in parts)}, made.stderr[-3000:]
@@ -48,19 +51,31 @@ def test_every_argument_of_every_function_is_read(tmp_path):
 
 @pytest.mark.slow
 def test_a_sample_of_bad_arguments():
-    _run(*SAMPLE)
+    _run("bad_arguments.py", (0, 32))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(0, API, SHARE))
+@pytest.mark.parametrize("first", range(0, bad_arguments.CASES, SHARE))
 def test_every_bad_argument(first):
-    _run((first, min(first + SHARE, API)))
+    _run("bad_arguments.py", (first, min(first + SHARE, bad_arguments.CASES)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="its processes are forks of one that has imported what they need")
+def test_a_sample_of_bad_commands():
+    """Environment is left to all of them: a new interpreter each."""
+    _run("bad_commands.py", *((first, first + SAMPLE) for kind, first in FIRST.items() if kind != "environment"))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(API, API + COMMANDS, 80))
-def test_every_bad_option(first):
-    _run((first, min(first + 80, API + COMMANDS)))
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="its processes are forks of one that has imported what they need")
+@pytest.mark.parametrize("kind", bad_commands.KINDS)
+def test_every_bad_command(kind):
+    _run("bad_commands.py", (FIRST[kind], FIRST[kind] + bad_commands.KINDS[kind]))
+
+
+def test_there_are_a_thousand_bad_commands():
+    assert bad_commands.CASES >= 1000
 
 
 # Found by hand ---------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from kvinterp.experiments.registry import experiment_named, experiments, questio
 from kvinterp.listing import LISTED
 from kvinterp.models.finding import check_reached
 from kvinterp.progress import shown
+from kvinterp.spec import check_length
 
 __all__ = ["app", "main"]
 
@@ -144,7 +145,9 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    shown = {name: value for name, value in field.metadata[OPTION].items() if name not in ("decides", "example", "only")}
+    shown = {
+        name: value for name, value in field.metadata[OPTION].items() if name not in ("decides", "example", "only", "times")
+    }
     flag, default = shown.pop("flag", f"--{field.name.replace('_', '-')}"), typing.cast(Any, field.default)
     if "example" in field.metadata[OPTION]:
         hint, default = str | None, default and ",".join(map(str, default))
@@ -187,6 +190,7 @@ def _numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | N
     """
     if text is None:
         return None
+    check_length(option, text)
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:

@@ -16,12 +16,15 @@ from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, shown, unexpected, unknown
 
 __all__ = [
+    "MOST",
+    "MOST_LISTED",
     "SEEDS",
     "among",
     "check_callable",
     "check_choice",
     "check_instance",
     "check_known",
+    "check_listed",
     "check_number",
     "check_seed",
     "check_text",
@@ -44,6 +47,8 @@ __all__ = [
 SEEDS = (-(2**63), 2**63 - 1)
 """The seeds there are, each with random numbers of its own: those of 64 bits with a sign."""
 
+MOST, MOST_LISTED = 1_000_000, 1_000
+"""The largest count there is, of anything and of what is run in all; and the most that is listed where each is run."""
 _GENERATOR = re.compile(rf"({'|'.join(TASKS)}):\d+(:\d+)?")
 
 
@@ -189,6 +194,12 @@ def given_list(name: str, values: object, expected: str) -> list[Any]:
         return list(values)  # type: ignore[call-overload,no-any-return]
     except TypeError as error:
         raise unexpected(name, values, expected) from error
+
+
+def check_listed(name: str, given: Sequence[object]) -> None:
+    """Raises InputError where more are listed than anybody waits for."""
+    if len(given) > MOST_LISTED:
+        raise InputError(f"{name} lists {len(given):,}: expected at most {MOST_LISTED:,}; give fewer.")
 
 
 def whole_numbers(name: str, values: object, expected: str, least: int = 0, most: int = SEEDS[1]) -> list[int]:

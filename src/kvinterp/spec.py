@@ -20,10 +20,12 @@ from typing import Any, TypeVar
 
 from kvinterp.errors import InputError, unknown
 
-__all__ = ["modules_of", "name_of", "named", "plugins_of", "read", "split", "text_of"]
+__all__ = ["LONGEST", "check_length", "modules_of", "name_of", "named", "plugins_of", "read", "split", "text_of"]
 
 Plugin = TypeVar("Plugin")
 
+LONGEST = 10_000
+"""The most characters of a text form, which no choice that somebody writes comes near."""
 MADE_OF = ("base", "registry")
 """Files of a folder that hold what its plugins are made of and found by, and no plugin."""
 
@@ -95,6 +97,7 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
     Raises:
         InputError: The name is unknown or the values do not fit.
     """
+    check_length(what, text)
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
     given = text if match is None else match.group(1)
     name = given.lower().replace("-", "_")
@@ -126,6 +129,12 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
         return kinds[name](**values)
     except TypeError as error:
         raise unreadable from error
+
+
+def check_length(what: str, text: str) -> None:
+    """Raises InputError where a text form is longer than any that can be meant."""
+    if len(text) > LONGEST:
+        raise InputError(f"{what} has {len(text):,} characters: expected at most {LONGEST:,}; shorten it or give fewer.")
 
 
 def split(text: str, separator: str) -> list[str]:

@@ -29,6 +29,7 @@ from kvinterp.errors import InputError, NonFiniteError, located, shown
 from kvinterp.inputs import (
     check_callable,
     check_choice,
+    check_listed,
     check_seed,
     checked_continuation,
     chosen_layers,
@@ -150,6 +151,8 @@ def compare(  # type: ignore[misc]
     """
     adapter, path_a, strategy = wrap(model), path_named(a), strategy_named(strategy)
     several = isinstance(b, list | tuple)
+    if several:
+        check_listed("b", b)
     others = tuple(map(path_named, b)) if isinstance(b, list | tuple) else (path_named(b),)
     _check_others(others)
     check_choice("protocol", protocol, tuple(PROTOCOLS))

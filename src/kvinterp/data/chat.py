@@ -115,4 +115,6 @@ def prompt_ids(adapter: Any, prompt: str | Prompt) -> list[int]:
     if isinstance(prompt, str):
         return list(adapter.encode(prompt))
     chat = prompt.messages
+    for each in chat:
+        adapter.check_length(each["content"])
     return chat_tokens(adapter.tokenizer, chat, adapter.facts.name) if chat else list(adapter.encode(prompt.text))

@@ -7,6 +7,7 @@ mixture can move a heldout problem into the training stream.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,9 +16,12 @@ from typing import Any, Literal, get_args
 
 from kvinterp.errors import InputError, unexpected, unknown
 
-__all__ = ["Example", "Prompt", "Split", "check_characters", "check_split", "distinct", "draws", "split_of"]
+__all__ = ["MOST", "Example", "Prompt", "Split", "check_characters", "check_split", "distinct", "draws", "split_of"]
 
 Split = Literal["train", "heldout"]
+MOST = 100_000
+"""The most problems that are made at once, which takes some twenty seconds."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,9 @@ def check_characters(text: str, where: str) -> None:
     Raises:
         InputError: It holds a lone surrogate.
     """
-    wrong = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
-    if wrong is not None:
+    if (wrong := _SURROGATE.search(text)) is not None:
         raise InputError(
-            f"{where} holds the lone surrogate {ascii(wrong)[1:-1]}, which is no character: replace it or save the text anew."
+            f"{where} holds the lone surrogate {ascii(wrong[0])[1:-1]}, which is no character: replace it or save the text anew."
         )
 
 
@@ -131,6 +134,8 @@ def distinct(
     """
     if count < 1:
         raise InputError(f"asked for {count} problems: expected a positive number; ask for at least 1.")
+    if count > MOST:
+        raise InputError(f"asked for {count:,} problems: expected at most {MOST:,}; ask for fewer.")
     check_split(split)
     if most is not None and count > most:
         raise InputError(

@@ -22,7 +22,7 @@ __all__ = ["CHATS", "MOST", "FewShot", "behind", "cut_at", "sampled"]
 CHATS = ("none", "template", "turns")
 """How a model is asked: the bare text; one message in its chat template; the worked examples as turns of the chat."""
 MOST = 1_000_000
-"""More problems than any generator has different ones."""
+"""More questions and lines of a file than any run has."""
 ENDS = ("</s>", "<|im_end|>")
 """Where a completion ends in any case that is cut at all, as in lm-evaluation-harness: tokens that end a text or a turn."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvinterp.data.example import Example, Prompt, check_characters
-from kvinterp.data.few_shot import FewShot, sampled
+from kvinterp.data.few_shot import MOST, FewShot, sampled
 from kvinterp.errors import InputError, shown
 from kvinterp.files import bytes_of, is_file
 
@@ -78,7 +78,7 @@ def _check_there(path: Path) -> None:
 
 def _text_of(path: Path) -> str:
     try:
-        return io.StringIO(bytes_of(path).decode("utf-8-sig"), newline=None).getvalue()
+        text = io.StringIO(bytes_of(path).decode("utf-8-sig"), newline=None).getvalue()
     except UnicodeDecodeError as error:
         raise InputError(
             f"prompt file {path.name!r} is not UTF-8 text (byte {error.start}): save it as UTF-8 and try again."
@@ -87,6 +87,9 @@ def _text_of(path: Path) -> str:
         raise InputError(
             f"prompt file {str(path)!r} cannot be read ({error.strerror or error}): check the file, or copy it again."
         ) from error
+    if (lines := text.count("\n")) > MOST:
+        raise InputError(f"prompt file {path.name!r} has {lines:,} lines: expected at most {MOST:,}; take fewer.")
+    return text
 
 
 def ids_of(records: Sequence[tuple[str, Mapping[str, Any]]], unless_given: Callable[[int], str]) -> list[str]:

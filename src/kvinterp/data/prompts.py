@@ -10,13 +10,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvinterp.data.example import Prompt, check_characters
-from kvinterp.data.few_shot import MOST, FewShot
+from kvinterp.data.example import MOST, Prompt, check_characters
+from kvinterp.data.few_shot import FewShot
 from kvinterp.data.jsonl import prompts_of
 from kvinterp.data.sources import SOURCES, names_source, source_named
 from kvinterp.data.tasks import TASKS
 from kvinterp.errors import InputError, unknown
 from kvinterp.files import is_file
+from kvinterp.spec import check_length
 
 __all__ = ["Prompt", "load_prompts"]
 
@@ -140,6 +141,7 @@ def _from_item(index: int, item: object) -> Prompt:
 def _unique(prompts: list[Prompt], where: str) -> list[Prompt]:
     seen: dict[str, int] = {}
     for index, prompt in enumerate(prompts, start=1):
+        check_length(f"{where}: the id of prompt {index}", prompt.id)
         if prompt.id in seen:
             raise InputError(
                 f"{where}: prompts {seen[prompt.id]} and {index} share the id {prompt.id!r}, expected every id once; "

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvinterp.errors import InputError
 from kvinterp.experiments.options import OPTION, SHARED, argument, model, option, shared
 from kvinterp.experiments.outcome import How, Outcome
 
@@ -76,6 +77,8 @@ class Experiment(abc.ABC):
     name; or the one there is, whose name is that in ``DRAWN``."""
     READING: ClassVar[str] = ""
     """The import name of what says in sentences what the summary holds, where that has no ``reading``."""
+    STEPS: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
+    """The fields that say how many steps are decoded, where there are any: no model is asked for more than its context."""
     UNIT: ClassVar[str] = "parts"
     """What a cell is of, in the plural."""
     LOGGED: ClassVar[str] = "everything"
@@ -97,6 +100,17 @@ class Experiment(abc.ABC):
         from kvinterp.experiments.choices import check_choices
 
         check_choices(self)
+
+    def check_steps(self) -> None:
+        """Raises where a model has fewer positions than steps were asked for: before any part of the work is done."""
+        asked = {name: steps for name in self.STEPS if (steps := vars(self).get(name)) is not None}
+        for adapter in self.adapters() if asked else ():
+            for name, steps in asked.items():
+                if steps > (context := adapter.facts.context):
+                    raise InputError(
+                        f"{name}={steps} was given, but {adapter.facts.name} has a context of {context:,} positions: decode "
+                        "fewer steps."
+                    )
 
     @abc.abstractmethod
     def cells(self) -> list[Cell]:
@@ -329,6 +343,7 @@ class Experiment(abc.ABC):
                 check_free(out, how.existing, names, mark)
             held.enter_context(loading_once())
             self.check()
+            self.check_steps()
             cells = self.cells()
             if out is None:
                 made = self._made(cells, None, how)

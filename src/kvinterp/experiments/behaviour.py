@@ -23,7 +23,7 @@ from kvinterp.experiments.base import Outcome, option, shared
 from kvinterp.experiments.circumstances import tried
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.experiments.options import DRAWS, sampled
-from kvinterp.inputs import check_choice, check_whole
+from kvinterp.inputs import check_choice
 from kvinterp.models import Adapter
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import Cached, Recompute, Runner, strategy_named
@@ -71,6 +71,7 @@ class Behaviour(OfModels):
         2,
         "How many seeds of what is drawn; greedy runs once.",
         min=1,
+        times="yes",
         only=(lambda asked: sampled(*asked.strategies), DRAWS),
     )
     max_new_tokens: int = option(64, "Most tokens of a text.", min=1)
@@ -89,8 +90,6 @@ class Behaviour(OfModels):
         super().check()
         if not self.strategies:
             raise InputError("the list of strategies is empty: give at least one, such as greedy.")
-        for name, least in (("seeds", 1), ("max_new_tokens", 1), ("block", 1), ("batch_size", 1), ("controls", 0)):
-            check_whole(name, getattr(self, name), least)
         check_choice("stop", self.stop, ("end of sequence", "length"))
         self.chosen_strategies()
         paths_of(self.kernels)

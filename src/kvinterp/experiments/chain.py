@@ -64,12 +64,13 @@ class Chain(Experiment):
     template: str = option("Text: {text}\nIn other words:", "The request, with {text} where the text goes.")
     system: str | None = option(None, "What comes before it: the system message.")
     chat: str = option("none", "'template': the tokenizer's chat template; or 'none'.")
-    hops: int = option(30, "How often it is restated.", min=1)
+    hops: int = option(30, "How often it is restated.", min=1, times="yes")
     temperatures: str = option("0.7,0", "Temperatures, with commas; at 0 there is one chain a text.")
     seeds: int = option(
         10,
         "How many chains of each text.",
         min=2,
+        times="yes",
         only=(lambda asked: any(asked.drawn_at()), "at temperature 0 nothing is drawn; add another, or leave it out"),
     )
     max_new_tokens: int = option(64, "Most tokens of a restatement.", min=1)

@@ -7,9 +7,11 @@ refused here, before anything runs.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvinterp.errors import InputError, unexpected
 from kvinterp.experiments.options import OPTION
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_choices", "check_handed", "handed", "is_read"]
 
+_TEXTS = ("prompts", "texts", "text", "instructions", "problems", "strings", "template", "system")
+"""Choices that are texts, or name some: as long as a user's own."""
 _ONE_OF = {"strategies": "strategy"}
 """What an experiment calls a choice of which it takes one: of several the first."""
 
@@ -28,26 +32,54 @@ def check_choices(experiment: Experiment) -> None:
         InputError: One is none there is, or is not read beside the others.
         UnsupportedError: A path has no such policy.
     """
-    from kvinterp.data import load_prompts
-    from kvinterp.inputs import check_unread, check_whole
+    from kvinterp.inputs import check_unread
 
     known = _known()
+    check_work(experiment)
     given = {field: getattr(experiment, field.name) for field in dataclasses.fields(experiment) if field.init}
     _check_loadable(vars(experiment))
     for field, value in given.items():
         if value is None and field.default is None:
             continue
-        least = field.metadata.get(OPTION, {}).get("min")
-        if least is not None:
-            check_whole(field.name, value, least)
-        if field.name == "prompts":
-            load_prompts(value)
         if field.name in known and value != field.default:
             for each in value if isinstance(value, tuple) else (value,):
                 known[field.name](each)
     for field, value in given.items():
         if "only" in field.metadata.get(OPTION, {}) and not is_read(experiment, field):
             check_unread(field.name, value, field.default, field.metadata[OPTION]["only"][1])
+
+
+def check_work(experiment: Experiment) -> None:
+    """Looks at numbers, at prompts, and at how much work they ask for together: before any of it is done.
+
+    Raises:
+        InputError: A number is no count, or more than any run has, alone or times the others; or a text is too long.
+    """
+    from kvinterp.data import load_prompts
+    from kvinterp.inputs import MOST, check_listed, check_whole
+    from kvinterp.spec import check_length
+
+    runs: dict[str, int] = {}
+    for field in dataclasses.fields(experiment):
+        given, about = getattr(experiment, field.name), field.metadata.get(OPTION, {})
+        if given is None and field.default is None:
+            continue
+        if "min" in about:
+            check_whole(field.name, given, about["min"])
+        if isinstance(given, int) and field.name != "seed" and given > MOST:
+            raise unexpected(field.name, given, f"at most {MOST:,}")
+        if isinstance(given, str) and field.name not in _TEXTS:
+            check_length(field.name, given)
+        if isinstance(given, tuple):
+            check_listed(field.name, given)
+        if "times" in about:
+            runs[field.name] = given
+        if field.name == "prompts":
+            runs[field.name] = len(load_prompts(given))
+    # Each multiplies the others.
+    if math.prod(runs.values()) > MOST:
+        asked = " times ".join(f"{count:,} {name}" for name, count in runs.items())
+        raise InputError(f"{asked} were asked for: expected at most {MOST:,} in all; give fewer.")
 
 
 def _known() -> dict[str, Callable[[Any], Any]]:

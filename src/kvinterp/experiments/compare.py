@@ -13,6 +13,7 @@ from kvinterp.experiments.base import Experiment, Outcome, model, numbered, opti
 from kvinterp.experiments.options import DRAWS, sampled
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
     from kvinterp.cells import Cell, Made
@@ -204,8 +205,15 @@ def outcome_of(
     from kvinterp.comparison import PARTS, Comparison
 
     comparison = Comparison.joined([Comparison(**tables, provenance=about) for tables, about in made.values()])
-    ordered = {n: getattr(comparison, n).sort_values("example", kind="stable", ignore_index=True) for n in PARTS}
+    ordered = {n: _by_example(getattr(comparison, n)) for n in PARTS}
     return outcome_with(dataclasses.replace(comparison, **ordered, prompts=list(prompts)), settings, folder)
+
+
+def _by_example(table: pd.DataFrame) -> pd.DataFrame:
+    """A table in the order of its examples; one that has it already is not copied: with many prompts it is large."""
+    if table["example"].is_monotonic_increasing:
+        return table.reset_index(drop=True)
+    return table.sort_values("example", kind="stable", ignore_index=True)
 
 
 def outcome_with(comparison: Comparison, settings: Mapping[str, Any], folder: Path | None = None) -> Outcome:

@@ -30,12 +30,15 @@ class Flips(OfModels):
     Each kernel mode and strategy is run beside the machine's own kernels and greedy decoding.
     """
 
+    STEPS: ClassVar = ("steps",)
     TABLES: ClassVar = ("flips", "correlations")
 
     kernels: str = option("split_k(8,float16)", "Kernels under which flips are looked for.")
     strategy: str = option("top_p(1.0,2.0)", "And the strategy, beside greedy.")
     steps: int = option(48, "Most steps of each.", min=1)
-    seeds: int = option(3, "How many seeds of the sampling.", min=1, only=(lambda asked: sampled(asked.strategy), DRAWS))
+    seeds: int = option(
+        3, "How many seeds of the sampling.", min=1, times="yes", only=(lambda asked: sampled(asked.strategy), DRAWS)
+    )
 
     def cells(self) -> list[Cell]:
         """A cell a model, kernel mode, strategy and seed."""

@@ -60,7 +60,11 @@ class KvError(Experiment):
     )
     readings: str = option("stored,exact", "What the prefill reads: stored, exact, or both.")
     repeats: int = option(
-        5, "Runs of each, with other draws of noise and sampling.", min=1, only=(lambda asked: asked.draws(), DRAWS)
+        5,
+        "Runs of each, with other draws of noise and sampling.",
+        min=1,
+        times="yes",
+        only=(lambda asked: asked.draws(), DRAWS),
     )
     instructions: str = option("instructions:12", "Prompts of the instructions, a generator or a .jsonl file.")
     problems: str = option("arithmetic:12", "Prompts of the problems.")

@@ -42,6 +42,7 @@ A fixed order that makes the paths equal shows that the order of additions matte
 class Ladder(OfModels):
     """Is it the precision, or the order of additions?"""
 
+    STEPS: ClassVar = ("steps",)
     TABLES: ClassVar = ("ladder",)
 
     most: int = option(6, "How many of the prompts go up the ladder, whose slow rungs cost the most.", min=1)

@@ -40,6 +40,7 @@ KERNELS = ("native", "split_k(8,float16)")
 class RepeatedHeads(OfModels):
     """Does it matter how many query heads share a KV head, where nothing else changes?"""
 
+    STEPS: ClassVar = ("steps",)
     TABLES: ClassVar = ("repeated_heads",)
 
     most: int = option(4, "How many of the prompts.", min=1)

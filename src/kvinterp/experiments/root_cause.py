@@ -34,6 +34,7 @@ __all__ = ["RootCause"]
 class RootCause(OfModels):
     """Are FP16 sums taken in another order the cause of the divergence?"""
 
+    STEPS: ClassVar = ("flip_steps", "ladder_steps", "repeat_steps")
     TABLES: ClassVar = (
         "accumulation",
         "propagation",
@@ -49,13 +50,15 @@ class RootCause(OfModels):
     flip_strategy: str = option("top_p(1.0,2.0)", "And the strategy, beside greedy.")
     flip_steps: int = option(48, "Most steps of each there.", min=1)
     flip_seeds: int = option(
-        3, "How many seeds of the sampling.", min=1, only=(lambda asked: sampled(asked.flip_strategy), DRAWS)
+        3, "How many seeds of the sampling.", min=1, times="yes", only=(lambda asked: sampled(asked.flip_strategy), DRAWS)
     )
     ladder_prompts: int = option(6, "How many of the prompts go up the ladder.", min=1)
     ladder_steps: int = option(16, "Most steps of each there.", min=1)
     repeat_prompts: int = option(4, "How many of the prompts are asked of a model with repeated K and V heads.", min=1)
     repeat_steps: int = option(12, "Most steps of each there.", min=2)
-    seeds: int = option(1, "How many sets of the prompts, each generated with another seed: rows a seed.", min=1)
+    seeds: int = option(
+        1, "How many sets of the prompts, each generated with another seed: rows a seed.", min=1, times="yes"
+    )
 
     def parts(self, seed: int = 0) -> tuple[OfModels, ...]:
         """The experiments that it runs, on one of its sets of prompts."""

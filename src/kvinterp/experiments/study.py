@@ -73,7 +73,7 @@ class Study(Experiment):
     kinds: tuple[str, ...] = option((), "native, hooked, bridge, native(eager); may be given several times.", flag="--kind")
     prompts: str | None = option(None, "A text, a .txt or .jsonl file, arithmetic:N, or what else a verb takes.")
     strategies: tuple[str, ...] = option((), "greedy, top_k(50,0.8), ...; may be given several times.", flag="--strategy")
-    seeds: int | None = option(None, "How many seeds of each sampled strategy; greedy runs once.", min=1)
+    seeds: int | None = option(None, "How many seeds of each sampled strategy; greedy runs once.", min=1, times="yes")
     max_new_tokens: int | None = option(None, "Most steps of a decode.", min=1)
     dtype: str = shared("dtype")
     device: str | None = shared("device")

@@ -54,7 +54,7 @@ class Susceptibility(Experiment):
     )
     sizes: str = option("0.03,0.1,0.3,0.5,1,2,4", "Sizes of the noise, with commas.")
     bins: int = option(4, "How many classes of margin, of as many steps each.", min=1)
-    seeds: int = option(3, "How many draws of the noise.", min=2)
+    seeds: int = option(3, "How many draws of the noise.", min=2, times="yes")
     max_new_tokens: int = option(24, "Most steps a prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")

@@ -294,5 +294,5 @@ def _tokenizer(source: Path | str, name: str, remote_code: str, options: Mapping
     with loading(name, "its tokenizer"), as_given(source) as (place, gguf):
         if gguf:
             # The class that AutoTokenizer ends with, having read the whole header once more for it.
-            return PreTrainedTokenizerFast.from_pretrained(place, **gguf)
+            return PreTrainedTokenizerFast.from_pretrained(place, gguf_file=gguf["gguf_file"])
         return AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code == "trust", **(options or {}))

@@ -128,7 +128,7 @@ class Collected:
 
     def _to_be_finite(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
         """The logits; of padding 0 where it is minus infinity, as it must be."""
-        if self._tokens is None:
+        if self._tokens is None or self.padding is None:
             return logits
         return torch.where(self.padding, torch.where(logits == -torch.inf, 0.0, torch.nan), logits)
 

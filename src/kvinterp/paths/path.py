@@ -188,6 +188,7 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
         raise InputError(
             f"path={shown(text)} was given: expected a text such as 'cached', or Cached(...) or Recompute(...)."
         )
+    spec.check_length("path", text)
     match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
     if match is None:
         raise InputError(
