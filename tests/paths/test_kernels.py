@@ -321,3 +321,31 @@ def test_flash_decoding_is_refused_where_attention_is_no_kernel(load) -> None:
         kv.run(
             load(Case("llama-gqa", "native", "sdpa")), [5], "cached[kernels=flash_decoding(4,float32,7)]", max_new_tokens=2
         )
+
+
+@cases(ZOO_CASES)
+def test_a_wide_unembedding_leaves_the_streams_as_they_are_and_rounds_no_logit(case: Case, load) -> None:
+    adapter = load(case, "bfloat16")
+    paths = ("cached", "cached[kernels=wide_unembedding]")
+    plain, wide = (
+        kv.run(adapter, list(PROMPT), path, max_new_tokens=3, record="resid_post", stop="length", logits="keep",
+               continuation=PROMPT[:2])
+        for path in paths
+    )  # fmt: skip
+    for (site, layer), kept in plain.records.items():
+        for step, tensor in enumerate(kept):
+            assert_bitwise(tensor, wide.records[site, layer][step], f"{site} of layer {layer} at step {step}")
+    assert (plain.logits.dtype, wide.logits.dtype) == (torch.bfloat16, torch.float32)
+    # Some of 512 numbers of float32 lie between those of bfloat16; behind a soft cap rounding comes twice.
+    assert not torch.equal(wide.logits, wide.logits.bfloat16().float())
+    torch.testing.assert_close(wide.logits, plain.logits.float(), rtol=2**-7, atol=0.25)
+
+
+def test_a_wide_unembedding_of_a_float32_model_changes_no_bit(load) -> None:
+    adapter = load(Case("llama-gqa", "native", "sdpa"), "float32")
+    tokens = [token % adapter.facts.vocabulary for token in PROMPT]
+    plain, wide = (
+        kv.run(adapter, tokens, path, max_new_tokens=3, stop="length", logits="keep")
+        for path in ("cached", "cached[kernels=wide_unembedding]")
+    )
+    assert torch.equal(plain.logits, wide.logits)

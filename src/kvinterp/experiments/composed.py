@@ -37,6 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
         "seeds": 2,
         "max_new_tokens": 64,
+        "dtype": "float16",
         # As many as a claim needs before anything is decided: five, and thirty before "never" is believed.
         "more": {
             "behaviour": {"controls": 30},
@@ -60,9 +61,33 @@ PRESETS: dict[str, dict[str, Any]] = {
         "strategies": ("greedy", "top_p(0.95,0.8)"),
         "seeds": 1,
         "max_new_tokens": 12,
+        "dtype": "float16",
         "more": {
             "root-cause": {"flip_steps": 8, "flip_seeds": 1, "ladder_prompts": 1, "ladder_steps": 4},
             "localisation": {"count": 1, "max_new_tokens": 4},
+        },
+    },
+    # A model of 135 million parameters, in the 16 bits in which its tokens flip.
+    "real": {
+        "models": ("real:smollm2-135m",),
+        "kinds": ("native", "hooked"),
+        "prompts": "natural:48",
+        "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
+        "seeds": 2,
+        "max_new_tokens": 128,
+        "dtype": "bfloat16",
+        "more": {
+            "layer-drift": {"prompts": "natural:24", "max_new_tokens": 32},
+            "root-cause": {
+                "kind": "native",
+                "prompts": "natural:6",
+                "flip_steps": 24,
+                "flip_seeds": 1,
+                "ladder_prompts": 5,
+                "ladder_steps": 8,
+                "repeat_prompts": 5,
+            },
+            "localisation": {"kind": "native", "prompts": "natural:12", "max_new_tokens": 16, "count": 5},
         },
     },
     # What the paper's text lost is [?] here: the brackets of top_k and top_p, and the format of the few-shot prompt.
@@ -73,6 +98,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
         "seeds": 5,
         "max_new_tokens": 128,
+        "dtype": "float16",
         "more": {"root-cause": {"kind": "native"}, "localisation": {"kind": "native"}},
     },
 }

@@ -159,8 +159,8 @@ def law_of(steps: pd.DataFrame, dtype: str) -> pd.DataFrame:
 
     Returns:
         Two rows a path, of the model's own unembedding and of a wide one: path, unembedding, prompts, steps, foretold flips with
-        the interval of 95% of such counts (low, high), first_order, flips, verdict, error (mean of either logit's), shared
-        (correlation of the two errors), certified (steps whose margin exceeds twice the largest change), third.
+        the interval of 95% of such counts (low, high), first_order (NaN on a grid), flips, verdict, error (mean of either
+        logit's), shared (correlation of the two errors), certified (steps whose margin exceeds twice the largest change), third.
     """
     rows = []
     for path, group in steps.groupby("path", sort=False):

@@ -54,6 +54,7 @@ class Mitigate(Experiment):
             "cached[refresh=1]",
             "cached[smooth=0.5]",
             "cached[kernels=layer_cast]",
+            "cached[kernels=wide_unembedding]",
             "cached[kernels=batch_invariant]",
         ),
         "A mitigation, as the text form of a path; may be given several times.",

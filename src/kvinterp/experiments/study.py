@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, unknown
-from kvinterp.experiments.base import OPTION, Experiment, How, Outcome, option, shared
+from kvinterp.experiments.base import OPTION, SHARED, Experiment, How, Outcome, option, shared
 from kvinterp.experiments.choices import check_handed, handed
 from kvinterp.experiments.composed import (
     PRESETS,
@@ -48,8 +48,8 @@ log = logging.getLogger("kvinterp")
 
 EXPERIMENTS = ("behaviour", "boundary", "layer-drift", "root-cause", "localisation")
 """What a study can be made of, in the order of its report."""
-_DEFAULTS = {"dtype": "float16", "device": None}
-_HANDED = ("prompts", "strategies", "seeds", "max_new_tokens", *_DEFAULTS)
+_DEFAULTS = {"device": None}
+_HANDED = ("prompts", "strategies", "seeds", "max_new_tokens", "dtype", *_DEFAULTS)
 """What is handed on to each experiment that takes it, beside models and kind."""
 
 
@@ -66,7 +66,7 @@ class Study(Experiment):
         "command goes on from there"
     )
 
-    preset: str = option("zoo", "zoo, quick or paper: sets what is not given.")
+    preset: str = option("zoo", f"{', '.join(PRESETS)}: sets what is not given.")
     models: tuple[str, ...] = option(
         (), "zoo:NAME, a checkpoint folder or a hub id; may be given several times.", flag="--model"
     )
@@ -75,7 +75,7 @@ class Study(Experiment):
     strategies: tuple[str, ...] = option((), "greedy, top_k(50,0.8), ...; may be given several times.", flag="--strategy")
     seeds: int | None = option(None, "How many seeds of each sampled strategy; greedy runs once.", min=1, times="yes")
     max_new_tokens: int | None = option(None, "Most steps of a decode.", min=1)
-    dtype: str = shared("dtype")
+    dtype: str | None = option(None, f"{SHARED['dtype'][1]} The preset's unless given.")
     device: str | None = shared("device")
     only: tuple[str, ...] = option((), f"Of {', '.join(EXPERIMENTS)}; may be given several times. All unless given.")
     more: tuple[str, ...] = option(

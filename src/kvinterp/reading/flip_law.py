@@ -26,7 +26,7 @@ def said_of_flip_law(summary: Mapping[str, Any]) -> list[str]:
     third = sum(row["third"] for row in rows[::2])
     lines.append(
         f"Rounding the exact logits gives the model's own choice at {share(alike['alike'], alike['steps'])} of "
-        f"{alike['steps']} steps; {counted(third, 'flip')} to or from a third token are not foretold."
+        f"{alike['steps']} steps; {counted(third, 'flip')} to or from a third token, not foretold, are counted."
     )
     return [*lines, f"Measured on {machine_of(summary['provenance'])}."]
 

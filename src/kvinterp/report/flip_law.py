@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvinterp.report.axes import legend_outside, place_title
-from kvinterp.report.style import line_of, of_models, sheet
+from kvinterp.report.axes import legend_outside, log_ticks, place_title
+from kvinterp.report.style import line_of, of_models, series_of, sheet
 
 __all__ = ["flip_law_figure"]
 
@@ -31,9 +31,11 @@ def flip_law_figure(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str,
             bars = np.abs(group[["low", "high"]].to_numpy(float).T - group["foretold"].to_numpy(float))[:, known]
             look = line_of(index, 1.3, linestyle="none", elinewidth=1.2, markerfacecolor="#ffffff")
             axis.errorbar(group["foretold"][known], y[known], xerr=bars, **look, label=f"foretold, {name}")
-            axis.plot(group["flips"], y, **line_of(index, linestyle="none"), label=f"came, {name}")
+            look = line_of(index, linestyle="none", markerfacecolor=series_of(index).color)
+            axis.plot(group["flips"], y, **look, label=f"came, {name}")
         axis.set_yticks(-law.index.to_numpy(float), [str(path) for path in law["path"]])
         axis.set_xscale("symlog", linthresh=1)
+        log_ticks(axis.xaxis)
         axis.set_xlim(left=0)
         axis.set(xlabel=f"flips of {int(law['steps'].iloc[0])} steps")
         place_title(axis, "Flips foretold from margins, errors and the grid (95% of such counts), and those that came")

@@ -12,6 +12,7 @@ reaches a HookedTransformer, a bridge and a transformers model alike, and leaves
                                        of its own, merged by their log-sum-exp
 ``batch_invariant``                    one fixed order for every product, norm and softmax, whatever the shape
 ``layer_cast``                         16-bit weights, everything computed in float32 (Yuan et al. 2025, LayerCast)
+``wide_unembedding``                   16 bits up to the last residual stream, logits in float32
 =====================================  ==========================================================================
 
 Which library does which stands in ``docs/kernels.md``.
@@ -24,6 +25,7 @@ from kvinterp.paths.kernels.layer_cast import LayerCast
 from kvinterp.paths.kernels.native import Native
 from kvinterp.paths.kernels.registry import KERNELS, kernels_named
 from kvinterp.paths.kernels.split_k import OPERATIONS, SplitK
+from kvinterp.paths.kernels.wide_unembedding import WideUnembedding
 
 __all__ = [
     "KERNELS",
@@ -35,5 +37,6 @@ __all__ = [
     "LayerCast",
     "Native",
     "SplitK",
+    "WideUnembedding",
     "kernels_named",
 ]
