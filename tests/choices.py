@@ -182,7 +182,14 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
         {**_MODEL, **_PROMPTS, "policies": Changes(("int8",)), "max_new_tokens": Changes(3)},
     ),
     "eval": (
-        {"model": SMALL, "tasks": "choices_chooses", "path": "cached+truncate(2)", "limit": 2, "include": "tasks"},
+        {
+            "model": SMALL,
+            "tasks": "choices_chooses",
+            "path": "cached+truncate(2)",
+            "limit": 2,
+            "include": "tasks",
+            "unsafe_code": True,
+        },
         {
             **_MODEL,
             "model": Changes(OTHER),
@@ -197,9 +204,12 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "chat": Changes("template", {"model": "templated"}),
             "system": Changes("Be brief."),
             "seed": Changes(1, {"fewshot": 1}),
-            "unsafe_code": Keeps(True),
             "batch_size": Keeps(2),
         },
+    ),
+    "flip-law": (
+        {"model": SMALL, **_ONE, "path": ("cached",), "max_new_tokens": 4},
+        {**_MODEL, **_PROMPTS, "path": Changes(("cached+int4",)), "max_new_tokens": Changes(5)},
     ),
     "flips": (
         {"models": (SMALL,), **_ONE, "steps": 3, "seeds": 1},
@@ -379,6 +389,7 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
 
 ELSEWHERE = {
     ("demo", "smoke"): "the smallest demo, which tests/experiments/test_demo.py runs",
+    ("eval", "unsafe_code"): "without it --include is refused, in tests/behaviour/test_evaluators.py",
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",
     ("audit", "config"): "the config of code of one's own, in tests/auditing/test_product.py",
 }

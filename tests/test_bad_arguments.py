@@ -172,7 +172,6 @@ def test_what_nothing_would_read_is_refused():
         "progress=<class 'type'> was given|progress=.* was given": lambda: kv.experiment("compare", progress=type),
         "unknown way to treat an existing result": lambda: kv.experiment("compare", existing="no", progress="none"),
         "existing='use' " + unread: lambda: kv.experiment("compare", existing="use", progress="none"),
-        "a prompt's facts=3 was given": lambda: kv.Prompt("a", "b", facts=3),
     }
     for said, call in cases.items():
         with pytest.raises(InputError, match=said):

@@ -225,7 +225,13 @@ def test_bad_choices_are_one_sentence_and_leave_nothing_behind(tmp_path: Path, o
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:
-    wrong("has no config.json: expected a transformers checkpoint folder", "compare", tmp_path, "--out", tmp_path / "out")
+    wrong(
+        "has no config.json that is a file: expected a transformers checkpoint folder",
+        "compare",
+        tmp_path,
+        "--out",
+        tmp_path / "out",
+    )
 
 
 @pytest.mark.hooked

@@ -18,6 +18,7 @@ import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.cli import app
 from kvinterp.errors import UnsupportedError, returning
+from kvinterp.files import Record, sealed, write_whole
 from kvinterp.testing import assert_cache_consistent
 
 OPTIONS = [
@@ -239,7 +240,8 @@ COMMANDS = [("list", "kinds"), ("list", "kinds", "--json"), ("--help",), ("--ver
 
 
 def _called(arguments: tuple[str, ...], folder: Path) -> int | str | None:
-    (folder / "report.html").write_text("a page")
+    Record(folder).open()
+    write_whole(folder / "report.html", b"a page")
     with pytest.raises(SystemExit) as left:
         app([each.replace("FOLDER", str(folder)) for each in arguments])
     return left.value.code
@@ -363,7 +365,9 @@ def test_names_command_no_terminal_and_forge_no_line(tmp_path: Path, code: Calla
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["provenance"]["model"] == SAFE
     # A folder may come from anybody: what its summary says is shown alike.
-    (tmp_path / "out" / "summary.json").write_text(json.dumps(summary).replace(json.dumps(SAFE), json.dumps(HOSTILE)))
+    digests = {name: digest for name, digest in summary.pop("sha256").items() if name != "summary.json"}
+    hostile = json.loads(json.dumps(summary).replace(json.dumps(SAFE), json.dumps(HOSTILE)))
+    (tmp_path / "out" / "summary.json").write_text(sealed("summary.json", hostile, digests))
     for found in (both, kv.load(tmp_path / "out"), kv.localise(adapter, [5, 6, 7])):
         said = [repr(found), *found.sentences(), found.to_latex(), *([found.where()] if hasattr(found, "where") else [])]
         assert SAFE in said[0]

@@ -7,6 +7,7 @@ had one. All of it is one group of xdist, since the device is told to torch once
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -396,26 +397,31 @@ def test_a_path_gives_what_it_gives_on_the_cpu(models: Callable[..., Any], path:
 
 
 def spread(model: Any) -> Any:
-    """The model with half its layers on each device, tensors brought along before each: as ``device_map`` does it."""
+    """The model with half its layers on each device, tensors brought along before each: as ``device_map`` does it.
 
-    def brought(module: Any, args: Any, kwargs: Any) -> Any:
-        place = next(module.parameters()).device
+    accelerate replaces ``forward`` and adds no hook, which kvinterp would let rest where it asks the model by itself.
+    """
+
+    def bring(module: Any) -> None:
+        place, forward = next(module.parameters()).device, module.forward
 
         def moved(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(map(moved, value))
             return value.to(place) if isinstance(value, torch.Tensor) else value
 
-        return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
+        @functools.wraps(forward)
+        def brought(*args: Any, **kwargs: Any) -> Any:
+            return forward(*map(moved, args), **{name: moved(value) for name, value in kwargs.items()})
+
+        module.forward = brought
 
     model.to("pretend:0")
     blocks = model.model.layers
     for block in blocks[len(blocks) // 2 :]:
         block.to("pretend:1")
-    for block in blocks:
-        block.register_forward_pre_hook(brought, with_kwargs=True)
-    for module in (model.model.norm, model.lm_head):
-        module.register_forward_pre_hook(brought, with_kwargs=True)
+    for module in (*blocks, model.model.norm, model.lm_head):
+        bring(module)
     return model
 
 

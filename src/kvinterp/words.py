@@ -53,6 +53,6 @@ Distance = Literal["kl", "l2", "margin", "logit_difference"]
 Controls = Literal["all", "quick", "none"]
 ExperimentName = Literal[
     "accumulation", "audit", "behaviour", "boundary", "chain", "compare", "decompose", "demo", "equivalent-noise", "eval",
-    "flips", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift", "localisation", "mitigate", "patch",
+    "flip-law", "flips", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift", "localisation", "mitigate", "patch",
     "propagation", "repeated-heads", "root-cause", "study", "susceptibility",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ PROMPTS = [[5, 17, 3, 44, 9, 31, 60, 8, 2, 71], [44, 8, 2, 19, 5, 3]]
 KINDS = [Case("llama-gqa", "hooked"), Case("mistral-window", "bridge"), Case("llama-gqa", "native", "eager")]
 SWEPT = [("z", "heads"), ("pattern", "heads"), ("kv", "kv-heads"), ("resid_mid", "blocks"), ("resid_post", "blocks")]
 INVARIANT = {"recompute": "recompute[kernels=batch_invariant]", "cached": "cached[kernels=batch_invariant]+normal(0,0.3)"}
-HOW = {"max_new_tokens": 4, "stop": "length", "logits": "keep", "controls": "none", "progress": "none", "block": 4}
+HOW = {"max_new_tokens": 4, "stop": "length", "logits": "keep", "controls": "none", "progress": "none"}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,8 @@ def quick_check(monkeypatch):
 
 def both(model, site, over, **more):
     """One by one, and in batches."""
-    return (kv.sweep(model, PROMPTS, site, over, **{**HOW, **more}, batch_size=size) for size in (1, 4))
+    blocks = {"block": 4} if over == "blocks" else {}
+    return (kv.sweep(model, PROMPTS, site, over, **{**HOW, **blocks, **more}, batch_size=size) for size in (1, 4))
 
 
 def assert_same(alone, together):

@@ -343,8 +343,8 @@ class Experiment(abc.ABC):
                 check_free(out, how.existing, names, mark)
             held.enter_context(loading_once())
             self.check()
-            self.check_steps()
             cells = self.cells()
+            self.check_steps()
             if out is None:
                 made = self._made(cells, None, how)
                 settings = self.asked()

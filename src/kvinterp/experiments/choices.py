@@ -62,7 +62,7 @@ def check_work(experiment: Experiment) -> None:
     runs: dict[str, int] = {}
     for field in dataclasses.fields(experiment):
         given, about = getattr(experiment, field.name), field.metadata.get(OPTION, {})
-        if given is None and field.default is None:
+        if not field.init or (given is None and field.default is None):
             continue
         if "min" in about:
             check_whole(field.name, given, about["min"])
