@@ -212,7 +212,7 @@ def test_list_models_shows_what_is_known_of_each(monkeypatch: pytest.MonkeyPatch
         ((MODEL, "--kind", "bridge", "--attention", "eager"), "attention='eager' was given for kind 'bridge'"),
         ((MODEL, "--batch-size", "0"), "batch_size=0 was given"),
         ((MODEL, "--max-new-tokens", "0"), "max_new_tokens=0 was given"),
-        ((MODEL, "--max-new-tokens", "2000"), "more than the context of zoo:mistral-mini, 1024 positions"),
+        ((MODEL, "--max-new-tokens", "2000"), "but zoo:mistral-mini has a context of 1,024 positions"),
         ((MODEL, "--record", "q"), "site 'q' cannot be compared"),
         (("./no-such-folder",), "model folder './no-such-folder' does not exist"),
     ],

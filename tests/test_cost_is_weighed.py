@@ -65,7 +65,11 @@ def test_a_text_that_fits_is_tokenised_once_and_one_of_few_tokens_is_not_refused
     assert counting.tokenizer.given == 3
     few = Counting()
     # A tokenizer of long tokens: what looks too long is not.
-    few.__class__ = type("Few", (Counting,), {"__call__": lambda self, text, **_: {"input_ids": [3] * (len(text) // 1000)}})
+    own = {
+        "__call__": lambda self, text, **_: {"input_ids": [3] * (len(text) // 1000)},
+        "decode": lambda self, tokens, **_: "x" * 1000 * len(tokens),
+    }
+    few.__class__ = type("Few", (Counting,), own)
     counting.tokenizer = few
     assert len(counting.encode("x" * 100_000)) == 100
 
