@@ -151,7 +151,7 @@ def compare(  # type: ignore[misc]
     """
     adapter, path_a, strategy = wrap(model), path_named(a), strategy_named(strategy)
     several = isinstance(b, list | tuple)
-    if several:
+    if isinstance(b, list | tuple):
         check_listed("b", b)
     others = tuple(map(path_named, b)) if isinstance(b, list | tuple) else (path_named(b),)
     _check_others(others)
