@@ -100,7 +100,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             **_DECODES,
             "kernels": Changes("native"),
             "strategies": Changes(("greedy", "top_p(1.0,2.0)")),
-            "above": Changes(0),
         },
     ),
     "chain": (
@@ -118,9 +117,8 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "models": Changes((OTHER,)),
             "policies": Changes(("truncate(2)",)),
             "on": Changes("k"),
-            "prefill": Changes("stored", {"policies": ("truncate(1)",)}),
             "texts": Changes("restate:1:1"),
-            "text": Changes("The box holds 3 apples."),
+            "text": Changes("The box holds 3 apples.", {"texts": ""}),
             "template": Changes("{text} Again:"),
             "system": Changes("Be brief."),
             "hops": Changes(3),
@@ -174,7 +172,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "rung_problems": Changes(2, {"problems": 2}),
             "max_new_tokens": Changes(4),
             "flip_problems": Changes(2),
-            "picture": Writes("picture.png"),
         },
     ),
     "equivalent-noise": (
@@ -274,8 +271,8 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             **_MODELS,
             "prompts": Changes("arithmetic:2:1"),
             "dtype": Changes("float32"),
-            "strategy": Changes("top_p(1.0,2.0)"),
-            "seed": Changes(3, _SAMPLED),
+            "strategy": Changes("top_p(1.0,50.0)"),
+            "seed": Changes(3, {"strategy": "top_p(1.0,50.0)"}),
             "kernels": Changes(SPLIT),
             "max_new_tokens": Changes(5),
             "step": Changes(3, {"kernels": SPLIT}),
@@ -388,8 +385,11 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
 """By verb its smallest choices, and for every option what it does to the result of these."""
 
 ELSEWHERE = {
+    ("demo", "picture"): "a file beside the result, in tests/experiments/test_demo.py",
     ("demo", "smoke"): "the smallest demo, which tests/experiments/test_demo.py runs",
     ("eval", "unsafe_code"): "without it --include is refused, in tests/behaviour/test_evaluators.py",
+    ("boundary", "above"): "the tables of made-up decodes with flips, in tests/experiments/test_boundary.py",
+    ("chain", "prefill"): "policies under both readings, in tests/behaviour/test_chains.py and tests/policies",
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",
     ("audit", "config"): "the config of code of one's own, in tests/auditing/test_product.py",
 }

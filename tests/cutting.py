@@ -48,6 +48,7 @@ VERBS = {
     "accumulation": ("accumulation", MODEL, "--device", "cpu"),
     "propagation": ("propagation", MODEL, *SMALL),
     "kv-write": ("kv-write", MODEL, *SMALL),
+    "flip-law": ("flip-law", MODEL, *SMALL, "--path", "cached", "--max-new-tokens", "3"),
     "flips": ("flips", MODEL, *SMALL, "--steps", "1", "--seeds", "1"),
     "ladder": ("ladder", MODEL, *SMALL, "--most", "1", "--steps", "1"),
     "gqa": ("gqa", MODEL, *SMALL),

@@ -238,7 +238,7 @@ def test_what_the_folder_of_a_study_says_was_used_was_used(tmp_path: Path) -> No
         prompts="arithmetic:1", max_new_tokens=4, out=out, progress="none",
     )  # fmt: skip
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["settings"]["prompts"]["count"] == len(found.tables["drift_examples"]) == 1
+    assert (summary["settings"]["prompts"], len(found.tables["drift_examples"])) == ("arithmetic:1", 1)
     assert summary["settings"]["max_new_tokens"] == 4
     assert found.tables["layer_drift"]["step"].max() <= 3
     (about,) = summary["parts"]["layer-drift, native"]["provenance"].values()

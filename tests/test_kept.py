@@ -274,7 +274,7 @@ def test_a_verdict_is_kept_with_a_page_of_its_own(model: Any, tmp_path: Path) ->
     assert whole.partition(cut)[0] == alone.partition(cut)[0]
     assert "This page was made of the verdict alone" in alone
     (tmp_path / "all" / "verdict.json").write_text('{"verdict": "fine"}')
-    with pytest.raises(InputError, match=r"holds no readable verdict\.json"):
+    with pytest.raises(InputError, match=r"verdict\.json without a digest of its own"):
         kv.load(tmp_path / "all")
 
 

@@ -117,9 +117,10 @@ def test_equivalent_noise_writes_a_table_a_figure_and_a_page(tmp_path: Path) -> 
 
 
 def test_without_a_policy_nothing_differs_and_readings_are_told_apart_with_one(load: Any) -> None:
-    adapter = load(Case(MODEL, "native", "sdpa"), "float32")
+    """In float64: what is read back lies otherwise in memory, for which float32 has other kernels on some processors."""
+    adapter = load(Case(MODEL, "native", "sdpa"), "float64")
     exact, stored = (behaviour_of(adapter, "identity", r, 0, 0, **FEW, max_new_tokens=3) for r in ("exact", "stored"))
-    pd.testing.assert_frame_equal(exact, stored)
+    pd.testing.assert_frame_equal(exact, stored, rtol=1e-9)
     noisy = {r: behaviour_of(adapter, "uniform(-2,2)", r, 0, 0, **FEW, max_new_tokens=3) for r in ("exact", "stored")}
     likely = {r: table["nats"].dropna().to_numpy() for r, table in noisy.items()}
     # Every likelihood meets the cache, under an exact prefill too.
@@ -195,8 +196,8 @@ def test_strings_are_the_first_nine_words_and_the_tenth() -> None:
         ({"design": "heads", "base": "identity"}, "cannot be put on heads alone"),
         ({"policies": ("q9_9",)}, "unknown policy 'q9_9'"),
         ({"base": "nan"}, "unknown policy 'nan'"),
-        ({"base": "int4"}, "no design that was asked for uses it: add heads"),
-        ({"rms": 0.3}, "no design that was asked for uses it: add factorial to --design"),
+        ({"base": "int4"}, "no design that was asked for uses it"),
+        ({"rms": 0.3}, "no design that was asked for uses it; add factorial to --design"),
         ({"policies": ("q8_0",)}, "16"),
         ({"problems": "nosuch:3"}, "unknown prompt generator"),
         ({"texts": "mine.jsonl"}, "without an answer"),

@@ -104,8 +104,6 @@ class KvError(Experiment):
         names = [name.strip() for name in self.design.split(",") if name.strip()]
         for name in names:
             check_known("design", name, (*DESIGNS, "all", "none"))
-        if "none" in names and not self.policies:
-            raise InputError("no design and no policy was given: give --policy, or a design such as grid.")
         return list(dict.fromkeys(DESIGNS if "all" in names else [name for name in names if name != "none"]))
 
     def draws(self) -> bool:
@@ -142,6 +140,8 @@ class KvError(Experiment):
         if not all(prompt.answer.strip() for prompt in load_prompts(self.texts)):
             raise InputError(f"--texts {self.texts!r} has a prompt without an answer: give one, as in restate:16.")
         strings_of(self.strings)
+        if not self.chosen_designs() and not self.policies:
+            raise InputError("no design and no policy was given: give --policy, or a design such as grid.")
 
     def cells(self) -> list[Cell]:
         """A cell a policy, reading and repeat; those of control, and behind them the noise that each policy amounts to."""
