@@ -151,7 +151,9 @@ def share_kept(facts: Sequence[str], text: str) -> float:
 
 
 def check_embedder(name: str) -> None:
-    """Raises InputError where an embedder needs what is not installed: asked before a model is loaded."""
+    """Raises InputError where an embedder needs what is not here: asked before a model is loaded."""
+    if name.startswith("real:"):
+        real.path(name.removeprefix("real:"))
     if name not in ("counts", "model") and importlib.util.find_spec("sentence_transformers") is None:
         raise InputError(
             f"embedder {name!r} is a sentence-transformers model, which needs pip install 'kvinterp[chains]'; counts and model "
