@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, shown
 
-__all__ = ["EXACT", "first_order", "foretold", "verdict_of"]
+__all__ = ["EXACT", "counted", "first_order", "foretold", "verdict_of"]
 
 EXACT = "exact"
 """Where logits are not rounded to a grid."""

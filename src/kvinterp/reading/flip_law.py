@@ -17,9 +17,11 @@ def said_of_flip_law(summary: Mapping[str, Any]) -> list[str]:
     rows = summary["law"]
     by = {word: sum(row["verdict"] == word for row in rows) for word in ("holds", "fails", "open")}
     first = rows[0]
+    decided, of = by["holds"] + by["fails"], f"({counted(first['prompts'], 'prompt')}, {first['steps']} steps each)"
     lines = [
-        f"Flips come as foretold at {by['holds']} of {by['holds'] + by['fails']} counts that could tell; {by['open']} are open "
-        f"({counted(first['prompts'], 'prompt')}, {first['steps']} steps each).",
+        f"Flips come as foretold at {by['holds']} of {decided} counts that could tell; {by['open']} are open {of}."
+        if decided
+        else f"Too few flips are expected, or too few prompts were given, to tell whether they come as foretold {of}."
     ]
     lines += [f"  {row['path']}, {row['unembedding']}: {_count(row)}" for row in rows]
     alike = summary["as_rounded"]
