@@ -36,7 +36,8 @@ def flip_law_figure(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str,
         axis.set_yticks(-law.index.to_numpy(float), [str(path) for path in law["path"]])
         axis.set_xscale("symlog", linthresh=1)
         log_ticks(axis.xaxis)
-        axis.set_xlim(left=0)
+        # Marks at 0 are seen whole.
+        axis.set_xlim(-0.1, max(1.2, axis.get_xlim()[1]))
         axis.set(xlabel=f"flips of {int(law['steps'].iloc[0])} steps")
         place_title(axis, "Flips foretold from margins, errors and the grid (95% of such counts), and those that came")
         legend_outside(figure, axis, 2, "upper")
