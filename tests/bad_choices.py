@@ -23,6 +23,8 @@ ANY = {
 
 
 def _is_number(text: str) -> bool:
+    if "," in text:
+        return all(map(_is_number, text.split(",")))
     return text.strip().lstrip("+-").replace("_", "").isdecimal() or text in ("1.5", "1e5")
 
 
@@ -167,7 +169,7 @@ CONTRADICTIONS: list[list[str]] = [
     ["chain", *RIGHT["chain"], "--template", "no place"],
     ["eval", MODEL, "--tasks", "gsm8k", "--policy", "q8_0", "--path", "cached", "--out", "out"],
     ["patch", *RIGHT["patch"], "--preset", "nosuch"],
-    ["patch", *RIGHT["patch"], "--preset", "paper", "--site", "kv", "--sweep", "cumulative"],
+    ["patch", *RIGHT["patch"], "--preset", "paper", "--site", "kv", "--sweep", "nosuch"],
     ["patch", *RIGHT["patch"], "--answer", "a"],
     ["patch", *RIGHT["patch"], "--steps", "99"],
     ["kernels", *RIGHT["kernels"], "--sizes", ""],
@@ -176,7 +178,7 @@ CONTRADICTIONS: list[list[str]] = [
     ["localisation", *RIGHT["localisation"], "--part", "residual", "--part", "nosuch"],
     ["kv-error", *RIGHT["kv-error"], "--design", "grid", "--policy", "int8"],
     ["study", *RIGHT["study"], "--strategy", "nosuch"],
-    ["study", *RIGHT["study"], "--strategy", "top_k(2,1.0)"],
+    ["study", *RIGHT["study"], "--strategy", "top_k(0,1.0)"],
     ["study", *RIGHT["study"], "--seeds", "3"],
     ["study", *RIGHT["study"], "--set", "root-cause.flip_steps=2"],
     ["study", *RIGHT["study"], "--set", "layer-drift.nosuch=2"],

@@ -158,7 +158,7 @@ MUTATED: dict[str, dict[str, tuple[str, Callable[[Path], None]]]] = {
         "eos [[2]]": ("refused", _json(eos_token_id=[[2]])),
         "eos 1.5": ("refused", _json(eos_token_id=1.5)),
         "eos true": ("refused", _json(eos_token_id=True)),
-        "eos a million": ("refused", _json(eos_token_id=[2] * 10**6 + [10**9])),
+        "eos a million": ("refused", _json(eos_token_id=[2] * 10**6 + [10**12])),
         "temperature 'x'": ("same", _json(temperature="x", do_sample=True)),
         "cache_implementation": ("same", _json(cache_implementation="nosuch")),
         "max_length": ("same", _json(max_length=-5)),
@@ -202,7 +202,8 @@ MUTATED: dict[str, dict[str, tuple[str, Callable[[Path], None]]]] = {
         "quant_method nosuch": ("refused", _json(quantization_config={"quant_method": "nosuch"})),
         "quantization 5": ("refused", _json(quantization_config=5)),
         "dtype": ("any", _json(dtype="int8", torch_dtype="int8")),
-        "auto_map": ("refused", _json(auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})),
+        # Code of its own is not run, and said: transformers' own class is.
+        "auto_map": ("any", _json(auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})),
         "attention": ("any", _json(_attn_implementation="nosuch", attn_implementation="nosuch")),
         "eos {}": ("refused", _json(eos_token_id={})),
         "dropout 'x'": ("refused", _json(attention_dropout="x")),
@@ -225,7 +226,7 @@ MUTATED: dict[str, dict[str, tuple[str, Callable[[Path], None]]]] = {
     },
     "tokenizer.json": {
         "empty vocabulary": ("refused", _tokenizer(lambda read: read["model"].update(vocab={}, merges=[]))),
-        "regex": ("refused", _tokenizer(lambda read: read.update(pre_tokenizer=_REGEX))),
+        "regex": ("any", _tokenizer(lambda read: read.update(pre_tokenizer=_REGEX))),
         "slow regex": ("any", _tokenizer(lambda read: read.update(pre_tokenizer=_SLOW))),
         "open regex": (
             "refused",
@@ -462,7 +463,9 @@ def of_special(chosen: random.Random) -> Case:
         )
         make = SPECIAL[what]
     arguments = list(RIGHT.get(verb, []))
-    judged = "any" if (option in ("out", "show") and what in ("a folder", "~nobody-such/x", "\udcff")) else "refused"
+    judged = (
+        "any" if (option in ("out", "show", "junit") and what in ("a folder", "~nobody-such/x", "\udcff")) else "refused"
+    )
     if option in ("prompts", "texts", "instructions") and name in ("special", "\udcff"):
         # Without an ending it is a generator that is not known, or a text.
         judged = "refused" if name == "special" else "any"

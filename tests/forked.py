@@ -130,6 +130,11 @@ def _become(
                 # So an interpreter that finds it closed begins.
                 setattr(sys, name, None)
                 setattr(sys, f"__{name}__", None)
+                continue
+        # What the parent's stream knows of its file, as that one can seek in it, is not true of this one.
+        stream = os.fdopen(number, "w", errors="strict" if number == 1 else "backslashreplace", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     sys.argv = ["kvinterp", *arguments]
 
 

@@ -36,6 +36,7 @@ from kvinterp.progress import Tell, unshared
 __all__ = [
     "ADVICE",
     "Cell",
+    "CellsMade",
     "Engine",
     "Made",
     "Parts",
@@ -96,8 +97,8 @@ def run_cells(
     progress: str = "bar",
     unit: str = "parts",
     engine: Engine | None = None,
-) -> dict[str, Made]:
-    """Does the cells that are not done yet, and gives what all of them gave.
+) -> CellsMade:
+    """Does the cells that are not done yet, and gives what all of them gave, each read when it is asked for.
 
     Args:
         cells: The cells.
@@ -112,19 +113,38 @@ def run_cells(
         InputError: A part cannot be written, or cannot be read again.
     """
     parts = parts or _InMemory()
-    made = {cell.key: part for cell in cells if (part := parts.read(cell.key)) is not None}
-    missing = [cell for cell in cells if cell.key not in made]
-    if made:
-        log.info("going on in %s: %d of %d %s are already there", parts.path, len(made), len(cells), unit)
+    missing = [cell for cell in cells if parts.read(cell.key) is None]
+    if len(missing) < len(cells):
+        log.info("going on in %s: %d of %d %s are already there", parts.path, len(cells) - len(missing), len(cells), unit)
     offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
     (engine or locally)(missing, offered)
-    for cell in missing:
-        if (part := parts.read(cell.key)) is None:
-            raise InputError(
-                f"part {cell.key!r} in folder {str(parts.path)!r} is not what was just written: check the disk."
-            )
-        made[cell.key] = part
-    return {cell.key: made[cell.key] for cell in cells}
+    return CellsMade(parts, [cell.key for cell in cells])
+
+
+class CellsMade(Mapping[str, Made]):
+    """What cells gave, read when it is asked for: of many prompts it would fill the memory."""
+
+    def __init__(self, parts: Parts | _InMemory, keys: Sequence[str]) -> None:
+        self._parts, self._keys = parts, dict.fromkeys(keys)
+
+    def __getitem__(self, key: str) -> Made:
+        if key not in self._keys:
+            raise KeyError(key)
+        if (part := self._parts.read(key)) is None:
+            raise InputError(f"part {key!r} in folder {str(self._parts.path)!r} is not what was written: check the disk.")
+        return part
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __or__(self, other: CellsMade) -> CellsMade:
+        return CellsMade(self._parts, [*self._keys, *other._keys])
 
 
 def locally(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
@@ -286,6 +306,10 @@ class Parts:
         with told(self.path):
             place.rename(self.folder / f".damaged.{key}.{secrets.token_hex(8)}")
         return None
+
+    def among(self, keys: Iterable[str]) -> Mapping[str, Made]:
+        """The parts of these keys that are there, each read when it is asked for."""
+        return CellsMade(self, [key for key in keys if self.read(key) is not None])
 
     def withdraw(self) -> None:
         """Leaves no trace where no part was made."""

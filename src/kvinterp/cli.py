@@ -29,7 +29,7 @@ from typer.core import TyperCommand, TyperGroup
 from kvinterp._version import __version__
 from kvinterp.command import delivered, leave, refused, told, wrong_use
 from kvinterp.console import echo, rows_of
-from kvinterp.errors import InputError, check_docstrings
+from kvinterp.errors import InputError, check_docstrings, check_epoch
 from kvinterp.experiments.base import NOTHING, OPTION, Experiment
 from kvinterp.experiments.registry import experiment_named, experiments, question_of
 from kvinterp.listing import LISTED
@@ -84,6 +84,7 @@ class _Verbs(TyperGroup):
         self._given = tuple(args)
         with wrong_use(self._given), refused(args):
             check_docstrings()
+            check_epoch()
             return super().make_context(info_name, args, *given, **extra)
 
     def invoke(self, ctx: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from kvinterp.console import echo
-from kvinterp.errors import KvinterpError, returning
+from kvinterp.errors import KvinterpError, imported_by, returning
 
 __all__ = ["delivered", "leave", "refused", "told", "wrong_use"]
 
@@ -57,10 +57,25 @@ def refused(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except KvinterpError as error:
-        found = _refusal(error)
-        if "--json" in arguments:
-            _print_json(found)
-        raise typer.Exit(2) from error
+        _leave_with(error, arguments)
+    except Exception as error:
+        if not (whose := imported_by(error)):
+            raise
+        _leave_with(_not_imported(whose, error), arguments)
+
+
+def _leave_with(error: KvinterpError, arguments: Sequence[str]) -> None:
+    found = _refusal(error)
+    if "--json" in arguments:
+        _print_json(found)
+    raise typer.Exit(2) from error
+
+
+def _not_imported(whose: str, error: Exception) -> KvinterpError:
+    return KvinterpError(
+        f"the library {whose} could not be imported ({type(error).__name__}: {error}): mend the environment variable that it "
+        "reads, or install it again."
+    )
 
 
 def leave(number: int, frame: FrameType | None) -> None:
@@ -114,7 +129,9 @@ def _outcome(command: Callable[[], Mapping[str, Any]], interrupted: str, as_json
         said = f"interrupted: {error.args[0] if error.args else interrupted}."
         echo(said, err=True)
         return {"error": said, "exit_code": 130}
-    except Exception:
+    except Exception as error:
+        if whose := imported_by(error):
+            return _refusal(_not_imported(whose, error))
         raise
     # A test's own skip, or a panic in Rust.
     except BaseException as error:

@@ -24,6 +24,8 @@ __all__ = [
     "NonFiniteError",
     "UnsupportedError",
     "check_docstrings",
+    "check_epoch",
+    "imported_by",
     "in_one_line",
     "located",
     "returning",
@@ -137,6 +139,28 @@ def check_docstrings() -> None:
             "Python was started without docstrings (PYTHONOPTIMIZE=2, or -OO), and transformers loads no model without them: "
             "unset PYTHONOPTIMIZE, or set it to 1."
         )
+
+
+def check_epoch() -> None:
+    """Raises where SOURCE_DATE_EPOCH is no time: numpy reads it as late as a figure is drawn.
+
+    Raises:
+        InputError: It is not a whole number of seconds up to the year 9999.
+    """
+    given = os.environ.get("SOURCE_DATE_EPOCH", "0")
+    if not (given.isascii() and given.isdecimal() and len(given) < 13 and int(given) < 253_402_300_800):
+        raise unexpected("SOURCE_DATE_EPOCH", given, "a whole number of seconds up to the year 9999, or the variable unset")
+
+
+def imported_by(error: BaseException) -> str:
+    """The library of others that raised while it was imported; empty where none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    importing = any(frame.name == "<module>" and _LIBRARIES in frame.filename for frame in frames)
+    _, at, behind = (frames[-1].filename if frames else "").rpartition(_LIBRARIES)
+    return behind.split(os.sep)[0] if at and importing else ""
+
+
+_LIBRARIES = f"{os.sep}site-packages{os.sep}"
 
 
 @contextlib.contextmanager

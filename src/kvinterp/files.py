@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, shown
 
 __all__ = [
     "PARTIAL",
@@ -191,7 +191,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
         InputError: It cannot be written, or it would replace a file that kvinterp did not write into a result's folder.
     """
     with told(path.parent), whole(path) as partial:
-        partial.write(content.encode("utf-8") if isinstance(content, str) else content)
+        # Of a file's name that is no UTF-8, which a page may show, an escape is written.
+        partial.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:
@@ -209,6 +210,31 @@ def check_writable(folder: Path, option: str = "--out") -> None:
         probe = place / partial_name("probe")
         os.close(_made_anew(probe))
         probe.unlink()
+
+
+def check_target(path: Path, option: str, suffix: str = "") -> None:
+    """Raises where a file cannot be written, or would take the place of something that is no plain file.
+
+    Args:
+        path: The file.
+        option: The option that it was given with.
+        suffix: What its name has to end with.
+
+    Raises:
+        InputError: It is a folder, a link or a device, cannot be written, or has another ending.
+    """
+    try:
+        taken = is_there(path) and not is_plain(path)
+    except OSError as error:
+        raise InputError(
+            f"{option} {shown(path)} cannot be written ({error.strerror}): expected the name of a file."
+        ) from error
+    if taken:
+        what = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "no plain file"
+        raise InputError(f"{option} {shown(path)} is {what}: expected the name of a file that can be written.")
+    if suffix and path.suffix.lower() != suffix:
+        raise InputError(f"{option} {shown(path)} was given: expected a name that ends with {suffix}.")
+    check_writable(path.parent, option)
 
 
 def refuse_foreign(record: Record, names: Iterable[str]) -> None:
@@ -288,8 +314,8 @@ def told(path: Path, option: str = "--out") -> Iterator[None]:
         raise
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        shown = str(path) if len(str(path)) <= 100 else f"{str(path)[:100]}..."
-        raise InputError(f"folder {shown!r} cannot be written ({reason}): choose another with {option}.") from error
+        named = str(path) if len(str(path)) <= 100 else f"{str(path)[:100]}..."
+        raise InputError(f"folder {named!r} cannot be written ({reason}): choose another with {option}.") from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -421,6 +447,27 @@ def bytes_of(path: Path, most: int | None = None) -> bytes:
     if most is not None and len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than the {most:,} bytes that are read", str(path))
     return content
+
+
+def bytes_with(path: Path, digest: str) -> bytes | None:
+    """The content of a file that has this SHA-256; None where it has another, however large it is.
+
+    Raises:
+        OSError: As :func:`opened` says, or it cannot be read to its end.
+    """
+    with opened(path) as file:
+        if path.suffix == ".parquet":
+            # Its last bytes tell of one that is cut, or is the hole of a disk, sooner than a digest of gigabytes.
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4))
+            if file.read() != b"PAR1":
+                return None
+            file.seek(0)
+        if _digest(file) != digest:
+            return None
+        file.seek(0)
+        content = file.read()
+    # What is read is what was checked.
+    return content if hashlib.sha256(content).hexdigest() == digest else None
 
 
 def is_there(path: Path) -> bool:

@@ -28,7 +28,7 @@ from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError, KvinterpError, in_one_line
 from kvinterp.files import (
     Record,
-    bytes_of,
+    bytes_with,
     differences,
     digest_of,
     is_there,
@@ -263,9 +263,8 @@ def read_tables(folder: Path, summary: Mapping[str, Any], needed: Iterable[str] 
             # A summary may come from anybody: no name leads out of the folder.
             if not re.fullmatch(r"\w+\.\w+", name):
                 raise ValueError(f"{name!r} is no name of a table")
-            # What is read is what was checked: the bytes are taken once.
-            content = bytes_of(folder / name)
-            if hashlib.sha256(content).hexdigest() != digest:
+            content = bytes_with(folder / name, digest)
+            if content is None:
                 raise ValueError(f"{name} is not the one that {SUMMARY} was written with")
             table, dot, _ = name.partition(".parquet")
             if dot:

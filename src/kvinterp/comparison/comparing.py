@@ -75,7 +75,7 @@ def compare(
     examples: Sequence[int] | None = ...,
     cache_errors: words.CacheErrors | str = ...,
     progress: words.Progress | str = ...,
-    done: Callable[[Comparison], None] | None = ...,
+    done: Callable[[Comparison], bool | None] | None = ...,
     lanes: tuple[Callable[..., Any], Callable[..., Any]] = ...,
 ) -> Comparison: ...
 
@@ -110,7 +110,7 @@ def compare(  # type: ignore[misc]
     examples: Sequence[int] | None = None,
     cache_errors: words.CacheErrors | str = "aggregated",
     progress: words.Progress | str = "bar",
-    done: Callable[[Comparison], None] | None = None,
+    done: Callable[[Comparison], bool | None] | None = None,
     lanes: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
 ) -> Any:
     """Runs two paths side by side on the same prompts and compares them at every step.
@@ -138,7 +138,8 @@ def compare(  # type: ignore[misc]
         cache_errors: ``"aggregated"`` gives the errors of K and V by step and by position separately; ``"whole"`` every
             position at every step besides, which is quadratic in the steps.
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
-        done: Told of every finished batch of a pair; it learns of failures, too, so that with it none is raised here.
+        done: Told of every finished batch of a pair; it learns of failures, too, so that with it none is raised here. Where it
+            returns ``True`` it has kept the rows itself, and what is returned here has none of them.
         lanes: What advances each path, made as a :class:`kvinterp.paths.Runner` is; another one has no sites to compare.
 
     Returns:
@@ -192,10 +193,13 @@ def compare(  # type: ignore[misc]
         parts: list[Comparison] = []
         with counting(len(tokens) * len(runs), "comparing", "prompt", progress) as counted:
 
-            def finished(indices: Sequence[int], made: Sequence[Sequence[Comparison]]) -> None:
+            def finished(indices: Sequence[int], made: Sequence[list[Comparison]]) -> None:
                 counted(len(indices))
-                for pair in zip(*made, strict=True) if done is not None else ():
-                    done(Comparison.joined(pair))  # type: ignore[misc]  # asked a line above
+                for number in range(len(made[0])) if done is not None else ():
+                    # Kept elsewhere, or many prompts would be held here twice.
+                    if done(Comparison.joined([each[number] for each in made])) is True:  # type: ignore[misc]
+                        for each in made:
+                            each[number] = each[number].without_rows()
 
             for run in runs:
 

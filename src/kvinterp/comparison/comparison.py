@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -187,22 +187,35 @@ class Comparison(Kept):
         return f"<Comparison of {about['model']}: {paths}, {len(self.steps)} steps of {len(self.examples)} prompts>"
 
     @classmethod
-    def joined(cls, parts: Sequence[Comparison]) -> Comparison:
-        """Several comparisons of one model along the same paths as one.
+    def joined(cls, parts: Iterable[Comparison]) -> Comparison:
+        """Several comparisons of one model along the same paths as one; each part is asked for once, and then let go of.
 
         Raises:
             InputError: They were made differently: averaging them together would mix unlike things.
         """
-        if not parts:
-            raise InputError("there is no comparison to join: give at least one.")
-        first = parts[0].provenance
-        for part in parts[1:]:
+        abouts: list[dict[str, Any]] = []
+        pieces: dict[str, list[pd.DataFrame]] = {name: [] for name in PARTS}
+        for part in parts:
+            abouts.append(part.provenance)
+            first = abouts[0]
             unlike = sorted(key for key in first if key != "caches" and part.provenance.get(key) != first[key])
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
-        tables = {n: pd.concat([getattr(p, n) for p in parts], ignore_index=True) for n in PARTS}
+            for name, several in pieces.items():
+                several.append(getattr(part, name))
+            if len(abouts) % 32 == 0:
+                # Many small tables take more memory than one; and of these rows there is room for a number.
+                pieces = {name: [pd.concat(several)] for name, several in pieces.items()}
+                pieces["attention_rows"] = [within(pieces["attention_rows"][0], pieces["steps"][0])]
+        if not abouts:
+            raise InputError("there is no comparison to join: give at least one.")
+        tables = {name: pd.concat(pieces.pop(name), ignore_index=True) for name in PARTS}
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
-        return cls(**tables, provenance=first | _caches([part.provenance for part in parts]))
+        return cls(**tables, provenance=abouts[0] | _caches(abouts))
+
+    def without_rows(self) -> Comparison:
+        """The same with tables of the same columns that hold nothing."""
+        return dataclasses.replace(self, **{name: getattr(self, name).iloc[:0].copy() for name in PARTS})
 
 
 def _caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:

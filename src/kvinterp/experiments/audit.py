@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError
 from kvinterp.experiments.base import NOTHING, Experiment, How, Outcome, argument, option, shared
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Audit(Experiment):
     def answered(self, how: How) -> Outcome:
         """Audits, and writes page, tables and verdict over an earlier audit's."""
         from kvinterp.auditing.report import check_own, put
-        from kvinterp.files import write_whole
+        from kvinterp.files import check_target, write_whole
         from kvinterp.locks import Lock
 
         if how.existing == "use":
@@ -140,7 +140,8 @@ class Audit(Experiment):
         if folder is not None:
             check_own(folder)
         with contextlib.nullcontext() if folder is None else Lock(folder):
-            self._check_junit()
+            if self.junit is not None:
+                check_target(self.junit, "--junit")
             outcome = super().answered(dataclasses.replace(how, out=None))
             if folder is not None:
                 put(outcome.texts, folder)
@@ -157,21 +158,6 @@ class Audit(Experiment):
         for what, path in written.items():
             if path is not None:
                 echo(f"{what:<8} {path}")
-
-    def _check_junit(self) -> None:
-        from kvinterp.files import check_writable
-
-        if self.junit is None:
-            return
-        try:
-            is_folder = self.junit.is_dir()
-        except OSError as error:
-            raise InputError(
-                f"--junit {shown(self.junit)} cannot be written ({error.strerror}): expected the name of a file."
-            ) from error
-        if is_folder:
-            raise InputError(f"--junit {shown(self.junit)} is a folder: expected the name of a file.")
-        check_writable(self.junit.parent, "--junit")
 
 
 def audited(

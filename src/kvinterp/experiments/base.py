@@ -361,7 +361,7 @@ class Experiment(abc.ABC):
                 how.tell("writing tables, figures and page")
             return self.written(folder, self.reduce(made, folder.settings, folder.path), how.figures)
 
-    def _made(self, cells: list[Cell], parts: Parts | None, how: How) -> dict[str, Made]:
+    def _made(self, cells: list[Cell], parts: Parts | None, how: How) -> Mapping[str, Made]:
         """What the cells of both stages gave; the second's are added to the list, for whoever is cut off among them."""
         from kvinterp.cells import run_cells
         from kvinterp.engines import Remaining
@@ -407,7 +407,7 @@ class Experiment(abc.ABC):
 
     def _cut_off(self, folder: Any, cells: Sequence[Cell], error: BaseException) -> None:
         if self.PARTIAL == "yes" and isinstance(error, KeyboardInterrupt):
-            done = {cell.key: part for cell in cells if (part := folder.parts.read(cell.key)) is not None}
+            done = folder.parts.among(cell.key for cell in cells)
             if done:
                 self.written(folder, self.reduce(done, folder.settings, folder.path), ending="interrupted")
         folder.withdraw()

@@ -136,10 +136,10 @@ class Behaviour(OfModels):
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         """What the decodes say, and the controls."""
         controls = ("-null-", "-oracle")
-        decodes = joined({key: each for key, each in made.items() if not any(name in key for name in controls)})
+        decodes = joined({key: made[key] for key in made if not any(name in key for name in controls)})
         tables = behaviour_tables(decodes["decodes"], decodes["steps"])
         for name, part, columns in (("nulls", "-null-", _NULL), ("oracle", "-oracle", _ORACLE)):
-            found = joined({key: each for key, each in made.items() if part in key})
+            found = joined({key: made[key] for key in made if part in key})
             tables[name] = found["table"] if found else pd.DataFrame(columns=columns)
         return tables | {name: decodes[name] for name in ("flip_steps", "flip_tokens", "failures")}
 

@@ -189,10 +189,11 @@ def compared(
         log.info("%s is not recorded: %s", site, reason.split(": ")[0])
     given, numbers = load_prompts(prompts), numbered(keys)
 
-    def done(part: Comparison) -> None:
+    def done(part: Comparison) -> bool:
         for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):
             tables = {name: getattr(part, name) for name in PARTS}
             keep(numbers[number], {name: t[t["example"] == number] for name, t in tables.items()}, part.provenance)
+        return True
 
     chosen = [given[number] for number in numbers]
     compare(adapter, chosen, examples=list(numbers), record=record, progress="none", done=done, **settings)
@@ -204,7 +205,7 @@ def outcome_of(
     """The comparison of all examples that are finished, in the order of their numbers."""
     from kvinterp.comparison import PARTS, Comparison
 
-    comparison = Comparison.joined([Comparison(**tables, provenance=about) for tables, about in made.values()])
+    comparison = Comparison.joined(Comparison(**tables, provenance=about) for tables, about in made.values())
     ordered = {n: _by_example(getattr(comparison, n)) for n in PARTS}
     return outcome_with(dataclasses.replace(comparison, **ordered, prompts=list(prompts)), settings, folder)
 

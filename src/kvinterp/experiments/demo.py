@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.errors import InputError, UnsupportedError, shown
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.experiments.base import Experiment, How, Outcome, option
 from kvinterp.experiments.compare import Compare, places
 
@@ -172,7 +172,7 @@ class Demo(Experiment):
         return Outcome(None)
 
     def _check_free(self, folder: Path, existing: str) -> None:
-        from kvinterp.files import check_writable, is_file, is_there, told
+        from kvinterp.files import check_target, is_there, told
         from kvinterp.folders import check_names
 
         if existing == "error" and (folder / "report.html").exists():
@@ -187,9 +187,7 @@ class Demo(Experiment):
                         f"{str(place)!r}, where comparisons belong, is no folder: choose another with --out, or move it away."
                     )
         if self.picture is not None:
-            check_writable(self.picture.parent, "--picture")
-            if is_there(self.picture) and not is_file(self.picture):
-                raise InputError(f"--picture {shown(self.picture)} is there and is no file: give the name of a new one.")
+            check_target(self.picture, "--picture", ".png")
 
     def _runs(self, folder: Path, how: How) -> dict[str, Result]:
         from kvinterp.progress import Pace

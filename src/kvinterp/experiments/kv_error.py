@@ -181,8 +181,8 @@ class KvError(Experiment):
         from kvinterp.provenance import provenance
 
         (adapter,) = self.adapters()
-        runs = joined({key: each for key, each in made.items() if key.startswith("run-")})["table"]
-        noises = joined({key: each for key, each in made.items() if key.startswith("noise-")})
+        runs = joined({key: made[key] for key in made if key.startswith("run-")})["table"]
+        noises = joined({key: made[key] for key in made if key.startswith("noise-")})
         columns = ["policy", "bits", "relative_rms", "sign_flips"]
         noise = pooled(noises["table"], ["policy"]) if noises else pd.DataFrame(columns=columns)
         designs = self.designs(adapter)

@@ -100,7 +100,7 @@ class Localisation(OfModels):
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The sweeps and the split of every model, and their tables one below the other."""
-        patched = {key: each for key, each in made.items() if key.startswith(_PATCHED)}
+        patched = {key: made[key] for key in made if key.startswith(_PATCHED)}
         tables = {**dict.fromkeys(self.TABLES, pd.DataFrame()), **joined(patched)}
         sweeps, splits = _found(tables, patched)
         by_layer = [found.aggregate().assign(model=model, part=part) for (model, part), found in sweeps.items()]
@@ -131,7 +131,7 @@ class Localisation(OfModels):
         return {"model": self.named(model), "prompts": self.prompts, "paths": paths, "max_new_tokens": self.max_new_tokens}
 
     def _chosen(self, made: Mapping[str, Made]) -> pd.DataFrame:
-        ranked = {key: tables["table"] for key, (tables, _) in made.items() if key.startswith(_RANKED)}
+        ranked = {key: made[key][0]["table"] for key in made if key.startswith(_RANKED)}
         numbered = [table.assign(number=int(key.split("-")[2])) for key, table in ranked.items()]
         return chosen_of(pd.concat(numbered, ignore_index=True), self.count)
 

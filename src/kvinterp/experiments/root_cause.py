@@ -107,7 +107,7 @@ class RootCause(OfModels):
         found = []
         for seed in range(self.seeds):
             for part in self.parts(seed):
-                keys = {key: each for key, each in made.items() if key.startswith(f"{part.verb()}-")}
+                keys = {key: made[key] for key in made if key.startswith(f"{part.verb()}-")}
                 mine = {key: each for key, each in keys.items() if _key(key.partition("-of-")[0], seed) == key}
                 if mine:
                     found.append({name: self._of_seed(table, seed) for name, table in part.tables(mine).items()})
