@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +117,28 @@ def test_a_worker_unlike_this_machine_is_refused(cluster: Any, tmp_path: Path, m
     monkeypatch.setattr("kvinterp.provenance.machine", lambda: {**real, "torch": "1.0"})
     with pytest.raises(InputError, match=r'unlike this one.*torch: "1\.0", now'):
         run_cells(cells_of(tmp_path), engine=Ray(1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("who", "said"), [("raylet", "agent (raylet) ended"), ("gcs_server", "head process at")])
+def test_a_cluster_that_is_killed_is_said(tmp_path: Path, who: str, said: str) -> None:
+    """Ray itself waits for ever, or ends the process with an audit's exit code; what is finished is gone on from."""
+    pytest.importorskip("ray")
+    arguments = ["study", "--preset", "quick", "--model", "zoo:gqa2-mini", "--only", "layer-drift", "--set"]
+    arguments += ["layer-drift.divergent=1", "--prompts", "arithmetic:40", "--max-new-tokens", "48", "--out", "out"]
+    command = [sys.executable, "-m", "kvinterp.cli", *arguments, "--engine", "ray(2)"]
+    study = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    until = time.monotonic() + 300
+    while not list(tmp_path.glob("out/.parts/*/native*.part")):
+        assert study.poll() is None and time.monotonic() < until, "no part was made"
+        time.sleep(0.2)
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (place / "comm").read_text().strip() == who and os.getsid(int(place.name)) == os.getsid(study.pid):
+                os.kill(int(place.name), signal.SIGKILL)
+    _, errors = study.communicate(timeout=120)
+    assert (study.returncode, errors.splitlines()[-1].count(said)) == (2, 1), errors[-2000:]
+    assert list(tmp_path.glob("out/.parts/*/native*.part"))
 
 
 # Without Ray -----------------------------------------------------------------------------------------------------------

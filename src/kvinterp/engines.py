@@ -217,6 +217,13 @@ def _cluster() -> Iterator[Any]:
             ray.shutdown()
 
 
+class _ClusterLost(KvinterpError):
+    """Ray is there no more."""
+
+
+_GO_ON = "look at its logs, then give the same command again, which goes on from what is finished, or leave --engine out."
+
+
 @dataclasses.dataclass
 class _Work:
     """Pieces of work and who has them.
@@ -246,8 +253,7 @@ class _Work:
                     piece = pending.pop(_next(pending, of.get(worker), set(of.values())))
                     of[worker] = _model(piece[0])
                     at_work[worker.run.remote(piece)] = (worker, piece)
-                # One that has something, or that has ended.
-                (ready, *_), _ = self.ray.wait(list(at_work), num_returns=1)
+                ready = self._ready(list(at_work))
                 worker, piece = at_work[ready]
                 try:
                     self._heard(piece, self.ray.get(next(ready)))
@@ -270,9 +276,29 @@ class _Work:
                     workers.append(worker)
                 del at_work[ready]
                 idle.append(worker)
+        except _ClusterLost:
+            # Of a cluster that is gone nobody takes an order.
+            workers.clear()
+            raise
         finally:
             for worker in workers:
                 self.ray.kill(worker)
+
+    def _ready(self, working: Sequence[Any]) -> Any:
+        """One that has something, or that has ended.
+
+        Raises:
+            KvinterpError: There is no cluster any more: Ray itself would wait for one without a word.
+        """
+        host, _, port = self.ray.get_runtime_context().gcs_address.rpartition(":")
+        while not (ready := self.ray.wait(working, num_returns=1, timeout=_SECONDS)[0]):
+            try:
+                within(_SECONDS, lambda: _ask(host.strip("[]"), int(port)))
+            except OSError as error:
+                raise _ClusterLost(f"Ray's head process at {host}:{port} ended: {_GO_ON}") from error
+            if not any(node["Alive"] for node in self.ray.nodes()):
+                raise _ClusterLost(f"Ray's agent (raylet) ended, so that it has no machine left: {_GO_ON}")
+        return ready[0]
 
     def _heard(self, piece: list[Cell], heard: tuple[Any, ...]) -> None:
         """Does what a worker asked for; of a piece only what is not kept yet remains."""

@@ -203,10 +203,12 @@ class Comparison(Kept):
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
             for name, several in pieces.items():
                 several.append(getattr(part, name))
-            if len(abouts) % 32 == 0:
-                # Many small tables take more memory than one; and of these rows there is room for a number.
-                pieces = {name: [pd.concat(several)] for name, several in pieces.items()}
-                pieces["attention_rows"] = [within(pieces["attention_rows"][0], pieces["steps"][0])]
+            if len(abouts) % _TOGETHER == 0:
+                # Many small tables take more memory than one.
+                for several in pieces.values():
+                    several[-_TOGETHER:] = [pd.concat(several[-_TOGETHER:])]
+                # Of these rows there is room for a number, however many prompts there are.
+                pieces["attention_rows"] = [within(pd.concat(pieces["attention_rows"]), pd.concat(pieces["steps"]))]
         if not abouts:
             raise InputError("there is no comparison to join: give at least one.")
         tables = {name: pd.concat(pieces.pop(name), ignore_index=True) for name in PARTS}
@@ -216,6 +218,10 @@ class Comparison(Kept):
     def without_rows(self) -> Comparison:
         """The same with tables of the same columns that hold nothing."""
         return dataclasses.replace(self, **{name: getattr(self, name).iloc[:0].copy() for name in PARTS})
+
+
+_TOGETHER = 32
+"""How many parts are joined at a time."""
 
 
 def _caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
