@@ -217,7 +217,7 @@ def _cluster() -> Iterator[Any]:
             ray.shutdown()
 
 
-class _ClusterLost(KvinterpError):
+class _ClusterLostError(KvinterpError):
     """Ray is there no more."""
 
 
@@ -276,7 +276,7 @@ class _Work:
                     workers.append(worker)
                 del at_work[ready]
                 idle.append(worker)
-        except _ClusterLost:
+        except _ClusterLostError:
             # Of a cluster that is gone nobody takes an order.
             workers.clear()
             raise
@@ -295,9 +295,9 @@ class _Work:
             try:
                 within(_SECONDS, lambda: _ask(host.strip("[]"), int(port)))
             except OSError as error:
-                raise _ClusterLost(f"Ray's head process at {host}:{port} ended: {_GO_ON}") from error
+                raise _ClusterLostError(f"Ray's head process at {host}:{port} ended: {_GO_ON}") from error
             if not any(node["Alive"] for node in self.ray.nodes()):
-                raise _ClusterLost(f"Ray's agent (raylet) ended, so that it has no machine left: {_GO_ON}")
+                raise _ClusterLostError(f"Ray's agent (raylet) ended, so that it has no machine left: {_GO_ON}")
         return ready[0]
 
     def _heard(self, piece: list[Cell], heard: tuple[Any, ...]) -> None:
