@@ -135,7 +135,8 @@ def test_a_cluster_that_is_killed_is_said(tmp_path: Path, who: str, said: str) -
         time.sleep(0.2)
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (place / "comm").read_text().strip() == who and os.getsid(int(place.name)) == os.getsid(study.pid):
+            named, _, fields = (place / "stat").read_text().rpartition(")")
+            if named.endswith(f"({who}") and int(fields.split()[1]) == study.pid:
                 os.kill(int(place.name), signal.SIGKILL)
     _, errors = study.communicate(timeout=120)
     assert (study.returncode, errors.splitlines()[-1].count(said)) == (2, 1), errors[-2000:]

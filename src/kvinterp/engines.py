@@ -233,12 +233,14 @@ class _Work:
         offered: What cells are offered here.
         count: How many workers there are at most.
         resources: What each of them takes.
+        seen: When the cluster was last seen to be there, on the clock that never goes back.
     """
 
     ray: Any
     offered: Mapping[str, Any]
     count: int
     resources: Mapping[str, Any]
+    seen: float = dataclasses.field(default_factory=time.monotonic)
 
     def do(self, cells: Sequence[Cell]) -> None:
         """Gives every worker a piece, takes what arrives, and gives it another, until there are none."""
@@ -288,17 +290,24 @@ class _Work:
         """One that has something, or that has ended.
 
         Raises:
-            KvinterpError: There is no cluster any more: Ray itself would wait for one without a word.
+            KvinterpError: There is no cluster any more: Ray itself would wait for one without a word, or end this process.
         """
+        while True:
+            ready = self.ray.wait(working, num_returns=1, timeout=_SECONDS)[0]
+            if time.monotonic() > self.seen + _SECONDS:
+                self._check_cluster()
+                self.seen = time.monotonic()
+            if ready:
+                return ready[0]
+
+    def _check_cluster(self) -> None:
         host, _, port = self.ray.get_runtime_context().gcs_address.rpartition(":")
-        while not (ready := self.ray.wait(working, num_returns=1, timeout=_SECONDS)[0]):
-            try:
-                within(_SECONDS, lambda: _ask(host.strip("[]"), int(port)))
-            except OSError as error:
-                raise _ClusterLostError(f"Ray's head process at {host}:{port} ended: {_GO_ON}") from error
-            if not any(node["Alive"] for node in self.ray.nodes()):
-                raise _ClusterLostError(f"Ray's agent (raylet) ended, so that it has no machine left: {_GO_ON}")
-        return ready[0]
+        try:
+            within(_SECONDS, lambda: _ask(host.strip("[]"), int(port)))
+        except OSError as error:
+            raise _ClusterLostError(f"Ray's head process at {host}:{port} ended: {_GO_ON}") from error
+        if not any(node["Alive"] for node in self.ray.nodes()):
+            raise _ClusterLostError(f"Ray's agent (raylet) ended, so that it has no machine left: {_GO_ON}")
 
     def _heard(self, piece: list[Cell], heard: tuple[Any, ...]) -> None:
         """Does what a worker asked for; of a piece only what is not kept yet remains."""
