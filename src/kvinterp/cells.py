@@ -118,33 +118,32 @@ def run_cells(
         log.info("going on in %s: %d of %d %s are already there", parts.path, len(cells) - len(missing), len(cells), unit)
     offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
     (engine or locally)(missing, offered)
-    return CellsMade(parts, [cell.key for cell in cells])
+    return CellsMade({cell.key: parts for cell in cells})
 
 
 class CellsMade(Mapping[str, Made]):
     """What cells gave, read when it is asked for: of many prompts it would fill the memory."""
 
-    def __init__(self, parts: Parts | _InMemory, keys: Sequence[str]) -> None:
-        self._parts, self._keys = parts, dict.fromkeys(keys)
+    def __init__(self, parts: Mapping[str, Parts | _InMemory]) -> None:
+        self._parts = dict(parts)
 
     def __getitem__(self, key: str) -> Made:
-        if key not in self._keys:
-            raise KeyError(key)
-        if (part := self._parts.read(key)) is None:
-            raise InputError(f"part {key!r} in folder {str(self._parts.path)!r} is not what was written: check the disk.")
+        parts = self._parts[key]
+        if (part := parts.read(key)) is None:
+            raise InputError(f"part {key!r} in folder {str(parts.path)!r} is not what was written: check the disk.")
         return part
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys
+        return key in self._parts
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._parts)
 
     def __or__(self, other: CellsMade) -> CellsMade:
-        return CellsMade(self._parts, [*self._keys, *other._keys])
+        return CellsMade(self._parts | other._parts)
 
 
 def locally(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
@@ -309,7 +308,7 @@ class Parts:
 
     def among(self, keys: Iterable[str]) -> Mapping[str, Made]:
         """The parts of these keys that are there, each read when it is asked for."""
-        return CellsMade(self, [key for key in keys if self.read(key) is not None])
+        return CellsMade({key: self for key in keys if self.read(key) is not None})
 
     def withdraw(self) -> None:
         """Leaves no trace where no part was made."""

@@ -188,3 +188,15 @@ def test_both_switches_of_a_reduction_are_put_back(before: tuple[bool, bool]) ->
 def test_bad_sizes(sizes: tuple[object, ...]) -> None:
     with pytest.raises(kv.InputError, match="whole numbers"):
         kernels_table(build("llama"), sizes=sizes)
+
+
+def test_the_seed_chooses_the_prompt():
+    fed: list[list[int]] = []
+    model = build("llama")
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: fed.append(given[0].flatten().tolist()))
+    for seed in (0, 1):
+        kernels_table(model, sizes=(1, 2), seed=seed)
+    half = len(fed) // 2
+    first, other = fed[:half], fed[half:]
+    assert first != other
+    assert len(first) == len(other)
