@@ -209,7 +209,11 @@ def test_weights_stored_in_16_bits_are_no_wrong_dtype() -> None:
 
 
 class CoarseKernel(torch.overrides.TorchFunctionMode):
-    """An attention kernel with another tile from key 20 on, whose partial results pass through 16 bits."""
+    """An attention kernel with another tile from key 20 on, off by a thousand roundings, or as much as 16 bits round."""
+
+    def __init__(self, as_coarse_as: str) -> None:
+        super().__init__()
+        self.as_coarse_as = as_coarse_as
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -219,17 +223,28 @@ class CoarseKernel(torch.overrides.TorchFunctionMode):
             or args[1].shape[-2] <= 20
         ):
             return result
-        return result.to(torch.bfloat16).to(result.dtype)
+        if self.as_coarse_as == "16 bits":
+            return result.to(torch.bfloat16).to(result.dtype)
+        return result * (1 + 2**9 * torch.finfo(result.dtype).eps)
 
 
 def test_a_kernel_that_changes_at_a_position_is_told_from_a_bug() -> None:
-    with CoarseKernel():
-        verdict = audit(
-            build("llama"), one_prompt(), lengths=(9, 23), steps=2, rungs=("float32", "float64"), sweep="yes", checks="none"
-        )  # fmt: skip
-    assert verdict.verdict == "kernel", verdict.reading
+    """An excuse's size is of its own dtype: what 16 bits round is no kernel's in 32."""
+    how: dict[str, Any] = {
+        "rungs": ("float32", "float64"),
+        "lengths": (9, 23),
+        "steps": 2,
+        "sweep": "yes",
+        "checks": "none",
+    }
+    with CoarseKernel("itself"):
+        verdict = audit(build("llama"), one_prompt(), **how)
+    assert (verdict.verdict, verdict.exit_code) == ("kernel", 0), verdict.reading
     assert (verdict.first_layer, verdict.first_position, verdict.tensor) == (0, 20, "attention output")
-    assert verdict.exit_code == 0
+    with CoarseKernel("16 bits"):
+        verdict = audit(build("llama"), one_prompt(), **how)
+    assert (verdict.verdict, verdict.first_layer, verdict.tensor) == ("bug", 0, "attention output"), verdict.reading
+    assert "more than any order of additions can be off" in verdict.reading
 
 
 @pytest.mark.long

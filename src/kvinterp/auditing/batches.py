@@ -16,16 +16,19 @@ from kvinterp.models.native import text_config
 
 __all__ = ["Padded", "beams", "left_padding", "no_padding", "repeated_rows", "side_by_side", "unpadded"]
 
-PADS = 4
+PADS = (0, 4, 1)
+"""Pads of each row of a left-padded batch."""
+ROWS = len(PADS)
+"""Rows of a batch: what is right for two may be wrong for more, as an exchange of two rows is its own inverse."""
 
 
 def side_by_side(bench: Bench) -> Check:
-    """Two prompts of the same length in one batch, against each alone."""
+    """Three prompts of the same length in one batch, against each alone."""
     runner = bench.runner
     prompt, length = bench.short()
-    tokens = runner.tokens(bench.row(0, length), bench.row(1, length))
+    tokens = runner.tokens(*(bench.row(n, length) for n in range(ROWS)))
     together = bench.reference(tokens)
-    alone = torch.cat([runner.recompute(tokens[n : n + 1]) for n in range(2)])
+    alone = torch.cat([runner.recompute(tokens[n : n + 1]) for n in range(ROWS)])
     null = max(together.null, apart(together.logits, alone))
     if null > bench.beyond * together.null and null > bench.reach / bench.beyond:
         said = f"without a cache a batch is off by {null:.1e} from each prompt alone, so nothing can be said of the cache"
@@ -37,17 +40,18 @@ def side_by_side(bench: Bench) -> Check:
         return "a row reads another row's cache" if mixed else ""
 
     what = (
-        f"two prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
+        f"three prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
     )
     return bench.settle(Errors().add(made, Reference(alone, null), prompt - 1), what, hint)
 
 
 def _mixed(tokens: Tensor, made: Tensor, decode: Callable[[Tensor], Tensor], limit: float) -> bool:
-    """Whether other tokens in one of two rows change the logits of the other row."""
-    for row in range(2):
+    """Whether other tokens in one row change the logits of another."""
+    for row in range(len(tokens)):
         other = tokens.clone()
         other[row] = other[row].roll(1)
-        if apart(decode(other)[1 - row], made[1 - row]) > limit:
+        others = [n for n in range(len(tokens)) if n != row]
+        if apart(decode(other)[others], made[others]) > limit:
             return True
     return False
 
@@ -56,7 +60,7 @@ def _mixed(tokens: Tensor, made: Tensor, decode: Callable[[Tensor], Tensor], lim
 
 
 class Padded:
-    """Two prompts of different lengths, the shorter one padded on the left as ``generate()`` pads it.
+    """Prompts of different lengths, the shorter ones padded on the left as ``generate()`` pads them.
 
     Args:
         bench: Has the prompts.
@@ -64,11 +68,11 @@ class Padded:
         prompt: The prompt's length, pads counted.
 
     Attributes:
-        tokens: ``[2, length]``.
+        tokens: ``[3, length]``.
         mask: 0 where there is a pad.
         positions: Counted without the pads.
         masking: Both.
-        pads: How many pads the second row has.
+        pads: How many pads each row has.
         masked: Whether the decode steps are given the mask.
 
     Raises:
@@ -78,14 +82,22 @@ class Padded:
     def __init__(self, bench: Bench, length: int, prompt: int) -> None:
         if prompt < 2:
             raise NotRunError(f"a context of {bench.context} positions has no room for a pad.")
-        self.runner, self.prompt, self.pads, self.masked = bench.runner, prompt, min(PADS, prompt - 1), True
+        self.runner, self.prompt, self.masked = bench.runner, prompt, True
+        self.pads = [min(pads, prompt - 1) for pads in PADS]
         known = getattr(text_config(self.runner.adapter.source), "pad_token_id", None)
         pad = known if isinstance(known, int) and 0 <= known < self.runner.adapter.facts.vocabulary else 0
-        self.tokens = self.runner.tokens(bench.row(0, length), [pad] * self.pads + bench.row(1, length - self.pads))
+        self.tokens = self.runner.tokens(*([pad] * p + bench.row(n, length - p) for n, p in enumerate(self.pads)))
         self.mask = torch.ones_like(self.tokens)
-        self.mask[1, : self.pads] = 0
+        for row, pads in zip(self.mask, self.pads, strict=True):
+            row[:pads] = 0
         self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
         self.masking = Masking(self.mask, self.positions)
+
+    @property
+    def lengths(self) -> str:
+        """How long the prompts are, without their pads."""
+        first, *more, last = (self.prompt - pads for pads in self.pads)
+        return f"{', '.join(map(str, (first, *more)))} and {last}"
 
     def decode(self, mask: Tensor | None = None, positions: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         """Logits from the prompt's last row on; what is given holds for the decode steps only."""
@@ -165,7 +177,7 @@ def left_padding(bench: Bench) -> Check:
     made = given.decode()
     errors = Errors().add(made, Reference(theirs, null), first, first).add(made, reference, first)
     what = (
-        f"two prompts of {prompt} and {prompt - given.pads} tokens in a left-padded batch, {length - prompt} decode steps, "
+        f"prompts of {given.lengths} tokens in a left-padded batch, {length - prompt} decode steps, "
         "against the padded batch and each prompt alone without a cache"
     )
     return bench.settle(errors, what, lambda: given.cause(made, bench.beyond * null), reach)
@@ -176,7 +188,9 @@ def left_padding(bench: Bench) -> Check:
 
 def beams(bench: Bench) -> Check:
     """A cache whose rows change places, as in beam search."""
-    what = "two prompts of {prompt} tokens, a step, the rows of the cache exchanged by reorder_cache, {steps} decode steps"
+    what = (
+        "three prompts of {prompt} tokens, a step, rows 2, 0, 1 of the cache taken by reorder_cache, {steps} decode steps"
+    )
     return _moved(bench, what, lambda cache, rows: cache.reorder_cache(rows), "reorder_cache")
 
 
@@ -185,10 +199,10 @@ def repeated_rows(bench: Bench) -> Check:
 
     def change(cache: Any, rows: Tensor) -> None:
         cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([2, 1], device=rows.device))
+        cache.batch_select_indices(2 * rows + torch.tensor([0, 1, 0], device=rows.device))
 
     what = (
-        "two prompts of {prompt} tokens, a step, the rows of the cache repeated by batch_repeat_interleave and two selected "
+        "three prompts of {prompt} tokens, a step, the rows of the cache repeated by batch_repeat_interleave, three selected "
         "by batch_select_indices, {steps} decode steps"
     )
     return _moved(bench, what, change, "batch_repeat_interleave")
@@ -200,9 +214,10 @@ def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], metho
         raise native_only("a HookedTransformer's cache has no rows to move")
     prompt, length = bench.short(extra=1)
     start = prompt + 1
-    before = runner.tokens(bench.row(0, start), bench.row(1, start))
-    rows = torch.tensor([1, 0], device=runner.device)
-    after = runner.tokens(*(bench.row(n, length + 3)[3 + start :] for n in (2, 3)))
+    before = runner.tokens(*(bench.row(n, start) for n in range(ROWS)))
+    # Its inverse is another one, which a cache that moves rows the wrong way would make.
+    rows = torch.tensor([2, 0, 1], device=runner.device)
+    after = runner.tokens(*(bench.row(ROWS + n, length + 3)[3 + start :] for n in range(ROWS)))
     whole = torch.cat([before[rows], after], 1)
     reference = bench.reference(whole, rows=slice(prompt, None))
     _, cache = runner.decode(before, prompt)
@@ -230,7 +245,7 @@ def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], metho
         return f"{method} leaves the rows where they were" if kept else f"{method} moves some of the cache's tensors only"
 
     said = what.format(prompt=prompt, steps=whole.shape[1] - start)
-    reach = min(apart(theirs, reference.logits[[1, 0], start:]), bench.reach)
+    reach = min(apart(theirs, theirs[rows]), bench.reach)
     return bench.settle(Errors().add(mine, reference, start), f"{said}, against recomputation", hint, reach)
 
 

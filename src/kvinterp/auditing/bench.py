@@ -248,7 +248,7 @@ class Bench:
 
     def row(self, which: int, length: int) -> list[int]:
         """Tokens of one prompt; where the given one is too short, random ones follow."""
-        given = self.pool[which % len(self.pool)][:length]
+        given = self.pool[which][:length] if which < len(self.pool) else []
         missing = length - len(given)
         return given + list(prompts_for(self.runner.adapter, which + 1, missing, seed=17)[which]) if missing else given
 

@@ -37,10 +37,10 @@ from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, KernelMode, Kernels
 from kvinterp.paths.kernels.base import Operations
 
-__all__ = ["EXCUSED", "Cause", "WithoutCasts", "beyond_truth", "coarsest", "other_attention", "wide_constants"]
+__all__ = ["Cause", "WithoutCasts", "beyond_truth", "coarsest", "excused", "other_attention", "wide_constants"]
 
-EXCUSED = 8 * unit_roundoff(torch.bfloat16)
-"""The largest relative error that another order of additions can be the reason of, as coarse as kernels are."""
+COARSE = 8.0
+"""How much further off than rounding a coarse kernel may be."""
 AS_FAR, ONCE = 2.0, 3**-0.5
 """How much further from float64 a cached step may be than the recomputation (root mean square), and the root mean square
 error of rounding once, in unit roundoffs."""
@@ -133,13 +133,30 @@ def wide_constants(twin: Adapter) -> Iterator[None]:
             setattr(module, key, held)
 
 
+def excused(dtype: torch.dtype, limit: float) -> float:
+    """The largest relative error that another order of additions can be the reason of, as coarse as kernels of a dtype are.
+
+    Args:
+        dtype: What the kernel is given.
+        limit: What rounding explains there, see :func:`kvinterp.auditing.ladder.band`.
+    """
+    if dtype in (torch.float16, torch.bfloat16):
+        return max(COARSE * unit_roundoff(torch.bfloat16), 2 * limit)
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        # Products of float32 numbers that are rounded to ten bits, or to seven, as torch was told.
+        return COARSE * unit_roundoff(torch.bfloat16)
+    return COARSE * limit
+
+
 def coarsest(casts: dict[str, tuple[str, ...]]) -> str:
     """The narrowest dtype cast to."""
     return max(casts, key=lambda name: torch.finfo(getattr(torch, name)).eps) if casts else ""
 
 
-def beyond_truth(twin: Adapter, sight: Sight, unit: float) -> Finding | None:
+def beyond_truth(twin: Adapter, sight: Sight, unit: float) -> tuple[Finding | None, bool]:
     """The first tensor that a cached step has further from float64's than the recomputation has it, or None.
+
+    And whether what the block computes is further from it: where it is not, that tensor may be held in another form.
 
     Args:
         twin: The model in float64.
@@ -156,17 +173,20 @@ def beyond_truth(twin: Adapter, sight: Sight, unit: float) -> Finding | None:
     if truth is None:
         raise RuntimeError("the model cannot be run in float64 on the same inputs")
     found = {(f.tensor, f.module): f for f in reversed(sight.findings(0.0))}
+    first: Finding | None = None
     for event, other, true in paired(sight.mine, sight.theirs, truth):
         finding = found.get((event.name, event.module))
         if event.name == CHOICE and other is not None and event.chosen != other.chosen:
             finding = found[CHOICE, event.module]
-            return None if finding.nearly_equal else finding
+            return (first, False) if finding.nearly_equal else (first or finding, True)
         if finding is None or true is None or other is None or event.name in ("attention mask", CHOICE):
             continue
         held = event.name in ("K", "V")
         if finding.error == math.inf or _further(event.tensor, other.tensor, true.tensor, unit, held):
-            return finding
-    return None
+            first = first or finding
+            if sight.is_end(finding):
+                return first, True
+    return first, False
 
 
 def _truth(twin: Adapter, sight: Sight) -> list[Event] | None:

@@ -5,14 +5,16 @@ Every check runs the model along a way of using its cache, compares the logits w
 at work (see ``bench.py``). What could not be run says why.
 
 ==========================  ==========================================================================================
-``batch``                   two prompts side by side
-``left padding``            prompts of different lengths
+``prompt of one token``     a prompt that is as long as a decode step
+``mask and positions given``  a mask of ones and the positions beside the tokens, and the mask alone
+``batch``                   three prompts side by side
+``left padding``            three prompts of different lengths
 ``generate()``              what transformers' own loop feeds the forward, and its logits; with padding too
-``several chunks``          a prompt fed in chunks of 7, of 16 and uneven ones
+``several chunks``          a prompt fed in chunks of 7, of 16, uneven ones and some that are drawn
 ``window``                  decoding over the edge of the model's sliding window, however long
 ``long prompt``             prompts about the chunk sizes of the model's own kernels
 ``crop and go on``          tokens taken back from the cache, others fed
-``beams reordered``         rows of the cache exchanged, repeated, selected
+``beams reordered``         three rows of the cache put in another order, repeated, selected
 ``StaticCache``             the preallocated cache
 ``quantised cache``         thorough only: whether it runs, what it costs; its first step is exact
 ==========================  ==========================================================================================
@@ -44,6 +46,8 @@ __all__ = ["Check", "exercise"]
 NARROW = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
 
 CHECKS: dict[str, Callable[[Bench], Any]] = {
+    "prompt of one token": lengths.one_token,
+    "mask and positions given": lengths.told,
     "batch": batches.side_by_side,
     "left padding": batches.left_padding,
     "generate()": generation.generate,

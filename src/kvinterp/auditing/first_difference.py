@@ -7,6 +7,7 @@ are compared position by position. Casts to a narrower dtype are noted with the 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -97,6 +98,8 @@ class Sight:
         lost: For each attention: the position of the first key that the cached run no longer has.
         casts: Narrower dtypes cast to on either side.
         both_cast: Those that both sides cast to.
+        ends: Names and modules of what the block was given and what it returned: what it computes, in whatever form it holds
+            what it computes with.
     """
 
     feed: Feed
@@ -108,6 +111,16 @@ class Sight:
     lost: dict[str, int] = dataclasses.field(default_factory=dict)
     casts: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     both_cast: frozenset[str] = frozenset()
+    ends: frozenset[tuple[str, str]] = frozenset()
+
+    def is_end(self, finding: Finding) -> bool:
+        """Whether it is of what the block computes: another form of keys or of a state is no error."""
+        returned = any(name != BLOCK_INPUT for name, _ in self.ends)
+        return not returned or finding.tensor == CHOICE or (finding.tensor, finding.module) in self.ends
+
+    def error(self, tensors: Iterable[Finding]) -> float:
+        """The largest error of those that are of what the block computes."""
+        return max((f.error for f in tensors if self.is_end(f)), default=0.0)
 
     def note(self, mine: Watch, theirs: Watch) -> None:
         """Notes the casts of both sides, and which keys only one of them has or sees."""
@@ -160,18 +173,28 @@ Differing = dict[int, tuple[Sight, list[Finding]]]
 
 
 def differing(sights: Iterable[dict[int, Sight]], threshold: float) -> Differing:
-    """For each block the first feed in which a tensor differs by more, and those tensors."""
+    """For each block that differs by more in any feed the one in which what it computes differs most, and the tensors that do.
+
+    The first of these has the position at which it was seen first.
+    """
+    seen: dict[int, list[tuple[Sight, list[Finding]]]] = {}
+    for each in sights:
+        for layer, sight in each.items():
+            if tensors := sight.findings(threshold):
+                seen.setdefault(layer, []).append((sight, tensors))
     found: Differing = {}
-    for seen in sights:
-        for layer, sight in seen.items():
-            if layer not in found and (tensors := sight.findings(threshold)):
-                found[layer] = sight, tensors
-    return dict(sorted(found.items()))
+    for layer, several in sorted(seen.items()):
+        sight, tensors = max(several, key=lambda each: each[0].error(each[1]))
+        earlier = several[0][1][0]
+        if (earlier.tensor, earlier.module) == (tensors[0].tensor, tensors[0].module):
+            tensors[0] = dataclasses.replace(tensors[0], position=earlier.position, step=earlier.step)
+        found[layer] = sight, tensors
+    return found
 
 
 def largest(found: Differing) -> float:
-    """The largest error of all those tensors."""
-    return max((f.error for _, tensors in found.values() for f in tensors), default=0.0)
+    """The largest error of what all those blocks compute."""
+    return max((sight.error(tensors) for sight, tensors in found.values()), default=0.0)
 
 
 def look(hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]) -> Iterator[dict[int, Sight]]:
@@ -200,6 +223,7 @@ def look(hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]) -> Ite
         sights = {}
         for layer in [layer for layer in layers if layer in ends]:
             sight = sights[layer] = Sight(feed, layer, [*ends[layer][0]], [*again[layer][0]], hooks.reference)
+            sight.ends = frozenset((event.name, event.module) for event in itertools.chain(*ends[layer]))
             if layer in inner:
                 held = _states(model, fresh, mine[layer], layer) if kept[layer] else []
                 sight.note(mine[layer], theirs[layer])

@@ -75,7 +75,7 @@ def generate_padded(bench: Bench) -> Check:
     _check_native(bench)
     prompt = bench.short()[0]
     given = Padded(bench, prompt, prompt)
-    what = f"prompts of {prompt} and {prompt - given.pads} tokens in a left-padded batch"
+    what = f"prompts of {given.lengths} tokens in a left-padded batch"
     return _checked(bench, given.tokens, given.mask, what)
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from kvinterp.auditing.blocks import BlockModel, referenced
-from kvinterp.auditing.causes import EXCUSED, Cause, WithoutCasts, beyond_truth, coarsest, wide_constants
+from kvinterp.auditing.causes import Cause, WithoutCasts, beyond_truth, coarsest, excused, wide_constants
 from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing, largest, look
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band
 from kvinterp.auditing.watch import CHOICE
@@ -25,6 +25,7 @@ __all__ = ["ONE_BY_ONE", "Judged", "RungJudge"]
 
 HARD = "gone with a fixed order; the recomputation is as far from float64 on the same inputs"
 FURTHER = "further from float64 on the same inputs than the recomputation"
+TOO_COARSE = "gone with a fixed order, but more than any order of additions can be off"
 THERE_TOO = "there in float64 too"
 NO_FLOAT64 = "the model cannot be run in float64 here"
 LOOKED_AT = 3
@@ -128,7 +129,9 @@ class RungJudge:
             try:
                 if twin is None:
                     raise RuntimeError(NO_FLOAT64)
-                wrong = beyond_truth(twin, sight, self.run.unit)
+                wrong, proven = beyond_truth(twin, sight, self.run.unit)
+                if wrong is not None and not proven and self._another_form(twin, side, case, wrong):
+                    wrong = None
                 if wrong is None and clean is None and judged.cause.word == "rounding":
                     left = self._left_in_float64(twin, side, case, judged.finding.layer)
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
@@ -168,9 +171,11 @@ class RungJudge:
         """One block that differs with a fixed order: a cast's, rounding's, or nobody's."""
         kernels = "fixed order" if side is self.run.fixed else "none fixed"
         remaining, first = tensors if left is None else left, tensors[0]
-        worst = max((f.error for f in remaining), default=0.0)
+        worst = sight.error(remaining)
         finest, numbered = self.dtype == torch.float64, False
-        beyond = next((f for f in remaining if f.error > self.limit and not f.nearly_equal), None)
+        off = [f for f in remaining if f.error > self.limit and not f.nearly_equal]
+        # What the block computes shows that there is an error; what it computes with shows where.
+        beyond = off[0] if any(map(sight.is_end, off)) else None
         if sight.casts and left is not None and (worst == 0 or (finest and worst <= self.limit)):
             cause = _cast(sight, first, worst, "gone with the casts left out")
         elif not finest:
@@ -189,6 +194,24 @@ class RungJudge:
         judged = self._add(case, first, cause, kernels, numbered)
         if cause.word == "rounding" and not finest:
             self.open.append((judged, sight, side, case))
+
+    def _another_form(self, twin: Adapter, side: PrecisionRun, case: Case, wrong: Finding) -> bool:
+        """Whether a block computes the same in float64 with that tensor as different: then it is held in another form."""
+        self.twin = twin
+        try:
+            tried = [self._tried(side, kernels, case, [wrong.layer]) for kernels in (Native(), WithoutCasts())]
+        finally:
+            self.release()
+        limit = band(torch.float64, self.terms)
+        for sight, tensors in (found[wrong.layer] for found in tried if found and wrong.layer in found):
+            as_different = (
+                f.error >= wrong.error / 2
+                for f in tensors
+                if (f.tensor, f.module) == (wrong.tensor, wrong.module) and not sight.is_end(f)
+            )
+            if any(as_different) and sight.error(tensors) <= limit:
+                return True
+        return False
 
     def _left_in_float64(self, twin: Adapter, side: PrecisionRun, case: Case, layer: int) -> float:
         """What a block's two sides differ by in float64, with or without its casts, the less; RuntimeError where neither runs."""
@@ -217,16 +240,17 @@ class RungJudge:
             for sight, tensors in self._look(self.run, None, case, layers, self.limit).values():
                 key = (*case[:-1], sight.layer)
                 fixed_too = key in worst
-                gone = not (worst[key] if fixed_too else self._in_order(self.run, case, sight.layer))
-                cause = self._kernel(case, sight, tensors[0], gone)
+                gone = not (worst[key] if fixed_too else largest(self._in_order(self.run, case, sight.layer)))
+                cause = self._kernel(case, sight, tensors, gone)
                 judged = self._add(case, tensors[0], cause, "native")
                 if cause.word == "kernel" and self.dtype != torch.float64:
                     self.open.append((judged, sight, self.run, case))
         if not self.found:
             self._show_first()
 
-    def _kernel(self, case: Case, sight: Sight, first: Finding, gone: bool) -> Cause:
+    def _kernel(self, case: Case, sight: Sight, tensors: list[Finding], gone: bool) -> Cause:
         """Why a block differs by more than rounding with the machine's kernels; ``gone``: with a fixed order it does not."""
+        first, error = tensors[0], sight.error(tensors)
         if not gone:
             return Cause("", left=first.error)
         if first.tensor == CHOICE and first.nearly_equal:
@@ -237,12 +261,26 @@ class RungJudge:
             # What only a cached step casts, and a fixed order takes away, is inside its kernel.
             if left <= self.limit and coarsest(sight.casts) in sight.both_cast:
                 return _cast(sight, first, left, "gone with the casts left out, and with a fixed order")
-        if first.error > max(EXCUSED, 2 * self.limit):
-            said = "gone with a fixed order, but more than any order of additions can be off"
-            return Cause("", left=first.error, detail=said)
+        if error > excused(self.dtype, self.limit):
+            without = self._without_casts(case, sight, error)
+            if without is not None:
+                return Cause(
+                    "cast", "float32", first.module, without, "gone with the casts left out, and with a fixed order"
+                )
+            return Cause("", left=error, detail=TOO_COARSE)
         # Float64 has nothing beside it that would tell a coarse kernel from a tensor that is hard to compute.
-        coarse = self.dtype != torch.float64 or first.error > 8 * self.limit
-        return Cause("kernel" if coarse else "order", left=0.0, detail="gone with a fixed order")
+        return Cause("order" if self.dtype == torch.float64 else "kernel", left=0.0, detail="gone with a fixed order")
+
+    def _without_casts(self, case: Case, sight: Sight, error: float) -> float | None:
+        """What is left in float64 of what stands before the first block or behind the last, where no cast is watched, once
+        float32's are left out; None where that does not explain it.
+        """
+        watched = 0 <= sight.layer < len(self.run.layers)
+        if watched or self.dtype != torch.float64 or error > excused(torch.float32, band(torch.float32, self.terms)):
+            return None
+        found = self._tried(self.run, WithoutCasts(), case, [sight.layer])
+        left = math.inf if found is None else largest(found)
+        return left if left <= self.limit else None
 
     def _show_first(self) -> None:
         """The first tensor that differs with the machine's kernels, which a fixed order takes away."""
@@ -258,7 +296,9 @@ class RungJudge:
     # Shared -------------------------------------------------------------------------------------------------------------
 
     def _add(self, case: Case, finding: Finding, cause: Cause, kernels: str, numbered: bool = False) -> Judged:
-        numbered = numbered or (not cause.word and self._numbered(case, finding))
+        # What a fixed order takes away no positions do.
+        in_question = not cause.word and cause.detail != TOO_COARSE
+        numbered = numbered or (in_question and self._numbered(case, finding))
         self.found.append(Judged(finding, cause, kernels, case.fed, numbered))
         return self.found[-1]
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, Reference, attempted
+from kvinterp.auditing.bench import PROMPT, Bench, Check, Errors, NotRunError, Reference, attempted
+from kvinterp.auditing.blocks import Masking
 from kvinterp.auditing.comparing import by_position
 from kvinterp.models.native import text_config
 
-__all__ = ["CHUNK_NAMES", "chunks", "long_prompt", "window"]
+__all__ = ["CHUNK_NAMES", "chunks", "long_prompt", "one_token", "told", "window"]
 
 CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
 UNEVEN = (5, 1, 9, 2, 13, 3)
@@ -52,7 +54,10 @@ def _too_much(bench: Bench, length: int) -> str:
 def chunks(bench: Bench) -> Check:
     """A prompt fed in several chunks, each on the cache of those before."""
     runner = bench.runner
-    cuts = {"7": [7] * 5, "16": [16] * 4, f"{', '.join(map(str, UNEVEN[:-1]))} and {UNEVEN[-1]}": list(UNEVEN)}
+    cuts = {"7": [7] * 5, "16": [16] * 4, _listed(UNEVEN): list(UNEVEN)}
+    # Of no size that a fixed list would leave out: drawn anew for other prompts.
+    drawn = random.Random(str(bench.row(0, PROMPT))).choices(range(1, 13), k=6)
+    cuts[f"{_listed(drawn)} (drawn)"] = drawn
     fitting = {said: sizes for said, sizes in cuts.items() if sum(sizes) <= bench.context}
     if not fitting:
         raise NotRunError(f"a context of {bench.context} positions has no room for several chunks.")
@@ -80,6 +85,36 @@ def chunks(bench: Bench) -> Check:
 
     what = f"prompts fed in chunks of {'; of '.join(fitting)} tokens, every row against recomputation"
     return bench.settle(errors, what, hint)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
+
+
+def one_token(bench: Bench) -> Check:
+    """A prompt of a single token, which some models take for a decode step."""
+    if bench.context <= bench.steps:
+        raise NotRunError(f"a context of {bench.context} positions has no room for a token and {bench.steps} decode steps.")
+    tokens = bench.runner.tokens(bench.row(0, 1 + bench.steps))
+    errors = Errors().add(bench.runner.decode(tokens, 1)[0], bench.reference(tokens), 0)
+    return bench.settle(errors, f"a prompt of one token, {bench.steps} decode steps, against recomputation")
+
+
+def told(bench: Bench) -> Check:
+    """A mask of ones and the positions, given beside the tokens as some servers give them, and nothing as others do."""
+    runner = bench.runner
+    if not {"attention_mask", "position_ids"} & set(runner.takes) or runner.kind != "native":
+        raise NotRunError(f"{type(runner.model).__name__} takes neither an attention_mask nor position_ids.")
+    prompt, length = bench.short()
+    tokens = runner.tokens(bench.row(0, length))
+    reference, errors = bench.reference(tokens), Errors()
+    places = torch.arange(length, device=runner.device)[None]
+    for masking in (Masking(torch.ones_like(tokens), places), Masking(torch.ones_like(tokens), None)):
+        errors.add(runner.decode(tokens, prompt, masking)[0], reference, prompt - 1)
+    what = (
+        f"a prompt of {prompt} tokens, {length - prompt} decode steps, with a mask of ones and positions, and without these"
+    )
+    return bench.settle(errors, f"{what}, against recomputation without either")
 
 
 def _first_wrong(bench: Bench, reference: Reference, mine: Tensor) -> int | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from kvinterp.auditing.blocks import BlockModel, prompts_for, referenced
-from kvinterp.auditing.first_difference import Feed, Finding, differing, look
+from kvinterp.auditing.first_difference import Feed, Finding, look
 from kvinterp.auditing.operations import BACKENDS, Operation, Variant, collect
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_whole, given_list, whole_number
@@ -171,9 +171,12 @@ def _within(module: str, outer: str) -> bool:
 def _first(adapter: Adapter, kernels: Kernels, prompt: Sequence[int], length: int) -> Finding | None:
     model, tokens = BlockModel(adapter, kernels), torch.tensor([list(prompt)], device=adapter.device)
     with referenced(model, tokens) as hooks:
-        sights = look(hooks, Feed.one_by_one(length, length + STEPS), range(-1, len(model.blocks) + 1))
-        found = differing(sights, 0.0)
-    return next((tensors[0] for _, tensors in found.values()), None)
+        first: dict[int, Finding] = {}
+        for sights in look(hooks, Feed.one_by_one(length, length + STEPS), range(-1, len(model.blocks) + 1)):
+            for layer, sight in sights.items():
+                if layer not in first and (tensors := sight.findings(0.0)):
+                    first[layer] = tensors[0]
+    return first[min(first)] if first else None
 
 
 # Measuring one operation -----------------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ class _Judge:
         seen = self.seen
         self.notes += say.refused(seen.refused)
         asked = (self._overflow, self._wrong_dtype, self._bug, self._failed, self._hidden_cast, self._unexplained)
-        told = (ask() for ask in (*asked, self._unknown, self._random, self._benign))
+        told = (ask() for ask in (*asked, self._unknown, self._random, self._not_judged, self._benign))
         word, place, lines = next(found for found in told if found is not None)
         allowed = "yes" if word in self.allow else "no"
         first = say.first_line(seen.model, seen.own, word, word in GOOD or allowed == "yes", allowed)
@@ -305,6 +305,18 @@ class _Judge:
         first = self._failures[0]
         place = (first.layer, first.step, first.tensor or first.name, first.module)
         return "bug", place, [*map(say.failed, self._failures)]
+
+    def _not_judged(self) -> Told | None:
+        """Errors of the finest precision that are larger than it rounds and that nothing was found to take away: no PASS."""
+        name, run = min(self.seen.rungs.items(), key=lambda rung: rung[1].unit)
+        taken = {j.finding.layer for j in self.seen.judged.get(name, []) if j.cause.word not in ("order", "rounding")}
+        side = run if run.fixed is None else run.fixed
+        errors = side.every_error[~side.every_error["layer"].isin(taken)]
+        if errors.empty or errors["error"].max() <= band(run.dtype, self.seen.terms):
+            return None
+        worst = errors.loc[errors["error"].idxmax()]
+        place = (int(worst["layer"]), int(worst["position"]), "residual sum", "")
+        return "unexplained", place, say.not_judged(name, worst, run.unit)
 
     def _hidden_cast(self) -> Told | None:
         """A cast that matters in the precision that serves; those that only matter above it become notes."""

@@ -167,6 +167,14 @@ def unexplained(name: str, short: Account, blocks: int) -> str:
     )
 
 
+def not_judged(name: str, worst: Mapping[str, Any], unit: float) -> list[str]:
+    """An error that is there in the finest precision, and that nothing was shown to take away."""
+    off = f"off by {_times(worst['error'] / unit)} unit roundoffs at position {int(worst['position'])}"
+    return [
+        f"In {name}, given equal inputs, layer {int(worst['layer'])} is {off}, and nothing was shown to take that away."
+    ]
+
+
 def unknown(name: str, judged: Judged) -> str:
     """A difference whose cause could not be tried."""
     return (

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from bank.representations import FORMS
+from bank.representations import build as decoding
 from bank.small import padded_vocabulary, small, unclamped
 
 
@@ -297,6 +299,10 @@ def _clean() -> dict[str, Clean]:
         made[name] = Clean(name, build, dtype=config.get("dtype", "float32"), cast=kind in CAST)
     for kind in PADDED:
         made[f"{kind}-padded"] = Clean(f"{kind}-padded", partial(padded_vocabulary, kind, **ARCHITECTURES[kind]))
+    for name in (*FORMS, "split"):
+        made[f"llama-{name}"] = Clean(f"llama-{name}", partial(decoding, name))
+    for name in ("turned", "shifted"):
+        made[f"llama-{name}-float16"] = Clean(f"llama-{name}-float16", partial(decoding, name, dtype="float16"), "float16")
     return made
 
 
