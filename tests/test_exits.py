@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
@@ -475,3 +477,42 @@ def test_a_ray_address_that_is_none(address: str, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(kv.InputError, match="RAY_ADDRESS=") as caught:
         engine_named("ray")
     assert "\x1b" not in str(caught.value)
+
+
+# Memory that is not there ------------------------------------------------------------------------------------------------
+
+ONE = ["compare", "zoo:gqa2-mini", "--prompts", "arithmetic:1", "--max-new-tokens", "2", "--device", "cpu", "--json"]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't start new thread"), OSError(12, "Cannot allocate memory")]
+)
+def test_too_little_memory_is_one_sentence(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*given: Any, **named: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("kvinterp.results.ResultFolder.finish", none_left)
+    ended = CliRunner().invoke(app, [*ONE, "--out", str(tmp_path / "out")])
+    assert ended.exit_code == 2
+    said = json.loads(ended.stdout)["error"]
+    assert said.startswith(f"there was not enough memory ({type(error).__name__}: {error}); what was finished is on disk")
+    monkeypatch.undo()
+    assert CliRunner().invoke(app, [*ONE, "--out", str(tmp_path / "out")]).exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_limit_of_memory_leaves_nothing_that_stops_the_next(tmp_path: Path) -> None:
+    """`ulimit -v`: where a C library ends the process there is no sentence, and the same command still finishes."""
+    command = [str(Path(sys.executable).parent / "kvinterp"), *ONE, "--out"]
+    seen = []
+    for mib in range(1400, 3400, 200):
+        limited = f"ulimit -v {mib * 1024}; exec {shlex.join([*command, str(tmp_path / str(mib))])}"
+        ended = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=False)
+        seen.append(ended.returncode)
+        # Not every library says what it lacked, and some end the process.
+        if ended.returncode == 0:
+            assert json.loads(ended.stdout)["verb"] == "compare"
+    assert seen[0] != 0, "the least limit is no limit here"
+    again = subprocess.run([*command, str(tmp_path / "1400")], capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert not list((tmp_path / "1400").glob(".kvinterp.lock"))

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from kvinterp.console import echo
-from kvinterp.errors import KvinterpError, imported_by, returning
+from kvinterp.errors import KvinterpError, imported_by, out_of_memory, returning
 
 __all__ = ["delivered", "leave", "refused", "told", "wrong_use"]
 
@@ -59,9 +59,9 @@ def refused(arguments: Sequence[str]) -> Iterator[None]:
     except KvinterpError as error:
         _leave_with(error, arguments)
     except Exception as error:
-        if not (whose := imported_by(error)):
+        if not (said := _of_others(error, "nothing was begun")):
             raise
-        _leave_with(_not_imported(whose, error), arguments)
+        _leave_with(said, arguments)
 
 
 def _leave_with(error: KvinterpError, arguments: Sequence[str]) -> None:
@@ -71,11 +71,18 @@ def _leave_with(error: KvinterpError, arguments: Sequence[str]) -> None:
     raise typer.Exit(2) from error
 
 
-def _not_imported(whose: str, error: Exception) -> KvinterpError:
-    return KvinterpError(
-        f"the library {whose} could not be imported ({type(error).__name__}: {error}): mend the environment variable that it "
-        "reads, or install it again."
-    )
+def _of_others(error: Exception, left: str) -> KvinterpError | None:
+    """What to say of an error that only a machine or a library can have, and of what is left behind; None of any other."""
+    what = f"({type(error).__name__}: {error})"
+    if out_of_memory(error):
+        return KvinterpError(
+            f"there was not enough memory {what}; {left}. Close what else runs, raise the limit (ulimit -v), or ask for less."
+        )
+    if whose := imported_by(error):
+        return KvinterpError(
+            f"the library {whose} could not be imported {what}: mend the environment variable that it reads, or install it again."
+        )
+    return None
 
 
 def leave(number: int, frame: FrameType | None) -> None:
@@ -130,8 +137,8 @@ def _outcome(command: Callable[[], Mapping[str, Any]], interrupted: str, as_json
         echo(said, err=True)
         return {"error": said, "exit_code": 130}
     except Exception as error:
-        if whose := imported_by(error):
-            return _refusal(_not_imported(whose, error))
+        if said := _of_others(error, interrupted):
+            return _refusal(said)
         raise
     # A test's own skip, or a panic in Rust.
     except BaseException as error:

@@ -160,6 +160,14 @@ def imported_by(error: BaseException) -> str:
     return behind.split(os.sep)[0] if at and importing else ""
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is too little memory, or none for another thread."""
+    # On a CPU torch raises a plain RuntimeError, and so do others; a library may lack the room to be imported.
+    said = ("not enough memory", "DefaultCPUAllocator", "allocate memory", "start new thread", "failed to map segment")
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or any(words in str(error) for words in said)
+
+
 _LIBRARIES = f"{os.sep}site-packages{os.sep}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from kvinterp import words
-from kvinterp.errors import InputError, located
+from kvinterp.errors import InputError, located, out_of_memory
 from kvinterp.inputs import (
     among,
     check_choice,
@@ -41,7 +41,6 @@ from kvinterp.patching.side_by_side import (
 )
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
-from kvinterp.paths.batches import out_of_memory
 from kvinterp.progress import each
 from kvinterp.provenance import autocast, provenance
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, out_of_memory
 from kvinterp.inputs import check_whole
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.paths.decode import lockstep
@@ -20,7 +20,7 @@ from kvinterp.paths.path import ExecutionPath
 from kvinterp.provenance import autocast
 from kvinterp.recording import Recorder
 
-__all__ = ["batched", "batched_alike", "in_batches", "out_of_memory"]
+__all__ = ["batched", "batched_alike", "in_batches"]
 
 log = logging.getLogger("kvinterp")
 Done = TypeVar("Done")
@@ -78,13 +78,6 @@ def in_batches(
         if done is not None:
             done(batch, made)
     return [results[index] for index in range(len(prompts))]
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is too little memory."""
-    # On a CPU torch raises a plain RuntimeError.
-    said = ("not enough memory", "DefaultCPUAllocator", "can't allocate memory")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in said)
 
 
 def batched(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:

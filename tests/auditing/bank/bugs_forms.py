@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from bank.bug import Bug
-from bank.representations import WRONG, attend
+from bank.representations import attend
 
 
 def _planted(name: str) -> Any:
@@ -21,5 +21,10 @@ def _bug(name: str, error: float, **more: Any) -> Bug:
     return Bug(name.replace("_", "-"), "llama", _planted(name), (1,), (), error, **more)
 
 
-ERRORS = dict.fromkeys(WRONG, 0.0)
-BUGS = (*(_bug(name, error) for name, error in ERRORS.items()), _bug("split_stale", 0.0))
+BUGS = (
+    _bug("turned_but_the_first_key", 9.7e-2),
+    _bug("turned_back_the_wrong_way", 6.2e-1),
+    _bug("shifted_but_the_newest_key", 1.0e-3),
+    _bug("reordered_but_two_values", 7.5e-2),
+    _bug("split_stale", 8.6e-2),
+)
