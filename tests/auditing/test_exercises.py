@@ -37,18 +37,18 @@ def run(
     return {one.name: one for one in found}
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.12,
+}
+
+
 def mistral(window: int) -> Any:
-    return small(
-        "Mistral",
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        sliding_window=window,
-        initializer_range=0.12,
-    )
+    return small("Mistral", **SIZES, max_position_embeddings=2048, sliding_window=window)
 
 
 # Clean models ----------------------------------------------------------------------------------------------------------
@@ -463,3 +463,99 @@ def test_other_kinds_say_what_cannot_be_run() -> None:
 def test_sixteen_bits_never_fail_for_rounding(name: str) -> None:
     found = run(build(name), torch.bfloat16)
     assert not [one for one in found.values() if one.status == "failed"]
+
+
+# Edges, and the dtype that serves ----------------------------------------------------------------------------------------
+
+ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"factor": 4.0},
+    "longrope": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 6,
+        "long_factor": [4.0] * 6,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_reach_goes_over_the_switch_of_rope(kind: str) -> None:
+    """Beyond it a recomputation turns old keys by other frequencies than those on the cache have; yarn has one set."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
+    model = functools.partial(small, "Llama", **SIZES, max_position_embeddings=256, rope_parameters=rope)
+    told = run(model(), only=["RoPE switch"])["RoPE switch"]
+    assert (told.status, told.hint) == ("not run", "--reach")
+    reached = run(model(), only=["RoPE switch"], reach="yes")["RoPE switch"]
+    assert reached.status == ("passed" if kind == "yarn" else "failed"), reached.detail
+    if kind != "yarn":
+        assert (reached.layer, reached.tensor, reached.step) == (0, "K", 256 if kind == "dynamic" else 64)
+
+
+def test_the_end_of_the_context_is_reached_where_it_is_near() -> None:
+    assert run(small("Llama", **SIZES, max_position_embeddings=256), only=["context end"])["context end"].status == "passed"
+    far = functools.partial(small, "Llama", **SIZES, max_position_embeddings=1024)
+    told = run(far(), only=["context end"])["context end"]
+    assert (told.status, told.hint) == ("not run", "--reach")
+    assert run(far(), only=["context end"], reach="yes")["context end"].status == "passed"
+
+
+def test_a_caches_own_crop_is_used() -> None:
+    """One whose layers have none was said to have no crop()."""
+    from transformers import DynamicCache
+
+    from kvinterp.auditing.feeding import lacking
+
+    class Layer:
+        pass
+
+    class Whole(DynamicCache):
+        def crop(self, tokens_to_remove: int) -> None:
+            pass
+
+    own, plain = Whole(), DynamicCache()
+    own.layers, plain.layers = [Layer()], [Layer()]
+    assert lacking(own, "crop") == ""
+    assert "has no crop()" in lacking(plain, "crop")
+
+
+def _pads_seen_in_16_bits(model: Any) -> Any:
+    """A kernel that is there in 16 bits alone, and forgets the mask of the pads when it decodes."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+        forgets = query.dtype == torch.bfloat16 and query.shape[-2] == 1
+        return sdpa_attention_forward(module, query, key, value, None if forgets else mask, **more)
+
+    AttentionInterface.register("forgets_in_16_bits", attention)
+    AttentionMaskInterface.register("forgets_in_16_bits", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation("forgets_in_16_bits")
+    return model
+
+
+def test_what_fails_only_where_the_model_serves_is_seen() -> None:
+    from kvinterp.auditing import audit
+
+    model = _pads_seen_in_16_bits(small("Llama", **SIZES, max_position_embeddings=256)).to(torch.bfloat16)
+    found = audit(model, lengths=(5,), steps=2, rungs=("bfloat16", "float64"), sweep="no")
+    padding = next(check for check in found.checks if check.name == "left padding")
+    assert padding.status == "failed"
+    assert padding.detail.startswith("in bfloat16, ")
+    assert found.verdict == "bug"
+
+
+def test_kernels_that_are_coarse_in_16_bits_fail_no_exercise() -> None:
+    """What an exercise shows in 16 bits, and a fixed order takes away, is a kernel's."""
+    found = {one.name: one for one in exercises.served([_check("passed")], [_check("failed", 1e-3)], "float16")}
+    assert found["batch"].status == "failed"
+    gone = exercises._of_the_order(_check("failed", 1e-3), _check("passed"), 16.0)
+    assert gone.status == "passed"
+    assert exercises._of_the_order(_check("failed", 1.0), _check("passed"), 16.0).status == "failed"
+    assert exercises._of_the_order(_check("failed", 1e-3), _check("failed"), 16.0).status == "failed"
+    assert exercises._of_the_order(_check("failed", 1e-3), None, 16.0).status == "failed"
+
+
+def _check(status: str, error: float = 1e-5) -> Check:
+    return Check("batch", status, "three prompts.", error, 1e-5)

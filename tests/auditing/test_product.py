@@ -106,7 +106,7 @@ def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_sam
     assert made.exit_code == 0, made.output
     first = made.stdout.splitlines()[0]
     assert first.startswith("PASS  ")
-    assert first.endswith("users_code:Mine in float32")
+    assert first.endswith("users_code:Mine in float32, decoding token by token alone")
     folder = here / "kvinterp-audit"
     assert json.loads((folder / "verdict.json").read_text())["exit_code"] == 0
     assert (folder / "sweep.csv").is_file()
@@ -125,6 +125,13 @@ def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_sam
     (folder / "audit.html").write_text("mine")
     wrong("holds 'audit.html', which kvinterp did not write", "audit", "users_code:Mine", *OPTIONS)
     assert (folder / "audit.html").read_text() == "mine"
+
+
+def test_a_users_class_is_audited_in_its_own_dtype(here: Path) -> None:
+    """Its weights were cast to float16, as a checkpoint's are."""
+    at = OPTIONS.index("--dtype")
+    made = kvinterp("audit", "users_code:Mine", "--json", *OPTIONS[:at], *OPTIONS[at + 2 :])
+    assert json.loads(made.stdout)["provenance"]["dtype"] == "float32", made.output
 
 
 def test_allow_and_cannot_tell(here: Path) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.accounting import account
-from kvinterp.auditing.bench import first_line
+from kvinterp.auditing.bench import Check, first_line
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.comparing import difference
 from kvinterp.auditing.everything import Audit
-from kvinterp.auditing.exercises import exercise
+from kvinterp.auditing.exercises import exercise, served
+from kvinterp.auditing.feeding import NARROW
 from kvinterp.auditing.judging import RungJudge
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.lengths import CHUNK_NAMES
@@ -75,6 +76,7 @@ def audit(
     seed: int = 0,
     sweep: str = "yes",
     checks: str = "default",
+    reach: str = "no",
     allow: Sequence[str] = (),
     out: str | os.PathLike[str] | None = None,
     detail: str = "verdict",
@@ -93,6 +95,8 @@ def audit(
         sweep: ``"yes"`` also decodes one long sequence from a short prompt, to find a position at which something changes.
         checks: What is exercised beside tokens fed one by one: ``"default"`` (left padding, ``generate()``, other caches,
             chunks, the model's window, as far as they are cheap), ``"thorough"`` (all of it) or ``"none"``.
+        reach: ``"yes"`` also decodes over every edge that the config names (window, RoPE switch, context end), however far;
+            ``"no"`` lists those that cost too much as not run.
         allow: Words of :data:`VERDICTS` that shall not fail, such as ``"hidden-cast"``.
         out: A folder for verdict.json and the page, or None.
         detail: ``"verdict"`` returns the :class:`Verdict`, ``"everything"`` the :class:`Audit`.
@@ -105,6 +109,7 @@ def audit(
         adapter = wrap(model)
     check_choice("detail", detail, ("verdict", "everything"))
     check_choice("sweep", sweep, ("yes", "no"))
+    check_choice("reach", reach, ("yes", "no"))
     check_known("checks", checks, CHECKS)
     check_seed(seed)
     check_callable("progress", progress)
@@ -123,7 +128,7 @@ def audit(
             check_causal(adapter)
             room = min(adapter.facts.context, max(lengths) + steps)
             plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
-            seen = _Auditor(adapter, plan, dtypes, sweep, checks, progress or (lambda _: None)).run()
+            seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, progress or (lambda _: None)).run()
             about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
         verdict = dataclasses.replace(judge(seen, allow), provenance=about, seconds=tuple(seen.seconds))
         result = Audit(verdict, list(seen.rungs.values()), plan, about)
@@ -142,10 +147,11 @@ class _Auditor:
         dtypes: dict[str, torch.dtype],
         sweep: str,
         checks: str,
+        reach: str,
         progress: Callable[[str], None],
     ) -> None:
         self.adapter, self.plan, self.dtypes = adapter, plan, dtypes
-        self.sweep, self.checks, self.progress = sweep, checks, progress
+        self.sweep, self.checks, self.reach, self.progress = sweep, checks, reach, progress
         self.finest = min(dtypes, key=lambda name: unit_roundoff(dtypes[name]))
         matrices = [p.shape[-1] for p in adapter.model.parameters() if p.dim() == 2]
         terms = max([plan.length, adapter.facts.width, *matrices])
@@ -153,7 +159,8 @@ class _Auditor:
 
     def run(self) -> Evidence:
         """Runs every rung."""
-        seen, judges, exercised = self.seen, [], False
+        seen, judges = self.seen, []
+        exercised: dict[str, list[Check]] = {}
         seen.random = self._random()
         for name, dtype in self.dtypes.items():
             self.progress(name)
@@ -168,15 +175,15 @@ class _Auditor:
                 if not run.nonfinite:
                     with self._timed("causes", name):
                         judges += self._judge(twin, run)
-                    if name == self.finest:
-                        self._exercise(twin)
-                        exercised = True
+                    if name == self.finest or (name == seen.own and dtype in NARROW):
+                        exercised[name] = self._exercise(twin)
             del twin  # Two copies at once would be one too many.
         if judges:
             with self._timed("causes", "float64 beside"):
                 self._settle(judges)
-        if not exercised:
-            self._exercise(self.adapter)
+        serving = exercised.get(seen.own, [])
+        finest = exercised.get(self.finest) or serving or self._exercise(self.adapter)
+        seen.checks = served(finest, serving, seen.own)
         seen.exercised = self._exercised()
         return seen
 
@@ -205,14 +212,14 @@ class _Auditor:
         for one in judges:
             self.seen.judged[one.name] = one.settle(twin, clean)
 
-    def _exercise(self, twin: Adapter) -> None:
+    def _exercise(self, twin: Adapter) -> list[Check]:
         if self.checks == "none":
-            return
+            return []
         self.progress("exercises")
         plan, thorough = self.plan, self.checks == "thorough"
         prompts = [list(p[: plan.length]) for p in plan.prompts]
         with self._timed("exercises", dtype_name(twin.dtype)):
-            self.seen.checks = exercise(twin, prompts, steps=plan.steps, thorough=thorough, progress=self.progress)
+            return exercise(twin, prompts, steps=plan.steps, thorough=thorough, reach=self.reach, progress=self.progress)
 
     @contextlib.contextmanager
     def _timed(self, part: str, rung: str) -> Iterator[None]:

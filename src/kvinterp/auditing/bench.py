@@ -63,7 +63,7 @@ class Check:
         error: Largest logit error relative to the largest logit, cached against a recomputation of the very same thing.
         null: The same between two recomputations without a cache, of which one may be moved by rounding.
         step: Absolute position (pads counted) at which it first failed.
-        hint: The likely cause.
+        hint: The likely cause; of what was not run, the option that runs it.
         forwards: How many forwards of the model it took.
         layer: The first block that is wrong, where it failed and that could be found.
         tensor: The first tensor that attention reads wrongly there.
@@ -84,7 +84,11 @@ class Check:
 
 
 class NotRunError(Exception):
-    """Raised by an exercise that is not run on this model: why."""
+    """Raised by an exercise that is not run on this model: why, and the option that would run it."""
+
+    def __init__(self, why: str, option: str = "") -> None:
+        super().__init__(why)
+        self.option = option
 
 
 def native_only(why: str) -> NotRunError:
@@ -156,6 +160,7 @@ class Bench:
         plain_null: What is rounding's there.
         reach: How far another early token moves the logits: no check can see less than this is large.
         asks: Whether what fails is asked for its cause.
+        far: Whether every edge is reached, whatever that costs.
     """
 
     runner: Runner
@@ -167,9 +172,10 @@ class Bench:
     plain_null: float = 0.0
     reach: float = math.inf
     asks: str = "yes"
+    far: str = "no"
 
     @classmethod
-    def of(cls, adapter: Adapter, prompts: Sequence[Sequence[int]], steps: int, thorough: bool) -> Bench:
+    def of(cls, adapter: Adapter, prompts: Sequence[Sequence[int]], steps: int, thorough: bool, far: str = "no") -> Bench:
         """A bench on which plain decoding is right, if there is a way to feed the model in which it is.
 
         The model's own positions come before given ones, and the model as it is before one without its casts.
@@ -180,7 +186,7 @@ class Bench:
         best: Bench | None = None
         for kernels in (None,) if adapter.dtype in NARROW else (None, WithoutCasts()):
             for positions in ("own", "given"):
-                bench = cls(Runner(adapter, kernels, positions), pool, max(steps, 2), thorough)
+                bench = cls(Runner(adapter, kernels, positions), pool, max(steps, 2), thorough, far=far)
                 if positions == "given" and not bench.runner.can_be_told_positions:
                     continue
                 try:
@@ -297,7 +303,7 @@ def attempted(bench: Bench, name: str, run: Callable[[Bench], Check]) -> Check:
     try:
         return run(dataclasses.replace(bench, name=name))
     except NotRunError as why:
-        return Check(name, NOT_RUN, str(why))
+        return Check(name, NOT_RUN, str(why), hint=why.option)
     except UnclearError as why:
         return Check(name, UNCLEAR, str(why), None, why.null)
 

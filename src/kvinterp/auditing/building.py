@@ -71,7 +71,7 @@ def random_model(
     return _made(model, dtype, place_on, text, f"{text} (random weights)")
 
 
-def _made(model: nn.Module, dtype: torch.dtype, device: torch.device, given: str, name: str) -> Adapter:
+def _made(model: nn.Module, dtype: torch.dtype | None, device: torch.device, given: str, name: str) -> Adapter:
     with loading(given, config=getattr(model, "config", None)):
         adapter = wrap(model.to(device=device, dtype=dtype).eval().requires_grad_(False), name=name)
         check_causal(adapter)
@@ -100,7 +100,7 @@ def users_model(
     source: str | Path | None = None,
     *,
     weights: str = "random",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     seed: int = 0,
     device: str | torch.device | None = "cpu",
     remote_code: str = "refuse",
@@ -112,7 +112,8 @@ def users_model(
             arguments and returns a model.
         source: For a class: a config.json or a folder that holds one; None for the defaults of the class's own config.
         weights: ``"random"``, or ``"loaded"``: those of the checkpoint folder or hub id ``source``.
-        dtype, seed, device: As for :func:`random_model`.
+        dtype: Dtype of the weights; None for the one that the code gives them.
+        seed, device: As for :func:`random_model`.
         remote_code: ``"refuse"`` or ``"trust"``: whether other code, that comes with a checkpoint, may run.
 
     Raises:

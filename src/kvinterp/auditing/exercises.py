@@ -4,20 +4,22 @@ Every check runs the model along a way of using its cache, compares the logits w
 (the same padding, the same rows) without a cache, and judges the error against what that comparison shows where no cache is
 at work (see ``bench.py``). What could not be run says why.
 
-==========================  ==========================================================================================
-``prompt of one token``     a prompt that is as long as a decode step
+============================  ========================================================================================
+``prompt of one token``       a prompt that is as long as a decode step
 ``mask and positions given``  a mask of ones and the positions beside the tokens, and the mask alone
-``batch``                   three prompts side by side
-``left padding``            three prompts of different lengths
-``generate()``              what transformers' own loop feeds the forward, and its logits; with padding too
-``several chunks``          a prompt fed in chunks of 7, of 16, uneven ones and some that are drawn
-``window``                  decoding over the edge of the model's sliding window, however long
-``long prompt``             prompts about the chunk sizes of the model's own kernels
-``crop and go on``          tokens taken back from the cache, others fed
-``beams reordered``         three rows of the cache put in another order, repeated, selected
-``StaticCache``             the preallocated cache
-``quantised cache``         thorough only: whether it runs, what it costs; its first step is exact
-==========================  ==========================================================================================
+``batch``                     three prompts side by side
+``left padding``              three prompts of different lengths
+``generate()``                what transformers' own loop feeds the forward, and its logits; with padding too
+``several chunks``            a prompt fed in chunks of 7, of 16, uneven ones and some that are drawn
+``window``                    decoding over the edge of the model's sliding window, however long
+``RoPE switch``               decoding over the length beyond which longrope, dynamic or yarn RoPE turns otherwise
+``context end``               decoding up to the last position
+``long prompt``               prompts about the chunk sizes of the model's own kernels
+``crop and go on``            tokens taken back from the cache, others fed
+``beams reordered``           three rows of the cache put in another order, repeated, selected
+``StaticCache``               the preallocated cache
+``quantised cache``           thorough only: whether it runs, what it costs; its first step is exact
+============================  ========================================================================================
 """
 
 from __future__ import annotations
@@ -34,14 +36,15 @@ import torch
 from kvinterp.auditing import batches, caches, generation, lengths
 from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, attempted, one_line
 from kvinterp.auditing.blocks import evaluating
-from kvinterp.auditing.causes import WithoutCasts
+from kvinterp.auditing.causes import COARSE, WithoutCasts
 from kvinterp.auditing.feeding import Seen
 from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.watch import Event
 from kvinterp.models import Adapter
+from kvinterp.paths.kernels import BatchInvariant, Kernels
 
-__all__ = ["Check", "exercise"]
+__all__ = ["Check", "exercise", "served"]
 
 NARROW = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
 
@@ -54,6 +57,8 @@ CHECKS: dict[str, Callable[[Bench], Any]] = {
     "generate(), left padding": generation.generate_padded,
     "several chunks": lengths.chunks,
     "window": lengths.window,
+    "RoPE switch": lengths.rope_switch,
+    "context end": lengths.context_end,
     "long prompt": lengths.long_prompt,
     "crop and go on": caches.crop,
     "beams reordered": batches.beams,
@@ -70,6 +75,7 @@ def exercise(
     *,
     steps: int = 3,
     thorough: bool = False,
+    reach: str = "no",
     progress: Callable[[str], None] | None = None,
 ) -> list[Check]:
     """Tries what a model's users do with its cache.
@@ -77,10 +83,11 @@ def exercise(
     The model is left as it was: its hooks, configs, training mode and the random state.
 
     Args:
-        adapter: The model, in the finest precision in which it runs: there rounding excuses least.
+        adapter: The model, in the finest precision in which it runs, where rounding excuses least, or in the one that serves.
         prompts: Token ids; random ones follow where they are too short or too few.
         steps: How many tokens are fed one by one, at least 2.
         thorough: Also what costs more: longer windows, quantised caches.
+        reach: ``"yes"`` goes to every edge that the config names, whatever that costs.
         progress: Told the name of each check before it runs.
 
     Returns:
@@ -88,7 +95,7 @@ def exercise(
     """
     with _as_it_was(adapter), torch.no_grad():
         try:
-            bench = Bench.of(adapter, prompts, steps, thorough)
+            bench = Bench.of(adapter, prompts, steps, thorough, reach)
         # Whatever a model raises is no error of the audit's.
         except Exception as error:
             why = f"plain decoding on the model's own cache raised {one_line(error)}, so nothing else can be tried."
@@ -106,7 +113,7 @@ def _tried(bench: Bench, name: str) -> list[Check]:
     benches, before = [bench], bench.runner.forwards
     found = _run(bench, name)
 
-    def otherwise(kernels: WithoutCasts | None, unit: float | None = None) -> dict[str, Check]:
+    def otherwise(kernels: Kernels | None, unit: float | None = None) -> dict[str, Check]:
         """The same check on other kernels, by name; without those that could not be judged."""
         try:
             new = bench.otherwise(kernels, unit)
@@ -123,6 +130,9 @@ def _tried(bench: Bench, name: str) -> list[Check]:
         if bench.thorough:
             coarse = otherwise(None, coarse_unit)
             found = [_cast_of_its_own(one, coarse.get(one.name)) for one in found]
+    elif bench.runner.narrow and any(one.status == FAILED for one in found):
+        fixed = otherwise(BatchInvariant())
+        found = [_of_the_order(one, fixed.get(one.name), bench.beyond) for one in found]
     elif not bench.runner.narrow and any(_suspicious(one) for one in found):
         without, coarse = otherwise(WithoutCasts()), otherwise(None, coarse_unit)
         found = [_explained(one, without.get(one.name), coarse.get(one.name)) for one in found]
@@ -166,6 +176,33 @@ def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check
         return without
     detail = f"{without.detail.rstrip('.')} (with them {one.error:.1e})."
     return _cast_of_its_own(dataclasses.replace(without, detail=detail), coarse)
+
+
+def _of_the_order(one: Check, fixed: Check | None, beyond: float) -> Check:
+    """A check that failed in 16 bits and passes with a fixed order: a kernel, where it is no coarser than these are."""
+    limit = COARSE * beyond * (one.null or 0.0)
+    if one.status != FAILED or fixed is None or fixed.status != PASSED or (one.error or 0.0) > limit:
+        return one
+    return dataclasses.replace(
+        one, status=PASSED, detail=_and(one, "gone with a fixed order of additions"), hint="", step=None
+    )
+
+
+def served(finest: Sequence[Check], serving: Sequence[Check], dtype: str) -> list[Check]:
+    """The checks of the finest precision; in their places those that fail only in the one that serves.
+
+    Args:
+        finest: Where rounding excuses least.
+        serving: The same in the model's own dtype, some of whose kernels exist only there.
+        dtype: What that is called.
+    """
+    failed = {one.name: one for one in serving if one.status == FAILED}
+    return [
+        dataclasses.replace(failed[one.name], detail=f"in {dtype}, {failed[one.name].detail}")
+        if one.status != FAILED and one.name in failed
+        else one
+        for one in finest
+    ]
 
 
 def _and(one: Check, also: str) -> str:

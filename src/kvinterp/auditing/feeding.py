@@ -162,7 +162,11 @@ class Runner(BlockModel):
 
 
 def lacking(cache: Any, method: str) -> str:
-    """Which part of a cache has no such method, in a sentence; empty where all have it."""
+    """Which part of a cache has no such method, in a sentence; empty where all have it, or where the cache has its own."""
+    from transformers import Cache
+
+    if isinstance(cache, Cache) and getattr(type(cache), method, None) is not getattr(Cache, method, None):
+        return ""
     if not hasattr(cache, method):
         return f"{type(cache).__name__}, this model's cache, has no {method}()."
     layer = next((layer for layer in getattr(cache, "layers", []) if not hasattr(layer, method)), None)

@@ -176,7 +176,9 @@ class RungJudge:
         off = [f for f in remaining if f.error > self.limit and not f.nearly_equal]
         # What the block computes shows that there is an error; what it computes with shows where.
         beyond = off[0] if any(map(sight.is_end, off)) else None
-        if sight.casts and left is not None and (worst == 0 or (finest and worst <= self.limit)):
+        # What was within rounding before says nothing of a cast by being so after.
+        shrunk = worst <= self.limit and (finest or sight.error(tensors) > self.limit)
+        if sight.casts and left is not None and (worst == 0 or shrunk):
             cause = _cast(sight, first, worst, "gone with the casts left out")
         elif not finest:
             cause = Cause("rounding", left=worst, detail="as far from float64 on the same inputs as the recomputation")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,33 +16,36 @@ from kvinterp.auditing.blocks import Masking
 from kvinterp.auditing.comparing import by_position
 from kvinterp.models.native import text_config
 
-__all__ = ["CHUNK_NAMES", "chunks", "long_prompt", "one_token", "told", "window"]
+__all__ = ["CHUNK_NAMES", "chunks", "context_end", "long_prompt", "one_token", "rope_switch", "told", "window"]
 
 CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
 UNEVEN = (5, 1, 9, 2, 13, 3)
 FILL = 512
 
-POSITIONS = 4096
-"""Positions that a check runs at the most; sixteen times as many when thorough."""
+POSITIONS, LAST = 4096, 512
+"""Positions that a check runs at the most, sixteen times as many when thorough; the same of a context's end."""
+REACH = "--reach"
+SWITCHING = ("dynamic", "longrope", "yarn")
+"""Kinds of RoPE whose frequencies are other ones beyond some length."""
 
 PRODUCTS = {"cpu": 2e10, "cuda": 5e13}
 """Multiplications and additions of one forward at the most, a few seconds' worth; twenty times as many when thorough."""
 
 
-def _too_much(bench: Bench, length: int) -> str:
+def _too_much(bench: Bench, length: int, most: int = POSITIONS) -> str:
     """Why so many positions are not run, or an empty text."""
+    if bench.far == "yes":
+        return ""
     facts = bench.runner.adapter.facts
-    if length > facts.context:
-        return f"{length} positions are more than the model's context of {facts.context}, so it is never full there"
-    limit = POSITIONS * (16 if bench.thorough else 1)
+    limit = most * (16 if bench.thorough else 1)
     if length > limit:
-        more = "" if bench.thorough else f"; a thorough audit runs up to {POSITIONS * 16}"
-        return f"{length} positions are more than the {limit} that are run{more}"
+        more = f"{REACH} goes there" if bench.thorough else f"a thorough audit runs up to {most * 16}, {REACH} all"
+        return f"{length} positions are more than the {limit} that are run; {more}"
     parameters = sum(p.numel() for p in bench.runner.model.parameters())
     products = length * parameters + 2 * facts.layers * facts.width * length**2
     most = PRODUCTS.get(bench.runner.device.type, PRODUCTS["cpu"]) * (20 if bench.thorough else 1)
     if products > most:
-        more = " (a GPU)" if bench.thorough else " (thorough, or a GPU)"
+        more = " (a GPU, or --reach)" if bench.thorough else " (thorough, a GPU, or --reach)"
         return (
             f"a forward of {length} positions takes {products:.0e} products, more than the {most:.0e} that are spent{more}"
         )
@@ -107,14 +111,12 @@ def told(bench: Bench) -> Check:
         raise NotRunError(f"{type(runner.model).__name__} takes neither an attention_mask nor position_ids.")
     prompt, length = bench.short()
     tokens = runner.tokens(bench.row(0, length))
-    reference, errors = bench.reference(tokens), Errors()
+    errors = Errors()
     places = torch.arange(length, device=runner.device)[None]
     for masking in (Masking(torch.ones_like(tokens), places), Masking(torch.ones_like(tokens), None)):
-        errors.add(runner.decode(tokens, prompt, masking)[0], reference, prompt - 1)
-    what = (
-        f"a prompt of {prompt} tokens, {length - prompt} decode steps, with a mask of ones and positions, and without these"
-    )
-    return bench.settle(errors, f"{what}, against recomputation without either")
+        errors.add(runner.decode(tokens, prompt, masking)[0], bench.reference(tokens, masking), prompt - 1)
+    what = f"a prompt of {prompt} tokens, {length - prompt} decode steps, with a mask of ones and positions, then the mask alone"
+    return bench.settle(errors, f"{what}, against recomputation with the same")
 
 
 def _first_wrong(bench: Bench, reference: Reference, mine: Tensor) -> int | None:
@@ -131,17 +133,68 @@ def window(bench: Bench) -> list[Check]:
     sizes = sorted({w for w in bench.runner.adapter.facts.windows if w})
     if not sizes:
         raise NotRunError("no layer of this model has a sliding window or attends in chunks.")
-    named = {size: bench.name if len(sizes) == 1 else f"{bench.name} of {size}" for size in sizes}
-    return [attempted(bench, name, functools.partial(_edge, size=size)) for size, name in named.items()]
+    layers = {size: _layers([n for n, w in enumerate(bench.runner.adapter.facts.windows) if w == size]) for size in sizes}
+    what = {size: f"the window of {size} positions of {layers[size]}" for size in sizes}
+    return _each(bench, _edge, what)
 
 
-def _edge(bench: Bench, size: int) -> Check:
+def rope_switch(bench: Bench) -> list[Check]:
+    """Decoding over the length beyond which RoPE turns by other frequencies."""
+    config: Any = text_config(bench.runner.adapter.source) if bench.runner.kind != "hooked" else None
+    rope = getattr(config, "rope_parameters", None) or {}
+    found: dict[int, str] = {}
+    for part in [rope, *rope.values()]:
+        kind = part.get("rope_type") if isinstance(part, Mapping) else None
+        if kind in SWITCHING:
+            size = part.get("original_max_position_embeddings") or bench.context
+            found[size] = f"{size} positions, the original length of {kind} RoPE"
+    if not found:
+        raise NotRunError(f"this model's config names no RoPE that changes with the length ({', '.join(SWITCHING)}).")
+    return _each(bench, _switch, found)
+
+
+def context_end(bench: Bench) -> Check:
+    """Decoding up to the last position that the model has."""
+    size = bench.context
+    if size >= 2**31:
+        raise NotRunError("this model's config names no last position.")
+    if why := _too_much(bench, size, LAST):
+        raise NotRunError(f"the last of {size} positions is not reached: {why}.", REACH)
+    tokens = bench.runner.tokens(bench.row(0, size))
+    before = max(size - bench.steps - 1, 1)
+    errors = Errors().add(
+        bench.runner.decode(tokens, before)[0], bench.reference(tokens, rows=slice(before - 1, None)), before - 1
+    )
+    return bench.settle(
+        errors, f"{before} tokens and then one by one to the last of {size} positions, against recomputation"
+    )
+
+
+def _switch(bench: Bench, size: int, said: str) -> Check:
+    """Each token beside the recomputation of its own prefix: a longer one turns all its keys by other frequencies."""
+    if bench.far != "yes":
+        raise NotRunError(f"{said}: not reached; {REACH} goes there.", REACH)
+    before, errors = size - 1, Errors()
+    tokens = bench.runner.tokens(bench.row(0, size + 2))
+    for n, row in enumerate(bench.runner.decode(tokens, before)[0].unbind(1), before):
+        errors.add(row[:, None], bench.reference(tokens[:, :n], rows=slice(n - 1, None)), n - 1)
+    what = f"{said}: {before} tokens and then one by one to {size + 2}, each against the recomputation of its own prefix"
+    return bench.settle(errors, what, "keys on the cache keep the frequencies that the recomputation gives up")
+
+
+def _each(bench: Bench, run: Callable[..., Check], edges: Mapping[int, str]) -> list[Check]:
+    named = {size: bench.name if len(edges) == 1 else f"{bench.name} of {size}" for size in edges}
+    return [attempted(bench, name, functools.partial(run, size=size, said=edges[size])) for size, name in named.items()]
+
+
+def _edge(bench: Bench, size: int, said: str) -> Check:
     runner = bench.runner
-    layers = _layers([n for n, w in enumerate(runner.adapter.facts.windows) if w == size])
     whole = size + bench.steps + 2
-    why = _too_much(bench, whole)
-    if why:
-        raise NotRunError(f"the window of {size} positions of {layers} is not reached: {why}.")
+    if whole > bench.context:
+        why = f"{whole} positions are more than the model's context of {bench.context}, so it is never full there"
+        raise NotRunError(f"{said}: not reached, {why}.")
+    if why := _too_much(bench, whole):
+        raise NotRunError(f"{said}: not reached, {why}.", REACH)
     tokens = runner.tokens(bench.row(0, whole))
     before, full = max(size - 2, 1), size + 2
     reference = bench.reference(tokens, rows=slice(before - 1, None))
@@ -158,8 +211,8 @@ def _edge(bench: Bench, size: int) -> Check:
         made = torch.cat([logits[:, -1:], runner.singly(tokens, full, cache)[0]], 1)
     errors.add(made, reference, full - 1)
     what = (
-        f"the window of {size} positions of {layers}: {before} tokens and then one by one over its edge to {whole}, and "
-        f"{full} filled {how} and then one by one, against recomputation"
+        f"{said}: {before} tokens and then one by one over this edge to {whole}, and {full} filled {how} and then one by one, "
+        "against recomputation"
     )
 
     def hint() -> str:
@@ -192,7 +245,7 @@ def long_prompt(bench: Bench) -> Check:
     if why:
         prompts = [n for n in prompts if not _too_much(bench, n + bench.steps)]
         if not prompts or max(prompts) < size:
-            raise NotRunError(f"prompts beyond {said} are not run: {why}.")
+            raise NotRunError(f"prompts beyond {said} are not run: {why}.", REACH)
     tokens = runner.tokens(bench.row(0, max(prompts) + bench.steps))
     reference = bench.reference(tokens)
     errors = Errors()

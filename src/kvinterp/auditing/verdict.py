@@ -253,7 +253,7 @@ class _Judge:
         told = (ask() for ask in (*asked, self._unknown, self._random, self._not_judged, self._benign))
         word, place, lines = next(found for found in told if found is not None)
         allowed = "yes" if word in self.allow else "no"
-        first = say.first_line(seen.model, seen.own, word, word in GOOD or allowed == "yes", allowed)
+        first = say.first_line(seen, word, word in GOOD or allowed == "yes", allowed)
         text = "\n".join([first, *lines, *say.checks(seen), *(f"note: {note}" for note in self.notes)])
         return Verdict(word, *place, self._evidence(), tuple(seen.checks), tuple(self.notes), text, allowed)
 

@@ -54,7 +54,11 @@ class Audit(Experiment):
         None, "A text, a .txt or .jsonl file, arithmetic:N, ...; two of random tokens unless given.", show_default=False
     )
     kind: str = shared("kind")
-    dtype: str = shared("dtype")
+    dtype: str | None = option(
+        None,
+        "float16, bfloat16, float32 or float64; float16 unless given, and of package.module:Class its own.",
+        show_default=False,
+    )
     rungs: str = option("bfloat16,float16,float32,float64", "Precisions to climb beside --dtype.")
     lengths: tuple[int, ...] | None = option(
         None,
@@ -68,6 +72,9 @@ class Audit(Experiment):
         "default", "What else is exercised (padding, generate(), other caches, ...): default, thorough or none."
     )
     thorough: bool = option(False, "The same as --checks thorough.")
+    reach: bool = option(
+        False, "Also decode over every edge that the config names, however far: window, RoPE, context end."
+    )
     allow: tuple[str, ...] = option((), "A word that shall not fail, such as hidden-cast; may be repeated.")
     junit: Path | None = option(None, "Also write the checks as JUnit XML here.", decides="nothing")
     seed: int = option(
@@ -97,12 +104,16 @@ class Audit(Experiment):
 
         super().check()
         check_known("checks", self.checks, CHECKS)
+        if self.dtype is not None:
+            dtype_named(self.dtype)
         for word in self.allow:
             check_known("verdict to allow", word, VERDICTS)
         for rung in self.rungs.split(","):
             dtype_named(rung.strip())
         if self.thorough and self.checks not in ("default", "thorough"):
             raise InputError(f"--thorough was given with --checks {self.checks!r}: leave one of the two out.")
+        if self.reach and self.checks == "none":
+            raise InputError("--reach was given with --checks none: leave one of the two out.")
 
     def cells(self) -> list[Cell]:
         """One cell: a rung is judged beside the others."""
@@ -113,6 +124,7 @@ class Audit(Experiment):
             "model": self.named(),
             "rungs": [part.strip() for part in self.rungs.split(",")],
             "checks": "thorough" if self.thorough else self.checks,
+            "reach": "yes" if self.reach else "no",
         }
         return [Cell("audit", f"{__name__}:audited", settings)]
 
@@ -222,7 +234,7 @@ def subject(
     model: str | None,
     random_init: bool,
     kind: str,
-    dtype: str,
+    dtype: str | None,
     seed: int,
     device: str | None,
     attention: str | None,
@@ -235,12 +247,13 @@ def subject(
     Raises:
         InputError: The options do not fit each other.
     """
+    import torch
+
     from kvinterp.auditing.building import is_code, random_model, users_model
     from kvinterp.models import dtype_named, load_model
 
     trust = "trust" if remote_code else "refuse"
-    wanted = dtype_named(dtype)
-    assert wanted is not None
+    wanted = None if dtype is None else dtype_named(dtype)
     code = model if own_class is None and model is not None and is_code(model) else own_class
     if code is None:
         if model is None:
@@ -254,10 +267,12 @@ def subject(
                 "For a config alone give it in the place of the model, with --random-init."
             )
         if not random_init:
-            return load_model(model, kind=kind, dtype=dtype, device=device, attention=attention, remote_code=trust)
+            return load_model(
+                model, kind=kind, dtype=dtype or "float16", device=device, attention=attention, remote_code=trust
+            )
         if kind != "native":
             raise InputError(f"--kind {kind!r} was given with --random-init: expected native, leave one of the two out.")
-        return random_model(model, wanted, seed, device, attention, trust)
+        return random_model(model, wanted or torch.float16, seed, device, attention, trust)
     if kind != "native" or attention is not None:
         raise InputError(f"{code!r} is your own code, which says itself what it is: leave --kind and --attention out.")
     source: str | Path | None = config if code is model else model

@@ -31,10 +31,12 @@ HINTS = {
 }
 
 
-def first_line(model: str, own: str, word: str, passes: bool, allowed: str) -> str:
-    """PASS, FAIL or CANNOT TELL, the word, the model and its precision."""
+def first_line(seen: Evidence, word: str, passes: bool, allowed: str) -> str:
+    """PASS, FAIL or CANNOT TELL, the word, the model, its precision and how many of its uses were tried."""
+    tried = sum(check.status in ("passed", "failed") for check in seen.checks)
+    uses = f"{tried} of {len(seen.checks)} uses" if seen.checks else "decoding token by token alone"
     told = "PASS" if passes else "CANNOT TELL" if word == "cannot-tell" else "FAIL"
-    return f"{told}  {word}{' (allowed)' if allowed == 'yes' else ''}  {model} in {own}"
+    return f"{told}  {word}{' (allowed)' if allowed == 'yes' else ''}  {seen.model} in {seen.own}, {uses}"
 
 
 def _times(value: float) -> str:
@@ -266,13 +268,14 @@ def checks(seen: Evidence) -> list[str]:
     """What was exercised, and what not."""
     by: dict[str, list[str]] = {}
     for check in seen.checks:
-        by.setdefault(check.status, []).append(check.name)
+        by.setdefault("not reached" if check.status == "not run" and check.hint else check.status, []).append(check.name)
     lines = [f"exercised: {seen.exercised}"]
     if by.get("passed"):
         lines.append(f"passed too: {'; '.join(by['passed'])}")
-    for status in ("cannot tell", "not run"):
+    options = sorted({check.hint for check in seen.checks if check.status == "not run" and check.hint})
+    for status, goes in (("cannot tell", ""), ("not reached", f" ({', '.join(options)} goes there)"), ("not run", "")):
         if by.get(status):
-            lines.append(f"{status}: {'; '.join(by[status])}")
+            lines.append(f"{status}: {'; '.join(by[status])}{goes}")
     return lines
 
 
