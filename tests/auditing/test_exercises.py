@@ -16,6 +16,7 @@ from test_blind_spots import in_attention, small
 from kvinterp.auditing import exercises
 from kvinterp.auditing.blocks import prompts_for
 from kvinterp.auditing.exercises import CHECKS, Check, exercise
+from kvinterp.auditing.lengths import LAST
 from kvinterp.models import load_model, wrap
 
 pytestmark = pytest.mark.slow
@@ -63,7 +64,8 @@ NO_STATIC = ("mamba", "falcon_h1")
 
 def not_to_be_run(name: str) -> set[str]:
     """The checks that cannot be run on an architecture, each for a reason that the test knows."""
-    missing = {"quantised cache"}
+    missing = {"quantised cache", "RoPE switch"}
+    missing |= {"context end"} if wrap(build(name)).facts.context > LAST else set()
     missing |= set() if name in WINDOWED else {"window"}
     missing |= set() if name in CHUNKED else {"long prompt"}
     missing |= {"crop and go on"} if name in RECURRENT else set()
@@ -454,7 +456,15 @@ def test_other_kinds_say_what_cannot_be_run() -> None:
     from kvinterp.models.bridge import build_bridge
 
     found = run(build_bridge(build("llama"), "llama"))
-    ran = {"batch", "several chunks", "crop and go on", "beams reordered", "rows repeated and selected"}
+    ran = {
+        "prompt of one token",
+        "context end",
+        "batch",
+        "several chunks",
+        "crop and go on",
+        "beams reordered",
+        "rows repeated and selected",
+    }
     assert {name for name, one in found.items() if one.status == "passed"} == ran
     assert all(one.status == "not run" for name, one in found.items() if name not in ran)
 

@@ -113,7 +113,7 @@ def test_the_word_and_its_sentence(seen: Evidence, word: str, code: int, said: s
     assert said in verdict.reading
     assert unsaid not in verdict.reading
     first = {0: "PASS", 1: "FAIL", 3: "CANNOT TELL"}[code]
-    assert verdict.reading.startswith(f"{first}  {word}  a model in float32\n")
+    assert verdict.reading.startswith(f"{first}  {word}  a model in float32, ")
 
 
 def test_what_is_allowed_passes_and_says_so() -> None:

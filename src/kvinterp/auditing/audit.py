@@ -20,13 +20,13 @@ from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.comparing import difference
 from kvinterp.auditing.everything import Audit
 from kvinterp.auditing.exercises import exercise, served
-from kvinterp.auditing.feeding import NARROW
+from kvinterp.auditing.feeding import NARROW, Runner
 from kvinterp.auditing.judging import RungJudge
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.lengths import CHUNK_NAMES
 from kvinterp.auditing.measure import climb
 from kvinterp.auditing.onset import onset
-from kvinterp.auditing.values import grid_module
+from kvinterp.auditing.values import grid_module, on_grid
 from kvinterp.auditing.verdict import VERDICTS, Evidence, judge
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
@@ -169,9 +169,8 @@ class _Auditor:
             run = self._climb(twin, name)
             if run is not None:
                 seen.rungs[name] = run
-                if run.grid and not seen.grid_module:
-                    tokens = torch.tensor([list(self.plan.prompts[0])], device=twin.device)
-                    seen.grid_module = grid_module(BlockModel(twin), tokens, getattr(torch, run.grid))
+                if run.grid:
+                    self._ask_grid(twin, run)
                 if not run.nonfinite:
                     with self._timed("causes", name):
                         judges += self._judge(twin, run)
@@ -186,6 +185,17 @@ class _Auditor:
         seen.checks = served(finest, serving, seen.own)
         seen.exercised = self._exercised()
         return seen
+
+    def _ask_grid(self, twin: Adapter, run: PrecisionRun) -> None:
+        """Whether logits that lie on a grid were put there: those of whole numbers leave it once the blocks' outputs move."""
+        runner, tokens = Runner(twin), self.plan.tokens(0, twin.device)
+        grid = getattr(torch, run.grid)
+        with runner.rounding(tokens.shape[1]):
+            moved = runner.recompute(tokens)
+        if not on_grid(moved, grid):
+            run.grid = ""
+        elif not self.seen.grid_module:
+            self.seen.grid_module = grid_module(runner, tokens, grid)
 
     def _judge(self, twin: Adapter, run: PrecisionRun) -> list[RungJudge]:
         """Judges a rung; its judge, where that has to see the model in float64."""

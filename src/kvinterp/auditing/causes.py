@@ -53,8 +53,8 @@ class Cause:
     """What takes an error away.
 
     Attributes:
-        word: ``order``, ``cast``, ``choice``, ``rounding``, ``kernel``; ``unknown`` where it could not be tried; empty where
-            nothing takes it away.
+        word: ``order``, ``cast``, ``choice``, ``rounding``, ``kernel``, ``form`` (it computes the same, held otherwise);
+            ``unknown`` where it could not be tried; empty where nothing takes it away.
         dtype: For a cast, the dtype cast to.
         module: For a cast, the module that casts.
         left: The error that remains without the cause.

@@ -13,8 +13,9 @@ import torch
 
 from kvinterp.auditing.blocks import BlockModel, referenced
 from kvinterp.auditing.causes import Cause, WithoutCasts, beyond_truth, coarsest, excused, wide_constants
+from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing, largest, look
-from kvinterp.auditing.ladder import Plan, PrecisionRun, band
+from kvinterp.auditing.ladder import Plan, PrecisionRun, band, unit_roundoff
 from kvinterp.auditing.watch import CHOICE
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
@@ -27,6 +28,8 @@ HARD = "gone with a fixed order; the recomputation is as far from float64 on the
 FURTHER = "further from float64 on the same inputs than the recomputation"
 TOO_COARSE = "gone with a fixed order, but more than any order of additions can be off"
 THERE_TOO = "there in float64 too"
+APART = 1e6
+"""How many times further than the logits what a block returns has to be off to be another part of the same sum."""
 NO_FLOAT64 = "the model cannot be run in float64 here"
 LOOKED_AT = 3
 """How many single tokens before a wrong one are looked into as well: a state goes wrong before what it feeds."""
@@ -130,7 +133,7 @@ class RungJudge:
                 if twin is None:
                     raise RuntimeError(NO_FLOAT64)
                 wrong, proven = beyond_truth(twin, sight, self.run.unit)
-                if wrong is not None and not proven and self._another_form(twin, side, case, wrong):
+                if wrong is not None and self._another_form(twin, side, case, wrong, proven):
                     wrong = None
                 if wrong is None and clean is None and judged.cause.word == "rounding":
                     left = self._left_in_float64(twin, side, case, judged.finding.layer)
@@ -191,29 +194,52 @@ class RungJudge:
             if found is not None and largest(found) <= self.limit:
                 said = "gone with the casts left out and constants computed in float64"
                 cause = Cause("cast", "float32", first.module, largest(found), said)
+            elif self._same_logits(case, beyond.error):
+                cause = Cause("form", left=beyond.error, detail="held otherwise between blocks: the logits agree")
             else:
                 first, cause = beyond, Cause("", left=beyond.error)
         judged = self._add(case, first, cause, kernels, numbered)
         if cause.word == "rounding" and not finest:
             self.open.append((judged, sight, side, case))
 
-    def _another_form(self, twin: Adapter, side: PrecisionRun, case: Case, wrong: Finding) -> bool:
-        """Whether a block computes the same in float64 with that tensor as different: then it is held in another form."""
+    def _same_logits(self, case: Case, error: float) -> bool:
+        """Whether the same tokens, nothing handed over, have the same logits though a block is off by so much.
+
+        Then what it returns is another part of the same sum, which a later block completes.
+        """
+        assert self.twin is not None
+        tokens, limit = self.run.plan.tokens(case.prompt, self.twin.device), band(torch.float64, self.terms)
+        for kernels in (Native(), WithoutCasts()) if case.start else ():
+            model, apart_by, cache = BlockModel(self.twin, kernels), 0.0, None
+            with contextlib.suppress(RuntimeError, UnsupportedError):
+                reference = model.recompute(tokens)
+                for feed in case.feeds(self.run.plan):
+                    logits, cache = model.feed(tokens[:, feed.start : feed.stop], cache, feed.start)
+                    apart_by = max(apart_by, apart(logits, reference[:, feed.start : feed.stop]))
+                if apart_by <= limit and error > APART * max(apart_by, unit_roundoff(torch.float64)):
+                    return True
+        return False
+
+    def _another_form(self, twin: Adapter, side: PrecisionRun, case: Case, wrong: Finding, proven: bool) -> bool:
+        """Whether a block computes the same in float64 with that tensor as different: then it is held in another form.
+
+        Where what it computes here is proven to be off too, the logits have to agree in float64.
+        """
         self.twin = twin
         try:
             tried = [self._tried(side, kernels, case, [wrong.layer]) for kernels in (Native(), WithoutCasts())]
+            limit = band(torch.float64, self.terms)
+            for sight, tensors in (found[wrong.layer] for found in tried if found and wrong.layer in found):
+                named = [f for f in tensors if (f.tensor, f.module) == (wrong.tensor, wrong.module)]
+                same = [f for f in named if f.error >= wrong.error / 2]
+                inner = [f for f in same if not sight.is_end(f)]
+                if inner and not proven and sight.error(tensors) <= limit:
+                    return True
+                if same and self._same_logits(case, same[0].error):
+                    return True
+            return False
         finally:
             self.release()
-        limit = band(torch.float64, self.terms)
-        for sight, tensors in (found[wrong.layer] for found in tried if found and wrong.layer in found):
-            as_different = (
-                f.error >= wrong.error / 2
-                for f in tensors
-                if (f.tensor, f.module) == (wrong.tensor, wrong.module) and not sight.is_end(f)
-            )
-            if any(as_different) and sight.error(tensors) <= limit:
-                return True
-        return False
 
     def _left_in_float64(self, twin: Adapter, side: PrecisionRun, case: Case, layer: int) -> float:
         """What a block's two sides differ by in float64, with or without its casts, the less; RuntimeError where neither runs."""

@@ -329,6 +329,7 @@ def taken_away(found: Mapping[str, Any]) -> str:
         "choice": "a fixed order of additions: rounding tips the choice between nearly equal experts",
         "cast": f"leaving out the cast to {found['cast_to']}",
         "rounding": f"it is {detail}",
+        "form": f"it is {detail}",
         "unknown": f"that could not be tried: {detail}",
     }
     return plain.get(word) or ("nothing" + (f": it is {detail}" if detail else ""))

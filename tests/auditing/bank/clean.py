@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from bank.representations import FORMS
+from bank.representations import FORMS, convolved, deferred, whole_numbers
 from bank.representations import build as decoding
 from bank.small import padded_vocabulary, small, unclamped
 
@@ -303,6 +303,10 @@ def _clean() -> dict[str, Clean]:
         made[f"llama-{name}"] = Clean(f"llama-{name}", partial(decoding, name))
     for name in ("turned", "shifted"):
         made[f"llama-{name}-float16"] = Clean(f"llama-{name}-float16", partial(decoding, name, dtype="float16"), "float16")
+    made["llama-deferred"] = Clean("llama-deferred", deferred)
+    made["llama-convolved"] = Clean("llama-convolved", convolved)
+    made["llama-convolved-bfloat16"] = Clean("llama-convolved-bfloat16", partial(convolved, dtype="bfloat16"), "bfloat16")
+    made["llama-whole-numbers"] = Clean("llama-whole-numbers", whole_numbers)
     return made
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from bank.small import small
 
@@ -155,3 +156,94 @@ def attend(model: nn.Module, name: str) -> nn.Module:
 def build(name: str, **config: Any) -> nn.Module:
     """A model whose decode has this form."""
     return attend(small("llama", **config), name)
+
+
+# Mathematics that is inexact, or exact to the bit --------------------------------------------------------------------------
+
+
+def _smoothed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> tuple[Tensor, None]:
+    """A causal convolution of the values: by FFT of a prompt, as a sum of one token, as long convolutions are served."""
+    rows, length = query.shape[-2], value.shape[-2]
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    decay = 0.7 ** torch.arange(length, device=value.device, dtype=value.dtype)
+    if rows == 1:
+        made = (value * decay.flip(0)[:, None]).sum(-2, keepdim=True)
+    else:
+        wide = value.float() if value.dtype != torch.float64 else value
+        taps = torch.fft.rfft(decay.to(wide.dtype), 2 * length)
+        made = torch.fft.irfft(torch.fft.rfft(wide, 2 * length, dim=-2) * taps[:, None], 2 * length, dim=-2)[
+            ..., :length, :
+        ]
+        made = made.to(value.dtype)
+    return made[..., -rows:, :].transpose(1, 2), None
+
+
+def _summed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> tuple[Tensor, None]:
+    """Sums of the values of up to nine tokens, exact for whole numbers."""
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    made = sum(nn.functional.pad(value, (0, 0, back, 0))[..., : value.shape[-2], :] for back in range(9))
+    return made[..., -query.shape[-2] :, :].transpose(1, 2), None
+
+
+def _own_attention(name: str, function: Any, **config: Any) -> nn.Module:
+    AttentionInterface.register(f"sdpa_{name}", function)
+    AttentionMaskInterface.register(f"sdpa_{name}", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = small("llama", **config)
+    model.set_attn_implementation(f"sdpa_{name}")
+    # They count what is on the cache, and read the empty slots of a static one.
+    model._can_compile_fullgraph = False
+    return model
+
+
+def convolved(**config: Any) -> nn.Module:
+    """A model of long convolutions."""
+    return _own_attention("convolved", _smoothed, **config)
+
+
+class _Nothing(nn.Module):
+    def forward(self, stream: Tensor) -> Tensor:
+        return torch.zeros_like(stream)
+
+
+def whole_numbers(**config: Any) -> nn.Module:
+    """A model all of whose numbers are small whole ones, in every precision."""
+    model: Any = _own_attention("summed", _summed, **config)
+    drawn = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            few = torch.rand(weight.shape, generator=drawn) < 0.05
+            weight.copy_(few * torch.randint(-1, 2, weight.shape, generator=drawn))
+    for layer in model.model.layers:
+        layer.input_layernorm = layer.post_attention_layernorm = nn.Identity()
+        layer.mlp = _Nothing()
+    model.model.norm = nn.Identity()
+    return model
+
+
+# A residual that the next block adds ----------------------------------------------------------------------------------------
+
+
+def deferred(wrong: float = 1.0, **config: Any) -> nn.Module:
+    """A model whose blocks, where they decode, return what they add, and leave the rest to be added by the next.
+
+    Args:
+        wrong: What block 1 takes of what it was left, 1 where it is right.
+        config: As for :func:`small`.
+    """
+    model: Any = small("llama", **config)
+    left: list[Tensor] = []
+    for number, layer in enumerate(model.model.layers):
+        layer.__class__ = _Deferring
+        layer.left, layer.takes = left, wrong if number == 1 else 1.0
+        layer.last = number == len(model.model.layers) - 1
+    return model
+
+
+class _Deferring(LlamaDecoderLayer):
+    def forward(self, stream: Tensor, *args: Any, **given: Any) -> Tensor:
+        whole = stream + self.takes * self.left.pop() if self.left else stream
+        made = super().forward(whole, *args, **given)
+        if stream.shape[1] > 1 or self.last:
+            return made
+        self.left.append(whole)
+        return made - whole
