@@ -137,8 +137,8 @@ def _outcome(command: Callable[[], Mapping[str, Any]], interrupted: str, as_json
         echo(said, err=True)
         return {"error": said, "exit_code": 130}
     except Exception as error:
-        if said := _of_others(error, interrupted):
-            return _refusal(said)
+        if whose := _of_others(error, interrupted):
+            return _refusal(whose)
         raise
     # A test's own skip, or a panic in Rust.
     except BaseException as error:

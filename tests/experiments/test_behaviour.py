@@ -158,7 +158,7 @@ def test_tables_of_decodes_whose_truth_is_known() -> None:
     assert by_step.loc[("free", 5), "flips"] == 2
     assert by_step.loc[("free", 5), "at_risk"] == 7
     assert by_step.loc[("free", 6), "at_risk"] == 5
-    assert by_step.loc[("free", 6), "low"] < by_step.loc[("free", 6), "mean_kl"] < by_step.loc[("free", 6), "high"]
+    assert np.isnan(by_step.loc[("free", 6), "low"]), "four examples are too few for an interval"
     assert tables["survival"].set_index("step").loc[5, "survival"] == pytest.approx(7 / 8 * 5 / 7)
     assert tables["examples"]["diverges"].tolist() == ["never", "always", "sometimes", "never"]
     growth = tables["growth"].set_index("protocol")

@@ -249,7 +249,7 @@ def test_aggregates_are_over_examples():
     assert row["mean"] == pytest.approx(np.mean(values))
     assert row["median"] == 0.2
     assert (row["low_quartile"], row["high_quartile"]) == (0.1, 0.6)
-    low, high = metrics.bootstrap_interval(np.array(values))
+    low, high = metrics.mean_interval(np.array(values))
     assert (row["interval_low"], row["interval_high"]) == (low, high)
 
 

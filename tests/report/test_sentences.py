@@ -88,11 +88,11 @@ ONE = (0,)
 @pytest.mark.parametrize(
     ("one", "wanted", "unwanted"),
     [
-        (made(), ["logits differ at 8 of 10 steps, the earliest step 1", "0 of 2 prompts flip a token", "95% interval",
-                  "over 2 prompts", "Measured on a processor, 1 thread;"], [ALIKE, "up to the flip", "left out"]),
+        (made(), ["logits differ at 8 of 10 steps, the earliest step 1", "0 of 2 prompts flip a token",
+                  "of 2 prompts, too few for an interval", "Measured on a processor, 1 thread;"], [ALIKE, "up to the flip", "left out"]),
         (made(size=0.0), [f"{ALIKE} 10 steps of 2 prompts, on a processor, 1 thread", "To see a difference try another dtype"],
          ["logits differ", "interval"]),
-        (made(examples=ONE), ["of one prompt, so without an interval", "0 of 1 prompt flips"], ["95%"]),
+        (made(examples=ONE), ["of 1 prompt, too few for an interval", "0 of 1 prompt flips"], ["95%"]),
         (made(steps_equal("step != 3")), ["differ at 2 of 10 steps, the earliest step 3"], ["earliest step 1", ALIKE]),
         (made(flip=4, protocol="free"), ["2 of 2 prompts flip a token"], ["up to the flip", "after it"]),
         (made(flip=2, protocol="free"), ["at 4 of 6 steps up to the flip", "nats after it, where the two texts differ"],
@@ -108,7 +108,7 @@ ONE = (0,)
          ["residual stream"]),
         (made(setting("layers", "relative_l2", 1.0, "layer == 0")), ["site resid_post, layer 0"], ["layer 2."]),
         (made(layers=1), ["residual stream differs nowhere"], ["residual stream differs most"]),
-        (made(setting("steps", "kl", np.inf, "step == 1"), examples=ONE), ["no finite number"], ["95%"]),
+        (made(setting("steps", "kl", np.inf, "step == 1"), examples=ONE), ["no prompt gives a number"], ["95%"]),
     ],
 )  # fmt: skip
 def test_where(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
@@ -173,7 +173,7 @@ BEGINS = "speaks neither for nor against rounding"
         ([made()], ["there the paths can be equal where they differ here"], ["numbers can be others"]),
         ([made(size=0.0)], ["In this run, yes, bit for bit", "the same logits at all 10 steps"],
          ["Not bit for bit", "Inside", "largest difference"]),
-        ([made(examples=ONE)], ["(one prompt, no interval)", "All this is of 1 prompt on"], ["95%"]),
+        ([made(examples=ONE)], ["of 1 prompt, too few for an interval)", "All this is of 1 prompt on"], ["95%"]),
         ([made(steps_equal("step != 4 or example == 1"))], ["1 of 10 steps (10%), the earliest at step 4"], []),
         ([made(strategy="top_p(1.0,2.0)")], ["No token changed"], ["The closest decision"]),
         ([made(setting("steps", "margin_a", np.nan))], ["No token changed"], ["The closest decision"]),
@@ -307,7 +307,7 @@ def by_margin(made: Comparison) -> None:
         ("table_section", [made()], ["1 comparison of path a, cached,", "on 2 prompts: 10", "no flip"], ["Each line", SAME]),
         # The flip is at the last step: nothing is after it, and there is a flip all the same.
         ("table_section", [made(flip=4, protocol="free")], ["'–'"], ["no flip"]),
-        ("table_section", [made(examples=ONE)], ["one prompt"], []),
+        ("table_section", [made(examples=ONE)], ["n = 1"], []),
         ("table_section", [made(), made(protocol="free")], [SAME, "across protocols"], ["across dtypes", "across kinds"]),
         ("table_section", [made(), made(protocol="free", seed=1)], ["across protocols"], [SAME]),
         ("table_section", [made(), made(protocol="free", examples=ONE)], [], [SAME]),
@@ -471,7 +471,7 @@ def causes(grown: float = 16.0, shrinks: float = 0.5, written: float = 1e-6, fli
     sums = [
         {"product": "values", "length": length, "accumulate": "float16", "seed": seed, "mean_relative": 1e-4,
          "relative_to_result": 1e-3 * (grown if length == 64 else 1.0) * (1 + 0.01 * seed)}
-        for length in (16, 64) for seed in range(4)
+        for length in (16, 64) for seed in range(6)
     ]  # fmt: skip
     behind = [
         {"model": name, "prompt": prompt, "source": 0, "layer": layer, "l2": 1.0, "relative_l2": 1.0,
@@ -509,8 +509,8 @@ ORDER = "the order of additions is what does it here"
 @pytest.mark.parametrize(
     ("tables", "wanted", "unwanted"),
     [
-        (causes(), ["2 models on a processor, 1 thread", "relative to the result changes float16 16-fold (95% interval",
-                    "over 4 seeds", "absolute L2 (the paper's measure) 2; relative to the stream 0.5", "exactly 0 (batch_",
+        (causes(), ["2 models on a processor, 1 thread", "relative to the result changes float16 16-fold (the same in all 6 seeds)",
+                    "in all 6 seeds", "absolute L2 (the paper's measure) 2; relative to the stream 0.5", "exactly 0 (batch_",
                     "8 of 10 decodes flip", "free KL -1.00", ORDER, "no statement about sums kept in float16"],
          ["exactly 0 (native)", "shrinks", "sole"]),
         (causes(grown=1.0, shrinks=3.0), ["changes float16 1-fold", "relative to the stream 3"], []),

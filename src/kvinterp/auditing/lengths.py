@@ -43,11 +43,11 @@ def _too_much(bench: Bench, length: int, most: int = POSITIONS) -> str:
         return f"{length} positions are more than the {limit} that are run; {more}"
     parameters = sum(p.numel() for p in bench.runner.model.parameters())
     products = length * parameters + 2 * facts.layers * facts.width * length**2
-    most = PRODUCTS.get(bench.runner.device.type, PRODUCTS["cpu"]) * (20 if bench.thorough else 1)
-    if products > most:
+    spent = PRODUCTS.get(bench.runner.device.type, PRODUCTS["cpu"]) * (20 if bench.thorough else 1)
+    if products > spent:
         more = " (a GPU, or --reach)" if bench.thorough else " (thorough, a GPU, or --reach)"
         return (
-            f"a forward of {length} positions takes {products:.0e} products, more than the {most:.0e} that are spent{more}"
+            f"a forward of {length} positions takes {products:.0e} products, more than the {spent:.0e} that are spent{more}"
         )
     return ""
 

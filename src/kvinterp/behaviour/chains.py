@@ -245,22 +245,17 @@ def cycles_of(chains: pd.DataFrame) -> pd.DataFrame:
 
 
 def curves_of(chains: pd.DataFrame) -> pd.DataFrame:
-    """Mean similarity and share of facts by hop, of each model, arm and temperature, with bootstrap intervals over chains."""
+    """Mean similarity and share of facts by hop, of each model, arm and temperature, with Student's intervals over chains."""
     rows = []
     for told, group in conditions(chains, *ARM, "hop"):
         row = told | {"chains": len(group)}
         for column in ("similarity", "facts"):
             known = group[column].dropna().to_numpy()
-            low, high = _interval(known, resamples=500)
+            low, high = metrics.mean_interval(known)
             mean = float(known.mean()) if len(known) else np.nan
             row |= {column: mean, f"{column}_low": low, f"{column}_high": high}
         rows.append(row)
     return pd.DataFrame(rows)
-
-
-def _interval(values: np.ndarray, **how: Any) -> tuple[float, float]:
-    """None from a few chains, whose resamples reach no further than they do themselves."""
-    return metrics.bootstrap_interval(values, **how) if len(values) >= metrics.FEWEST else (np.nan, np.nan)
 
 
 def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
@@ -272,7 +267,7 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
 
     Returns:
         A row a model, arm and temperature, sorted: ``similarity`` and ``facts`` of the last hop, ``delta`` (the arm's minus the
-        control's similarity) with its bootstrap interval over chains, ``chains``, those ``better`` and ``worse`` than the
+        control's similarity) with Student's interval over chains, ``chains``, those ``better`` and ``worse`` than the
         control's, ``same_text``, and ``half_life``: the median of the first hop whose similarity is at most a half, of the
         ``halved`` chains that have one.
     """
@@ -286,7 +281,7 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
     rows = []
     for told, group in conditions(beside, *ARM):
         delta = (group["similarity"] - group["similarity_control"]).to_numpy()
-        low, high = _interval(delta)
+        low, high = metrics.mean_interval(delta)
         places = [(told["arm"], *row) for row in group[pair].itertuples(index=False)]
         half = [float(halves.loc[place]) for place in places if place in halves.index]
         rows.append(

@@ -16,7 +16,7 @@ import pandas as pd
 from kvinterp.metrics.dependence import slope
 from kvinterp.metrics.inference import Test, corrected, mcnemar, rule_of_three, share_of, sign_flips
 from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnemar_power, mean_power
-from kvinterp.metrics.statistics import clustered_interval
+from kvinterp.metrics.statistics import FEWEST, clustered_interval, typical
 from kvinterp.metrics.survival import survival_by_step
 
 __all__ = [
@@ -110,7 +110,7 @@ def _intervals_by_step(group: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), RESAMPLES).astype(float)
     held = drawn @ counts
     means = np.divide(drawn @ sums, held, out=np.full_like(held, np.nan), where=held > 0)
-    few = (counts > 0).sum(0) < 2
+    few = (counts > 0).sum(0) < FEWEST
     low, high = np.nanquantile(means, (0.025, 0.975), axis=0)
     return np.where(few, np.nan, low), np.where(few, np.nan, high)
 
@@ -139,7 +139,8 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row a model, strategy and protocol: decodes, n (examples), diverged, rate, low, high; at_risk (steps), flip_rate (a
-        step), flip_rate_low, flip_rate_high; mean_kl (of the decodes' means), mean_kl_low, mean_kl_high, mean_kl_before_flip,
+        step), flip_rate_low, flip_rate_high; mean_kl (of the decodes' means), typical_kl (the geometric mean of the
+        examples' means above 0), typical_kl_low, typical_kl_high, kl_zeros (examples of exactly 0), mean_kl_before_flip,
         mean_kl_after_flip, mean_js; max_abs_logit (while both were fed the same) and kl_bound, half its square, which no mean
         of these steps exceeds; above_bound, the decodes whose mean exceeds their own.
     """
@@ -149,7 +150,7 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     for told, group in conditions(decodes.join(risk, on=[*keys, "seed", "example"]), *keys):
         rate, step = _rate(group), _rate(group, "at_risk")
         known = group.dropna(subset=["mean_kl"])
-        kl = clustered_interval(np.mean, known["example"].to_numpy(), known["mean_kl"].to_numpy(float))
+        kl = typical(known["mean_kl"].to_numpy(float), known["example"].to_numpy())
         means = {name: group[name].mean() for name in ("mean_kl_before_flip", "mean_kl_after_flip", "mean_js")}
         largest = group["max_abs_logit"].max()
         rows.append(
@@ -157,7 +158,8 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
             | {"decodes": len(group), "n": group["example"].nunique(), "diverged": int(group["diverged"].sum())}
             | {"rate": rate[0], "low": rate[1], "high": rate[2], "at_risk": int(group["at_risk"].sum())}
             | {"flip_rate": step[0], "flip_rate_low": step[1], "flip_rate_high": step[2]}
-            | {"mean_kl": group["mean_kl"].mean(), "mean_kl_low": kl.low, "mean_kl_high": kl.high, **means}
+            | {"mean_kl": group["mean_kl"].mean(), "typical_kl": kl.geometric, "typical_kl_low": kl.low}
+            | {"typical_kl_high": kl.high, "kl_zeros": kl.zeros, **means}
             | {"max_abs_logit": largest, "kl_bound": largest**2 / 2}
             | {"above_bound": int((group["mean_kl"] > group["kl_bound"]).sum())}
         )

@@ -30,8 +30,6 @@ GROWING = ("l2", "relative_l2", f"l2{SUFFIX}", f"relative_l2{SUFFIX}")
 ENOUGH = 4
 """In how many examples there must be drift to divide by: with fewer, a resample is without any more often than an interval of
 95% leaves out at its upper end."""
-FEWEST = 5
-"""Of how many examples there must be a correlation for an interval of their mean: many have none, since their heads are equal."""
 
 
 def means_of(rows: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
@@ -42,14 +40,21 @@ def means_of(rows: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
         measures: Columns of it.
 
     Returns:
-        One row a layer and measure: mean, low, high (95% interval over examples) and n (examples); NaN where none has a number.
+        One row a layer and measure: mean over examples; centre with its 95% interval (low, high), the geometric mean of those
+        above 0, of a cosine the mean; zeros, those of exactly 0; n (examples). NaN where none has a number.
     """
     found = []
     for measure in measures:
         for layer, values in _layers(rows, measure):
-            mean, low, high, n = _mean(values)
-            found.append({"layer": layer, "measure": measure, "mean": mean, "low": low, "high": high, "n": n})
-    return pd.DataFrame(found, columns=["layer", "measure", "mean", "low", "high", "n"])
+            row = {"layer": layer, "measure": measure, "mean": values.mean(), "n": len(values)}
+            if "cosine" in measure and "distance" not in measure:
+                row |= {"centre": row["mean"], **metrics.mean_interval(values)._asdict(), "zeros": 0}
+            else:
+                over = metrics.typical(values)
+                centre = over.geometric if over.n > over.zeros else row["mean"]
+                row |= {"centre": centre, **over.interval._asdict(), "zeros": over.zeros}
+            found.append(row)
+    return pd.DataFrame(found, columns=["layer", "measure", "mean", "centre", "low", "high", "zeros", "n"])
 
 
 def amplification_of(rows: pd.DataFrame) -> pd.DataFrame:
@@ -153,17 +158,15 @@ def head_correlations_of(pairs: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row a layer and kind (``within``, ``across``, ``within - across``): r, the mean over examples, low, high (95%
-        interval over examples, none for fewer than :data:`FEWEST`) and n (examples that have it).
+        interval over examples, none for fewer than :data:`kvinterp.metrics.FEWEST`) and n (examples that have it).
     """
     found = []
     for layer, group in pairs.groupby("layer", sort=False):
         table = group.pivot(index="example", columns="kind", values="r")
         table["within - across"] = table["within"] - table["across"]
         for kind, values in table[["within", "across", "within - across"]].items():
-            mean, low, high, n = _mean(values.dropna())
-            if n < FEWEST:
-                low = high = np.nan
-            found.append({"layer": layer, "kind": kind, "r": mean, "low": low, "high": high, "n": n})
+            low, high = metrics.mean_interval(values)
+            found.append({"layer": layer, "kind": kind, "r": values.mean(), "low": low, "high": high, "n": values.count()})
     return pd.DataFrame(found, columns=["layer", "kind", "r", "low", "high", "n"])
 
 
@@ -177,13 +180,6 @@ def _layers(rows: pd.DataFrame, measure: str) -> Iterator[tuple[int, pd.Series]]
 def _wilcoxon(here: np.ndarray, against: np.ndarray) -> Test:
     # Hundreds of them, of which no interval is asked for.
     return wilcoxon(here, against, resamples=1)
-
-
-def _mean(values: pd.Series) -> tuple[float, float, float, int]:
-    """The mean of one number an example, its interval and how many there are."""
-    if values.empty:
-        return np.nan, np.nan, np.nan, 0
-    return float(values.mean()), *metrics.bootstrap_interval(values.to_numpy(float)), len(values)
 
 
 def _ratio(here: np.ndarray, before: np.ndarray) -> float:

@@ -170,14 +170,14 @@ def costs_of(examples: pd.DataFrame) -> pd.DataFrame:
         examples: A row a pair and prompt: what, path, kl, squared, differs, flip, steps, rows_a_token, bytes_a_token.
 
     Returns:
-        One row a path: reference, prompts, steps, mean_kl (nats, of prompts' means) with its 95% interval over prompts (low,
-        high), rms_logit, differ (steps whose logits differ), flips, truth_kl and truth_rms_logit (from float64), rows_a_token,
-        bytes_a_token.
+        One row a path: reference, prompts, steps, mean_kl (nats, of prompts' means), typical_kl (the geometric mean of those
+        above 0) with its 95% interval over prompts (low, high), rms_logit, differ (steps whose logits differ), flips, truth_kl
+        and truth_rms_logit (from float64), rows_a_token, bytes_a_token.
     """
     rows = []
     for path, group in examples[examples["what"] == "path"].groupby("path", sort=False):
         truth = examples[(examples["what"] == "truth") & (examples["path"] == path)]
-        low, high = metrics.bootstrap_interval(group["kl"].to_numpy(float))
+        kl = metrics.typical(group["kl"])
         first = group.iloc[0]
         rows.append(
             {
@@ -186,8 +186,9 @@ def costs_of(examples: pd.DataFrame) -> pd.DataFrame:
                 "prompts": len(group),
                 "steps": int(group["steps"].sum()),
                 "mean_kl": group["kl"].mean(),
-                "low": low,
-                "high": high,
+                "typical_kl": kl.geometric,
+                "low": kl.low,
+                "high": kl.high,
                 "rms_logit": float(np.sqrt(group["squared"].mean())),
                 "differ": int(group["differs"].sum()),
                 "flips": int(group["flip"].sum()),
@@ -222,7 +223,7 @@ def interactions_of(examples: pd.DataFrame) -> pd.DataFrame:
     for policy, group in examples[examples["what"].isin(["alone", "both"])].groupby("of", sort=False):
         alone, both = (group[group["what"] == what].set_index("example")["squared"] for what in ("alone", "both"))
         contrast = (both - alone - path.reindex(both.index)).to_numpy(float)
-        low, high = metrics.bootstrap_interval(contrast)
+        low, high = metrics.mean_interval(contrast)
         added = alone.mean() + path.mean()
         rows.append(
             {

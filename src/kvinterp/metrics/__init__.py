@@ -40,7 +40,16 @@ from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnem
 from kvinterp.metrics.prediction import auc, brier, calibration, roc
 from kvinterp.metrics.recovery import recovery, recovery_percent, why_undefined
 from kvinterp.metrics.registry import OF_KIND, REGISTRY, measured
-from kvinterp.metrics.statistics import FEWEST, Interval, bootstrap_interval, clustered_interval, kl_statistics
+from kvinterp.metrics.statistics import (
+    FEWEST,
+    Interval,
+    Typical,
+    bootstrap_interval,
+    clustered_interval,
+    kl_statistics,
+    mean_interval,
+    typical,
+)
 from kvinterp.metrics.survival import cox, survival_by_step
 
 __all__ = [
@@ -54,6 +63,7 @@ __all__ = [
     "Kind",
     "Metric",
     "Test",
+    "Typical",
     "auc",
     "bootstrap_interval",
     "brier",
@@ -78,6 +88,7 @@ __all__ = [
     "max_abs_difference",
     "mcnemar",
     "mcnemar_power",
+    "mean_interval",
     "mean_of",
     "mean_power",
     "measured",
@@ -98,6 +109,7 @@ __all__ = [
     "terciles",
     "top1_agreement",
     "top_probability_difference",
+    "typical",
     "ulp_error",
     "units_in_last_place",
     "verdict_of",

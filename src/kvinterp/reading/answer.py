@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
-from kvinterp.reading.numbers import between, counted, interval_said, listed, machines_of, number, share
+from kvinterp.reading.numbers import between, counted, listed, machines_of, number, share, typical_said
 from kvinterp.reading.precision import ladder_said
 from kvinterp.reading.results import drift_medians, kind_of, leading, model_of, site_of, with_protocol
 
@@ -71,7 +71,7 @@ def _size_sentence(measured: Sequence[Result], tables: Sequence[pd.DataFrame], l
         of_prompts = tables[0].groupby("example")["kl"].mean()
         other = number(float(of_prompts.mean()))
         text += "" if other == number(means[0]) else f" over all steps; the mean of a prompt's own mean is {other}"
-        return f"{text} ({interval_said(of_prompts)})."
+        return f"{text} ({typical_said(of_prompts)})."
     varying = [name for name, of in (("model", model_of), ("kind", kind_of)) if len({of(r) for r in measured}) > 1]
     return text + (f", depending on {listed(varying)}." if varying and " to " in between(means) else ".")
 

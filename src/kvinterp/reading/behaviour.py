@@ -45,6 +45,15 @@ def p_said(p: float) -> str:
     return "no test" if pd.isna(p) else f"p = {number(p)}"
 
 
+def _typical(row: Mapping[str, Any]) -> str:
+    """The geometric mean beside the mean."""
+    if pd.isna(row["typical_kl"]):
+        return ""
+    return (
+        f" (geometric mean {number(row['typical_kl'])}{ends_said(row['typical_kl_low'], row['typical_kl_high'], ', {}')})"
+    )
+
+
 def _divergence(table: pd.DataFrame) -> Iterator[str]:
     free = only(table, protocol="free").set_index(["model", "strategy"])
     for row in only(table, protocol="matched").to_dict("records"):
@@ -56,8 +65,8 @@ def _divergence(table: pd.DataFrame) -> Iterator[str]:
         else:
             said += f"no token flips in {of}, which leaves up to {row['high']:.1%} of decodes possible"
         paper = free.loc[row["model"], row["strategy"]]
-        said += f". Mean KL {number(row['mean_kl'])} nats matched{ends_said(row['mean_kl_low'], row['mean_kl_high'])}"
-        said += f", {number(paper['mean_kl'])} free{ends_said(paper['mean_kl_low'], paper['mean_kl_high'])}"
+        said += f". Mean KL {number(row['mean_kl'])} nats matched{_typical(row)}"
+        said += f", {number(paper['mean_kl'])} free{_typical(paper)}"
         said += f"; fed the same, no logit differs by more than {number(row['max_abs_logit'])}, "
         said += f"which allows a KL of at most {number(row['kl_bound'])}"
         if above := int(paper["above_bound"]):

@@ -31,7 +31,7 @@ def said_of_chains(summary: Mapping[str, Any]) -> list[str]:
     control, null = summary["control"], summary["null"]
     lines = [
         f"{counted(summary['hops'], 'hop')} on {machines_of(provenance.values())}; similarity to the first text is the "
-        f"{similarity_named(summary['embedder'])}. Intervals are 95%, by bootstrap over chains (text and seed), where there are "
+        f"{similarity_named(summary['embedder'])}. Intervals are 95%, Student's over chains (text and seed), where there are "
         f"{metrics.FEWEST} or more."
     ]
     arms = [row for row in deltas if row["arm"] not in (control, null)]

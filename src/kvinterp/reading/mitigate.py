@@ -29,7 +29,12 @@ def said_of_mitigate(summary: Mapping[str, Any]) -> list[str]:
 
 def _mitigation(row: Mapping[str, Any]) -> str:
     front = "; no other is better in one and as good in all" if row["pareto"] else ""
-    left = f"KL {number(row['mean_kl'])}{ends_said(row['low'], row['high'])}" if row["differ"] else "nothing, bit for bit"
+    typical = f" (geometric mean {number(row['typical_kl'])}, 95% interval {{}})"
+    left = (
+        f"KL {number(row['mean_kl'])}{ends_said(row['low'], row['high'], typical)}"
+        if row["differ"]
+        else "nothing, bit for bit"
+    )
     return (
         f"{row['path']}: {left}, {row['flips']} flips of {row['steps']} steps; from float64 {number(row['truth_kl'])}; "
         f"rows a token: {number(row['rows_a_token'])}, bytes a token: {number(row['bytes_a_token'])}{front}."
@@ -41,7 +46,7 @@ def _interaction(row: Mapping[str, Any]) -> str:
     said = f"{row['policy']} with the cached path: mean squared logit error {number(row['both'])}, {parts}"
     # NaN where it was measured, null where it is read again.
     if pd.isna(row["low"]):
-        return f"{said}; one prompt tells nothing of whether they add up."
+        return f"{said}; too few prompts tell whether they add up."
     interval = number(row["contrast"]) + ends_said(row["low"], row["high"], ", 95% interval {}")
     if row["low"] > 0:
         return f"{said}: more than their sum (by {interval}), so one makes the other larger."

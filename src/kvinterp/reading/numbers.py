@@ -20,16 +20,16 @@ __all__ = [
     "listed",
     "machine_of",
     "machines_of",
-    "mean_interval",
     "models_on",
     "most",
     "number",
-    "over_prompts",
     "percent",
     "power",
     "sentence",
     "share",
     "short",
+    "typical_interval",
+    "typical_said",
     "upper",
 ]
 
@@ -115,43 +115,56 @@ def _finite(values: Any) -> np.ndarray:
 
 
 def interval_said(values: Any, of: str = "prompt") -> str:
-    """The bootstrap interval of a mean over prompts, or why there is none.
+    """Student's interval of a mean over prompts, or why there is none.
 
     Args:
-        values: One number for each; NaN and infinity are left out.
+        values: One number for each, about symmetric; NaN and infinity are left out.
         of: What there is one number for.
     """
     known = _finite(values)
+    ends = metrics.mean_interval(known)
+    return ends_said(*ends, "95% interval {} over " + counted(len(known), of)) or _no_interval(known, of)
+
+
+def typical_said(values: Any, of: str = "prompt", clusters: Any = None) -> str:
+    """The geometric mean of numbers that spread over orders of magnitude, its interval, and how many are exactly 0.
+
+    Args:
+        values: One number for each, at least 0; NaN and infinity are left out.
+        of: What there is one number for.
+        clusters: What each value belongs to, where there are several for each.
+    """
+    values = np.asarray(values, dtype=float)
+    known = np.isfinite(values)
+    found = metrics.typical(values[known], None if clusters is None else np.asarray(clusters)[known])
+    if found.zeros == found.n:
+        return f"exactly 0 in {counted(found.n, of)}" if found.n else f"no {of} gives a number"
+    zeros = f", {found.zeros} of them exactly 0 and left out" if found.zeros else ""
+    said = f"geometric mean {number(found.geometric)}"
+    ends = ends_said(*found.interval, ", 95% interval {} over " + counted(found.n, of))
+    return said + (ends or f" of {counted(found.n, of)}, {TOO_FEW}") + zeros
+
+
+def _no_interval(known: np.ndarray, of: str) -> str:
     if not len(known):
         return f"no {of} gives a number"
-    if len(known) == 1:
-        return f"one {of}, no interval"
-    return f"95% interval {mean_interval(known)} over {len(known)} {of}s"
+    if len(known) < metrics.FEWEST:
+        return f"{counted(len(known), of)}, {TOO_FEW}"
+    return f"the same in all {counted(len(known), of)}"
 
 
-def mean_interval(values: Any) -> str:
-    """The two ends of the bootstrap interval of a mean, or what stands in a table where there is none."""
+TOO_FEW = "too few for an interval"
+
+
+def typical_interval(values: Any) -> str:
+    """The two ends of the interval of a geometric mean, or what stands in a table where there is none."""
     known = _finite(values)
-    if len(known) < 2:
-        return "one prompt" if len(known) else "–"
-    return " to ".join(map(number, metrics.bootstrap_interval(known)))
+    return ends_said(*metrics.typical(known).interval, "{}") or ("–" if not len(known) else f"n = {len(known)}")
 
 
 def ends_said(low: float | None, high: float | None, form: str = " ({})", written: Callable[[Any], str] = number) -> str:
     """The ends of an interval behind a number, or nothing where there is none."""
     return "" if pd.isna(low) or pd.isna(high) else form.format(f"{written(low)} to {written(high)}")
-
-
-def over_prompts(values: pd.Series) -> str:
-    """The mean of one number a prompt and its interval, or why there is none."""
-    known = _finite(values)
-    if not len(known):
-        return "no finite number"
-    mean = f"{known.mean():.2e}"
-    if len(known) == 1:
-        return f"{mean}, of one prompt, so without an interval"
-    low, high = metrics.bootstrap_interval(known)
-    return f"{mean}, 95% interval {low:.2e} to {high:.2e} over {len(known)} prompts (bootstrap)"
 
 
 def most(means: pd.Series, names: tuple[str, ...]) -> tuple[float, str]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from kvinterp import metrics
-from kvinterp.reading.numbers import between, counted, ends_said, interval_said, listed, models_on, number, upper
+from kvinterp.reading.numbers import between, counted, interval_said, listed, models_on, number, typical_said, upper
 from kvinterp.reading.results import only
 
 __all__ = ["ladder_title_of", "said_of_root_cause"]
@@ -18,7 +16,7 @@ __all__ = ["ladder_title_of", "said_of_root_cause"]
 def said_of_root_cause(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
     """What was found, from tables of :class:`kvinterp.experiments.root_cause.RootCause` and the provenance of each model."""
     lines = [
-        f"{models_on(provenance)}. Intervals are 95%, by bootstrap; other machines "
+        f"{models_on(provenance)}. Intervals are 95%; other machines "
         "choose other orders of addition, and every number from here on is this one's.",
     ]
     said: dict[str, Callable[..., list[str]]] = {
@@ -72,7 +70,7 @@ def _said_of_writing(written: pd.DataFrame) -> list[str]:
         if not group["relative_error"].max() > 0:
             said.append(f"exactly 0 ({kernels})")
             continue
-        interval = _interval_over_prompts(group, "relative_error")
+        interval = _typical(group, "relative_error")
         said.append(f"{number(group['relative_error'].mean())}{interval} ({kernels})")
     return [
         "3. K and V written alone against those written jointly, mean relative error, interval over "
@@ -80,11 +78,8 @@ def _said_of_writing(written: pd.DataFrame) -> list[str]:
     ]
 
 
-def _interval_over_prompts(table: pd.DataFrame, column: str, by: str = "prompt") -> str:
-    names, values = table[by].to_numpy(str), table[column].to_numpy(float)
-    known = np.isfinite(values)
-    low, high = metrics.clustered_interval(lambda x: float(np.mean(x)), names[known], values[known])
-    return ends_said(low, high, ", {}")
+def _typical(table: pd.DataFrame, column: str, by: str = "prompt") -> str:
+    return f" ({typical_said(table[column], clusters=table[by].to_numpy(str))})"
 
 
 _AGAINST = {"mean_kl": "free", "mean_kl_before_flip": "earlier", "matched_mean_kl": "matched"}
@@ -97,7 +92,7 @@ def _said_of_flips(flips: pd.DataFrame, correlations: pd.DataFrame) -> list[str]
         said = f"4. {strategy}, {kernels} kernels: {len(flipped)} of {len(group)} decodes flip a token"
         if len(flipped):
             free, before, matched = (
-                f"{number(flipped[name].mean())}{_interval_over_prompts(flipped, name, 'id')}"
+                f"{number(flipped[name].mean())}{_typical(flipped, name, 'id')}"
                 for name in ("mean_kl", "mean_kl_before_flip", "matched_mean_kl")
             )
             said += f"; of these mean KL {free} nats over all free steps, {before} up to the flip, {matched} matched"

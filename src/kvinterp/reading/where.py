@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
-from kvinterp.reading.numbers import against, counted, machine_of, most, over_prompts, share
+from kvinterp.reading.numbers import against, counted, machine_of, most, number, share, typical_said
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -45,6 +45,7 @@ def where(comparison: Comparison) -> list[str]:
     else:
         first = f"logits differ at {len(differing)} of {len(same)} steps" + " up to the flip" * split
         first += f", the earliest step {int(differing['step'].min())}"
+    of_prompts = same.groupby("example")["kl"].mean()
     kl = f"{same['kl'].mean():.2e} nats"
     if split:
         kl += f" up to the flip and {after['kl'].mean():.2e} nats after it, where the two texts differ"
@@ -52,7 +53,7 @@ def where(comparison: Comparison) -> list[str]:
         f"{head}: {first}; mean KL {kl}; largest logit difference {same['max_abs_logit'].max():.3g}"
         f"{' up to the flip' * split}; {flips} of {counted(count, 'prompt')} flip{'s' * (count == 1)} a token.",
         *out,
-        f"Mean KL of a prompt{' up to its flip' * split}: {over_prompts(same.groupby('example')['kl'].mean())}.",
+        f"Mean KL of a prompt{' up to its flip' * split}: {number(of_prompts.mean())} nats; {typical_said(of_prompts)}.",
     ]
     measured = f"Measured on {machine}; other kernels add in other orders, so other numbers are to be expected there."
     return [*lines, *_places(comparison), *let_go(comparison), measured]

@@ -18,7 +18,7 @@ from kvinterp.errors import InputError
 from kvinterp.files import write_whole
 from kvinterp.reading.answer import answer_of, question_of
 from kvinterp.reading.changed import flips_said
-from kvinterp.reading.numbers import against, mean_interval, number
+from kvinterp.reading.numbers import against, number, typical_interval
 from kvinterp.reading.precision import precision_said
 from kvinterp.reading.results import (
     grouped,
@@ -192,7 +192,7 @@ def _row(result: Result) -> list[str]:
         number(steps["kl"].median()),
         number(steps["kl"].max()),
         number(before["kl"].mean()),
-        mean_interval(before.groupby("example")["kl"].mean()),
+        typical_interval(before.groupby("example")["kl"].mean()),
         number(after.mean()) if len(after) else "–" if examples["flip_index"].notna().any() else "no flip",
         "" if right is None else f"{right[0]} / {right[1]} of {len(examples)}",
     ]

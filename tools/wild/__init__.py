@@ -1,0 +1,1 @@
+"""Every causal architecture of transformers' auto classes, audited as small random weights."""
