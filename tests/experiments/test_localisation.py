@@ -82,7 +82,7 @@ def said(by_layer: list[dict[str, Any]], distance: str = "l2") -> str:
 def test_what_is_said_of_recoveries() -> None:
     text = said(rows("kv-into-cached", [0.0, 0.2]) + rows("kv-into-cached", [0.0, 0.9], sweep="cumulative"))
     assert "one layer at a time 0\u202f% to 20\u202f%, most at layer 1" in text
-    assert "all layers together 90\u202f% (mean 90\u202f%, interval −10\u202f% to 100\u202f%)" in text
+    assert "all layers together 90\u202f% (95% interval −10\u202f% to 100\u202f%, mean 90\u202f%)" in text
     assert "(4 examples, 1 without a difference left out)" in text
     assert "keeps nothing between steps" not in text
     from_0 = said(rows("k-into-recompute", [0.7, 0.1], sweep="cumulative-from"))

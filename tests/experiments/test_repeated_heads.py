@@ -80,7 +80,7 @@ def test_what_is_said_of_the_ratio() -> None:
     assert "every measure the same number at every ratio (4 prompts)" in same
     (other,) = (line for line in said_of_root_cause({"repeated_heads": copies(1e-3)}, about) if line.startswith("7."))
     assert "the same number" not in other
-    assert "the last less the first 0.001 (4 prompts, too few for an interval)" in other
+    assert "the last less the first 0.001 on average (median 0.001 of 4 prompts, too few for an interval)" in other
 
 
 def test_prompts_are_drawn_with_another_seed() -> None:

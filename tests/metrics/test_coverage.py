@@ -113,16 +113,18 @@ def test_cox_holds_the_hazard_ratio_of_clustered_decodes():
     assert hits >= stats.binom.ppf(0.001, repeats, 0.93), hits
 
 
-@pytest.mark.parametrize("n", [5, 12, 40])
-@pytest.mark.parametrize("repeats", [pytest.param(400, id="short"), pytest.param(4000, id="long", marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [6, 12, 40])
+@pytest.mark.parametrize("repeats", [pytest.param(200, id="short"), pytest.param(2000, id="long", marks=pytest.mark.long)])
 def test_the_interval_of_what_spreads_over_orders_of_magnitude(n: int, repeats: int) -> None:
-    """As KL over prompts does: the bootstrap's interval of the mean holds it in a third of samples of five."""
-    rng, geometric, mean = np.random.default_rng(n), 0, 0
+    """As KL over prompts does: the bootstrap's interval of the mean holds it in a third of samples of six."""
+    rng, median, mean = np.random.default_rng(n), 0, 0
     for repeat in range(repeats):
         values = np.exp(rng.normal(0, 2.5, n))
         found = metrics.typical(values)
-        geometric += found.low <= 1 <= found.high
+        median += found.low <= 1 <= found.high
         low, high = metrics.bootstrap_interval(values, seed=repeat, resamples=200)
         mean += low <= math.exp(2.5**2 / 2) <= high
-    assert within(geometric, repeats, 0.95), geometric
+    # The count of numbers below the median is binomial: 96.9% of six, 96.1% of twelve, 96.2% of forty.
+    below = stats.binom(n, 0.5)
+    assert within(median, repeats, 1 - 2 * below.cdf(below.ppf(0.025) - 1)), median
     assert mean < 0.75 * repeats, mean

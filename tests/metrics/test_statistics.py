@@ -5,7 +5,6 @@ import math
 import jaxtyping
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 
 from kvinterp import metrics
@@ -165,15 +164,16 @@ def test_what_gives_no_clustered_interval_is_one_sentence(given, said):
         clustered_interval(np.mean, np.array(["a", "b"]), np.ones(3))
 
 
-def test_what_is_typical_is_a_geometric_mean_with_zeros_apart():
+def test_what_is_typical_is_a_median_between_two_of_the_numbers():
     values = np.array([0.0, 1e-8, 1e-6, 1e-7, 1e-7, 1e-9, 1e-5])
     found = metrics.typical(values)
-    logs = np.log(values[1:])
-    ends = scipy.stats.t.interval(0.95, 5, logs.mean(), scipy.stats.sem(logs))
-    assert found.geometric == pytest.approx(1e-7)
-    assert found.interval == pytest.approx(tuple(np.exp(ends)))
+    assert (found.median, found.interval) == (1e-7, (0.0, 1e-5))
     assert (found.mean, found.zeros, found.n) == (values.mean(), 1, 7)
     assert metrics.typical([*values, np.nan]) == found
+    # Of 40 numbers the 14th and the 27th: 96% of samples have between 14 and 26 numbers below their median.
+    many = np.random.default_rng(0).permutation(40.0 + np.arange(40))
+    assert metrics.typical(many).interval == (53.0, 66.0)
+    assert metrics.typical(-many).interval == (-66.0, -53.0)
 
 
 def test_each_cluster_is_typical_once():
@@ -182,11 +182,11 @@ def test_each_cluster_is_typical_once():
     assert metrics.typical(values, names) == pytest.approx(metrics.typical(10.0 ** -np.arange(6)))
 
 
-def test_of_few_or_equal_numbers_there_is_no_interval():
-    few, alike, none = metrics.typical([1e-7] * 3 + [2e-7]), metrics.typical([1e-7] * 9), metrics.typical([0.0] * 9)
-    assert np.isnan([few.low, few.high, alike.low, none.low, none.geometric]).all()
-    assert few.geometric == pytest.approx(2**0.25 * 1e-7)
-    assert (none.mean, none.zeros) == (0.0, 9)
-    assert np.isnan(metrics.mean_interval(np.array([1.0, 2.0, 3.0, 4.0]))).all()
-    with pytest.raises(InputError, match="numbers of at least 0"):
-        metrics.typical([1.0, -1.0])
+def test_of_few_numbers_there_is_no_interval():
+    few, alike, none = metrics.typical([1e-7] * 3 + [2e-7] * 2), metrics.typical([0.0] * 9), metrics.typical([])
+    assert np.isnan([few.low, few.high, none.low, none.median, none.mean]).all()
+    assert few.median == 1e-7
+    assert (alike.median, alike.low, alike.high, alike.zeros) == (0.0, 0.0, 0.0, 9)
+    assert np.isnan(metrics.mean_interval(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))).all()
+    with pytest.raises(InputError, match="not between 0 and 1"):
+        metrics.typical([1.0], confidence=2)

@@ -231,7 +231,7 @@ def test_what_no_patch_of_a_kind_reaches_is_what_is_left_with_all_layers_patched
 def test_aggregates_are_over_examples():
     from kvinterp.patching import Sweep
 
-    values = [0.1, 0.2, 0.6, -0.4, 0.9]
+    values = [0.1, 0.2, 0.6, -0.4, 0.9, 0.2, 0.2]
     rows = [
         {"sweep": "single", "site": "resid_post", "layer": layer, "head": -1, "positions": "newest"}
         | {"example": example, "recovery": value if layer else math.nan, "defined": layer == 1, "d_before": 1.0}
@@ -240,17 +240,16 @@ def test_aggregates_are_over_examples():
         for example, value in enumerate(values)
     ]
     table = Sweep(pd.DataFrame(rows), pd.DataFrame(), pd.DataFrame(), {"provenance": {}}).aggregate()
-    assert table["defined"].tolist() == [0, 5]
+    assert table["defined"].tolist() == [0, 7]
     assert table.iloc[0][["mean", "median", "low_quartile", "high_quartile", "interval_low", "interval_high"]].isna().all()
-    nothing = Sweep(pd.DataFrame(rows[:5]), pd.DataFrame(), pd.DataFrame(), {"provenance": {}})
+    nothing = Sweep(pd.DataFrame(rows[:7]), pd.DataFrame(), pd.DataFrame(), {"provenance": {}})
     assert list(nothing.aggregate()) == list(table)
     assert nothing.summary()["best"] is None
     row = table.iloc[1]
     assert row["mean"] == pytest.approx(np.mean(values))
     assert row["median"] == 0.2
-    assert (row["low_quartile"], row["high_quartile"]) == (0.1, 0.6)
-    low, high = metrics.mean_interval(np.array(values))
-    assert (row["interval_low"], row["interval_high"]) == (low, high)
+    assert (row["low_quartile"], row["high_quartile"]) == (0.15000000000000002, 0.4)
+    assert (row["interval_low"], row["interval_high"]) == (-0.4, 0.9)
 
 
 def test_the_best_place_is_not_decided_by_one_example():

@@ -47,7 +47,7 @@ def test_the_answer_of_an_ordinary_run(tmp_path: Path, quick: None) -> None:
     assert "Does decoding from the KV cache compute the same thing as recomputing the whole prefix at every step?" in text
     assert "in float16 the two paths, fed the same tokens, gave different logits at 8 of 10 steps (80%)" in text
     assert f"The largest difference of any logit was {number(steps['max_abs_logit'].max())}." in text
-    assert f"{number(steps['kl'].mean())} nats of KL apart on average (geometric mean" in text
+    assert f"{number(steps['kl'].mean())} nats of KL apart on average (median" in text
     assert "No token changed: in all 2 decodes" in text
     assert f"won by {number(steps['margin_a'].min())} logits" in text
 
@@ -59,7 +59,7 @@ def test_an_interval_stands_behind_the_mean_that_it_is_of(tmp_path: Path, quick:
     text, of_prompts = page(tmp_path, one).text, uneven.steps.groupby("example")["kl"].mean()
     over_steps, over_prompts = number(uneven.steps["kl"].mean()), number(of_prompts.mean())
     assert over_steps != over_prompts
-    said = f"{over_steps} nats of KL apart on average over all steps; the mean of a prompt's own mean is {over_prompts} (geometric mean"
+    said = f"{over_steps} nats of KL apart on average over all steps; the mean of a prompt's own mean is {over_prompts} (median"
     assert said in text
 
 

@@ -82,16 +82,16 @@ def test_a_block_of_positions_is_named_as_one_where_layers_were_swept_beside_it(
 def test_a_sweep_says_what_recovers_most_by_both_distances_and_nothing_it_did_not_measure():
     said = sweep()
     assert "The largest median recovery of the L2 distance of the logits, by kv (single, into-cached), is 50.0%" in said
-    assert "at layer 2, of the KL 40.0%, over 3 prompts (mean 45.0%, 95% interval 30.0% to 60.0%)." in said
+    assert "at layer 2, of the KL 40.0%, over 3 prompts (95% interval 30.0% to 60.0%, mean 45.0%)." in said
     assert "Measured on a processor" in said
-    for false in ("No place recovers", "undefined", "together", "Floor", "no difference", "without an interval"):
+    for false in ("No place recovers", "undefined", "together", "Floor", "no difference", "too few"):
         assert false not in said
     none = sweep(0.01, float("nan"))
     assert "No place recovers a twentieth: the largest median" in none
     assert "of the KL undefined" in none
     assert "No place recovers a twentieth" in sweep(-3.0)
     one = sweep(defined=1)
-    assert "over 1 prompt, so without an interval." in one
+    assert "over 1 prompt, too few for an interval." in one
     assert "95%" not in one
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvinterp.metrics.dependence import slope
 from kvinterp.metrics.inference import Test, corrected, mcnemar, rule_of_three, share_of, sign_flips
 from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnemar_power, mean_power
-from kvinterp.metrics.statistics import FEWEST, clustered_interval, typical
+from kvinterp.metrics.statistics import clustered_interval, typical
 from kvinterp.metrics.survival import survival_by_step
 
 __all__ = [
@@ -84,35 +83,33 @@ def kl_by_step_of(steps: pd.DataFrame) -> pd.DataFrame:
         steps: As :func:`with_free_steps` gives them.
 
     Returns:
-        One row a model, strategy, protocol and step: mean_kl, its 95% interval (low, high) from resampling whole examples,
+        One row a model, strategy, protocol and step: mean_kl, median_kl over examples with its 95% interval (low, high),
         n_examples, rows, flips (first ones at this step), at_risk (decodes that had none before).
     """
     tables = []
     for told, group in conditions(steps, "model", "strategy", "protocol"):
         by = group.groupby("step")
         table = pd.DataFrame({"mean_kl": by["kl"].mean(), "n_examples": by["example"].nunique(), "rows": by.size()})
-        table["low"], table["high"] = _intervals_by_step(group)
+        over = pd.DataFrame([typical(rows["kl"], rows["example"])._asdict() for _, rows in by], index=table.index)
+        table[["median_kl", "low", "high"]] = over[["median", "low", "high"]]
         before = group[~group["after_flip"]].groupby("step")
         table["flips"] = before["flipped"].sum().reindex(table.index, fill_value=0).astype(int)
         table["at_risk"] = before.size().reindex(table.index, fill_value=0)
         tables.append(table.reset_index().assign(**told))
-    columns = ["model", "strategy", "protocol", "step", "mean_kl", "low", "high", "n_examples", "rows", "flips", "at_risk"]
-    return pd.concat(tables, ignore_index=True)[columns]
-
-
-def _intervals_by_step(group: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """The percentile bootstrap of every step's mean, from one draw of whole examples for all steps."""
-    sums, counts = (
-        group.pivot_table(index="example", columns="step", values="kl", aggfunc=how, fill_value=0).to_numpy(float)
-        for how in ("sum", "count")
-    )
-    n = len(sums)
-    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), RESAMPLES).astype(float)
-    held = drawn @ counts
-    means = np.divide(drawn @ sums, held, out=np.full_like(held, np.nan), where=held > 0)
-    few = (counts > 0).sum(0) < FEWEST
-    low, high = np.nanquantile(means, (0.025, 0.975), axis=0)
-    return np.where(few, np.nan, low), np.where(few, np.nan, high)
+    columns = [
+        "model",
+        "strategy",
+        "protocol",
+        "step",
+        "mean_kl",
+        "median_kl",
+        "low",
+        "high",
+        "n_examples",
+        "rows",
+        "flips",
+    ]
+    return pd.concat(tables, ignore_index=True)[[*columns, "at_risk"]]
 
 
 def survival_of(decodes: pd.DataFrame) -> pd.DataFrame:
@@ -139,8 +136,8 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row a model, strategy and protocol: decodes, n (examples), diverged, rate, low, high; at_risk (steps), flip_rate (a
-        step), flip_rate_low, flip_rate_high; mean_kl (of the decodes' means), typical_kl (the geometric mean of the
-        examples' means above 0), typical_kl_low, typical_kl_high, kl_zeros (examples of exactly 0), mean_kl_before_flip,
+        step), flip_rate_low, flip_rate_high; mean_kl (of the decodes' means), typical_kl (the median of the
+        examples' means), typical_kl_low, typical_kl_high, kl_zeros (examples of exactly 0), mean_kl_before_flip,
         mean_kl_after_flip, mean_js; max_abs_logit (while both were fed the same) and kl_bound, half its square, which no mean
         of these steps exceeds; above_bound, the decodes whose mean exceeds their own.
     """
@@ -158,7 +155,7 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
             | {"decodes": len(group), "n": group["example"].nunique(), "diverged": int(group["diverged"].sum())}
             | {"rate": rate[0], "low": rate[1], "high": rate[2], "at_risk": int(group["at_risk"].sum())}
             | {"flip_rate": step[0], "flip_rate_low": step[1], "flip_rate_high": step[2]}
-            | {"mean_kl": group["mean_kl"].mean(), "typical_kl": kl.geometric, "typical_kl_low": kl.low}
+            | {"mean_kl": group["mean_kl"].mean(), "typical_kl": kl.median, "typical_kl_low": kl.low}
             | {"typical_kl_high": kl.high, "kl_zeros": kl.zeros, **means}
             | {"max_abs_logit": largest, "kl_bound": largest**2 / 2}
             | {"above_bound": int((group["mean_kl"] > group["kl_bound"]).sum())}
@@ -183,21 +180,26 @@ def _rate(group: pd.DataFrame, of: str = "") -> tuple[float, float, float]:
 
 
 def growth_of(steps: pd.DataFrame) -> pd.DataFrame:
-    """Whether the KL grows over the steps: the slope of a line, without step 0, which is the prefill's on both paths.
+    """Whether the KL grows over the steps: the slope of each example's line, without step 0, the prefill's on both paths.
 
     Args:
         steps: As :func:`with_free_steps` gives them.
 
     Returns:
         One row a model, strategy and protocol, and of the steps before a flip (protocol ``before the flip``): slope (nats a
-        step), low, high, p, n (examples), rows, why (there is none).
+        step, the examples' median), its 95% interval (low, high), n (examples of two steps and more), rows.
     """
     later = steps[steps["step"] > 0]
     before = later[(later["protocol"] == "matched") & ~later["after_flip"]].assign(protocol="before the flip")
     rows = []
     for told, group in conditions(pd.concat([later, before]), "model", "strategy", "protocol"):
-        found = slope(group["step"], group["kl"], group["example"])
-        rows.append({**told, "slope": found.effect, **_numbers(found), "rows": len(group), "why": found.why})
+        lines = {
+            name: np.polyfit(one["step"].to_numpy(float), one["kl"].to_numpy(float), 1)[0]
+            for name, one in group.groupby("example")
+            if one["step"].nunique() > 1
+        }
+        over = typical(list(lines.values()))
+        rows.append({**told, "slope": over.median, **over.interval._asdict(), "n": over.n, "rows": len(group)})
     return pd.DataFrame(rows)
 
 

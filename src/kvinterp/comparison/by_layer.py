@@ -27,10 +27,6 @@ CONTRASTS = {
 GROWING = ("l2", "relative_l2", f"l2{SUFFIX}", f"relative_l2{SUFFIX}")
 """The measures that are asked whether they grow: the paper's, relative to the stream, and both beside its largest dimensions."""
 
-ENOUGH = 4
-"""In how many examples there must be drift to divide by: with fewer, a resample is without any more often than an interval of
-95% leaves out at its upper end."""
-
 
 def means_of(rows: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
     """The mean drift by layer.
@@ -40,45 +36,35 @@ def means_of(rows: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
         measures: Columns of it.
 
     Returns:
-        One row a layer and measure: mean over examples; centre with its 95% interval (low, high), the geometric mean of those
-        above 0, of a cosine the mean; zeros, those of exactly 0; n (examples). NaN where none has a number.
+        One row a layer and measure: mean and median over examples, the median's 95% interval (low, high); zeros,
+        those of exactly 0; n (examples). NaN where none has a number.
     """
     found = []
     for measure in measures:
         for layer, values in _layers(rows, measure):
-            row = {"layer": layer, "measure": measure, "mean": values.mean(), "n": len(values)}
-            if "cosine" in measure and "distance" not in measure:
-                row |= {"centre": row["mean"], **metrics.mean_interval(values)._asdict(), "zeros": 0}
-            else:
-                over = metrics.typical(values)
-                centre = over.geometric if over.n > over.zeros else row["mean"]
-                row |= {"centre": centre, **over.interval._asdict(), "zeros": over.zeros}
-            found.append(row)
-    return pd.DataFrame(found, columns=["layer", "measure", "mean", "centre", "low", "high", "zeros", "n"])
+            found.append({"layer": layer, "measure": measure, **metrics.typical(values)._asdict()})
+    return pd.DataFrame(found, columns=["layer", "measure", *metrics.Typical._fields])
 
 
 def amplification_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """How many times the mean drift of a layer is that of the layer before.
+    """How many times the drift of a layer is that of the layer before.
 
     Args:
         rows: A row an example, step and layer.
 
     Returns:
-        One row a layer and measure of :data:`GROWING`: ratio of the means over examples, low, high (95% interval, whole
-        examples resampled), n; NaN at the first layer and where the layer before has no drift, and no interval where it has some
-        in fewer than :data:`ENOUGH` examples.
+        One row a layer and measure of :data:`GROWING`: ratio, the median of the examples' own, its 95% interval (low, high) and
+        n, the examples that drift in the layer before; NaN where there is none.
     """
     found = []
     for measure in GROWING:
         layers = dict(_layers(rows, measure))
         for layer, values in layers.items():
-            both = pd.concat([values, layers.get(layer - 1, values * np.nan)], axis=1).dropna().to_numpy()
-            row = {"layer": layer, "measure": measure, "ratio": np.nan, "low": np.nan, "high": np.nan, "n": len(both)}
-            if len(both) and both[:, 1].any():
-                row["ratio"] = _ratio(*both.T)
-                if (both[:, 1] > 0).sum() >= ENOUGH:
-                    row["low"], row["high"] = metrics.clustered_interval(_ratio, np.arange(len(both)), *both.T)
-            found.append(row)
+            before = layers.get(layer - 1, values * np.nan)
+            grown = metrics.typical((values / before.where(before > 0)).dropna())
+            found.append(
+                {"layer": layer, "measure": measure, "ratio": grown.median, **grown.interval._asdict(), "n": grown.n}
+            )
     return pd.DataFrame(found, columns=["layer", "measure", "ratio", "low", "high", "n"])
 
 

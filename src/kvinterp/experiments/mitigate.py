@@ -170,8 +170,8 @@ def costs_of(examples: pd.DataFrame) -> pd.DataFrame:
         examples: A row a pair and prompt: what, path, kl, squared, differs, flip, steps, rows_a_token, bytes_a_token.
 
     Returns:
-        One row a path: reference, prompts, steps, mean_kl (nats, of prompts' means), typical_kl (the geometric mean of those
-        above 0) with its 95% interval over prompts (low, high), rms_logit, differ (steps whose logits differ), flips, truth_kl
+        One row a path: reference, prompts, steps, mean_kl (nats, of prompts' means), typical_kl (their
+        median) with its 95% interval over prompts (low, high), rms_logit, differ (steps whose logits differ), flips, truth_kl
         and truth_rms_logit (from float64), rows_a_token, bytes_a_token.
     """
     rows = []
@@ -186,7 +186,7 @@ def costs_of(examples: pd.DataFrame) -> pd.DataFrame:
                 "prompts": len(group),
                 "steps": int(group["steps"].sum()),
                 "mean_kl": group["kl"].mean(),
-                "typical_kl": kl.geometric,
+                "typical_kl": kl.median,
                 "low": kl.low,
                 "high": kl.high,
                 "rms_logit": float(np.sqrt(group["squared"].mean())),
@@ -215,15 +215,14 @@ def interactions_of(examples: pd.DataFrame) -> pd.DataFrame:
     the path alone (cached, no policy); the cell without either is 0.
 
     Returns:
-        One row a policy: prompts, policy_alone, path_alone, both (logits squared, means of prompts), contrast with its 95%
-        interval over prompts (low, high), and ratio, both over the sum of the two.
+        One row a policy: prompts, policy_alone, path_alone, both (logits squared, means of prompts), contrast, its
+        median over prompts with the 95% interval (low, high), and ratio, both over the sum of the two.
     """
     path = examples[examples["what"] == "neither"].set_index("example")["squared"]
     rows = []
     for policy, group in examples[examples["what"].isin(["alone", "both"])].groupby("of", sort=False):
         alone, both = (group[group["what"] == what].set_index("example")["squared"] for what in ("alone", "both"))
-        contrast = (both - alone - path.reindex(both.index)).to_numpy(float)
-        low, high = metrics.mean_interval(contrast)
+        contrast = metrics.typical(both - alone - path.reindex(both.index))
         added = alone.mean() + path.mean()
         rows.append(
             {
@@ -232,9 +231,9 @@ def interactions_of(examples: pd.DataFrame) -> pd.DataFrame:
                 "policy_alone": alone.mean(),
                 "path_alone": path.mean(),
                 "both": both.mean(),
-                "contrast": contrast.mean(),
-                "low": low,
-                "high": high,
+                "contrast": contrast.median,
+                "low": contrast.low,
+                "high": contrast.high,
                 "ratio": both.mean() / added if added > 0 else np.nan,
             }
         )

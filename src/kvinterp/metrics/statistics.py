@@ -31,8 +31,8 @@ __all__ = [
 Values: TypeAlias = Shaped[Tensor, " count"] | Shaped[np.ndarray, " count"]
 Flags: TypeAlias = Bool[Tensor, " count"] | Bool[np.ndarray, " count"]
 
-FEWEST = 5
-"""Of fewer independent observations no interval is given."""
+FEWEST = 6
+"""Of fewer independent observations no interval is given: of five all lie on one side of their median in 6% of samples."""
 #: Resampled numbers held at once by the bootstrap: 32 MB, and its indices the same again.
 _RESAMPLED_AT_ONCE = 2**22
 
@@ -96,18 +96,18 @@ def mean_error(frame: pd.DataFrame, keys: Sequence[str], value: str = "relative_
 
 
 class Typical(NamedTuple):
-    """Numbers of at least 0 that spread over orders of magnitude, as KL, drift and relative errors do.
+    """What is typical of numbers, whatever their distribution.
 
     Attributes:
-        mean: Of all, zeros included.
-        geometric: The geometric mean of those above 0.
-        low, high: Its confidence interval, Student's of the logarithms.
+        mean: Of all.
+        median: Of all.
+        low, high: The confidence interval of the median, by order statistics.
         zeros: How many are exactly 0.
         n: How many there are, one a cluster.
     """
 
     mean: float
-    geometric: float
+    median: float
     low: float
     high: float
     zeros: int
@@ -115,41 +115,38 @@ class Typical(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """Of the geometric mean."""
+        """Of the median."""
         return Interval(self.low, self.high)
 
 
 def typical(values: Any, clusters: Any = None, confidence: float = 0.95) -> Typical:
-    """How large numbers are that spread over orders of magnitude, on the scale on which they are symmetric.
+    """How large numbers typically are: their median, with the interval that any distribution allows.
 
-    Of 40 prompts of the zoo a bootstrap's interval holds their mean KL in two thirds of samples, since one prompt is most of it;
-    Student's of the logarithms holds the geometric mean as often as it says (``benchmarks/calibration.py``).
+    KL, drift and relative errors spread over orders of magnitude, and one prompt may be most of a mean; recoveries are all
+    alike but a few. No interval of a mean holds it as often as it says then (``benchmarks/calibration.py``). That of a median
+    lies between two of the numbers, is the same on every scale, and needs no assumption; zeros count as what they are.
 
     Args:
-        values: At least 0; NaN is left out.
+        values: One number each; NaN is left out.
         clusters: What each belongs to; each cluster counts once, by its own mean. Unless given each is its own.
-        confidence: Share of such intervals that should hold the true geometric mean.
+        confidence: Share of such intervals that should hold the true median.
 
     Returns:
-        What there is; both ends NaN where fewer than :data:`FEWEST` are above 0, or where they are all alike.
+        What there is; both ends NaN for fewer than :data:`FEWEST` at 95%.
 
     Raises:
-        InputError: A value is below 0, or the confidence is not between 0 and 1.
+        InputError: The confidence is not between 0 and 1.
     """
     _check(confidence, 1)
     numbers = pd.Series(np.asarray(values, dtype=float))
     if clusters is not None:
         numbers = numbers.groupby(np.asarray(clusters)).mean()
     known = numbers.dropna().to_numpy()
-    if (known < 0).any():
-        raise InputError(f"{known.min():g} was given: expected numbers of at least 0, whose geometric mean is asked for.")
-    above = known[known > 0]
-    if not len(above):
-        return Typical(0.0 if len(known) else np.nan, np.nan, np.nan, np.nan, len(known), len(known))
-    logs = np.log(above)
-    ends = mean_interval(logs, confidence)
-    low, high = (float(np.exp(end)) for end in ends)
-    return Typical(float(known.mean()), float(np.exp(logs.mean())), low, high, len(known) - len(above), len(known))
+    if not len(known):
+        return Typical(*[float("nan")] * 4, 0, 0)
+    ends: Any = scipy.stats.quantile_test(known).confidence_interval(confidence)
+    middle = float(np.median(known))
+    return Typical(float(known.mean()), middle, float(ends.low), float(ends.high), int((known == 0).sum()), len(known))
 
 
 def mean_interval(values: Any, confidence: float = 0.95) -> Interval:

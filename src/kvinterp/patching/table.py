@@ -85,7 +85,7 @@ class Sweep(Kept):
         return self.aggregate()
 
     def aggregate(self) -> pd.DataFrame:
-        """Over examples, for each patch: mean, median, quartiles and Student's interval of the mean recovery.
+        """Over examples, for each patch: mean, median, quartiles and the median's interval of the recovery.
 
         They are NaN where no example defines a recovery. Of the other distances the median, as median_kl and so on.
         """
@@ -95,7 +95,7 @@ class Sweep(Kept):
             row: dict[str, Any] = dict(zip(LABELS, labels, strict=True))
             row |= {"examples": len(group), "defined": len(values), **dict.fromkeys(OVER_EXAMPLES, float("nan"))}
             if len(values):
-                interval = metrics.mean_interval(values)
+                interval = metrics.typical(values)
                 quartiles = np.quantile(values, (0.25, 0.5, 0.75))
                 row |= {"mean": values.mean(), "median": quartiles[1], "low_quartile": quartiles[0]}
                 row |= {"high_quartile": quartiles[2], "interval_low": interval.low, "interval_high": interval.high}

@@ -46,12 +46,10 @@ def p_said(p: float) -> str:
 
 
 def _typical(row: Mapping[str, Any]) -> str:
-    """The geometric mean beside the mean."""
+    """The median beside the mean."""
     if pd.isna(row["typical_kl"]):
         return ""
-    return (
-        f" (geometric mean {number(row['typical_kl'])}{ends_said(row['typical_kl_low'], row['typical_kl_high'], ', {}')})"
-    )
+    return f" (median {number(row['typical_kl'])}{ends_said(row['typical_kl_low'], row['typical_kl_high'], ', {}')})"
 
 
 def _divergence(table: pd.DataFrame) -> Iterator[str]:

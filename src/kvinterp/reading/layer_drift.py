@@ -38,8 +38,8 @@ def said_of_layer_drift(tables: Mapping[str, pd.DataFrame], provenance: Mapping[
     lines = [
         f"{drift_title(tables['drift_by_layer'])}. Each path fed its own text, {int(free['removed'].sum())} of "
         f"{int(free['rows'].sum())} rows are of other tokens, and left out.",
-        f"{models_on(provenance)}. Means are over examples and intervals 95%, of drift those of geometric means (Student's, of "
-        "logarithms); other machines choose other orders of addition, and every number here is this one's.",
+        f"{models_on(provenance)}. Medians are over examples, with 95% intervals; other machines "
+        "choose other orders of addition, and every number here is this one's.",
     ]
     for model, examples in tables["drift_examples"].groupby("model", sort=False):
         mine = {name: only(table, model=model) for name, table in tables.items()}
@@ -90,9 +90,9 @@ def _said_of_growth(mine: Mapping[str, pd.DataFrame]) -> list[str]:
     ends = []
     for measure, name in (("l2", "L2"), ("relative_l2", "relative L2"), (f"l2{SUFFIX}", "L2 without the three largest")):
         rows = only(every, measure=measure).sort_values("layer").to_dict("records")
-        ends.append(f"{name} {_with_interval(rows[0], 'centre')} and {_with_interval(rows[-1], 'centre')}")
+        ends.append(f"{name} {_with_interval(rows[0], 'median')} and {_with_interval(rows[-1], 'median')}")
     first, last = int(every["layer"].min()), int(every["layer"].max())
-    said = [f"  On the same tokens, at layers {first} and {last}, geometric means: {'; '.join(ends)}."]
+    said = [f"  On the same tokens, at layers {first} and {last}, medians: {'; '.join(ends)}."]
     growth = only(table, measure="l2")
     known = growth.dropna(subset=["ratio"])
     if len(known):

@@ -81,9 +81,8 @@ def _said_of_part(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
         parts.append(shown + f", most at layer {best['layer']}" * (max(medians) > min(medians)))
     together = all_layers(known)
     if together is not None:
-        interval = ends_said(together["interval_low"], together["interval_high"], ", interval {}", percent)
-        mean = f"mean {percent(together['mean'])}{interval}"
-        parts.append(f"all layers together {percent(together['median'])} ({mean})")
+        interval = ends_said(together["interval_low"], together["interval_high"], "95% interval {}, ", percent)
+        parts.append(f"all layers together {percent(together['median'])} ({interval}mean {percent(together['mean'])})")
     n, of = known[0]["defined"], known[0]["examples"]
     over = counted(n, "example") + (f", {of - n} without a difference left out" if n < of else "")
     return f"{said}: of the {distance}, {'; '.join(parts)} ({over})."

@@ -29,7 +29,7 @@ def said_of_mitigate(summary: Mapping[str, Any]) -> list[str]:
 
 def _mitigation(row: Mapping[str, Any]) -> str:
     front = "; no other is better in one and as good in all" if row["pareto"] else ""
-    typical = f" (geometric mean {number(row['typical_kl'])}, 95% interval {{}})"
+    typical = f" (median {number(row['typical_kl'])}, 95% interval {{}})"
     left = (
         f"KL {number(row['mean_kl'])}{ends_said(row['low'], row['high'], typical)}"
         if row["differ"]

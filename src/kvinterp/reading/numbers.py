@@ -16,7 +16,6 @@ __all__ = [
     "between",
     "counted",
     "ends_said",
-    "interval_said",
     "listed",
     "machine_of",
     "machines_of",
@@ -109,28 +108,11 @@ def sentence(text: str) -> str:
 # Means and intervals ---------------------------------------------------------------------------------------------------
 
 
-def _finite(values: Any) -> np.ndarray:
-    known = np.asarray(values, dtype=float)
-    return known[np.isfinite(known)]
-
-
-def interval_said(values: Any, of: str = "prompt") -> str:
-    """Student's interval of a mean over prompts, or why there is none.
-
-    Args:
-        values: One number for each, about symmetric; NaN and infinity are left out.
-        of: What there is one number for.
-    """
-    known = _finite(values)
-    ends = metrics.mean_interval(known)
-    return ends_said(*ends, "95% interval {} over " + counted(len(known), of)) or _no_interval(known, of)
-
-
 def typical_said(values: Any, of: str = "prompt", clusters: Any = None) -> str:
-    """The geometric mean of numbers that spread over orders of magnitude, its interval, and how many are exactly 0.
+    """The median, its interval, and how many are exactly 0.
 
     Args:
-        values: One number for each, at least 0; NaN and infinity are left out.
+        values: One number for each; NaN and infinity are left out.
         of: What there is one number for.
         clusters: What each value belongs to, where there are several for each.
     """
@@ -139,26 +121,18 @@ def typical_said(values: Any, of: str = "prompt", clusters: Any = None) -> str:
     found = metrics.typical(values[known], None if clusters is None else np.asarray(clusters)[known])
     if found.zeros == found.n:
         return f"exactly 0 in {counted(found.n, of)}" if found.n else f"no {of} gives a number"
-    zeros = f", {found.zeros} of them exactly 0 and left out" if found.zeros else ""
-    said = f"geometric mean {number(found.geometric)}"
+    zeros = f", {found.zeros} of them exactly 0" if found.zeros else ""
     ends = ends_said(*found.interval, ", 95% interval {} over " + counted(found.n, of))
-    return said + (ends or f" of {counted(found.n, of)}, {TOO_FEW}") + zeros
-
-
-def _no_interval(known: np.ndarray, of: str) -> str:
-    if not len(known):
-        return f"no {of} gives a number"
-    if len(known) < metrics.FEWEST:
-        return f"{counted(len(known), of)}, {TOO_FEW}"
-    return f"the same in all {counted(len(known), of)}"
+    return f"median {number(found.median)}" + (ends or f" of {counted(found.n, of)}, {TOO_FEW}") + zeros
 
 
 TOO_FEW = "too few for an interval"
 
 
 def typical_interval(values: Any) -> str:
-    """The two ends of the interval of a geometric mean, or what stands in a table where there is none."""
-    known = _finite(values)
+    """The two ends of the interval of a median, or what stands in a table where there is none."""
+    known = np.asarray(values, dtype=float)
+    known = known[np.isfinite(known)]
     return ends_said(*metrics.typical(known).interval, "{}") or ("–" if not len(known) else f"n = {len(known)}")
 
 

@@ -52,10 +52,10 @@ def said_of_sweep(summary: Mapping[str, Any]) -> list[str]:
     beside = "".join(f", of the {_DISTANCES[name]} {_defined(best[f'median_{name}'])}" for name in others)
     found = f"the largest median recovery of the {_DISTANCES[distance]}, by {what}, is {best['median']:.1%}, at {place}"
     found += f"{beside}, over {counted(best['defined'], 'prompt')}"
-    if best["defined"] == 1:
-        found += ", so without an interval"
-    elif np.isfinite(best["interval_low"]):
-        found += f" (mean {best['mean']:.1%}, 95% interval {best['interval_low']:.1%} to {best['interval_high']:.1%})"
+    if np.isfinite(best["interval_low"]):
+        found += f" (95% interval {best['interval_low']:.1%} to {best['interval_high']:.1%}, mean {best['mean']:.1%})"
+    else:
+        found += ", too few for an interval"
     lines.append(f"No place recovers a twentieth: {found}." if best["median"] < 0.05 else f"{upper(found)}.")
     if summary["together"]:
         left = ", ".join(f"{found['share']:.1%} of the {_SHORT[name]}" for name, found in summary["together"].items())

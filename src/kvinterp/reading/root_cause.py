@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.reading.numbers import between, counted, interval_said, listed, models_on, number, typical_said, upper
+from kvinterp.reading.numbers import between, counted, listed, models_on, number, typical_said, upper
 from kvinterp.reading.results import only
 
 __all__ = ["ladder_title_of", "said_of_root_cause"]
@@ -44,7 +44,7 @@ def _said_of_sums(sums: pd.DataFrame) -> str:
         for name, group in values.groupby("accumulate", sort=False):
             table = group.pivot(index="seed", columns="length", values=column)
             ratio = (table[high] / table[low]).dropna()
-            grown.append(f"{name} {number(ratio.mean())}-fold ({interval_said(ratio, 'seed')})")
+            grown.append(f"{name} {number(ratio.mean())}-fold on average ({typical_said(ratio, 'seed')})")
         said += f" relative to {to} changes " + ", ".join(grown) + after
     return said
 
@@ -167,7 +167,7 @@ def _said_of_repeats(table: pd.DataFrame) -> list[str]:
             else:
                 change = (by[by.columns.max()] - by[1]).to_numpy(float)
                 shown = f"{' and '.join(map(number, means))}; the last less the first "
-                shown += f"{number(change.mean())} ({interval_said(change)})"
+                shown += f"{number(change.mean())} on average ({typical_said(change)})"
             said += f" {kernels} kernels, RMS logit difference {shown};"
         lines.append(said[:-1] + ".")
     return lines

@@ -51,7 +51,7 @@ def table_said(results: Sequence[Result]) -> Said:
         f"{counted(len(results), 'comparison')} of {of}, on {each}{' each' * (len(results) > 1)}: {steps} "
         f"decode steps in all. Tokens are chosen by the strategy {' or '.join(strategies)}. KL is KL(a || b) of the "
         "next-token distributions, in nats, computed in float64. The step at which a token flips counts as up to the flip; "
-        "the interval is that of the geometric mean over prompts (Student's, of logarithms)."
+        "the interval is that of the median over prompts."
     ]
     varying = [
         said

@@ -67,7 +67,7 @@ def flipped_decodes(tables: Mapping[str, pd.DataFrame], paths: tuple[str, str]) 
 
 
 def kl_by_step_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """The mean KL of every step, matched and free, a column a model; bands are 95% intervals."""
+    """The median KL of every step, matched and free, a column a model; bands are 95% intervals."""
     table = tables["kl_by_step"]
     models, protocols = list(dict.fromkeys(table["model"])), ("matched", "free")
     with sheet(max(6.4, 2.9 * len(models)), 5.4) as figure:
@@ -75,14 +75,14 @@ def kl_by_step_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
         for protocol, row in zip(protocols, grid, strict=True):
             chosen = only(table, protocol=protocol)
             for model, axis in zip(models, row, strict=True):
-                height = zero_aware(axis, [chosen["mean_kl"]])
+                height = zero_aware(axis, [chosen["median_kl"]])
                 for index, (strategy, line) in enumerate(only(chosen, model=model).groupby("strategy", sort=False)):
                     look = line_of(index, 1.2, markersize=2.5)
                     # No end below what the axis shows, where a logarithm has no 0.
                     low, high = (line[end].clip(lower=axis.get_ylim()[0]) for end in ("low", "high"))
                     axis.fill_between(line["step"], low, high, color=look["color"], alpha=0.15, linewidth=0)
-                    axis.plot(line["step"], height(line["mean_kl"]), **look, label=strategy)
-            beside(row, f"mean KL (nats), {protocol}")
+                    axis.plot(line["step"], height(line["median_kl"]), **look, label=strategy)
+            beside(row, f"median KL (nats), {protocol}")
         _steps(grid, models)
         legend_outside(figure, grid[0][0], side="upper")
     return figure

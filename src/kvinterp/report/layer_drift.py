@@ -142,15 +142,15 @@ def _grid(models: Sequence[str], measures: Sequence[str], lines: Any, title: str
         grid = inner.subplots(len(measures), len(models), squeeze=False, sharex=True)
         for row, measure in zip(grid, measures, strict=True):
             drawn = {model: list(lines(model, measure)) for model in models}
-            values = [table[["centre", "low", "high"]].to_numpy(float) for each in drawn.values() for _, table in each]
+            values = [table[["median", "low", "high"]].to_numpy(float) for each in drawn.values() for _, table in each]
             for axis, model in zip(row, models, strict=True):
                 height: Height = np.asarray if measure == "cosine" else zero_aware(axis, values)
                 for index, (label, table) in enumerate(drawn[model]):
-                    _line(axis, height, table, "centre", index, label, (index - 1) * 0.08)
+                    _line(axis, height, table, "median", index, label, (index - 1) * 0.08)
                 if measure == "cosine":
                     least = np.nanmin([0.0, *(np.nanmin(each, initial=0.0) for each in values)])
                     axis.set_ylim(least - 0.05, 1.05)
-            beside(row, f"{_LABELS[measure]}\n({'mean' if measure == 'cosine' else 'geometric mean'}, 95% interval)")
+            beside(row, f"{_LABELS[measure]}\n(median, 95% interval)")
         for axis, model in zip(grid[0], models, strict=True):
             axis.set_title(_bare(model), fontsize=9)
         for axis in grid[-1]:
