@@ -189,4 +189,4 @@ def test_of_few_numbers_there_is_no_interval():
     assert (alike.median, alike.low, alike.high, alike.zeros) == (0.0, 0.0, 0.0, 9)
     assert np.isnan(metrics.mean_interval(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))).all()
     with pytest.raises(InputError, match="not between 0 and 1"):
-        metrics.typical([1.0], confidence=2)
+        metrics.typical([1.0], confidence=2.0)
