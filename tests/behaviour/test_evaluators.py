@@ -306,7 +306,10 @@ def test_documents_are_compared_one_by_one() -> None:
     assert differing["doc"].tolist() == [1, 2, 3]
     assert (second["better"], second["worse"], second["changed"]) == (1, 2, 3)
     assert second["difference"] == pytest.approx(-1 / 6)
-    assert second["difference_low"] < -1 / 6 < second["difference_high"]
+    assert pd.isna(second["difference_low"]), "six documents are too few to resample"
+    twice = pd.concat([samples, samples.assign(doc=samples["doc"] + 6)])
+    (_, many) = evaluating.compared(results.assign(documents=12), twice, "cached").to_dict("records")
+    assert many["difference_low"] < -1 / 6 < many["difference_high"]
     assert second["p"] == 1.0
     assert (second["low"], second["high"]) == pytest.approx((0.0968, 0.7000), abs=1e-4)  # Wilson's for 2 of 6.
     about = {"model": "m", "kind": "native", "dtype": "float16", "device": "d", "threads": 1}

@@ -150,7 +150,12 @@ def test_tables_of_decodes_whose_truth_is_known() -> None:
     assert (matched["decodes"], matched["n"], matched["diverged"], matched["rate"]) == (8, 4, 3, 3 / 8)
     assert matched["at_risk"] == free["at_risk"] == 5 * 10 + 3 + 6 + 6
     assert matched["flip_rate"] == 3 / 65
-    assert matched["low"] < 3 / 8 < matched["high"]
+    assert np.isnan(matched["low"]), "four examples are too few to resample"
+    twelve, of_steps = made_up({example: [2.0 if example % 2 else NEVER, 5.0] for example in range(12)})
+    (many, _) = (
+        d.behaviour_tables(twelve, of_steps)["divergence"].sort_values("protocol", ascending=False).to_dict("records")
+    )
+    assert many["low"] < many["rate"] == 18 / 24 < many["high"] < 1
     assert (matched["above_bound"], free["above_bound"], matched["kl_bound"]) == (0, 3, 12.5)
     by_step = tables["kl_by_step"].set_index(["protocol", "step"])
     assert (by_step.loc["matched", "mean_kl"] == range(10)).all()
@@ -241,8 +246,8 @@ def test_the_sentences_follow_the_numbers() -> None:
     tables["oracle"] = pd.DataFrame([{"model": "m", "error_a": 1.0, "error_b": 2.0, "nearer": "a"}])
     tables["failures"] = decodes.iloc[:0]
     said = "\n".join(said_of_behaviour(tables, {"m": {"device": "a processor", "threads": 1}}))
-    assert "3 of 8 decodes of 4 examples flip a token (37.5%, interval" in said
-    assert "4.62% of the steps at risk" in said
+    assert "3 of 8 decodes of 4 examples flip a token (37.5%, too few examples for an interval), 4.62%" in said
+    assert "4.62% of the steps at risk." in said
     assert "The mean KL of 3 free decodes exceeds that bound" in said
     assert "Of m's 4 examples, each decoded 2 times, 1 always, 1 sometimes and 2 never flip a token" in said
     assert "same path twice: logits differ at 0 of 10 steps." in said

@@ -124,11 +124,15 @@ def test_cutting_the_resamples_for_memory_changes_nothing(monkeypatch):
 
 
 def test_whole_clusters_are_drawn():
-    """Ten equal steps of each of two prompts are two observations: the interval reaches from the one prompt to the other."""
-    clusters, values = np.repeat(["a", "b"], 10), np.repeat([0.0, 1.0], 10)
-    assert clustered_interval(np.mean, clusters, values) == (0.0, 1.0)
+    """Forty equal steps of each of twelve prompts are twelve observations, of which a mean is not sure."""
+    clusters, values = np.repeat(np.arange(12), 40), np.repeat([0.0, 1.0] * 6, 40)
+    low, high = clustered_interval(np.mean, clusters, values)
+    # Student's would be 0.17 to 0.83.
+    assert low == pytest.approx(0.17, abs=0.06)
+    assert high == pytest.approx(0.83, abs=0.06)
     low, high = bootstrap_interval(values)
-    assert high - low < 0.5
+    assert high - low < 0.1
+    assert np.isnan(clustered_interval(np.mean, clusters % 11, values)).all(), "eleven are too few"
 
 
 def test_an_interval_of_clusters_holds_the_truth_about_as_often_as_it_says():
@@ -143,9 +147,9 @@ def test_an_interval_of_clusters_holds_the_truth_about_as_often_as_it_says():
 
 
 def test_a_statistic_that_is_no_number_in_some_resamples_keeps_the_others():
-    clusters, values = np.array(["a", "b", "c"]), np.array([1.0, 2.0, 3.0])
-    low, high = clustered_interval(lambda x: float("nan") if len(set(x)) == 1 else float(np.mean(x)), clusters, values)
-    assert 1 < low < high < 3
+    clusters, values = np.arange(12), np.arange(12.0)
+    low, high = clustered_interval(lambda x: float("nan") if x.min() > 0 else float(np.mean(x)), clusters, values)
+    assert 1 < low < high < 10
     assert np.isnan(clustered_interval(lambda x: float("nan"), clusters, values)).all()
 
 

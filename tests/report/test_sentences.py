@@ -81,6 +81,7 @@ def checked(text: str, wanted: list[str], unwanted: list[str]) -> None:
 
 ALIKE = "bitwise equal at all"
 ONE = (0,)
+SIX = tuple(range(6))
 
 # where() ---------------------------------------------------------------------------------------------------------------
 
@@ -322,9 +323,10 @@ def by_margin(made: Comparison) -> None:
         ("kl_section", [made(flip=2, protocol="free")], ["0 of 4 steps", "leaving out those after a flip"], ["of 8 steps"]),
         ("kl_section", [made(setting("steps", "kl", 1e-6, "step > 0"), steps=30)], ["Where KL is above 0 it is 1.0 × 10⁻⁶ nats"],
          [CORRELATED, " to 1.0"]),
-        ("kl_section", [made(steps=30)], [CORRELATED, "58 steps of 2 prompts", "(95% "], [SURE]),
-        ("kl_section", [made(steps=30, examples=ONE)], [CORRELATED, "steps of 1 prompt"], ["95%"]),
-        ("kl_section", [made(by_margin, steps=30)], ["-1.00 with path a's margin", SURE], []),
+        ("kl_section", [made(steps=30)], [CORRELATED, "in the median of 2 prompts"], [SURE, "95%"]),
+        ("kl_section", [made(steps=30, examples=SIX)], [CORRELATED, "of 6 prompts", "(95% interval "], [SURE]),
+        ("kl_section", [made(by_margin, steps=30, examples=SIX)],
+         ["-1.00 with path a's margin (95% interval -1.00 to -1.00)", SURE], []),
         ("kl_section", [made(both(by_margin, setting("steps", "margin_a", 1.0)), steps=30)], ["with the step"],
          [SURE, "margin"]),
         ("drift_section", [made()], ["resid_post first above 0 at layer 1", "at layer 2"], ["exactly 0"]),

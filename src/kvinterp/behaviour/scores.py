@@ -7,7 +7,6 @@ prompts, tests turn the sign of a prompt's difference.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ __all__ = ["AGAIN", "CONTROL", "METRICS", "Measure", "contrasted", "observed", "
 
 CONTROL, AGAIN = "control", "control again"
 """No policy, and no policy with other draws of the sampling: what differs between them is the floor of every difference."""
-_RESAMPLES = 2000
+_RESAMPLES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +123,7 @@ def contrasted(examples: pd.DataFrame, contrasts: Mapping[str, Mapping[tuple[str
             known = pd.Series(each).dropna().to_numpy()
             if len(known):
                 low, high = _interval((known,), np.mean)
-                numbers = {"difference": known.mean(), "low": low, "high": high, "p": _sign_test(known)}
+                numbers = {"difference": known.mean(), "low": low, "high": high, "p": metrics.sign_flips(known).p}
                 rows.append({"contrast": name, "metric": metric, **numbers, "prompts": len(known)})
     return pd.DataFrame(rows, columns=["contrast", "metric", "difference", "low", "high", "p", "prompts"])
 
@@ -150,45 +149,10 @@ def _compared(mine: np.ndarray, control: np.ndarray, measure: Measure) -> dict[s
         "low": ends[0],
         "high": ends[1],
         "prompts": len(mine),
-        "p": _sign_test(mine - control),
+        "p": metrics.sign_flips(mine - control).p,
     }
 
 
-def _interval(columns: tuple[np.ndarray, ...], statistic: Callable[..., Any]) -> tuple[float, float]:
-    """The 95% percentile bootstrap over prompts; both ends are the value where it cannot vary, NaN of fewer than five prompts."""
-    if len(columns[0]) < metrics.FEWEST:
-        return float("nan"), float("nan")
-    with warnings.catch_warnings():
-        # It warns where nothing varies, and where a resample has no value, which is what is left out below.
-        warnings.simplefilter("ignore")
-        found: Any = stats.bootstrap(
-            columns,
-            statistic,
-            paired=len(columns) > 1,
-            vectorized=True,
-            n_resamples=_RESAMPLES,
-            method="percentile",
-            random_state=np.random.default_rng(0),  # Called rng from scipy 1.15 on, which takes both.
-        )
-    known = found.bootstrap_distribution[np.isfinite(found.bootstrap_distribution)]
-    if not len(known):
-        return float("nan"), float("nan")
-    low, high = np.quantile(known, (0.025, 0.975))
-    return float(low), float(high)
-
-
-def _sign_test(differences: np.ndarray) -> float:
-    """The permutation test of a mean of 0 that turns signs, prompt by prompt; 1 where nothing differs, NaN of one prompt."""
-    if len(differences) < 2:
-        return float("nan")
-    if not np.any(differences):
-        return 1.0
-    found = stats.permutation_test(
-        (differences, np.zeros_like(differences)),
-        lambda a, b, axis=-1: (a - b).mean(axis),
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=4999,
-        random_state=np.random.default_rng(0),
-    )
-    return float(found.pvalue)
+def _interval(columns: tuple[np.ndarray, ...], statistic: Callable[..., Any]) -> metrics.Interval:
+    """Over prompts, which are resampled."""
+    return metrics.clustered_interval(statistic, np.arange(len(columns[0])), *columns, resamples=_RESAMPLES)

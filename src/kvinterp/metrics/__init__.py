@@ -42,6 +42,7 @@ from kvinterp.metrics.recovery import recovery, recovery_percent, why_undefined
 from kvinterp.metrics.registry import OF_KIND, REGISTRY, measured
 from kvinterp.metrics.statistics import (
     FEWEST,
+    FEWEST_RESAMPLED,
     Interval,
     Typical,
     bootstrap_interval,
@@ -55,6 +56,7 @@ from kvinterp.metrics.survival import cox, survival_by_step
 __all__ = [
     "EXACT",
     "FEWEST",
+    "FEWEST_RESAMPLED",
     "KINDS",
     "OF_KIND",
     "REGISTRY",

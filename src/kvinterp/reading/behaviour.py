@@ -58,7 +58,8 @@ def _divergence(table: pd.DataFrame) -> Iterator[str]:
         said = f"{condition(row)}: "
         of = f"{counted(row['decodes'], 'decode')} of {counted(row['n'], 'example')}"
         if row["diverged"]:
-            said += f"{row['diverged']} of {of} flip a token ({row['rate']:.1%}{_shares(row['low'], row['high'])}), "
+            ends = _shares(row["low"], row["high"]) or ", too few examples for an interval"
+            said += f"{row['diverged']} of {of} flip a token ({row['rate']:.1%}{ends}), "
             said += f"{row['flip_rate']:.2%} of the steps at risk{_shares(row['flip_rate_low'], row['flip_rate_high'])}"
         else:
             said += f"no token flips in {of}, which leaves up to {row['high']:.1%} of decodes possible"

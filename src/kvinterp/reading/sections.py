@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
-from kvinterp.reading.numbers import counted, most, number, share, short
+from kvinterp.reading.numbers import counted, ends_said, most, number, share, short
 from kvinterp.reading.results import decoded, drift_medians, kind_of, leading, model_of, place_of, site_of, with_protocol
 from kvinterp.reading.vocabulary import PROTOCOLS
 from kvinterp.reading.where import let_go
@@ -131,22 +131,21 @@ def _kl_size(steps: pd.DataFrame) -> list[str]:
         return [size]
     said, margin_high = [], 0.0
     for name, of in (("step", "the step"), ("margin_a", "path a's margin")):
-        if steps[name].nunique() > 1:
-            columns = [steps[key].to_numpy(float) for key in (name, "kl")]
-            low_end, high_end = metrics.clustered_interval(_rank_correlation, steps["prompt"].to_numpy(str), *columns)
-            interval = f" (95% {low_end:+.2f} to {high_end:+.2f})" if low_end == low_end else ""
-            margin_high = high_end if name == "margin_a" else margin_high
-            said.append(f"{_rank_correlation(*columns):+.2f} with {of}{interval}")
+        found = metrics.typical([_rank_correlation(own[name], own["kl"]) for _, own in steps.groupby("prompt")])
+        if found.n:
+            interval = ends_said(*found.interval, " (95% interval {})", "{:+.2f}".format)
+            margin_high = found.high if name == "margin_a" else margin_high
+            said.append(f"{found.median:+.2f} with {of}{interval}")
     if not said:
         return [size]
-    text = f"Its rank correlation over these {len(steps)} steps of {counted(steps['prompt'].nunique(), 'prompt')} is "
-    text += " and ".join(said)
+    prompts = counted(steps["prompt"].nunique(), "prompt")
+    text = f"Its rank correlation over the steps of a prompt, in the median of {prompts}, is {' and '.join(said)}"
     sure = ": a distribution that is sure of its token hardly moves when its logits do" if margin_high < -0.5 else ""
     return [size, f"{text}{sure}."]
 
 
-def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    return float(pd.Series(a).corr(pd.Series(b), method="spearman")) if min(len(set(a)), len(set(b))) > 1 else np.nan
+def _rank_correlation(a: pd.Series, b: pd.Series) -> float:
+    return float(a.corr(b, method="spearman")) if min(a.nunique(), b.nunique()) > 2 else np.nan
 
 
 # Drift, attention, K and V ---------------------------------------------------------------------------------------------
