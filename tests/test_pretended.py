@@ -7,8 +7,9 @@ had one. All of it is one group of xdist, since the device is told to torch once
 from __future__ import annotations
 
 import dataclasses
-import functools
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -16,6 +17,10 @@ import pytest
 import torch
 
 import kvinterp as kv
+from command_line import kvinterp, wrong
+from cutting import MODEL, SMALL
+from cutting import VERBS as COMMANDS
+from kvinterp.models import load_model
 from kvinterp.models.caches import CACHE_KINDS
 from kvinterp.paths.kernels.registry import KERNELS
 from kvinterp.policies import POLICIES
@@ -49,6 +54,27 @@ def models(device: Device) -> Callable[[str], tuple[kv.Adapter, kv.Adapter]]:
         return made[kind]
 
     return get
+
+
+def spread(adapter: kv.Adapter) -> kv.Adapter:
+    """A model of transformers with half its layers on each device, as ``device_map`` puts it there."""
+    from accelerate import dispatch_model
+
+    model, layers = adapter.model, adapter.facts.layers
+    # Tied weights are on one device; apart they show what is done behind the last layer.
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
+    places = {f"model.layers.{layer}": f"pretend:{2 * layer // layers}" for layer in range(layers)}
+    places |= {"model.embed_tokens": "pretend:0", "model.rotary_emb": "pretend:0"}
+    places |= {"model.norm": "pretend:1", "lm_head": "pretend:1"}
+    model = dispatch_model(model, places, main_device="pretend:0", force_hooks=True)
+    return kv.wrap(model, tokenizer=adapter.tokenizer, name=adapter.facts.name)
+
+
+@pytest.fixture(scope="module")
+def on_two(device: Device) -> kv.Adapter:
+    made = spread(kv.load_model("zoo:gqa2-mini", kind="native", dtype="float32", device="cpu"))
+    assert {str(p.device) for p in made.model.parameters()} == {"pretend:0", "pretend:1"}
+    return made
 
 
 # The device itself -----------------------------------------------------------------------------------------------------
@@ -170,11 +196,13 @@ def test_a_mask_made_on_the_cpu_inside_a_model_is_found(models: Callable[..., An
 
 
 @dataclasses.dataclass(frozen=True)
-class OnTheCpu(kv.Policy):
+class Elsewhere(kv.Policy):
     """A policy of someone's own that forgets where K and V are."""
 
+    device: str = "cpu"
+
     def write(self, keys: Any, values: Any, place: Any) -> Any:
-        return keys * torch.ones(keys.shape[-1]), values
+        return keys * torch.ones(keys.shape[-1], device=self.device), values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +215,12 @@ class Asks(kv.Policy):
 
 def test_a_tensor_made_on_the_cpu_in_a_policy_is_found(models: Callable[..., Any]) -> None:
     with pytest.raises(RuntimeError, match="two devices, pretend:0 and cpu"):
-        kv.run(models("native")[1], PROMPT, kv.Cached(policy=OnTheCpu()), max_new_tokens=2)
+        kv.run(models("native")[1], PROMPT, kv.Cached(policy=Elsewhere()), max_new_tokens=2)
+
+
+def test_a_tensor_made_on_the_first_device_in_a_policy_is_found(on_two: kv.Adapter) -> None:
+    with pytest.raises(RuntimeError, match="two devices, pretend:1 and pretend:0"):
+        kv.run(on_two, PROMPT, kv.Cached(policy=Elsewhere("pretend:0")), max_new_tokens=2)
 
 
 def reads_a_step(device: Device, work: Callable[[int], Any]) -> tuple[float, Any]:
@@ -293,6 +326,8 @@ def parts_of(found: Any) -> dict[str, Any]:
         return {"tokens": found.tokens, "logits": None if found.logits is None else found.logits.cpu(), **kept}
     if isinstance(found, torch.Tensor):
         return {"tensor": found.cpu()}
+    if isinstance(found, pd.DataFrame):
+        return {"table": found}
     if dataclasses.is_dataclass(found):
         fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
         return {name: value for name, value in fields.items() if isinstance(value, pd.DataFrame)} or {"text": str(found)}
@@ -328,6 +363,15 @@ def patched_alone(adapter: kv.Adapter) -> torch.Tensor:
     return getattr(made, "logits", made)
 
 
+def ablated(adapter: kv.Adapter, donor: Any) -> torch.Tensor:
+    """The logits where two layers' heads are ablated."""
+    tokens = torch.tensor([PROMPT], device=adapter.device)
+    with kv.patched(adapter.model, kv.Patch("z", layers=(0, 3), positions="all", donor=donor)), torch.no_grad():
+        made = adapter.model(tokens)
+    return getattr(made, "logits", made)
+
+
+KEPT: dict[str, Any] = {"max_new_tokens": STEPS, "stop": "length", "record": "resid_post,kv", "logits": "keep"}
 VERBS: dict[str, Callable[[kv.Adapter], Any]] = {
     "run": lambda m: kv.run(m, PROMPT, max_new_tokens=STEPS, record="resid_post,kv", logits="keep"),
     "compare": lambda m: kv.compare(m, PROMPT, **GIVEN),
@@ -356,6 +400,13 @@ VERBS: dict[str, Callable[[kv.Adapter], Any]] = {
     "localise": lambda m: kv.localise(m, PROMPT),
     "lens": lambda m: kv.logit_lens(m, PROMPT, max_new_tokens=3),
     "attribution": lambda m: kv.logit_attribution(m, PROMPT, max_new_tokens=3),
+    "several": lambda m: kv.compare(m, PROMPT, b=["recompute", "cached+int4"], record="resid_post", **GIVEN).pairs[1],
+    "traces": lambda m: kv.compare_traces(*(kv.run(m, PROMPT, path, **KEPT) for path in ("cached", "cached+int4"))),
+    "attention": lambda m: kv.attention_comparison(m, PROMPT, step=2).heads,
+    "activation patching": lambda m: kv.activation_patching(m, PROMPT, OTHER, "resid_pre", progress="none"),
+    "mean donor": lambda m: ablated(m, kv.mean_donor(m, [PROMPT, OTHER], "z")),
+    "resampled donor": lambda m: ablated(m, kv.resample_donor(m, [PROMPT, OTHER], "z")),
+    "save and load": lambda m: kv.Trace.load(kv.run(m, PROMPT, **KEPT).save(tempfile.mkdtemp())),
 }
 CHEAP = ("run", "compare", "batched")
 
@@ -380,8 +431,8 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", all_but(PATHS, "cached+q8_0"))
-def test_a_path_gives_what_it_gives_on_the_cpu(models: Callable[..., Any], path: str) -> None:
-    """Every policy, every kernel mode, every cache."""
+def test_a_path_gives_what_it_gives_on_the_cpu(models: Callable[..., Any], on_two: kv.Adapter, path: str) -> None:
+    """Every policy, every kernel mode, every cache; on one device and with the weights on two."""
 
     def tried(adapter: kv.Adapter) -> Any:
         try:
@@ -390,85 +441,114 @@ def test_a_path_gives_what_it_gives_on_the_cpu(models: Callable[..., Any], path:
             return str(error).replace("pretend:0", "cpu")
 
     cpu, there = models("native")
-    assert_same(tried(cpu), tried(there))
+    wanted = tried(cpu)
+    for adapter in (there, on_two):
+        assert_same(wanted, tried(adapter))
 
 
 # Weights on two devices ---------------------------------------------------------------------------------------------------
 
 
-def spread(model: Any) -> Any:
-    """The model with half its layers on each device, tensors brought along before each: as ``device_map`` does it.
-
-    accelerate replaces ``forward`` and adds no hook, which kvinterp would let rest where it asks the model by itself.
-    """
-
-    def bring(module: Any) -> None:
-        place, forward = next(module.parameters()).device, module.forward
-
-        def moved(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(map(moved, value))
-            return value.to(place) if isinstance(value, torch.Tensor) else value
-
-        @functools.wraps(forward)
-        def brought(*args: Any, **kwargs: Any) -> Any:
-            return forward(*map(moved, args), **{name: moved(value) for name, value in kwargs.items()})
-
-        module.forward = brought
-
-    model.to("pretend:0")
-    blocks = model.model.layers
-    for block in blocks[len(blocks) // 2 :]:
-        block.to("pretend:1")
-    for module in (*blocks, model.model.norm, model.lm_head):
-        bring(module)
-    return model
-
-
-# A comparison of all sites, sweeps and what is made of them put tensors of all layers together, which is refused there as on CUDA.
 SPREAD: dict[str, Callable[[kv.Adapter], Any]] = {
-    "run": VERBS["run"],
+    **VERBS,
+    "eviction": lambda m: kv.compare(m, PROMPT, "cached+h2o", "cached", record="pattern,kv", **GIVEN),
     "policy": lambda m: kv.run(m, PROMPT, "cached+int4", max_new_tokens=4, logits="keep"),
-    "eviction": lambda m: kv.run(m, PROMPT, "cached+sinks(2,6)", max_new_tokens=4, logits="keep"),
     "kernels": lambda m: kv.run(m, PROMPT, "cached[kernels=split_k(2,float32)]", max_new_tokens=4, logits="keep"),
+    "chunks": lambda m: kv.run(m, PROMPT, "cached[chunk=4,smooth=0.5]", max_new_tokens=4, logits="keep"),
+    "keys before RoPE": lambda m: kv.compare(m, PROMPT, "cached+sinks(2,6)", record="cache_k_pre,pattern", **GIVEN),
 }
 
 
-@pytest.mark.parametrize("verb", all_but(SPREAD, "run"))
-def test_weights_on_two_devices(models: Callable[..., Any], verb: str) -> None:
-    there = kv.wrap(spread(kv.load_model("zoo:gqa2-mini", kind="native", dtype="float32", device="cpu").model))
-    assert {str(p.device) for p in there.model.parameters()} == {"pretend:0", "pretend:1"}
-    assert_same(SPREAD[verb](models("native")[0]), SPREAD[verb](there))
+@pytest.mark.parametrize("verb", all_but(SPREAD, "compare"))
+def test_weights_on_two_devices(models: Callable[..., Any], on_two: kv.Adapter, verb: str) -> None:
+    assert_same(SPREAD[verb](models("native")[0]), SPREAD[verb](on_two))
+
+
+def test_the_host_reads_no_more_often_for_a_second_device(device: Device, on_two: kv.Adapter) -> None:
+    most, work = WAITS["all sites"]
+    reads, lines = reads_a_step(device, lambda steps: work(on_two, steps))
+    assert reads <= most, lines
 
 
 # Whole commands' work ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_kernels_table(models: Callable[..., Any]) -> None:
-    """It runs; which shapes agree to the bit hangs on the kernels that the device chooses, and is not compared."""
-    cpu, there = (kv.kernels_table(model, sizes=(1, 2, 17)) for model in models("native"))
-    assert len(cpu.table) == len(there.table) > 0
+MARKED = {"compare": pytest.mark.always, "root-cause": pytest.mark.long, "study": pytest.mark.long}
+OF_THE_DEVICE = {"kernels": ["bitwise_equal", "rows_differing", "max_ulp", "max_ulp_of_row"], "study": ["key", "settings"]}
+"""Columns that hang on the kernels a device chooses, or name it."""
 
 
 @pytest.mark.slow
-def test_an_audit(models: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "verb",
+    [pytest.param(verb, marks=MARKED.get(verb, ())) for verb in COMMANDS if verb != "demo"],
+)
+def test_a_command_gives_what_it_gives_on_the_cpu(
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
+) -> None:
+    """On one device, and with its weights on two: the same tables and the same sentences."""
+    made = {}
+    for place in ("cpu", "pretend:0", "two devices"):
+        with monkeypatch.context() as patch:
+            (tmp_path / place).mkdir()
+            patch.chdir(tmp_path / place)
+            if place == "two devices":
+                for module in ("models", "experiments.repeated_heads"):
+                    patch.setattr(f"kvinterp.{module}.load_model", loaded_on_two)
+            where = "cpu" if place == "cpu" else "pretend:0"
+            made[place] = kvinterp(*COMMANDS[verb], "--out", "out", "--device", where)
+        assert made[place].exit_code == 0, (place, made[place].output, made[place].exception)
+    for place in ("pretend:0", "two devices"):
+        tables = sorted((tmp_path / "cpu").rglob("*.parquet"))
+        assert tables or verb == "audit"
+        for path in tables:
+            ours, theirs = (
+                pd.read_parquet(each).drop(columns=OF_THE_DEVICE.get(verb, []), errors="ignore")
+                for each in (path, tmp_path / place / path.relative_to(tmp_path / "cpu"))
+            )
+            pd.testing.assert_frame_equal(theirs, ours, check_exact=True, obj=f"{path.name} on {place}")
+        if verb != "kernels":
+            assert made[place].stdout == made["cpu"].stdout, place
+
+
+def loaded_on_two(name: Any, **given: Any) -> kv.Adapter:
+    """As ``load_model``, with the weights of what goes to the device on both."""
+    if given.get("device") != "pretend:0":
+        return load_model(name, **given)
+    return spread(load_model(name, **given | {"device": "cpu"}))
+
+
+@pytest.mark.parametrize("place", ["pretend:0", "two devices"])
+def test_a_command_refuses_in_one_sentence_what_it_refuses_on_the_cpu(
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    if place == "two devices":
+        monkeypatch.setattr("kvinterp.models.load_model", loaded_on_two)
+    asked = ("compare", MODEL, *SMALL, "--out", tmp_path, "--device", "pretend:0")
+    wrong("blocks of 32 along head_dim", *asked, "--a", "cached+q8_0", "--b", "cached")
+    wrong("torch cannot use it here", *asked[:-1], "pretend:2")
+
+
+@pytest.mark.slow
+def test_an_audit(models: Callable[..., Any], on_two: kv.Adapter) -> None:
     """It runs whole; what it says is what it says of the CPU but for what is timed or asked of a processor alone."""
-    cpu, there = (kv.audit(m, lengths=(5,), steps=2) for m in models("native"))
-    assert cpu.exit_code == there.exit_code
-    assert cpu.reading == there.reading
+    cpu, *others = (kv.audit(m, lengths=(5,), steps=2) for m in (*models("native"), on_two))
+    for there in others:
+        assert cpu.exit_code == there.exit_code
+        assert cpu.reading == there.reading
 
 
 @pytest.mark.slow
-def test_the_panel(models: Callable[..., Any]) -> None:
+def test_the_panel(models: Callable[..., Any], on_two: kv.Adapter) -> None:
     from kvinterp.report.panel import patch_panel
 
     asked = {"donor": "prompt", "distance": "kl"}
-    cpu, there = (
+    cpu, *others = (
         patch_panel(m, "Tom has 5 red apples.", other="Tom has 7 red apples.", max_new_tokens=3).choose(**asked)
-        for m in models("native")
+        for m in (*models("native"), on_two)
     )
-    answers = [made.choose(site="kv", layer=1).fill().answer for made in (cpu, there)]
+    answers = [made.choose(site="kv", layer=3).fill().answer for made in (cpu, *others)]
     assert answers[0] is not None
-    assert str(answers[0]) == str(answers[1])
-    assert cpu.widget.map["cells"] == there.widget.map["cells"]
+    for there, answer in zip(others, answers[1:], strict=True):
+        assert str(answers[0]) == str(answer)
+        assert cpu.widget.map["cells"] == there.widget.map["cells"]

@@ -199,7 +199,8 @@ def repeated_rows(bench: Bench) -> Check:
 
     def change(cache: Any, rows: Tensor) -> None:
         cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(2 * rows + torch.tensor([0, 1, 0], device=rows.device))
+        # The host's, which select on whatever device a layer's rows are.
+        cache.batch_select_indices(2 * rows.cpu() + torch.tensor([0, 1, 0]))
 
     what = (
         "three prompts of {prompt} tokens, a step, the rows of the cache repeated by batch_repeat_interleave, three selected "

@@ -35,7 +35,7 @@ class NewestActivations(SiteHook):
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Hears what attention is about to read, and of which rows where a policy may have let go of some."""
         if place.rows is not None:
-            self.seen[ROWS, place.layer] = place.rows
+            self.seen[ROWS, place.layer] = place.rows.to(self._device)
         super().on_read(place, keys, values)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:

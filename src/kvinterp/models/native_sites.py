@@ -156,7 +156,8 @@ class Checked:
 class _Seen:
     """Keys and values as attention reads them, by layer, seen through a store that holds nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.model_cache: Any = None
         self.own: Any = None
         self.read: dict[int, tuple[Tensor, Tensor]] = {}
@@ -168,12 +169,12 @@ class _Seen:
         return self.read[layer]
 
     def update(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
-        self.read[layer] = keys.detach().clone(), values.detach().clone()
+        self.read[layer] = keys.detach().to(self.device, copy=True), values.detach().to(self.device, copy=True)
         return keys, values
 
 
 class _Shown:
-    """What every site of every layer showed in one forward, and what entered the norms on queries and keys."""
+    """What every site of every layer showed in one forward, and what entered the norms on queries and keys; on one device."""
 
     def __init__(self, adapter: Adapter, sites: NativeSites) -> None:
         self.facts = adapter.facts
@@ -187,7 +188,7 @@ class _Shown:
                 except UnsupportedError:
                     continue
         self.raw: dict[tuple[str, int], list[Tensor]] = {}
-        self.store = _Seen()
+        self.store = _Seen(adapter.device)
         self._run(adapter, sites)
 
     @torch.no_grad()
@@ -212,7 +213,7 @@ class _Shown:
     def _keep(self, name: str, layer: int, tap: Tap | None = None) -> Any:
         def keep(raw: Tensor) -> None:
             seen = raw if tap is None else tap.get(raw)
-            self.raw.setdefault((name, layer), []).append(seen.detach().clone())
+            self.raw.setdefault((name, layer), []).append(seen.detach().to(self.store.device, copy=True))
 
         return keep
 

@@ -76,7 +76,7 @@ class SiteHook(PathHook):
         self._reads: dict[int, list[str]] = {}
         self._keys_before_rope: dict[int, list[Tensor]] = {}
         self._rows: dict[int, Place] = {}
-        self._rotated_in_cache = adapter.facts.cached_keys_rotated
+        self._rotated_in_cache, self._device = adapter.facts.cached_keys_rotated, adapter.device
         for site, layer in sorted(wanted, key=lambda place: place[0] in CACHE_SITES):
             if site in CACHE_SITES:
                 self._hear_cache(adapter, site, layer)
@@ -114,13 +114,21 @@ class SiteHook(PathHook):
                 pieces = self._keys_before_rope[place.layer]
                 gathered = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
                 rows = gathered[:, :, place.start :] if place.rows is None else taken(gathered, place.rows)
-                self.see(site, place.layer, place.start, rows)
             else:
-                self.see(site, place.layer, place.start, values if site == "cache_v" else keys)
+                rows = values if site == "cache_v" else keys
+            self._bring(site, place.layer, place.start, rows)
+
+    def _bring(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
+        """Has a site seen, of a model that is spread over devices where the tokens are, so that layers can be put together."""
+        if tensor.device != self._device:
+            layout = LAYOUTS[site]
+            needed = tensor.narrow(layout.rows, -1, 1) if self._newest and layout.group != "cache" else tensor
+            tensor = needed.to(self._device)
+        self.see(site, layer, start, tensor)
 
     def _tell(self, site: str, layer: int) -> Listener:
         def listener(tensor: Tensor) -> None:
-            self.see(site, layer, 0, self._lined_up(site, layer, tensor) if layer in self._rows else tensor)
+            self._bring(site, layer, 0, self._lined_up(site, layer, tensor) if layer in self._rows else tensor)
 
         # Read by the adapter: a function takes attributes, and wrapping one keeps them.
         listener.newest_row = self._newest  # type: ignore[attr-defined]

@@ -131,7 +131,7 @@ class Recorder(SiteHook):
 
     def keep(self, site: str, layer: int, tensor: Tensor) -> None:
         """Keeps a site that no hook shows, of the step that was begun."""
-        self.see(site, layer, 0, tensor)
+        self._bring(site, layer, 0, tensor)
 
     def unheard(self) -> list[Site]:
         """What is to be kept and was not shown since the step was begun."""
@@ -140,7 +140,7 @@ class Recorder(SiteHook):
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Hears what attention reads from the cache, and of which rows where a policy may have let go of some."""
         if place.rows is not None and any((site, place.layer) in self.kept for site in WITH_ROWS):
-            self.see(ROWS, place.layer, place.start, place.rows)
+            self._bring(ROWS, place.layer, place.start, place.rows)
         super().on_read(place, keys, values)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
