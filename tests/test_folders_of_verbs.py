@@ -54,7 +54,7 @@ def at_work(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def audited(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An audit of nothing, as far as its files go."""
-    monkeypatch.setattr(report, "page", lambda _: "the page")
+    monkeypatch.setattr(report, "page", lambda *_: "the page")
     rung = SimpleNamespace(name="float32", **dict.fromkeys(report.TABLES, pd.DataFrame()))
     rung.steps = TABLE
     return SimpleNamespace(rungs=[rung], verdict=SimpleNamespace(to_json=lambda: "{}"))

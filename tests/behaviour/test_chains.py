@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -170,8 +171,10 @@ def test_arms_are_compared_chain_by_chain() -> None:
     assert by.loc["cached, other seeds", ["delta", "chains", "same_text"]].tolist() == [0, 3, 0]
     assert by.loc["cached", "same_text"] == 3
     curve = curves_of(chains).query("arm == 'bad' and hop == 1").iloc[0]
-    assert np.isnan(curve["similarity_low"]), "three chains say nothing of 95%"
-    many = pd.concat([chains.assign(text=chains["text"] + 10 * turn) for turn in range(2)])
+    assert np.isnan(curve["similarity_low"]), "chains of one text say nothing of 95%"
+    many = pd.concat([chains.assign(text=chains["text"] + 10 * turn) for turn in range(6)]).assign(
+        similarity=lambda rows: rows["similarity"] + rows["text"] / 1000
+    )
     curve = curves_of(many).query("arm == 'bad' and hop == 1").iloc[0]
     assert curve["similarity_low"] <= curve["similarity"] <= curve["similarity_high"]
     summary = {
@@ -220,6 +223,10 @@ def test_the_command_plays_every_arm_and_draws(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "report.html").read_text()
     assert "cosine of word counts" in page
     assert chains["said"].iloc[0] in page
+    claims = json.loads((tmp_path / "out" / "summary.json").read_text())["claims"]
+    assert [claim["id"] for claim in claims] == ["exact-chains", "keys-matter", "not-monotone"]
+    assert claims[1]["why"] == "the number of independent units is 1, and fewer than 5 decide nothing", "one text"
+    assert "Of 3 claims of the drift post, 0 hold here, 0 do not and 3 are not testable here." in page
 
 
 def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

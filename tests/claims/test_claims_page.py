@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from worlds import told, worlds_of
+
 from kvinterp.claims import CLAIMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
@@ -9,9 +11,14 @@ BEGIN, END = "<!-- the table: python tests/claims/test_claims_page.py writes it 
 
 
 def table() -> str:
-    rows = [["id", "source", "claim", "its number", "rule"], ["---"] * 5]
+    rows = [["id", "source", "claim", "its number", "rule", "holds in", "does not in", "open in"], ["---"] * 8]
     for claim in CLAIMS:
-        rows.append([f"`{claim.id}`", f"{claim.source}, {claim.section}", claim.claim, claim.value or "–", claim.rule])
+        answers = [told(world) for world in worlds_of(claim)]
+        if claim.construction:
+            answers = [f"by construction: {claim.construction}", "–", "–"]
+        rows.append(
+            [f"`{claim.id}`", f"{claim.source}, {claim.section}", claim.claim, claim.value or "–", claim.rule, *answers]
+        )
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
 
 

@@ -15,7 +15,7 @@ ONLY = ("behaviour", "boundary", "layer-drift", "localisation")
 
 
 def study_on(kernels: str) -> dict[str, pd.DataFrame]:
-    small = ("localisation.count=1", "localisation.max_new_tokens=3", "behaviour.controls=1", "boundary.controls=1")
+    small = ("localisation.count=1", "localisation.max_new_tokens=3", "behaviour.controls=1")
     study = Study(
         preset="quick",
         models=("zoo:gqa2-mini",),

@@ -198,7 +198,7 @@ def test_corrections_say_what_they_cannot_do():
     assert len(metrics.corrected([])) == 0
 
 
-def test_shares_and_the_rule_of_three():
+def test_shares_and_what_none_leaves_possible():
     found = metrics.share_of([True] * 3 + [False] * 17)
     # Clopper and Pearson: the shares under which so many or so few have probability 0.025.
     tail = [
@@ -207,9 +207,9 @@ def test_shares_and_the_rule_of_three():
     ]
     assert (found.effect, found.low, found.high) == pytest.approx((0.15, *tail), rel=1e-6)
     for n in (10, 700):
-        bound = metrics.rule_of_three(n).high
-        assert (1 - bound) ** n == pytest.approx(0.05, rel=1e-9)
-        assert bound == pytest.approx(3 / n, rel=0.15)
+        bound = metrics.share_of(np.zeros(n)).high
+        assert (1 - bound) ** n == pytest.approx(0.025, rel=1e-9)
+        assert bound == pytest.approx(3.7 / n, rel=0.2)
 
 
 # Dependence ------------------------------------------------------------------------------------------------------------
@@ -321,7 +321,6 @@ CANNOT = {
     "no event to predict": (lambda: metrics.auc(np.arange(12.0), SAME == 0), "no event"),
     "no event to score": (lambda: metrics.brier(SAME / 2, SAME == 0), "no event"),
     "share of nothing": (lambda: metrics.share_of([]), "no observations"),
-    "three over nothing": (lambda: metrics.rule_of_three(0), "no observations"),
 }
 
 

@@ -576,7 +576,7 @@ RIGHT, WRONG = " 3 + 4 = 7. #### 7", " 3 + 4 = 8. #### 8"
     [
         (made(), ["No token flipped in 2 decodes of at most 5 steps"], ["A token flipped", EIGHT, "Shown is"]),
         (made(both(decoded(0, WRONG, RIGHT), decoded(1, RIGHT, WRONG)), **FLIP),
-         ["A token flipped in 2 of 2 decodes (95% interval of the share 34% to 100%)",
+         ["A token flipped in 2 of 2 decodes (95% interval of the share 16% to 100%)",
           "of these 2, path a alone answered right in 1, path b alone in 1, and in 0", "Shown is p0.", "before step 2.",
           "Mean KL over the 2 steps after it"], ["No token flipped"]),
         (made(both(decoded(0, WRONG, WRONG), decoded(1, WRONG, RIGHT)), **FLIP),

@@ -69,9 +69,9 @@ def check_own(folder: Path) -> None:
         check_writable(folder)
 
 
-def texts_of(audit: Audit) -> dict[str, str]:
-    """Page, tables and verdict by the names of their files."""
-    texts = {"audit.html": page(audit)}
+def texts_of(audit: Audit, said: Sequence[str] = ()) -> dict[str, str]:
+    """Page, tables and verdict by the names of their files; ``said`` stands on the page too."""
+    texts = {"audit.html": page(audit, said)}
     texts |= {f"{name}.csv": table.to_csv(index=False) for name, table in tables_of(audit).items()}
     # The verdict last: where it is, everything is.
     return {**texts, "verdict.json": audit.verdict.to_json()}
@@ -134,13 +134,14 @@ def save_verdict(verdict: Verdict, folder: Path) -> Path:
     return put({"audit.html": page_of(verdict, [Text(say.BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
 
 
-def page(audit: Audit) -> str:
+def page(audit: Audit, said: Sequence[str] = ()) -> str:
     """The page, self-contained; whatever comes from the model is escaped."""
     verdict, own = audit.verdict, audit.provenance["dtype"]
     blocks = [
         Text(say.BLOCKS, look="note"),
         *_layers(audit, verdict.first_layer if verdict.exit_code else None),
         *_last_token(audit.rung(own), own),
+        *([Text("What was claimed elsewhere", look="h2"), Bullets(said)] if said else []),
     ]
     return page_of(verdict, blocks, [f"{name}.csv" for name in tables_of(audit)])
 

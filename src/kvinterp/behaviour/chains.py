@@ -245,15 +245,13 @@ def cycles_of(chains: pd.DataFrame) -> pd.DataFrame:
 
 
 def curves_of(chains: pd.DataFrame) -> pd.DataFrame:
-    """Mean similarity and share of facts by hop, of each model, arm and temperature, with Student's intervals over chains."""
+    """Mean similarity and share of facts by hop, of each model, arm and temperature, with Student's intervals over texts."""
     rows = []
     for told, group in conditions(chains, *ARM, "hop"):
         row = told | {"chains": len(group)}
         for column in ("similarity", "facts"):
-            known = group[column].dropna().to_numpy()
-            low, high = metrics.mean_interval(known)
-            mean = float(known.mean()) if len(known) else np.nan
-            row |= {column: mean, f"{column}_low": low, f"{column}_high": high}
+            low, high = metrics.mean_interval(group.groupby("text")[column].mean())
+            row |= {column: float(group[column].mean()), f"{column}_low": low, f"{column}_high": high}
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -267,9 +265,9 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
 
     Returns:
         A row a model, arm and temperature, sorted: ``similarity`` and ``facts`` of the last hop, ``delta`` (the arm's minus the
-        control's similarity) with Student's interval over chains, ``chains``, those ``better`` and ``worse`` than the
-        control's, ``same_text``, and ``half_life``: the median of the first hop whose similarity is at most a half, of the
-        ``halved`` chains that have one.
+        control's similarity) with Student's interval over texts (chains of one are not independent), ``chains``, those ``better``
+        and ``worse`` than the control's, ``same_text``, and ``half_life``: the median of the first hop whose similarity is at
+        most a half, of the ``halved`` chains that have one.
     """
     last = chains[chains["hop"] == chains["hop"].max()]
     pair = ["model", "temperature", "text", "seed"]
@@ -280,8 +278,8 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
     halves = chains[(chains["similarity"] <= 0.5)].groupby(["arm", *pair])["hop"].min()
     rows = []
     for told, group in conditions(beside, *ARM):
-        delta = (group["similarity"] - group["similarity_control"]).to_numpy()
-        low, high = metrics.mean_interval(delta)
+        delta = group["similarity"] - group["similarity_control"]
+        low, high = metrics.mean_interval(delta.groupby(group["text"]).mean())
         places = [(told["arm"], *row) for row in group[pair].itertuples(index=False)]
         half = [float(halves.loc[place]) for place in places if place in halves.index]
         rows.append(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvinterp.metrics.inference import Test, corrected, mcnemar, rule_of_three, share_of, sign_flips
+from kvinterp.metrics.inference import Test, corrected, mcnemar, share_of, sign_flips
 from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnemar_power, mean_power
 from kvinterp.metrics.statistics import clustered_interval, typical
 from kvinterp.metrics.survival import survival_by_step
@@ -169,7 +169,7 @@ def _rate(group: pd.DataFrame, of: str = "") -> tuple[float, float, float]:
     trials = group[of].to_numpy(float) if of else np.ones(len(group))
     rate, n = float(flips.sum() / trials.sum()), group["example"].nunique()
     if flips.sum() == 0:
-        bound = rule_of_three(n).high
+        bound = share_of(np.zeros(n)).high
         # A chance of h a step leaves a decode of k steps without a flip with (1 - h) ** k.
         return rate, 0.0, float(1 - (1 - bound) ** (1 / trials.mean()))
     if not of and n == len(group):

@@ -229,10 +229,10 @@ def compared(results: pd.DataFrame, samples: pd.DataFrame, against: str) -> pd.D
         against: The path that others are compared with; any other text for none.
 
     Returns:
-        ``results`` with ``low`` and ``high``: the 95% interval (Wilson's where documents are right or wrong, else by bootstrap
-        over documents); ``difference`` from the other path with ``difference_low`` and ``difference_high`` (bootstrap over
-        documents, both paths on the same ones; none where no document changed, which says nothing of others), ``changed``: on
-        how many documents the two differ; and, where documents are
+        ``results`` with ``low`` and ``high``: the 95% interval (Clopper and Pearson's where documents are right or wrong,
+        else by bootstrap over documents); ``difference`` from the other path with ``difference_low`` and ``difference_high``
+        (bootstrap over documents, both paths on the same ones; none where no document changed, which says nothing of others),
+        ``changed``: on how many documents the two differ; and, where documents are
         right or wrong, ``better`` and ``worse``: on how many it alone is right or wrong, and ``p``: McNemar's, exact.
     """
     keys = ["task", "metric", "filter"]
@@ -268,12 +268,11 @@ def _beside(score: float, own: pd.DataFrame, other: pd.DataFrame | None) -> dict
         return {}
     binary = bool(np.isin(values, (0.0, 1.0)).all()) and bool((weights == 1).all())
     documents = np.arange(len(values))
-    if binary:
-        found = stats.binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")
-    else:
-        found = metrics.clustered_interval(
-            lambda of: how(values[of.astype(int)], weights[of.astype(int)]), documents, documents
-        )
+
+    def value(of: np.ndarray) -> float:
+        return how(values[of.astype(int)], weights[of.astype(int)])
+
+    found: Any = metrics.share_of(values) if binary else metrics.clustered_interval(value, documents, documents)
     made = {"low": float(found.low), "high": float(found.high)}
     if other is None or other["doc"].tolist() != own["doc"].tolist():
         return made

@@ -3,7 +3,8 @@
 A rule compares one number, the effect, with one bound. "Larger than x" holds where the effect is shown to be above x, does not
 where it is shown to be below what the source claims (x itself, or its smallest reported effect), and is open between: an interval
 that reaches both sides has shown nothing. What is shown is a one-sided p-value for each side; claims_of corrects them for being
-many. A claim about every case, or about none, needs no test: one counterexample refutes it.
+many. A claim about every case, or about none, needs no test: one counterexample refutes it. That something is not significant
+refutes nothing: an interval within a stated bound does.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvinterp import metrics
 __all__ = [
     "FAILS",
     "HOLDS",
+    "ISSUE",
     "LEAST",
     "NEWS",
     "OPEN",
@@ -35,9 +37,11 @@ __all__ = [
     "inside",
     "larger",
     "larger_of_intervals",
+    "magnitude",
     "never",
     "of_models",
     "pooled",
+    "ratio",
     "smaller",
     "smaller_of_intervals",
     "table",
@@ -46,13 +50,13 @@ __all__ = [
 
 HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not testable here"
 """The verdicts."""
-PAPER, NEWS = "FP16 paper", "news"
-"""The sources of most claims."""
-LEAST = 5
+PAPER, NEWS, ISSUE = "FP16 paper", "news", "transformers issue"
+"""The sources of most claims; the issue is transformers#46190."""
+LEAST = metrics.FEWEST
 """Fewer independent units (examples, seeds of made-up numbers) decide nothing."""
 MANY = 30
-"""So many units without a counterexample are asked for before "every" or "none" is taken to hold; by the rule of three the
-share of exceptions may then still be a tenth."""
+"""So many units without a counterexample are asked for before "every" or "none" is taken to hold; the share of
+exceptions may then still be a ninth (Clopper and Pearson)."""
 
 Tables: TypeAlias = Mapping[str, pd.DataFrame]
 
@@ -109,7 +113,7 @@ class Claim:
 
     Attributes:
         id: A short name of its own.
-        source: ``FP16 paper``, ``news``, ``cache-error paper`` or ``drift post``.
+        source: ``FP16 paper``, ``news``, ``cache-error paper``, ``drift post`` or ``transformers issue``.
         section: Where it stands there.
         claim: What is claimed, in our words.
         value: The source's number, as it prints it; empty where the text we have lost it.
@@ -119,6 +123,8 @@ class Claim:
         look: Finds it in the tables.
         if_equal: ``false`` where the claim would be wrong if both paths computed the same; ``true`` where it would be right;
             ``open`` where it is about something else.
+        construction: Why the rule gives its verdict whatever is measured, where it does: such a verdict is no evidence, and no
+            first line counts it.
     """
 
     id: str
@@ -131,6 +137,7 @@ class Claim:
     settles: str
     look: Callable[[Tables], Found]
     if_equal: str = "false"
+    construction: str = ""
 
 
 def told_again(claims: Sequence[Claim], of: str, source: str = NEWS, section: str = "summary", **told: str) -> Claim:
@@ -227,17 +234,18 @@ def larger(
     return Found.of(test, holds=above, fails=below)
 
 
-def _of_signs(found: Found, than: float, claimed: float, flags: bool = False) -> Found:
+def _of_signs(found: Found, than: float, claimed: float, flags: float = 0) -> Found:
     """With one-sided p-values of units that are all alike: each had an even chance to lie on the other side of the bound.
 
     Of flags, and of differences of flags, it is the chance that none of so many is another where the mean is at the bound: forty
-    that never happened leave a share of a twentieth possible.
+    that never happened leave a share of a twentieth possible. ``flags`` is the share of units that one of the number stands for.
     """
-    effect, below = found.matched, found.matched < claimed or found.matched <= than == claimed
+    # What lies on the bound itself lies on no side: so many are asked for as before "never" is taken to hold.
+    effect, below = found.matched, found.matched < claimed or (found.matched == than == claimed and found.n >= MANY)
 
     def chance(bound: float) -> float:
-        rare = (1 - abs(bound - effect)) ** found.n if flags and 0 < abs(bound - effect) < 1 else 0.0
-        return float(max(0.5**found.n, rare))
+        share = flags * abs(bound - effect)
+        return float(max(0.5**found.n, (1 - share) ** found.n if 0 < share < 1 else 0.0))
 
     return dataclasses.replace(found, holds=chance(than) if effect > than else 1.0, fails=chance(claimed) if below else 1.0)
 
@@ -248,6 +256,49 @@ def smaller(
     """The mean is below a bound; see :func:`larger`."""
     found = larger(-np.asarray(values, float), units, -than, None if claimed is None else -claimed, flags)
     return found.through(operator.neg)
+
+
+def magnitude(values: metrics.Column, units: metrics.Column, than: float, claimed: float | None = None) -> Found:
+    """Like :func:`larger` of a number that spreads over orders of magnitude, as KL does: the geometric mean of the units' means.
+
+    Units of exactly 0 have no logarithm. They are left out and counted; unless they are shown to be the fewer, nothing is large.
+    """
+    means = pd.Series(np.asarray(values, float)).groupby(np.asarray(units)).mean()
+    above, claimed = means[means > 0], than if claimed is None else claimed
+    if above.empty:
+        return larger(means, means.index, than, claimed)
+    said = f"{len(means) - len(above)} of {len(means)} units are exactly 0 and left out" if len(above) < len(means) else ""
+    check_enough(len(above), "; ".join(filter(None, (said, f"the number of independent units above 0 is {len(above)}"))))
+    found = larger(np.log(above), above.index, np.log(than), np.log(claimed)).through(np.exp)
+    if not said:
+        return found
+    most = stats.binomtest(len(above), len(means), alternative="greater").pvalue
+    return dataclasses.replace(found, holds=max(found.holds, float(most)), why=said)
+
+
+def ratio(
+    above: metrics.Column, below: metrics.Column, units: metrics.Column, than: float, claimed: float | None = None
+) -> Found:
+    """Like :func:`larger` of how many times larger one positive number of a row is than another: the geometric mean.
+
+    Rows in which either is exactly 0 have no ratio. They are left out, and it is said how many there are of either; where hardly
+    any others are left and the same one is always 0, the sign test decides.
+    """
+    pairs = pd.DataFrame({"a": np.asarray(above, float), "b": np.asarray(below, float), "unit": np.asarray(units)})
+    pairs = pairs[np.isfinite(pairs[["a", "b"]]).all(axis=1)]
+    zeros, kept = (pairs[["a", "b"]] == 0).sum(), pairs[(pairs["a"] > 0) & (pairs["b"] > 0)]
+    said = ""
+    if len(kept) < len(pairs):
+        said = f"of {len(pairs)} pairs {zeros['a']} and {zeros['b']} are exactly 0 on the two sides, and left out"
+    count, zero = kept["unit"].nunique(), pairs[(pairs["a"] == 0) != (pairs["b"] == 0)]
+    if count < LEAST <= zero["unit"].nunique() and zeros.min() == 0:
+        # One side is 0 and the other never: each is beyond every bound.
+        n = int(zero["unit"].nunique())
+        sides = (0.5**n, 1.0) if zeros["b"] else (1.0, 0.5**n)
+        return Found(n=n, holds=sides[0], fails=sides[1], why=said)
+    check_enough(count, "; ".join(filter(None, (said, f"the number of independent units that have a ratio is {count}"))))
+    found = larger(np.log(kept["a"] / kept["b"]), kept["unit"], np.log(than), None if claimed is None else np.log(claimed))
+    return dataclasses.replace(found, why="; ".join(filter(None, (said, found.why)))).through(np.exp)
 
 
 def inside(values: metrics.Column, units: metrics.Column, low: float, high: float, flags: bool = False) -> Found:
@@ -267,26 +318,36 @@ def pooled(rows: pd.DataFrame, value: str, low: str = "low", high: str = "high",
     return Found(average(there, value), average(there, low), average(there, high), int(there[n].min()))
 
 
-def larger_of_intervals(found: Found, than: float, claimed: float | None = None) -> Found:
+def larger_of_intervals(found: Found, than: float, claimed: float | None = None, flags: float = 0) -> Found:
     """Like :func:`larger` of a number whose 95% interval is all that is known: its error is taken from the interval's length.
 
+    Args:
+        found: The number.
+        than: What it must be above.
+        claimed: The smallest with which the claim would still be right; the bound unless given.
+        flags: Where it is a mean of flags, or of their differences, as a share of something: that something.
+
     Raises:
-        NotTestableError: It is of fewer than :data:`LEAST` units.
+        NotTestableError: It is of fewer than :data:`LEAST` units, or has no interval.
     """
     claimed = than if claimed is None else claimed
     check_enough(found.n, f"the number of independent units is {found.n}")
     # Bootstrap intervals have the normal distribution's length; with Student's tails few units count as few.
     error, spread = (found.high - found.low) / (2 * stats.norm.ppf(0.975)), stats.t(found.n - 1)
-    if not error > 0:
-        why = "the interval has no width: every unit lies on one side"
-        return _of_signs(dataclasses.replace(found, why=why), than, claimed)
+    if not np.isfinite(error):
+        raise NotTestableError("it has no interval")
+    if error < 1e-9:
+        # What the last bits of a mean leave is no width.
+        return _of_signs(
+            dataclasses.replace(found, why="the interval has no width: all units are alike"), than, claimed, flags
+        )
     holds, fails = spread.sf((found.matched - than) / error), spread.cdf((found.matched - claimed) / error)
     return dataclasses.replace(found, holds=float(holds), fails=float(fails))
 
 
-def smaller_of_intervals(found: Found, than: float, claimed: float | None = None) -> Found:
+def smaller_of_intervals(found: Found, than: float, claimed: float | None = None, flags: float = 0) -> Found:
     """The number is below a bound; see :func:`larger_of_intervals`."""
-    turned = larger_of_intervals(found.through(operator.neg), -than, None if claimed is None else -claimed)
+    turned = larger_of_intervals(found.through(operator.neg), -than, None if claimed is None else -claimed, flags)
     return turned.through(operator.neg)
 
 
@@ -303,4 +364,4 @@ def never(happened: metrics.Column, units: metrics.Column) -> Found:
         why = f"it happened in {count} of {n} units"
         return Found.of(metrics.share_of(by_unit.to_numpy()), verdict=FAILS, why=why)
     why = "" if n >= MANY else f"it happened in none of {n} units, and fewer than {MANY} are too few to say never"
-    return Found(0.0, 0.0, metrics.rule_of_three(n).high, n, verdict=HOLDS if n >= MANY else OPEN, why=why)
+    return Found(0.0, 0.0, metrics.share_of(np.zeros(n)).high, n, verdict=HOLDS if n >= MANY else OPEN, why=why)

@@ -28,7 +28,7 @@ CLAIMS: tuple[Claim, ...] = (
 )
 COLUMNS = (
     "id", "source", "section", "claim", "measure", "paper_value", "paper_protocol", "matched", "n", "low", "high", "p",
-    "p_corrected", "verdict", "why", "rule", "settles",
+    "p_corrected", "verdict", "why", "rule", "settles", "construction",
 )  # fmt: skip
 
 
@@ -48,7 +48,8 @@ def claims_of(tables: Tables, claims: Sequence[Claim] = CLAIMS) -> pd.DataFrame:
         One row a claim: id, source, section, claim, measure (what the numbers are), paper_value (as the source prints it),
         paper_protocol (the number here under the source's protocol; NaN where there is none), matched (under the control), n
         (independent units), low, high (95% interval of matched), p (one-sided, of the side that is nearer to a verdict),
-        p_corrected, verdict, why, rule, settles.
+        p_corrected, verdict, why, rule, settles, construction (why the rule gives its verdict whatever is
+        measured, if it does).
     """
     found = {look: _looked(look, tables) for look in dict.fromkeys(claim.look for claim in claims)}
     sides = {
@@ -61,7 +62,10 @@ def claims_of(tables: Tables, claims: Sequence[Claim] = CLAIMS) -> pd.DataFrame:
     rows = []
     for claim in claims:
         each, (p, p_corrected, verdict, why) = found[claim.look], judged[claim.look]
-        told = {name: getattr(claim, name) for name in ("id", "source", "section", "claim", "measure", "rule", "settles")}
+        told = {
+            name: getattr(claim, name)
+            for name in ("id", "source", "section", "claim", "measure", "rule", "settles", "construction")
+        }
         numbers = {name: getattr(each, name) for name in ("matched", "n", "low", "high")}
         told |= {"paper_value": claim.value, "paper_protocol": each.paper, "verdict": verdict, "why": why}
         rows.append(told | numbers | {"p": p, "p_corrected": p_corrected})

@@ -22,6 +22,8 @@ from kvinterp.errors import InputError, KvinterpError, UnsupportedError
 from kvinterp.experiments.base import NOTHING, Experiment, How, Outcome, argument, option, shared
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from kvinterp.cells import Cell, Made
     from kvinterp.models import Adapter
     from kvinterp.progress import Tell
@@ -132,7 +134,9 @@ class Audit(Experiment):
         """What the audit says."""
         _, about = made["audit"]
         verdict = json.loads(about["texts"]["verdict.json"])
-        return Outcome(about, summary=verdict, texts=about["texts"], exit_code=about["exit_code"])
+        return Outcome(
+            about, summary={**verdict, "claims": about["claims"]}, texts=about["texts"], exit_code=about["exit_code"]
+        )
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """How the model is built: of a checkpoint, a config, or the user's code."""
@@ -178,9 +182,11 @@ def audited(
     """The audit of a model, as texts."""
     from kvinterp.auditing import audit
     from kvinterp.auditing.junit import junit_xml
-    from kvinterp.auditing.report import texts_of
+    from kvinterp.auditing.report import tables_of, texts_of
     from kvinterp.cells import loaded
     from kvinterp.data import load_prompts
+    from kvinterp.experiments.outcome import records
+    from kvinterp.reading.claims import claims_said
 
     given = None if prompts is None else load_prompts(prompts)
     # What a user's code prints is no part of what this command says.
@@ -195,9 +201,21 @@ def audited(
                 detail="everything",
                 progress=_share(tell, adapter.facts.name, len(rungs)),
             )
-    verdict = found.verdict
-    said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code}
-    return {}, {**said, "texts": texts_of(found), "junit": junit_xml(found)}
+    verdict, claims = found.verdict, claims_of(tables_of(found), adapter.facts.name)
+    said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code, "claims": records(claims)}
+    return {}, {**said, "texts": texts_of(found, claims_said(claims)), "junit": junit_xml(found)}
+
+
+def claims_of(tables: Mapping[str, pd.DataFrame], model: str) -> pd.DataFrame:
+    """What an audit says of the claims of transformers#46190: its steps are rungs of a ladder."""
+    from kvinterp import claims
+
+    ladder = {}
+    if "steps" in tables:
+        steps = tables["steps"].groupby(["rung", "prompt"]).agg(max_abs_logit=("max_abs", "max"), mean_kl=("kl", "mean"))
+        steps = steps.reset_index().rename(columns={"rung": "dtype", "prompt": "id"})
+        ladder["ladder"] = steps.assign(model=model, kernels="native", protocol="matched", failed=False, flipped=False)
+    return claims.claims_of(ladder, [claim for claim in claims.CLAIMS if claim.source == "transformers issue"])
 
 
 def _share(tell: Tell, model: str, rungs: int) -> Callable[[str], None]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError
 from kvinterp.experiments.options import OPTION, SHARED, argument, model, option, shared
-from kvinterp.experiments.outcome import How, Outcome
+from kvinterp.experiments.outcome import How, Outcome, records
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,6 +77,8 @@ class Experiment(abc.ABC):
     name; or the one there is, whose name is that in ``DRAWN``."""
     READING: ClassVar[str] = ""
     """The import name of what says in sentences what the summary holds, where that has no ``reading``."""
+    CLAIMS: ClassVar[str] = ""
+    """The source whose claims its tables decide: they are judged among what it found; ``""``: none."""
     STEPS: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
     """The fields that say how many steps are decoded, where there are any: no model is asked for more than its context."""
     UNIT: ClassVar[str] = "parts"
@@ -148,6 +150,10 @@ class Experiment(abc.ABC):
         said = outcome.summary.get("reading")
         if said is None and self.READING:
             said = imported(self.READING)(outcome.summary)
+            if "claims" in outcome.tables:
+                from kvinterp.reading.claims import claims_said
+
+                said = [*said, *claims_said(outcome.tables["claims"])]
         return list(said or ())
 
     def read(self, folder: Path) -> Outcome:
@@ -176,6 +182,12 @@ class Experiment(abc.ABC):
         choices: Mapping[str, Any] | None = None,
         folder: Path | None = None,
     ) -> Outcome:
+        if self.CLAIMS and "claims" not in outcome.tables:
+            from kvinterp.claims import CLAIMS, claims_of
+
+            judged = claims_of(outcome.tables, [claim for claim in CLAIMS if claim.source == self.CLAIMS])
+            outcome.tables = {**outcome.tables, "claims": judged}
+            outcome.summary = {**outcome.summary, "claims": records(judged)}
         outcome.verb, outcome.settings, outcome.folder = self.verb(), settings, folder
         outcome.choices = self.chosen() if choices is None else choices
         return outcome

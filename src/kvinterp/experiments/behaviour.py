@@ -230,7 +230,8 @@ def decodes_of(
 
     Returns:
         ``decodes``, a row an example and protocol: id, prompt_tokens, steps, flip_index (NaN: none), diverged, mean_kl,
-        mean_kl_before_flip (with the flip's own step), mean_kl_after_flip, mean_js, max_kl, max_abs_logit (over the steps at
+        mean_kl_before_flip (with the flip's own step), mean_kl_after_flip, early_kl and late_kl (the mean of the first and the
+        last quarter of the steps), mean_js, max_kl, max_abs_logit (over the steps at
         which both were fed the same), kl_bound (half its square, which no mean over those steps exceeds), smallest_margin,
         margin_at_flip (of the cached path's two largest logits), correct_a, correct_b (NA where no answer is known), text_a,
         text_b. In the matched protocol the second path writes no text of its own: correct_b is NA. ``steps``: those matched
@@ -305,6 +306,10 @@ def _rows(found: Comparison) -> pd.DataFrame:
     rows = found.examples.drop(columns=["token_divergence"]).set_index("example")
     largest = together.groupby("example")["max_abs_logit"].max()
     more = {"mean_js": steps.groupby("example")["js"].mean(), "max_abs_logit": largest, "kl_bound": largest**2 / 2}
+    # Of the steps behind the prefill's, which is the same computation on both paths.
+    part = steps["step"] / steps.groupby("example")["step"].transform("max")
+    for name, chosen in (("early_kl", (steps["step"] > 0) & (part <= 0.25)), ("late_kl", part > 0.75)):
+        more[name] = steps[chosen].groupby("example")["kl"].mean()
     rows = rows.assign(diverged=rows["flip_index"].notna(), margin_at_flip=first["margin_a"], **more)
     return rows.reset_index()
 

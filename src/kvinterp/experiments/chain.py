@@ -37,7 +37,8 @@ def _policies(asked: Any) -> bool:
 class Chain(Experiment):
     """Does the precision of the cache change where a text goes that is restated again and again?"""
 
-    TABLES: ClassVar = ("chains", "curves", "deltas", "cycles", "attractors")
+    TABLES: ClassVar = ("chains", "curves", "deltas", "cycles", "attractors", "claims")
+    CLAIMS: ClassVar = "drift post"
     DRAWN: ClassVar = ("chain_",)
     FIGURES: ClassVar = "kvinterp.report.chains:chain_figures"
     READING: ClassVar = "kvinterp.reading.chains:said_of_chains"
@@ -56,7 +57,7 @@ class Chain(Experiment):
         only=(_policies, _NO_POLICY),
     )
     texts: str = option(
-        "restate:2",
+        "restate:6",
         "restate:N, a text, or a .txt or .jsonl file with texts.",
         only=(lambda asked: asked.text is None, "one text was given in their place; leave one of the two out"),
     )
@@ -67,7 +68,7 @@ class Chain(Experiment):
     hops: int = option(30, "How often it is restated.", min=1, times="yes")
     temperatures: str = option("0.7,0", "Temperatures, with commas; at 0 there is one chain a text.")
     seeds: int = option(
-        10,
+        4,
         "How many chains of each text.",
         min=2,
         times="yes",

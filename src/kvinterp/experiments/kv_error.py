@@ -41,7 +41,8 @@ def _in_design(*users: str) -> tuple[Callable[[Any], bool], str]:
 class KvError(Experiment):
     """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
 
-    TABLES: ClassVar = ("scores", "contrasts", "examples", "noise")
+    TABLES: ClassVar = ("scores", "contrasts", "examples", "noise", "claims")
+    CLAIMS: ClassVar = "cache-error paper"
     FIGURES: ClassVar = "kvinterp.report.kv_error:kv_error_figures"
     READING: ClassVar = "kvinterp.reading.kv_error:said_of_kv_error"
 

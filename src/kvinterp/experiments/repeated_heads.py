@@ -32,8 +32,16 @@ from kvinterp.progress import each
 __all__ = ["RepeatedHeads", "repeated_heads", "with_repeated_heads"]
 
 TRUTH = "recompute@float64"
-KERNELS = ("native", "split_k(8,float16)")
-"""The machine's own, under which paths may be equal, and kernels that differ by construction."""
+PAIRS = {
+    **{
+        kernels: (f"cached[kernels={kernels}]", f"recompute[kernels={kernels}]")
+        for kernels in ("native", "split_k(8,float16)")
+    },
+    "native+normal(0,0.01)": ("cached+normal(0,0.01)", "cached"),
+}
+"""The machine's own kernels, under which paths may be equal, and ones that differ by construction: heads that repeat the
+same weights repeat the same rounding, so that these ask nothing of sharing. And a cache with errors that are drawn for each KV
+head, beside one without: query heads that share a head share its error, and repeated heads have errors of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +82,10 @@ def repeated_heads(copies: Mapping[int, Adapter], prompts: Any, steps: int) -> p
         steps: Most steps.
 
     Returns:
-        One row a copy, kernel mode and prompt: model, repeated, query_heads_per_kv_head, id, steps, differing_steps (of the
-        steps after the prefill), rms_logit, mean_kl, relative_l2 (resid_post of the last layer), pattern_kl, within and across
-        (mean correlation of head errors in and across the KV groups of the model as it was), float64_difference (largest of the
-        prompt's logits between the copy and the model, in float64).
+        One row a copy, kernel mode (behind a plus: the errors in the cache) and prompt: model, repeated,
+        query_heads_per_kv_head, id, steps, differing_steps (of the steps after the prefill), rms_logit, mean_kl, relative_l2
+        (resid_post of the last layer), pattern_kl, within and across (mean correlation of head errors in and across the KV groups
+        of the model as it was), float64_difference (largest of the prompt's logits between the copy and the model, in float64).
     """
     original, rows = copies[1], []
     sharing = original.facts.query_heads // original.facts.kv_heads
@@ -85,14 +93,13 @@ def repeated_heads(copies: Mapping[int, Adapter], prompts: Any, steps: int) -> p
     for prompt in each(prompts, "copies with more KV heads,", "prompt"):
         whole = {times: run(adapter, prompt, TRUTH, max_new_tokens=1, logits="keep") for times, adapter in copies.items()}
         exact = {times: torch.as_tensor(trace.logits) for times, trace in whole.items()}
-        for kernels in KERNELS:
+        for kernels, pair in PAIRS.items():
             fed: list[int] | None = None
             for times, adapter in copies.items():
                 found = compare(
                     adapter,
                     [prompt],
-                    f"cached[kernels={kernels}]",
-                    f"recompute[kernels={kernels}]",
+                    *pair,
                     max_new_tokens=steps,
                     continuation=fed,
                     record=sites,

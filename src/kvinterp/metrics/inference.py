@@ -26,7 +26,6 @@ __all__ = [
     "mann_whitney",
     "mcnemar",
     "mean_of",
-    "rule_of_three",
     "share_of",
     "sign_flips",
     "welch",
@@ -356,6 +355,8 @@ def welch(x: Column, y: Column, confidence: float = 0.95) -> Test:
 def share_of(events: Column, confidence: float = 0.95) -> Test:
     """How often something happened, with Clopper and Pearson's interval; every observation independent.
 
+    The one interval of a share, and of a count of 0, that kvinterp has: of 0 in 4 it reaches to 60.2%, of 0 in n to about 3.7/n.
+
     Returns:
         statistic: how many there were. p: NaN, since nothing is tested.
     """
@@ -366,16 +367,3 @@ def share_of(events: Column, confidence: float = 0.95) -> Test:
     count = int(happened.sum())
     ends = stats.binomtest(count, n).proportion_ci(confidence, "exact")
     return Test(said[0], n, float(count), np.nan, count / n, float(ends.low), float(ends.high), said[1])
-
-
-def rule_of_three(n: int, confidence: float = 0.95) -> Test:
-    """What 0 events in ``n`` independent observations leave possible: with 95% confidence a share of at most about 3/n.
-
-    Returns:
-        high: the exact one-sided bound, ``1 - (1 - confidence) ** (1 / n)``.
-    """
-    said = ("rule of three", "share of the observations")
-    if n < 1:
-        return nothing(said[0], 0, said[1], "there are no observations")
-    bound = stats.binomtest(0, n, alternative="less").proportion_ci(confidence, "exact").high
-    return Test(said[0], n, 0.0, np.nan, 0.0, 0.0, float(bound), said[1])

@@ -31,8 +31,8 @@ def said_of_chains(summary: Mapping[str, Any]) -> list[str]:
     control, null = summary["control"], summary["null"]
     lines = [
         f"{counted(summary['hops'], 'hop')} on {machines_of(provenance.values())}; similarity to the first text is the "
-        f"{similarity_named(summary['embedder'])}. Intervals are 95%, Student's over chains (text and seed), where there are "
-        f"{metrics.FEWEST} or more."
+        f"{similarity_named(summary['embedder'])}. Intervals are 95%, Student's over texts, each the mean of its chains, "
+        f"where there are {metrics.FEWEST} or more."
     ]
     arms = [row for row in deltas if row["arm"] not in (control, null)]
     for row in [one for one in deltas if one["arm"] == control]:
@@ -91,7 +91,7 @@ def _signs(arms: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"Of {len(signs)} variants (model, policy, temperature) that differ from no policy, {sum(signs)} end nearer to their "
         f"first text: a sign test gives p = {number(p)} as if they were independent. They are not: they share texts, seeds, "
-        "models and the chains without a policy, so it is no evidence by itself; the intervals over chains and the null are."
+        "models and the chains without a policy, so it is no evidence by itself; the intervals over texts and the null are."
     ]
 
 

@@ -212,10 +212,10 @@ def _share_said(part: int, whole: int) -> str:
     """The interval of a share; empty of one, which has none worth the name."""
     if whole < 2:
         return ""
-    # scipy.stats takes a moment to load, and only this sentence needs it.
-    from scipy import stats
+    # What it needs takes a moment to load, and only this sentence needs it.
+    from kvinterp.metrics import share_of
 
-    interval = stats.binomtest(part, whole).proportion_ci(method="wilson")
+    interval = share_of([True] * part + [False] * (whole - part))
     return f"95% interval of the share {interval.low:.0%} to {interval.high:.0%}"
 
 

@@ -21,11 +21,13 @@ def claims_said(claims: pd.DataFrame) -> list[str]:
     """
     if claims.empty:
         return ["No claim was looked for."]
-    counts = claims["verdict"].value_counts()
+    known = claims[claims["construction"] != ""]
+    counts = claims.drop(known.index)["verdict"].value_counts()
     sources = [f"{counted(int(n), 'claim')} of the {name}" for name, n in claims["source"].value_counts(sort=False).items()]
     hold, fail, open_ = (counts.get(verdict, 0) for verdict in (HOLDS, FAILS, OPEN))
+    by = f"; counted as none of these: {counted(len(known), 'verdict')} by construction" if len(known) else ""
     lines = [
-        f"Of {listed(sources)}, {hold} hold here, {fail} do not and {open_} are not testable here.",
+        f"Of {listed(sources)}, {hold} hold here, {fail} do not and {open_} are not testable here{by}.",
         how_decided(claims),
     ]
     decided = claims[claims["verdict"] != OPEN]
@@ -64,6 +66,7 @@ def claim_said(row: Mapping[str, Any]) -> str:
         said += f", n = {int(row['n'])}"
     if pd.notna(row["p"]):
         said += f", p {_p(row['p'])}, corrected p {_p(row['p_corrected'])}"
+    said += f". By construction: {row['construction']}" if row["construction"] else ""
     return f"{said}. {upper(row['why'])}." if row["why"] else f"{said}."
 
 

@@ -168,7 +168,8 @@ def _said_of_repeats(table: pd.DataFrame) -> list[str]:
                 change = (by[by.columns.max()] - by[1]).to_numpy(float)
                 shown = f"{' and '.join(map(number, means))}; the last less the first "
                 shown += f"{number(change.mean())} on average ({typical_said(change)})"
-            said += f" {kernels} kernels, RMS logit difference {shown};"
+            drawn = ", errors drawn for each KV head" if "+" in kernels else " kernels"
+            said += f" {kernels}{drawn}, RMS logit difference {shown};"
         lines.append(said[:-1] + ".")
     return lines
 

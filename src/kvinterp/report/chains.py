@@ -71,7 +71,7 @@ def _deltas(deltas: pd.DataFrame) -> Figure:
         axes.set_yticks(range(len(rows)), names, fontsize=7)
         axes.grid(visible=True, axis="x")
         axes.set_xlabel(
-            "final similarity minus that without a policy\n(mean and 95% interval over chains;\nhollow: other seeds, the null)"
+            "final similarity minus that without a policy\n(mean and 95% interval over texts;\nhollow: other seeds, the null)"
         )
         axes.set_title("Final differences, sorted")
     return figure

@@ -183,7 +183,7 @@ def repeated_heads_figure(table: pd.DataFrame) -> Figure:
             _lines(axis, height, {_bare(model): mean[model].sort_index() for model in mean.index.unique("model")})
             powers_of_two(axis, sorted(set(table["query_heads_per_kv_head"])))
             axis.set_xlabel("query heads a KV head (same function)")
-            place_title(axis, f"{mode} kernels", 6.3)
+            place_title(axis, mode if "+" in mode else f"{mode} kernels", 6.3)
         legend_outside(figure, axes[0][0])
     return figure
 

@@ -76,7 +76,12 @@ def _claims(claims: pd.DataFrame, outcome: Any, drawn: Mapping[Any, Sequence[Pat
             Links(_links(str(claim["table"]), outcome, drawn)),
             "\n".join(
                 sentence(text)
-                for text in (claim["why"], f"rule: {claim['rule']}", f"to settle it: {claim['settles']}")
+                for text in (
+                    claim["why"],
+                    f"rule: {claim['rule']}",
+                    claim["construction"] and f"decided by construction: {claim['construction']}",
+                    f"to settle it: {claim['settles']}",
+                )
                 if text
             ),
         ]
