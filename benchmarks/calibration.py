@@ -11,12 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from kept import keep
+from rich.console import Console
+from rich.table import Table
 
+from kvinterp import metrics
+from kvinterp.claims import base
 from kvinterp.metrics.statistics import mean_error
+from kvinterp.provenance import machine
 
 HERE = Path(__file__).parent
 SIZES = (5, 12, 40)
@@ -28,6 +36,7 @@ MODELS = {
 """Each with its dtype, prompts and steps."""
 RESAMPLES = 400
 """Of the intervals that resample on their own."""
+LEVEL = 0.05
 
 
 def measure(model: str) -> dict[str, list[Any]]:
@@ -46,7 +55,10 @@ def measure(model: str) -> dict[str, list[Any]]:
         if model.startswith("zoo:"):  # Thirty layers of a real one take hours.
             patched = Patch(**told | {"max_new_tokens": 6}, sweep="cumulative", direction="into-cached", distance="l2")
             recovered = patched.run(Path(folder) / "patch", progress="none").tables["recovery"]
-    rows = found.tables["steps"][["example", "step", "kl", "max_abs_logit", "margin_a", "flipped"]]
+    rows = found.tables["steps"][
+        ["example", "step", "kl", "max_abs_logit", "margin_a", "flipped", "top_probability_difference"]
+    ]
+    rows = rows.rename(columns={"top_probability_difference": "probability"})
     kv, layers = found.tables["kv_steps"], found.tables["layers"]
     for tensor, part in kv.groupby("tensor"):
         error = mean_error(part, ["example", "step"]).rename(f"error_{tensor}")
@@ -63,17 +75,219 @@ def _short(value: Any) -> Any:
     return None if pd.isna(value) else int(value) if float(value).is_integer() else float(f"{value:.4g}")
 
 
+# Resampling ------------------------------------------------------------------------------------------------------------
+
+Study = Callable[[pd.DataFrame], Any]
+
+
+def intervals() -> dict[str, tuple[str, Study]]:
+    """What there is an interval of: the column it needs, and what gives its estimate and ends of a population or a sample."""
+
+    def median(column: str) -> Study:
+        return lambda rows: _of(metrics.typical(rows[column], rows["prompt"]), "median")
+
+    def correlation(rows: pd.DataFrame) -> Any:
+        by = rows.groupby("prompt").mean()
+        return _of(metrics.correlation(by["kl"], by["margin_a"], method="spearman", resamples=RESAMPLES), "effect")
+
+    def within(rows: pd.DataFrame) -> Any:
+        own = [part["kl"].corr(part["margin_a"], method="spearman") for _, part in rows.groupby("prompt")]
+        return _of(metrics.typical(own), "median")
+
+    def thirds(rows: pd.DataFrame) -> Any:
+        return _of(metrics.terciles(rows["margin_a"], rows["max_abs_logit"], rows["prompt"], resamples=RESAMPLES), "effect")
+
+    def flips(rows: pd.DataFrame) -> Any:
+        return _of(metrics.rate_of(rows["flipped"], rows["prompt"]), "effect")
+
+    return {
+        "median KL of a prompt": ("kl", median("kl")),
+        "median largest logit difference": ("max_abs_logit", median("max_abs_logit")),
+        "median relative error of K": ("error_K", median("error_K")),
+        "median relative L2 of the last residual stream": ("relative_l2", median("relative_l2")),
+        "median recovery": ("recovery", median("recovery")),
+        "median rank correlation of KL and margin over a prompt's steps": ("kl", within),
+        "rank correlation of KL and margin over prompts (resampled)": ("kl", correlation),
+        "ratio of the outer thirds by margin (resampled)": ("max_abs_logit", thirds),
+        "flips a step (Korn and Graubard)": ("flipped", flips),
+        "share of prompts that flip (Clopper and Pearson)": (
+            "flipped",
+            lambda rows: _of(metrics.share_of(rows.groupby("prompt")["flipped"].max()), "effect"),
+        ),
+        "mean probability moved": (
+            "probability",
+            lambda rows: _of(metrics.mean_of(rows["probability"], rows["prompt"]), "effect"),
+        ),
+        "for comparison: mean KL, Student's": (
+            "kl",
+            lambda rows: _of(metrics.mean_of(rows["kl"], rows["prompt"]), "effect"),
+        ),
+        "for comparison: geometric mean of KL, Student's": (
+            "kl",
+            lambda rows: _of(metrics.mean_of(np.log(rows.groupby("prompt")["kl"].mean())), "effect"),
+        ),
+        "for comparison: mean KL, percentile bootstrap": (
+            "kl",
+            lambda rows: _boot(rows.groupby("prompt")["kl"].mean().to_numpy()),
+        ),
+    }
+
+
+def _of(found: Any, name: str) -> tuple[float, float, float]:
+    return getattr(found, name), found.low, found.high
+
+
+def _boot(values: np.ndarray) -> tuple[float, float, float]:
+    return float(values.mean()), *metrics.bootstrap_interval(values, resamples=RESAMPLES)
+
+
+def rules() -> dict[str, tuple[str, Callable[[pd.DataFrame], float], Callable[[pd.DataFrame, float], base.Found]]]:
+    """What claims are judged by: the column, the number that the rule is about, and the rule with its bound on that number."""
+
+    def by(rows: pd.DataFrame, column: str) -> pd.Series:
+        return rows.groupby("prompt")[column].mean()
+
+    def ratios(rows: pd.DataFrame) -> pd.Series:
+        both = rows.groupby("prompt")[["error_K", "error_V"]].mean()
+        return (both["error_K"] / both["error_V"]).dropna()
+
+    def middle(values: pd.Series) -> float:
+        return float(np.median(values))
+
+    return {
+        "KL is larger than": (
+            "kl",
+            lambda rows: middle(by(rows, "kl")),
+            lambda rows, bound: base.larger(rows["kl"], rows["prompt"], bound),
+        ),
+        "the stream's relative L2 is larger than": (
+            "relative_l2",
+            lambda rows: middle(by(rows, "relative_l2")),
+            lambda rows, bound: base.larger(rows["relative_l2"], rows["prompt"], bound),
+        ),
+        "K's error is so many times V's": (
+            "error_K",
+            lambda rows: middle(ratios(rows)),
+            lambda rows, bound: base.ratio(by(rows, "error_K"), by(rows, "error_V"), rows["prompt"].unique(), bound),
+        ),
+        "recovery is larger than": (
+            "recovery",
+            lambda rows: middle(by(rows, "recovery")),
+            lambda rows, bound: base.larger(rows["recovery"], rows["prompt"], bound),
+        ),
+        "share of prompts that flip is larger than": (
+            "flipped",
+            lambda rows: float(rows.groupby("prompt")["flipped"].max().mean()),
+            lambda rows, bound: base.larger(
+                rows.groupby("prompt")["flipped"].max(), rows["prompt"].unique(), bound, flags=True
+            ),
+        ),
+        "share of steps that flip is smaller than": (
+            "flipped",
+            lambda rows: float(by(rows, "flipped").mean()),
+            lambda rows, bound: base.smaller(rows["flipped"], rows["prompt"], bound, flags=True),
+        ),
+        "mean probability moved is larger than": (
+            "probability",
+            lambda rows: float(by(rows, "probability").mean()),
+            lambda rows, bound: base.larger(rows["probability"], rows["prompt"], bound, mean=True),
+        ),
+        "rank correlation of KL and margin over prompts is larger than": (
+            "kl",
+            lambda rows: float(by(rows, "kl").corr(by(rows, "margin_a"), method="spearman")),
+            lambda rows, bound: base.larger_of_intervals(
+                base.Found.of(
+                    metrics.correlation(by(rows, "kl"), by(rows, "margin_a"), method="spearman", resamples=RESAMPLES)
+                ),
+                bound,
+            ),
+        ),
+    }
+
+
+def studies(population: pd.DataFrame, size: int, repeats: int) -> Iterator[pd.DataFrame]:
+    """Studies of so many prompts, drawn with all their steps from a population; every prompt drawn counts as one."""
+    groups = [part for _, part in population.groupby("prompt")]
+    draw = np.random.default_rng(size)
+    for _ in range(repeats):
+        chosen = draw.integers(len(groups), size=size)
+        yield pd.concat([groups[number].assign(prompt=place) for place, number in enumerate(chosen)], ignore_index=True)
+
+
+def calibrated(model: str, rows: pd.DataFrame, repeats: int) -> Iterator[dict[str, Any]]:
+    """A row an interval or rule and size of study."""
+    for name, (column, study) in intervals().items():
+        if column not in rows or rows[column].isna().all():
+            continue
+        known = rows.dropna(subset=[column])
+        truth = study(known)[0]
+        for size in SIZES:
+            ends = np.array([study(sample)[1:] for sample in studies(known, size, repeats)], float)
+            given = np.isfinite(ends).all(1)
+            held = (ends[given, 0] <= truth) & (truth <= ends[given, 1])
+            numbers = {
+                "truth": truth,
+                "n": size,
+                "intervals": int(given.sum()),
+                "held": float(held.mean()) if given.any() else None,
+            }
+            yield {"model": model, "what": "interval", "name": name, **numbers}
+    for name, (column, number, rule) in rules().items():
+        if column not in rows or rows[column].isna().all():
+            continue
+        known = rows.dropna(subset=[column])
+        truth = number(known)
+        for size in SIZES:
+            said = [_judged(rule, sample, truth) for sample in studies(known, size, repeats)]
+            shares = {verdict: said.count(verdict) / repeats for verdict in ("holds", "fails", "open")}
+            yield {"model": model, "what": "rule", "name": name, "truth": truth, "n": size, **shares}
+
+
+def _judged(rule: Callable[[pd.DataFrame, float], base.Found], rows: pd.DataFrame, bound: float) -> str:
+    try:
+        found = rule(rows, bound)
+    except base.NotTestableError:
+        return "open"
+    return "holds" if found.holds <= LEVEL else "fails" if found.fails <= LEVEL else "open"
+
+
+def shown(rows: list[dict[str, Any]]) -> None:
+    """Prints both tables."""
+    frame = pd.DataFrame(rows)
+    for what, columns in (("interval", ["held"]), ("rule", ["holds", "fails"])):
+        table = Table(
+            title={"interval": "share of intervals that hold the truth", "rule": "false verdicts at the bound"}[what]
+        )
+        sizes = [f"n = {size}" for size in SIZES]
+        for name in ("", "model", *sizes):
+            table.add_column(name)
+        mine = frame[frame["what"] == what]
+        for (name, model), part in mine.groupby(["name", "model"], sort=False):
+            cells = [
+                " / ".join("none" if pd.isna(row[column]) else f"{row[column]:.1%}" for column in columns)
+                for _, row in part.iterrows()
+            ]
+            table.add_row(name, model, *cells)
+        Console(width=170).print(table)
+
+
 def main() -> None:
+    """Measures, or resamples what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--repeats", type=int, default=500)
+    parser.add_argument("--tables", type=Path, default=HERE / "results" / "measured.json")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
     given = parser.parse_args()
     if given.measure:
-        for model in MODELS:
-            measured = measure(model)
-            place = Path("/tmp/tables") / (model.replace(":", "-") + ".json")
-            place.parent.mkdir(exist_ok=True)
-            place.write_text(json.dumps(measured))
-            print(model, len(measured["kl"]), flush=True)
+        given.tables.write_text(json.dumps({model: measure(model) for model in MODELS}) + "\n")
+        return
+    tables = {model: pd.DataFrame(columns) for model, columns in json.loads(given.tables.read_text()).items()}
+    rows = []
+    for model, table in tables.items():
+        rows += calibrated(model, table.rename(columns={"example": "prompt"}).astype(float), given.repeats)
+    shown(rows)
+    keep(given.out, "calibration", {"provenance": {**machine(), "repeats": given.repeats}, "rows": rows})
 
 
 if __name__ == "__main__":

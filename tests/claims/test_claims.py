@@ -10,10 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import worlds
+from scipy import stats
 from worlds import CLAIMED, World, but
 
 from kvinterp.claims import CLAIMS, COLUMNS, FAILS, HOLDS, OPEN, Claim, Found, claims_of
-from kvinterp.claims.base import NotTestableError, larger, larger_of_intervals, magnitude, ratio, smaller, told_again
+from kvinterp.claims.base import NotTestableError, larger, larger_of_intervals, ratio, smaller, told_again
 from kvinterp.experiments.audit import claims_of as audits_claims
 
 made = functools.cache(worlds.tables)
@@ -70,27 +71,26 @@ def test_what_has_no_interval_is_open():
         larger_of_intervals(Found(1.0, np.nan, np.nan, 20), 0.0)
 
 
-def test_zeros_have_no_logarithm_and_are_told():
+def test_units_above_a_bound_are_counted_whatever_their_size():
     rng = np.random.default_rng(0)
-    values = np.exp(rng.normal(size=40))
-    some = np.where(np.arange(40) < 10, 0.0, values * 100)
-    found = magnitude(some, np.arange(40), 10.0)
-    assert found.matched == pytest.approx(np.exp(np.log(some[10:]).mean()))
-    assert (found.why, found.holds < 0.01) == ("10 of 40 units are exactly 0 and left out", True)
+    values = np.exp(rng.normal(size=40) * 3)
+    some = np.where(np.arange(40) < 10, 0.0, values * 1e3)
+    found = larger(some, np.arange(40), 1.0)
+    above = int((some > 1).sum())
+    assert found.matched == np.median(some)
+    assert found.holds == pytest.approx(stats.binomtest(above, 40, alternative="greater").pvalue)
     # Where most are 0 nothing is large, however large the others are.
-    most = np.where(np.arange(40) < 30, 0.0, values * 100)
-    assert magnitude(most, np.arange(40), 10.0).holds > 0.99
+    assert larger(np.where(np.arange(40) < 30, 0.0, 1e9), np.arange(40), 10.0).holds > 0.99
     pairs = ratio(values * 2, np.where(np.arange(40) < 3, 0.0, values), np.arange(40), 1.0)
-    assert pairs.matched == pytest.approx(2.0)
-    assert pairs.why.startswith("of 40 pairs 0 and 3 are exactly 0 on the two sides, and left out")
+    assert (pairs.matched, pairs.n, pairs.why) == (pytest.approx(2.0), 40, "")
     # What is 0 on one side alone, and always there, is beyond every bound.
     beyond = ratio(values, np.zeros(40), np.arange(40), 1e8)
     assert (beyond.holds, beyond.fails) == (0.5**40, 1.0)
     assert ratio(np.zeros(40), values, np.arange(40), 1.0).fails == 0.5**40
+    both = ratio(np.where(np.arange(40) < 4, 0.0, values), np.where(np.arange(40) < 4, 0.0, 1.0), np.arange(40), 1.0)
+    assert (both.n, both.why) == (36, "in 4 of 40 units both are exactly 0")
     with pytest.raises(NotTestableError, match="have a ratio is 0"):
         ratio(np.zeros(40), np.zeros(40), np.arange(40), 1.0)
-    with pytest.raises(NotTestableError, match="4 of 8 units are exactly 0"):
-        magnitude([0.0] * 4 + [1.0] * 4, range(8), 1.0)
 
 
 def test_power_is_of_the_sources_problems_and_not_of_the_readers():

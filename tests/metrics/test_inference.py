@@ -344,3 +344,24 @@ def test_arguments_that_no_data_make_right():
         metrics.mean_of([1.0, np.nan, 2.0])
     with pytest.raises(InputError, match="pearson or spearman"):
         metrics.correlation([1.0], [1.0], method="kendall")
+
+
+def test_a_rate_in_clusters_is_worth_fewer_trials_where_they_go_together():
+    rng = np.random.default_rng(0)
+    names = np.repeat(np.arange(40), 10)
+    alone = rng.random(400) < 0.2
+    found, exact = metrics.rate_of(alone.astype(float), names), metrics.share_of(alone)
+    assert found.effect == exact.effect
+    assert found.high - found.low == pytest.approx(exact.high - exact.low, rel=0.2)
+    # Where a cluster's rows are all alike it is worth one trial, which Clopper and Pearson's of the clusters is of.
+    together, of_clusters = np.repeat(alone[:40], 10), metrics.share_of(alone[:40])
+    found = metrics.rate_of(together.astype(float), names)
+    assert (found.low, found.high) == pytest.approx((of_clusters.low, of_clusters.high), abs=0.03)
+    # The same as counts and trials.
+    counts = metrics.rate_of(np.bincount(names, together), np.arange(40), np.full(40, 10.0))
+    assert (counts.low, counts.high) == pytest.approx((found.low, found.high), rel=0.02)
+    none, whole = (metrics.rate_of(np.full(400, value), names) for value in (0.0, 1.0))
+    zero = metrics.share_of(np.zeros(40))
+    assert (none.low, none.high) == pytest.approx((zero.low, zero.high))
+    assert (whole.low, whole.high) == pytest.approx((1 - zero.high, 1.0))
+    assert np.isnan(metrics.rate_of(np.ones(5), np.arange(5)).low)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvinterp.metrics.inference import Test, corrected, mcnemar, share_of, sign_flips
+from kvinterp.metrics.inference import Test, corrected, mcnemar, rate_of, share_of, sign_flips
 from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnemar_power, mean_power
-from kvinterp.metrics.statistics import clustered_interval, typical
+from kvinterp.metrics.statistics import typical
 from kvinterp.metrics.survival import survival_by_step
 
 __all__ = [
@@ -175,7 +175,7 @@ def _rate(group: pd.DataFrame, of: str = "") -> tuple[float, float, float]:
     if not of and n == len(group):
         found = share_of(group["diverged"])
         return rate, found.low, found.high
-    ends = clustered_interval(lambda x, y: float(x.sum() / y.sum()), group["example"].to_numpy(), flips, trials)
+    ends = rate_of(flips, group["example"], trials)
     return rate, ends.low, ends.high
 
 

@@ -55,7 +55,7 @@ def more_often_right(tables: Tables) -> Found:
     """Over all conditions the cached path is right more often."""
     answered = _answered(tables)
     exchanged = metrics.sign_flips(answered["difference"], answered["unit"])
-    found = larger(answered["difference"], answered["unit"], 0.0, SMALLEST)
+    found = larger(answered["difference"], answered["unit"], 0.0, SMALLEST, mean=True)
     paper = _papers(answered)["difference"].mean()
     if not answered["difference"].any():
         # No answer differs. What was never seen may still be as common as so many leave it.

@@ -20,8 +20,8 @@ from kvinterp.claims.base import (
     Tables,
     average,
     known,
+    larger,
     larger_of_intervals,
-    magnitude,
     never,
     pooled,
     ratio,
@@ -141,7 +141,7 @@ SMALL = 1.05
 def _kl(tables: Tables, than: float, column: str = "mean_kl") -> Found:
     decodes, free = (known(decodes_of(tables, protocol, column), column) for protocol in ("matched", "free"))
     paper = float(np.average(free[column], weights=of_greedy_copies(free)))
-    return magnitude(decodes[column], decodes["unit"], than).beside(paper)
+    return larger(decodes[column], decodes["unit"], than).beside(paper)
 
 
 def kl_is_within_the_bound(tables: Tables) -> Found:

@@ -24,7 +24,6 @@ from kvinterp.claims.base import (
     inside,
     known,
     larger,
-    magnitude,
     ratio,
     table,
     told_again,
@@ -69,7 +68,7 @@ def _beside_float32(tables: Tables, dtype: str) -> pd.DataFrame:
 def float32_does_not_help(tables: Tables) -> Found:
     """Logits differ about as much in float32 as in bfloat16."""
     rows = _beside_float32(tables, "bfloat16")
-    return ratio(rows["max_abs_logit_single"], rows["max_abs_logit_half"], rows["id"], 0.5).through(lambda value: 1 / value)
+    return ratio(rows["max_abs_logit_single"], rows["max_abs_logit_half"], rows["id"], 0.5).through(np.reciprocal)
 
 
 def _orders(tables: Tables, column: str) -> Found:
@@ -157,7 +156,7 @@ def errors_compound(tables: Tables) -> Found:
     rows = rows[rows["source"] == 0]
     last = known(rows[rows["layer"] == rows.groupby("model")["layer"].transform("max")], "l2_growth", "relative_growth")
     paper = float(np.exp(np.log(last.loc[last["l2_growth"] > 0, "l2_growth"]).mean()))
-    return magnitude(last["relative_growth"], last["prompt"], 1.0).beside(paper)
+    return larger(last["relative_growth"], last["prompt"], 1.0).beside(paper)
 
 
 _RUN = "the precision ladder with a fixed order of additions in float16 on the paper's GPU"

@@ -65,7 +65,7 @@ def one_layer_recovers_nothing(tables: Tables) -> Found:
 
 
 def all_layers_make_it_worse(tables: Tables) -> Found:
-    """The residual stream of all layers but the last has a negative mean recovery."""
+    """The residual stream of all layers but the last has a negative recovery: patched in, it makes the paths differ more."""
     rows = _recovered(tables, "resid_post", "cumulative", "into-recompute", "matched")
     rows, paper = _deepest(rows.drop(_deepest(rows).index)), _papers(tables, "cumulative")
     if rows.empty:

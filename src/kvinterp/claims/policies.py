@@ -102,7 +102,9 @@ def _differences(tables: Tables, *arms: str) -> pd.DataFrame:
 def exact_cache_keeps_more(tables: Tables) -> Found:
     """Chains under 8 bits end further from their first text than without."""
     both = _differences(tables, *EIGHT_BITS)
-    return dataclasses.replace(smaller(both["difference"], both["text"], 0.0), why=f"the arm is {both['arm'].iloc[0]}")
+    return dataclasses.replace(
+        smaller(both["difference"], both["text"], 0.0, mean=True), why=f"the arm is {both['arm'].iloc[0]}"
+    )
 
 
 def keys_matter_more(tables: Tables) -> Found:
@@ -115,7 +117,7 @@ def keys_matter_more(tables: Tables) -> Found:
             reasons.append(reason)
             continue
         both = k.merge(v, on=["model", "temperature", "text", "seed"], suffixes=("_k", "_v"))
-        found = smaller(both["difference_k"] - both["difference_v"], both["text"], 0.0)
+        found = smaller(both["difference_k"] - both["difference_v"], both["text"], 0.0, mean=True)
         return dataclasses.replace(found, why=f"the arms are those of {name}")
     raise reasons[0]
 

@@ -171,15 +171,14 @@ def flip_rates_of(steps: pd.DataFrame) -> pd.DataFrame:
     """How often a token flips, by size of the noise and class of margin.
 
     Returns:
-        One row a size and class, and of all classes (bin -1): steps, prompts, flips, rate, its 95% interval (low, high) from
-        resampling whole prompts, rms_logit (the logits' mean root mean square error), margin_low, margin_high.
+        One row a size and class, and of all classes (bin -1): steps, prompts, flips, rate, its 95% interval (low, high; see
+        :func:`kvinterp.metrics.rate_of`), rms_logit (the logits' mean root mean square error), margin_low, margin_high.
     """
     rows = []
     for number, part in _classes(steps):
         for size, group in part.groupby("size"):
-            flips = group["flip"].to_numpy(float)
-            low, high = metrics.clustered_interval(np.mean, group["example"].to_numpy(), flips, resamples=RESAMPLES)
-            mean = {"rate": flips.mean(), "low": low, "high": high, "rms_logit": group["rms_logit"].mean()}
+            seen = metrics.rate_of(group["flip"].astype(float), group["example"])
+            mean = {"rate": seen.effect, "low": seen.low, "high": seen.high, "rms_logit": group["rms_logit"].mean()}
             rows.append({"bin": number, "size": size, **_bounds(group), **_counts(group), **mean})
     return pd.DataFrame(rows)
 
@@ -242,16 +241,15 @@ def calibration_of(steps: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row a class of predictions that has steps: at_least, below, steps, prompts, predicted (mean), observed, and its 95%
-        interval (low, high) from resampling whole prompts.
+        interval (low, high; see :func:`kvinterp.metrics.rate_of`).
     """
     rows = []
     known = steps.dropna(subset=["predicted"])
     place = np.clip(np.searchsorted(EDGES, known["predicted"], side="right") - 1, 0, len(EDGES) - 2)
     for number, group in known.groupby(place):
-        flips = group["flip"].to_numpy(float)
-        low, high = metrics.clustered_interval(np.mean, group["example"].to_numpy(), flips, resamples=RESAMPLES)
+        seen = metrics.rate_of(group["flip"].astype(float), group["example"])
         counts = {"steps": len(group), "prompts": group["example"].nunique()}
-        means = {"predicted": group["predicted"].mean(), "observed": flips.mean(), "low": low, "high": high}
+        means = {"predicted": group["predicted"].mean(), "observed": seen.effect, "low": seen.low, "high": seen.high}
         rows.append({"at_least": EDGES[int(number)], "below": EDGES[int(number) + 1], **counts, **means})
     names = ["at_least", "below", "steps", "prompts", "predicted", "observed", "low", "high"]
     return pd.DataFrame(rows, columns=names)

@@ -17,7 +17,7 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp.errors import InputError, NonFiniteError
-from kvinterp.metrics.statistics import clustered_interval
+from kvinterp.metrics.statistics import FEWEST, clustered_interval
 
 __all__ = [
     "Column",
@@ -26,6 +26,7 @@ __all__ = [
     "mann_whitney",
     "mcnemar",
     "mean_of",
+    "rate_of",
     "share_of",
     "sign_flips",
     "welch",
@@ -367,3 +368,43 @@ def share_of(events: Column, confidence: float = 0.95) -> Test:
     count = int(happened.sum())
     ends = stats.binomtest(count, n).proportion_ci(confidence, "exact")
     return Test(said[0], n, float(count), np.nan, count / n, float(ends.low), float(ends.high), said[1])
+
+
+def rate_of(events: Column, clusters: Column, trials: Column | None = None, confidence: float = 0.95) -> Test:
+    """How often something happened where rows of a cluster go together, as the steps of a prompt do: Korn and Graubard's interval.
+
+    It is Clopper and Pearson's of as many independent trials as these are worth: resampled clusters of which one alone has an
+    event give an interval that holds the truth in one of two studies.
+
+    Args:
+        events: How many there were, row by row.
+        clusters: What each row belongs to.
+        trials: Of how many; one a row unless given.
+        confidence: Of the interval.
+
+    Returns:
+        effect: events by trial. n: clusters; both ends NaN for fewer than :data:`kvinterp.metrics.FEWEST`. Of no event, or
+        of nothing else, every cluster counts as one trial.
+
+    Source: Korn and Graubard 1998, Survey Methodology 24(2).
+    """
+    names, count, of = columns(
+        clusters, events=events, trials=np.ones(len(np.asarray(events))) if trials is None else trials
+    )
+    said, (happened, tried) = ("share in clusters", "events by trial"), (np.bincount(names, each) for each in (count, of))
+    n, total = len(tried), float(tried.sum())
+    if not total:
+        return nothing(said[0], n, said[1], "there are no trials")
+    share = float(happened.sum()) / total
+    if n < FEWEST:
+        few = f"there are fewer than {FEWEST} clusters"
+        return Test(said[0], n, float(happened.sum()), np.nan, share, np.nan, np.nan, said[1], few)
+    variance, tail = n / (n - 1) * ((happened - share * tried) ** 2).sum() / total**2, (1 - confidence) / 2
+    worth = float(n)
+    if variance > 0:
+        worth = share * (1 - share) / variance * (stats.t.ppf(tail, total - 1) / stats.t.ppf(tail, n - 1)) ** 2
+        worth = min(worth, total)
+    x = share * worth
+    low = stats.beta.ppf(tail, x, worth - x + 1) if x > 0 else 0.0
+    high = stats.beta.ppf(1 - tail, x + 1, worth - x) if x < worth else 1.0
+    return Test(said[0], n, float(happened.sum()), np.nan, share, float(low), float(high), said[1])

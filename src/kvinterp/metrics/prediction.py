@@ -7,7 +7,7 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp.errors import InputError
-from kvinterp.metrics.inference import Column, Test, columns, flags, nothing
+from kvinterp.metrics.inference import Column, Test, columns, flags, nothing, rate_of
 from kvinterp.metrics.statistics import clustered_interval
 
 __all__ = ["auc", "brier", "calibration", "roc"]
@@ -96,7 +96,7 @@ def calibration(probability: Column, event: Column, clusters: Column | None = No
     """Predicted chances beside how often it came, in classes of equally many observations.
 
     Returns:
-        One row a class: predicted (mean), observed, low, high (95%, from resampling whole clusters), rows, n (clusters).
+        One row a class: predicted (mean), observed, low, high (95%, see :func:`kvinterp.metrics.rate_of`), rows, n (clusters).
     """
     names, chance = columns(clusters, probability=probability)
     _, came = flags(None, event=event)
@@ -109,9 +109,8 @@ def calibration(probability: Column, event: Column, clusters: Column | None = No
     rows = []
     for number in np.unique(place):
         of = place == number
-        low, high = clustered_interval(np.mean, names[of], came[of].astype(float))
-        found = (chance[of].mean(), came[of].mean(), low, high, int(of.sum()), len(np.unique(names[of])))
-        rows.append(found)
+        seen = rate_of(came[of].astype(float), names[of])
+        rows.append((chance[of].mean(), seen.effect, seen.low, seen.high, int(of.sum()), seen.n))
     return pd.DataFrame(rows, columns=["predicted", "observed", "low", "high", "rows", "n"])
 
 
