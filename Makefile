@@ -7,7 +7,7 @@ STAMP := $(VENV)/.made
 TL4 := .venv-tl4
 WORKERS ?= 2
 
-.PHONY: demo real test test-slow test-all test-processors test-tl4 check docs bench figures zoo clean env
+.PHONY: demo real test test-slow test-all test-processors test-tl4 check docs bench figures zoo clean env wild
 
 env: $(STAMP)
 
@@ -76,6 +76,11 @@ figures: $(STAMP)
 
 zoo: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m zoo.recipe
+
+# Audits every causal architecture of transformers, small and random, and goes on where it stopped; then the page.
+wild: $(STAMP)
+	PYTHONPATH=tools $(BIN)/python -m wild
+	PYTHONPATH=tools $(BIN)/python -m wild --table
 
 clean:
 	rm -rf $(VENV) $(TL4) demo out site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

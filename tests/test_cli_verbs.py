@@ -102,7 +102,8 @@ def test_audit_of_a_clean_model_leaves_with_0(tmp_path: Path) -> None:
     fields = {"verdict", "first_layer", "first_position", "tensor", "module", "evidence", "checks", "notes", "exit_code"}
     assert fields <= set(verdict)
     assert verdict["verdict"] in ("equal", "rounding", "kernel")
-    assert made.stdout.startswith(f"PASS  {verdict['verdict']}  {MODEL} in float16\n")
+    alone = "decoding token by token alone"
+    assert made.stdout.startswith(f"PASS  {verdict['verdict']}  {MODEL} in float16, {alone}\n")
     page = (tmp_path / "out" / "audit.html").read_text()
     assert "<svg" in page
     assert "http://" not in page.replace("http://www.w3.org", "")

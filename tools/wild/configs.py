@@ -25,6 +25,17 @@ VISION = {
     "patch_size": 14,
 }
 
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "depth": 1,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+
 WILD: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
@@ -45,6 +56,51 @@ WILD: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "feed_forward_size": 48,
         "hash_seed": 0,
+    },
+    "qwen3_5": {
+        "text_config": {**TEXT, "layer_types": ["linear_attention", "full_attention"], **LINEAR},
+        "vision_config": TINY,
+    },
+    "qwen3_5_moe": {
+        "text_config": {**TEXT, "layer_types": ["linear_attention", "full_attention"], **LINEAR, **EXPERTS},
+        "vision_config": TINY,
+    },
+    "qwen4_exp": {"text_config": {**TEXT, **EXPERTS}, "vision_config": TINY},
+    "gemma3n": {"text_config": TEXT},
+    "gemma4": {
+        "text_config": {**TEXT, "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 8, "global_head_dim": 8},
+        "vision_config": None,
+        "audio_config": None,
+    },
+    "gemma4_unified": {
+        "text_config": {**TEXT, "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 8, "global_head_dim": 8},
+        "vision_config": None,
+        "audio_config": None,
+    },
+    "dots3_note": {
+        "text_config": {**TEXT, **EXPERTS, "num_key_value_heads": 4},
+        "vision_config": TINY,
+        "audio_config": None,
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            of: {"rope_type": "default", "rope_theta": 1e4} for of in ("sliding_attention", "full_attention")
+        },
+    },
+    "moss_transcribe_diarize": {
+        "text_config": TEXT,
+        "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_ffn_dim": 48, "encoder_attention_heads": 4},
+    },
+    "phi4_multimodal": {
+        "vision_config": VISION,
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_blocks": 1,
+            "num_attention_heads": 4,
+            "ext_pw_out_channel": 32,
+        },
     },
     "whisper": {"decoder_ffn_dim": 48, "max_target_positions": 256},
     "xlm": {"causal": True, "emb_dim": 32},

@@ -371,7 +371,7 @@ def share_of(events: Column, confidence: float = 0.95) -> Test:
 
 
 def rate_of(events: Column, clusters: Column, trials: Column | None = None, confidence: float = 0.95) -> Test:
-    """How often something happened where rows of a cluster go together, as the steps of a prompt do: Korn and Graubard's interval.
+    """How often something happened where rows of a cluster go together, as steps of a prompt do: Korn and Graubard's interval.
 
     It is Clopper and Pearson's of as many independent trials as these are worth: resampled clusters of which one alone has an
     event give an interval that holds the truth in one of two studies.

@@ -146,7 +146,7 @@ def typical(values: Any, clusters: Any = None, confidence: float = 0.95) -> Typi
         numbers = numbers.groupby(np.asarray(clusters)).mean()
     known = numbers.dropna().to_numpy()
     if not len(known):
-        return Typical(*[float("nan")] * 4, 0, 0)
+        return Typical(np.nan, np.nan, np.nan, np.nan, 0, 0)
     ends: Any = scipy.stats.quantile_test(known).confidence_interval(confidence)
     middle = float(np.median(known))
     return Typical(float(known.mean()), middle, float(ends.low), float(ends.high), int((known == 0).sum()), len(known))
