@@ -29,6 +29,13 @@ def rows_of(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
+def causes() -> dict[str, str]:
+    """By model type, what the bank of the audit's tests knows to be the cause, found by hand."""
+    from bank.clean import KNOWN_TRANSFORMERS_BUGS
+
+    return {name: bug.cause for name, bug in KNOWN_TRANSFORMERS_BUGS.items() if bug.where != "chunk"}
+
+
 def line_of(name: str, by: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What stands in a row of the table."""
     row = next((row for row in by.values() if row["word"] not in ("not built", "not audited")), next(iter(by.values())))
@@ -36,13 +43,17 @@ def line_of(name: str, by: dict[str, dict[str, Any]]) -> dict[str, Any]:
     status = Counter(row.get("checks", {}).values())
     where = f"layer {row['layer']}, {row['tensor']}" if row["word"] == "bug" else ""
     unclear = [check for check, said in row.get("checks", {}).items() if said == "cannot tell"]
-    notes = [*row.get("failed", {}), *(f"cannot tell: {check}" for check in unclear), row.get("detail", "")]
+    cause = causes().get(name, "") if row["word"] == "bug" else ""
+    failed = ", ".join(row.get("failed", {}))
+    what = "; ".join(filter(None, (cause, failed and f"failed: {failed}")))
+    notes = [what, unclear and f"cannot tell: {', '.join(unclear)}", row.get("detail", "")]
     return {
         "type": name,
         "class": row["class"],
         "words": " / ".join(words),
         "uses": f"{status['passed'] + status['failed']} of {status.total()}" if status else "",
         "where": where,
+        "what": what or "decoding itself",
         "note": "; ".join(filter(None, notes)).replace("|", "\\|")[:200],
     }
 

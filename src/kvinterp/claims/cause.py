@@ -175,7 +175,7 @@ CLAIMS: tuple[Claim, ...] = (
         "eight-orders", PAPER, "abstract, 6.3", "FP32 makes KL smaller by more than eight orders of magnitude.",
         "more than 8",
         "orders of magnitude between float16's and float32's mean KL (its protocol: free KL over the float32 floor)",
-        "holds where the matched ratio (geometric mean over prompts) is above eight orders, does not where it is below", _RUN,
+        "holds where the matched ratio (median over prompts) is above eight orders, does not where it is below", _RUN,
         lambda tables: _orders(tables, "mean_kl"),
     ),
     Claim(
@@ -185,7 +185,7 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "float32-as-large", ISSUE, "summary, 2", "The error is as large in float32 as in bfloat16: precision is not its cause.",
-        "0.125 in both", "largest logit difference in bfloat16 as a multiple of that in float32, geometric mean over prompts",
+        "0.125 in both", "largest logit difference in bfloat16 as a multiple of that in float32, median over prompts",
         "holds below 2, does not above", "the issue's model and prompts of its own beside the one that it gives",
         float32_does_not_help,
     ),

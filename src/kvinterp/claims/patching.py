@@ -110,7 +110,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "residual-all", PAPER, "abstract, 6.5", "Patching the residual stream of all layers makes the paths differ more.",
         "negative in 3 of 3 models",
-        "mean recovery, all layers (its protocol: one position and step, free; control: all but the last layer, all, matched)",
+        "median recovery, all layers (its protocol: mean, one position and step, free; control: all but the last layer, matched)",
         "holds below 0, does not above; the last layer's stream is all that the unembedding reads, and recovers everything",
         _RUN, all_layers_make_it_worse,
     ),

@@ -108,13 +108,14 @@ def sentence(text: str) -> str:
 # Means and intervals ---------------------------------------------------------------------------------------------------
 
 
-def typical_said(values: Any, of: str = "prompt", clusters: Any = None) -> str:
+def typical_said(values: Any, of: str = "prompt", clusters: Any = None, written: Callable[[Any], str] = number) -> str:
     """The median, its interval, and how many are exactly 0.
 
     Args:
         values: One number for each; NaN and infinity are left out.
         of: What there is one number for.
         clusters: What each value belongs to, where there are several for each.
+        written: How a number is written.
     """
     values = np.asarray(values, dtype=float)
     known = np.isfinite(values)
@@ -122,8 +123,8 @@ def typical_said(values: Any, of: str = "prompt", clusters: Any = None) -> str:
     if found.zeros == found.n:
         return f"exactly 0 in {counted(found.n, of)}" if found.n else f"no {of} gives a number"
     zeros = f", {found.zeros} of them exactly 0" if found.zeros else ""
-    ends = ends_said(*found.interval, ", 95% interval {} over " + counted(found.n, of))
-    return f"median {number(found.median)}" + (ends or f" of {counted(found.n, of)}, {TOO_FEW}") + zeros
+    ends = ends_said(*found.interval, ", 95% interval {} over " + counted(found.n, of), written)
+    return f"median {written(found.median)}" + (ends or f" of {counted(found.n, of)}, {TOO_FEW}") + zeros
 
 
 TOO_FEW = "too few for an interval"

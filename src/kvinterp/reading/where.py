@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
-from kvinterp.reading.numbers import against, counted, machine_of, most, number, share, typical_said
+from kvinterp.reading.numbers import against, counted, machine_of, most, share, typical_said
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -53,7 +53,8 @@ def where(comparison: Comparison) -> list[str]:
         f"{head}: {first}; mean KL {kl}; largest logit difference {same['max_abs_logit'].max():.3g}"
         f"{' up to the flip' * split}; {flips} of {counted(count, 'prompt')} flip{'s' * (count == 1)} a token.",
         *out,
-        f"Mean KL of a prompt{' up to its flip' * split}: {number(of_prompts.mean())} nats; {typical_said(of_prompts)}.",
+        f"Mean KL of a prompt{' up to its flip' * split}: {of_prompts.mean():.2e} nats; "
+        f"{typical_said(of_prompts, written='{:.2e}'.format)}.",
     ]
     measured = f"Measured on {machine}; other kernels add in other orders, so other numbers are to be expected there."
     return [*lines, *_places(comparison), *let_go(comparison), measured]

@@ -348,7 +348,7 @@ KNOWN_TRANSFORMERS_BUGS: dict[str, KnownBug] = {
         partial(small, "nemotron_h", layers_block_type=["mamba", "attention", "mamba"]),
         "steps",
         3.2e-5,
-        "the same clamp",
+        "the time step is clamped to time_step_min in the prefill and not in the step",
     ),
     "bamba": KnownBug(
         partial(small, "bamba", attn_layer_indices=[1], mamba_chunk_size=16),
