@@ -241,12 +241,18 @@ def larger(
             for units, side in ((means > than, "greater"), (reach, "less"))
         )
         return Found(over.median, over.low, over.high, over.n, holds=holds, fails=fails)
-    test = metrics.mean_of(values, units)
+    test = metrics.rate_of(values, units) if flags else metrics.mean_of(values, units)
     check_enough(test.n, f"the number of independent units is {test.n}")
+    if flags:
+        # Clopper and Pearson's p-values, of as many independent trials as these are worth.
+        n, count = test.statistic, test.effect * test.statistic
+        holds = stats.beta.cdf(than, count, n - count + 1) if count > 0 else 1.0
+        fails = stats.beta.sf(claimed, count + 1, n - count) if count < n else 1.0
+        return Found.of(test, holds=float(holds), fails=float(fails))
     if test.why:
         # There is no spread to test against, but so many units on one side of the bound: the sign test.
         why = f"all {test.n} units have the same value"
-        return _of_signs(Found(test.effect, test.effect, test.effect, test.n, why=why), than, claimed, flags)
+        return _of_signs(Found(test.effect, test.effect, test.effect, test.n, why=why), than, claimed)
     above, below = (
         metrics.mean_of(values, units, against=bound, alternative=side).p
         for bound, side in ((than, "greater"), (claimed, "less"))
@@ -279,8 +285,12 @@ def smaller(
     flags: bool = False,
 ) -> Found:
     """The median unit is below a bound; see :func:`larger`."""
-    found = larger(-np.asarray(values, float), units, -than, None if claimed is None else -claimed, mean, flags)
-    return found.through(operator.neg)
+    if flags:
+        found = larger(1 - np.asarray(values, float), units, 1 - than, None if claimed is None else 1 - claimed, flags=True)
+        return found.through(lambda share: 1 - share)
+    return larger(-np.asarray(values, float), units, -than, None if claimed is None else -claimed, mean).through(
+        operator.neg
+    )
 
 
 def ratio(

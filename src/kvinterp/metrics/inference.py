@@ -383,8 +383,8 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
         confidence: Of the interval.
 
     Returns:
-        effect: events by trial. n: clusters; both ends NaN for fewer than :data:`kvinterp.metrics.FEWEST`. Of no event, or
-        of nothing else, every cluster counts as one trial.
+        effect: events by trial. statistic: the trials that they are worth. n: clusters; both ends NaN for fewer than
+        :data:`kvinterp.metrics.FEWEST`. Of no event, or of nothing else, every cluster counts as one trial.
 
     Source: Korn and Graubard 1998, Survey Methodology 24(2).
     """
@@ -398,7 +398,7 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
     share = float(happened.sum()) / total
     if n < FEWEST:
         few = f"there are fewer than {FEWEST} clusters"
-        return Test(said[0], n, float(happened.sum()), np.nan, share, np.nan, np.nan, said[1], few)
+        return Test(said[0], n, np.nan, np.nan, share, np.nan, np.nan, said[1], few)
     variance, tail = n / (n - 1) * ((happened - share * tried) ** 2).sum() / total**2, (1 - confidence) / 2
     worth = float(n)
     if variance > 0:
@@ -407,4 +407,4 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
     x = share * worth
     low = stats.beta.ppf(tail, x, worth - x + 1) if x > 0 else 0.0
     high = stats.beta.ppf(1 - tail, x + 1, worth - x) if x < worth else 1.0
-    return Test(said[0], n, float(happened.sum()), np.nan, share, float(low), float(high), said[1])
+    return Test(said[0], n, float(worth), np.nan, share, float(low), float(high), said[1])
