@@ -19,7 +19,6 @@ import numpy as np
 import pandas as pd
 from kept import keep
 from rich.console import Console
-from rich.table import Table
 
 from kvinterp import metrics
 from kvinterp.claims import base
@@ -37,6 +36,7 @@ MODELS = {
 RESAMPLES = 400
 """Of the intervals that resample on their own."""
 LEVEL = 0.05
+BEGINS, ENDS = "<!-- calibration -->\n", "<!-- end of calibration -->"
 
 
 def measure(model: str) -> dict[str, list[Any]]:
@@ -253,24 +253,30 @@ def _judged(rule: Callable[[pd.DataFrame, float], base.Found], rows: pd.DataFram
     return "holds" if found.holds <= LEVEL else "fails" if found.fails <= LEVEL else "open"
 
 
-def shown(rows: list[dict[str, Any]]) -> None:
-    """Prints both tables."""
+def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Both tables in Markdown: shares of intervals that hold, of false "holds" and false "does not", a model after another."""
     frame = pd.DataFrame(rows)
+    sizes = " | ".join(f"n = {size}" for size in SIZES)
     for what, columns in (("interval", ["held"]), ("rule", ["holds", "fails"])):
-        table = Table(
-            title={"interval": "share of intervals that hold the truth", "rule": "false verdicts at the bound"}[what]
-        )
-        sizes = [f"n = {size}" for size in SIZES]
-        for name in ("", "model", *sizes):
-            table.add_column(name)
-        mine = frame[frame["what"] == what]
-        for (name, model), part in mine.groupby(["name", "model"], sort=False):
+        yield from ("", f"| {what} | {sizes} |", "|---" * (1 + len(SIZES)) + "|")
+        for name, part in frame[frame["what"] == what].groupby("name", sort=False):
             cells = [
-                " / ".join("none" if pd.isna(row[column]) else f"{row[column]:.1%}" for column in columns)
-                for _, row in part.iterrows()
+                ", ".join(
+                    " / ".join("–" if pd.isna(row[one]) else f"{row[one]:.1%}" for one in columns)
+                    for _, row in of.iterrows()
+                )
+                for _, of in part.groupby("n")
             ]
-            table.add_row(name, model, *cells)
-        Console(width=170).print(table)
+            yield f"| {name} | {' | '.join(cells)} |"
+    yield ""
+
+
+def write(rows: list[dict[str, Any]], page: Path) -> None:
+    """Puts the tables in their place on a page."""
+    text = page.read_text(encoding="utf-8")
+    before, rest = text.split(BEGINS)
+    _, after = rest.split(ENDS)
+    page.write_text(before + BEGINS + "\n".join(lines(rows)) + ENDS + after, encoding="utf-8")
 
 
 def main() -> None:
@@ -279,16 +285,21 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--repeats", type=int, default=500)
     parser.add_argument("--tables", type=Path, default=HERE / "results" / "measured.json")
+    parser.add_argument("--from", dest="kept", type=Path, help="write the page again from what was kept")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     given = parser.parse_args()
     if given.measure:
         given.tables.write_text(json.dumps({model: measure(model) for model in MODELS}) + "\n")
         return
+    if given.kept:
+        write(json.loads(given.kept.read_text())["rows"], HERE.parent / "docs" / "claims.md")
+        return
     tables = {model: pd.DataFrame(columns) for model, columns in json.loads(given.tables.read_text()).items()}
     rows = []
     for model, table in tables.items():
         rows += calibrated(model, table.rename(columns={"example": "prompt"}).astype(float), given.repeats)
-    shown(rows)
+    Console(width=200).print("\n".join(lines(rows)))
+    write(rows, HERE.parent / "docs" / "claims.md")
     keep(given.out, "calibration", {"provenance": {**machine(), "repeats": given.repeats}, "rows": rows})
 
 

@@ -126,14 +126,15 @@ def drift_title(means: pd.DataFrame) -> str:
     for measure, name in (("l2", "absolute"), ("relative_l2", "relative")):
         grown = []
         for _, line in only(every, measure=measure).groupby("model", sort=False):
-            drift = line.sort_values("layer")["mean"]
+            drift = line.sort_values("layer")["median"]
             if drift.max() > 0:
                 grown.append(drift.iloc[-1] / drift[drift > 0].iloc[0])
         if grown:
             said.append(f"{name} {between(grown)}-fold")
     if not said:
-        return "On the same tokens resid_post is bitwise equal in every layer"
-    return f"On the same tokens L2 changes from the first layer that drifts to the last: {', '.join(said)}"
+        in_the_median = " of the median example" * bool((every["mean"] > 0).any())
+        return f"On the same tokens resid_post is bitwise equal in every layer{in_the_median}"
+    return f"On the same tokens the median L2 changes from the first layer that drifts to the last: {', '.join(said)}"
 
 
 def amplification_title(table: pd.DataFrame) -> str:

@@ -75,11 +75,10 @@ def kl_by_step_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
         for protocol, row in zip(protocols, grid, strict=True):
             chosen = only(table, protocol=protocol)
             for model, axis in zip(models, row, strict=True):
-                height = zero_aware(axis, [chosen["median_kl"]])
+                height = zero_aware(axis, [chosen[name].dropna() for name in ("median_kl", "low", "high")])
                 for index, (strategy, line) in enumerate(only(chosen, model=model).groupby("strategy", sort=False)):
                     look = line_of(index, 1.2, markersize=2.5)
-                    # No end below what the axis shows, where a logarithm has no 0.
-                    low, high = (line[end].clip(lower=axis.get_ylim()[0]) for end in ("low", "high"))
+                    low, high = (height(line[end]) for end in ("low", "high"))
                     axis.fill_between(line["step"], low, high, color=look["color"], alpha=0.15, linewidth=0)
                     axis.plot(line["step"], height(line["median_kl"]), **look, label=strategy)
             beside(row, f"median KL (nats), {protocol}")

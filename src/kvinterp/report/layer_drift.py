@@ -96,7 +96,7 @@ def amplification_figure(table: pd.DataFrame) -> Figure:
             axis.axhline(1, color="#777777", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
             _by_layers(axis, table["layer"])
             axis.set_title(_bare(model), fontsize=9)
-        panels[0].set_ylabel("drift over that of the layer before\n(means; 95% interval over examples)")
+        panels[0].set_ylabel("drift over that of the layer before\n(median example, 95% interval)")
         headed(figure, amplification_title(table))
         legend_outside(inner, panels[0], 2)
     return figure
