@@ -36,6 +36,7 @@ MODELS = {
 RESAMPLES = 400
 """Of the intervals that resample on their own."""
 LEVEL = 0.05
+SHUFFLE = np.random.default_rng(0)
 BEGINS, ENDS = "<!-- calibration -->\n", "<!-- end of calibration -->"
 
 
@@ -201,8 +202,7 @@ def rules() -> dict[str, tuple[str, Callable[[pd.DataFrame], float], Callable[[p
 
 
 def _correlated(one: pd.Series, other: pd.Series) -> base.Found:
-    shuffled = np.random.default_rng(int(one.sum() * 1e12) % 2**32).permutation(other)
-    test = metrics.correlation(one.rank(), pd.Series(shuffled).rank(), resamples=1)
+    test = metrics.correlation(one.rank(), pd.Series(SHUFFLE.permutation(other)).rank(), resamples=1)
     above = test.p / 2 if test.effect > 0 else 1 - test.p / 2
     return base.Found.of(test, holds=above, fails=1 - above)
 
@@ -216,10 +216,10 @@ def studies(population: pd.DataFrame, size: int, repeats: int) -> Iterator[pd.Da
         yield pd.concat([groups[number].assign(prompt=place) for place, number in enumerate(chosen)], ignore_index=True)
 
 
-def calibrated(model: str, rows: pd.DataFrame, repeats: int) -> Iterator[dict[str, Any]]:
+def calibrated(model: str, rows: pd.DataFrame, repeats: int, only: str = "") -> Iterator[dict[str, Any]]:
     """A row an interval or rule and size of study."""
     for name, (column, study) in intervals().items():
-        if column not in rows or rows[column].isna().all():
+        if only not in name or column not in rows or rows[column].isna().all():
             continue
         known = rows.dropna(subset=[column])
         truth = study(known)[0]
@@ -235,7 +235,7 @@ def calibrated(model: str, rows: pd.DataFrame, repeats: int) -> Iterator[dict[st
             }
             yield {"model": model, "what": "interval", "name": name, **numbers}
     for name, (column, number, rule) in rules().items():
-        if column not in rows or rows[column].isna().all():
+        if only not in name or column not in rows or rows[column].isna().all():
             continue
         known = rows.dropna(subset=[column])
         truth = number(known)
@@ -283,6 +283,9 @@ def main() -> None:
     """Measures, or resamples what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", action="store_true")
+    parser.add_argument(
+        "--only", default="", help="intervals and rules with this in their name; the others are not written"
+    )
     parser.add_argument("--repeats", type=int, default=500)
     parser.add_argument("--tables", type=Path, default=HERE / "results" / "measured.json")
     parser.add_argument("--from", dest="kept", type=Path, help="write the page again from what was kept")
@@ -297,8 +300,10 @@ def main() -> None:
     tables = {model: pd.DataFrame(columns) for model, columns in json.loads(given.tables.read_text()).items()}
     rows = []
     for model, table in tables.items():
-        rows += calibrated(model, table.rename(columns={"example": "prompt"}).astype(float), given.repeats)
+        rows += calibrated(model, table.rename(columns={"example": "prompt"}).astype(float), given.repeats, given.only)
     Console(width=200).print("\n".join(lines(rows)))
+    if given.only:
+        return
     write(rows, HERE.parent / "docs" / "claims.md")
     keep(given.out, "calibration", {"provenance": {**machine(), "repeats": given.repeats}, "rows": rows})
 
