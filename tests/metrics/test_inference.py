@@ -365,3 +365,13 @@ def test_a_rate_in_clusters_is_worth_fewer_trials_where_they_go_together():
     assert (none.low, none.high) == pytest.approx((zero.low, zero.high))
     assert (whole.low, whole.high) == pytest.approx((1 - zero.high, 1.0))
     assert np.isnan(metrics.rate_of(np.ones(5), np.arange(5)).low)
+    # A cluster without a trial says nothing.
+    assert np.isnan(metrics.rate_of([0, 0, 0, 0, 0, 1], range(6), [0, 0, 0, 0, 0, 1]).low)
+    for events, names, given in (
+        ([7], [0], {"trials": [1]}),
+        ([-1], [0], {}),
+        ([0, 1], ["a", None], {}),
+        ([1], [0], {"confidence": 1.5}),
+    ):
+        with pytest.raises(InputError):
+            metrics.rate_of(events, names, **given)

@@ -75,12 +75,13 @@ def in_almost_all_conditions(tables: Tables) -> Found:
     if by.shape[1] < 3 or len(by) < LEAST:
         raise NotTestableError(f"there are {by.shape[1]} conditions of {len(by)} examples: 3 and {LEAST} are the least")
     share = float(_share_above(by.to_numpy()))
-    holds, fails, (low, high) = _exchanged(by.to_numpy())
+    holds, fails = _exchanged(by.to_numpy()), _too_many_below(by.to_numpy())
+    ends = metrics.clustered_interval(_share_of_rows, np.arange(len(by)), *by.to_numpy().T)
     paper = _papers(answered).groupby("condition")["difference"].mean()
     beside = float((np.sign(paper) + 1).mean() / 2)
     if not by.to_numpy().any():
         raise NotTestableError("no answer differs between the paths")
-    return Found(share, low, high, len(by), beside, holds=holds if share >= ALMOST else 1.0, fails=fails)
+    return Found(share, *ends, len(by), beside, holds=holds if share >= ALMOST else 1.0, fails=fails)
 
 
 def _share_above(by: np.ndarray, axis: int = -2) -> np.ndarray:
@@ -88,21 +89,28 @@ def _share_above(by: np.ndarray, axis: int = -2) -> np.ndarray:
     return (np.sign(by.mean(axis)) + 1).mean(-1) / 2
 
 
-def _exchanged(by: np.ndarray, resamples: int = 4999) -> tuple[float, float, tuple[float, float]]:
-    """How often exchanging the paths of whole examples gives so large a share, how often resampling examples gives almost all.
+def _share_of_rows(*conditions: np.ndarray) -> float:
+    return float(_share_above(np.stack(conditions, -1)))
 
-    Returns:
-        Both as one-sided p-values, and the bootstrap interval of the share.
+
+def _exchanged(by: np.ndarray, resamples: int = 4999) -> float:
+    """How often exchanging the paths of whole examples gives so large a share."""
+    seen = float(_share_above(by))
+    signs = np.random.default_rng(0).choice([-1, 1], size=(resamples, len(by)))
+    reached = (np.sign(signs @ by) + 1).mean(-1) / 2 >= seen - 1e-12
+    return float((1 + reached.sum()) / (1 + resamples))
+
+
+def _too_many_below(by: np.ndarray) -> float:
+    """The p-value of so many conditions being below 0 that fewer than almost all are above.
+
+    That of the least of them, times how many could be it: a partial conjunction (Benjamini and Heller 2008), right however the
+    conditions depend on each other.
     """
-    rng, seen = np.random.default_rng(0), float(_share_above(by))
-    signs = rng.choice([-1, 1], size=(resamples, len(by)))
-    drawn = rng.multinomial(len(by), np.full(len(by), 1 / len(by)), size=resamples)
-    by_chance, again = ((np.sign(weights @ by) + 1).mean(-1) / 2 for weights in (signs, drawn))
-    low, high = np.quantile(again, (0.025, 0.975))
-    holds, fails = (
-        (1 + reached.sum()) / (1 + resamples) for reached in (by_chance >= seen - 1e-12, again >= ALMOST - 1e-12)
-    )
-    return float(holds), float(fails), (float(low), float(high))
+    tests = [metrics.sign_flips(column) for column in by.T]
+    below = sorted(test.p / 2 if test.effect < 0 else 1 - test.p / 2 for test in tests)
+    needed = len(below) - int(np.ceil(ALMOST * len(below) - 1e-12)) + 1
+    return float(min(1.0, (len(below) - needed + 1) * below[needed - 1]))
 
 
 def significant_by_condition(tables: Tables) -> Found:

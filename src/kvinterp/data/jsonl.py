@@ -121,8 +121,11 @@ def _object(where: str, line: str) -> dict[str, Any]:
             raise InputError(f"{where} has the field {shown(twice)} twice: expected every field once; leave one out.")
         return found
 
+    def no_number(name: str) -> Any:
+        raise InputError(f"{where} has {name}, which is no JSON: expected a number, a text or null; mend it.")
+
     try:
-        record = json.loads(line, object_pairs_hook=once)
+        record = json.loads(line, object_pairs_hook=once, parse_constant=no_number)
     except InputError:
         raise
     except json.JSONDecodeError as error:

@@ -382,16 +382,25 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
         trials: Of how many; one a row unless given.
         confidence: Of the interval.
 
+    Raises:
+        InputError: A row has no cluster, or more events than trials, or the confidence is not between 0 and 1.
+
     Returns:
         effect: events by trial. statistic: the trials that they are worth. n: clusters; both ends NaN for fewer than
         :data:`kvinterp.metrics.FEWEST`. Of no event, or of nothing else, every cluster counts as one trial.
 
     Source: Korn and Graubard 1998, Survey Methodology 24(2).
     """
-    names, count, of = columns(
-        clusters, events=events, trials=np.ones(len(np.asarray(events))) if trials is None else trials
-    )
-    said, (happened, tried) = ("share in clusters", "events by trial"), (np.bincount(names, each) for each in (count, of))
+    if not 0 < confidence < 1:
+        raise InputError(f"confidence {confidence} is not between 0 and 1: give a share such as 0.95.")
+    each = np.ones(len(np.asarray(events))) if trials is None else trials
+    names, count, of = columns(clusters, events=events, trials=each)
+    if (names < 0).any() or (count < 0).any() or (count > of).any():
+        raise InputError(
+            "a row has no cluster, fewer than 0 events or more events than trials: give events of these trials."
+        )
+    said, happened, tried = ("share in clusters", "events by trial"), np.bincount(names, count), np.bincount(names, of)
+    happened, tried = happened[tried > 0], tried[tried > 0]
     n, total = len(tried), float(tried.sum())
     if not total:
         return nothing(said[0], n, said[1], "there are no trials")

@@ -156,7 +156,7 @@ def mean_interval(values: Any, confidence: float = 0.95) -> Interval:
     """Student's interval of a mean of independent observations that are about symmetric.
 
     Args:
-        values: One number each; NaN is left out.
+        values: One number each; NaN and infinity are left out.
         confidence: Share of such intervals that should hold the true mean.
 
     Returns:

@@ -21,7 +21,7 @@ def claims_said(claims: pd.DataFrame) -> list[str]:
     """
     if claims.empty:
         return ["No claim was looked for."]
-    known = claims[claims["construction"] != ""]
+    known = claims[(claims["construction"] != "") & (claims["verdict"] != OPEN)]
     counts = claims.drop(known.index)["verdict"].value_counts()
     sources = [f"{counted(int(n), 'claim')} of the {name}" for name, n in claims["source"].value_counts(sort=False).items()]
     hold, fail, open_ = (counts.get(verdict, 0) for verdict in (HOLDS, FAILS, OPEN))

@@ -99,24 +99,24 @@ def _said_of_growth(mine: Mapping[str, pd.DataFrame]) -> list[str]:
         layer = int(known.loc[known["ratio"].idxmax(), "layer"])
         here = only(table, layer=layer).set_index("measure")
         beside = (
-            f"{_with_interval(here.loc[name], 'ratio')} {text}"
+            f"{_with_interval(here.loc[name], 'ratio', ' times')} {text}"
             for name, text in (
                 (f"l2{SUFFIX}", "without the three largest dimensions"),
                 ("relative_l2", "relative to the stream"),
                 (f"relative_l2{SUFFIX}", "both"),
             )
         )
-        grown = f"L2 grows most from layer {layer - 1} to {layer}: {_with_interval(here.loc['l2'], 'ratio')} times"
-        said.append(f"  {grown}; {', '.join(beside)}.")
+        grown = f"L2 grows most from layer {layer - 1} to {layer}: {_with_interval(here.loc['l2'], 'ratio', ' times')}"
+        of = counted(int(here.loc["l2", "n"]), "example")
+        said.append(f"  {grown}; {', '.join(beside)}; the median of the {of} that drift in layer {layer - 1}.")
     zero = growth[growth["ratio"].isna() & (growth["layer"] > first)]["layer"]
     if len(zero):
         said.append(f"  No growth is given at layer {listed(list(map(str, zero)))}: the layer before has no drift.")
     return said
 
 
-def _with_interval(row: Any, column: str) -> str:
-    none = ", without an interval" if row["n"] == 1 else ""
-    return number(row[column]) + (ends_said(row["low"], row["high"]) or none)
+def _with_interval(row: Any, column: str, unit: str = "") -> str:
+    return number(row[column]) + unit + ends_said(row["low"], row["high"])
 
 
 def drift_title(means: pd.DataFrame) -> str:

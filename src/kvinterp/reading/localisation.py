@@ -33,8 +33,7 @@ def said_of_localisation(summary: Mapping[str, Any]) -> list[str]:
     provenance, chosen = summary["provenance"], pd.DataFrame(summary["chosen"])
     lines = [
         f"{localisation_title(pd.DataFrame(summary['by_layer'], columns=_COLUMNS))}.",
-        f"{models_on(provenance)}. Recovery is a share of the difference, medians over "
-        "examples; intervals are of means, 95%, Student's.",
+        f"{models_on(provenance)}. Recovery is a share of the difference, medians over examples with 95% intervals.",
     ]
     for model in provenance:
         mine = only(chosen, model=model) if len(chosen) else chosen

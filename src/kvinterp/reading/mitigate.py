@@ -49,7 +49,7 @@ def _interaction(row: Mapping[str, Any]) -> str:
         return f"{said}; too few prompts tell whether they add up."
     interval = number(row["contrast"]) + ends_said(row["low"], row["high"], ", 95% interval {}")
     if row["low"] > 0:
-        return f"{said}: more than their sum (by {interval}), so one makes the other larger."
+        return f"{said}: more than their sum (in the median prompt by {interval}), so one makes the other larger."
     if row["high"] < 0:
-        return f"{said}: less than their sum (by {interval}), so one hides the other in part."
-    return f"{said}: not told apart from their sum (contrast {interval})."
+        return f"{said}: less than their sum (in the median prompt by {interval}), so one hides the other in part."
+    return f"{said}: not told apart from their sum (in the median prompt {interval} more)."

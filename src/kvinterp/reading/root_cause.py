@@ -127,12 +127,16 @@ def _said_of_ladder(ladder: pd.DataFrame) -> list[str]:
     said += f" (means of {counted(ladder['id'].nunique(), 'prompt')})."
     if failed:
         said += f" {failed} runs could not be compared."
-    fixed, native = (only(ladder, kernels=kernels) for kernels in ("batch_invariant", "native"))
-    native = native[native["dtype"].isin(fixed["dtype"])]
-    if len(fixed) and not fixed["max_abs_logit"].max() > 0 and native["max_abs_logit"].max() > 0:
+    fixed, native = (
+        only(ladder, kernels=kernels).groupby("dtype", sort=False)["max_abs_logit"].max()
+        for kernels in ("batch_invariant", "native")
+    )
+    gone = [dtype for dtype, left in fixed.items() if left == 0 and native.get(dtype, 0.0) > 0]
+    if gone:
         said += (
-            " One fixed order leaves no difference where the machine's kernels make one: the order of additions is what does "
-            "it here. Both add in float32 and round once, so this is no statement about sums kept in float16."
+            f" One fixed order leaves no difference in {listed(gone)} where the machine's kernels make one: the order of "
+            "additions is what does it here. Both add in float32 or wider and round once, so this is no statement about sums "
+            "kept in float16."
         )
     return [said]
 
