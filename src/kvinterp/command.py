@@ -199,7 +199,7 @@ def delivered() -> Iterator[None]:
         if out.lost and left.code != 130:
             echo(
                 f"error: standard output cannot be written ({out.lost}), so what was found was not printed: send it to where "
-                "there is room; a result in a folder is there.",
+                "there is room; a folder that was asked for is written.",
                 err=True,
             )
             raise SystemExit(2) from None

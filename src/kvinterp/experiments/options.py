@@ -34,7 +34,7 @@ SHARED: dict[str, tuple[Any, str]] = {
     "prompts": (
         "arithmetic:6",
         "A text; a .txt file, a line a prompt; a .jsonl file, whose lines have prompt (or text) and, if wanted, id, task, "
-        "answer, facts, meta, messages; arithmetic:N, restate:N, instructions:N; or gsm8k(FILE,shots=5,count=700).",
+        "answer, facts, meta, messages; arithmetic:N, restate:N, instructions:N, natural:N; or gsm8k(FILE,shots=5,count=700).",
     ),
     "kind": ("native", "native, hooked or bridge."),
     "dtype": ("float16", "float16, bfloat16, float32 or float64."),
