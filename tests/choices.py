@@ -119,7 +119,7 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "policies": Changes(("truncate(2)",)),
             "on": Changes("k"),
             "texts": Changes("restate:1:1"),
-            "text": Changes("The box holds 3 apples.", {"texts": "restate:5"}),
+            "text": Changes("The box holds 3 apples.", {"texts": "restate:6"}),
             "template": Changes("{text} Again:"),
             "system": Changes("Be brief."),
             "hops": Changes(3),

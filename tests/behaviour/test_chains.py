@@ -225,7 +225,7 @@ def test_the_command_plays_every_arm_and_draws(tmp_path: Path) -> None:
     assert chains["said"].iloc[0] in page
     claims = json.loads((tmp_path / "out" / "summary.json").read_text())["claims"]
     assert [claim["id"] for claim in claims] == ["exact-chains", "keys-matter", "not-monotone"]
-    assert claims[1]["why"] == "the number of independent units is 1, and fewer than 5 decide nothing", "one text"
+    assert claims[1]["why"] == "the number of independent units is 1, and fewer than 6 decide nothing", "one text"
     assert "Of 3 claims of the drift post, 0 hold here, 0 do not and 3 are not testable here." in page
 
 

@@ -277,12 +277,12 @@ def test_the_command_writes_scores_a_page_and_goes_on(tasks: Path, tmp_path: Pat
     assert outcome.summary["paths"] == ["cached", "cached[cache=float32]"]
     asked_for = outcome.summary["counts"]["cached[cache=float32]"]["requests"]
     assert f"Of {asked_for} requests, none was answered by the prefill alone" in " ".join(outcome.summary["reading"])
-    # A perplexity is that of all words, and its interval holds it.
+    # A perplexity is that of all words; of so few documents it has no interval.
     reads = whole.tables["results"].query("metric == 'word_perplexity'").iloc[0]
     samples = whole.tables["samples"]
     of = samples[(samples["metric"] == "word_perplexity") & (samples["path"] == "cached")]
     assert reads["value"] == pytest.approx(torch.tensor(-of["value"].sum() / of["weight"].sum()).exp().item())
-    assert reads["low"] < reads["value"] < reads["high"]
+    assert pd.isna([reads["low"], reads["high"]]).all()
 
 
 def test_documents_are_compared_one_by_one() -> None:
