@@ -53,7 +53,7 @@ _DECODES = {
     "strategies": Changes(("top_p(1.0,2.0)",)),
     "seeds": Changes(3, {"strategies": ("top_p(1.0,2.0)",)}),
     "max_new_tokens": Changes(4),
-    "stop": Changes("length", {"max_new_tokens": 96, "kernels": "native", "controls": 0}),
+    "stop": Changes("length", {"max_new_tokens": 96, "kernels": "native"}),
     "kernels": Changes(SPLIT),
     "block": Keeps(1),
     "batch_size": Keeps(2),
