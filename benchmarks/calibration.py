@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 from kept import keep
 from rich.console import Console
+from scipy import stats
 
 from kvinterp import metrics
 from kvinterp.claims import base
@@ -139,7 +140,9 @@ def _of(found: Any, name: str) -> tuple[float, float, float]:
 
 
 def _boot(values: np.ndarray) -> tuple[float, float, float]:
-    return float(values.mean()), *metrics.bootstrap_interval(values, resamples=RESAMPLES)
+    return float(values.mean()), *stats.bootstrap(
+        (values,), np.mean, n_resamples=RESAMPLES, method="percentile"
+    ).confidence_interval
 
 
 def rules() -> dict[str, tuple[str, Callable[[pd.DataFrame], float], Callable[[pd.DataFrame, float], base.Found]]]:
@@ -180,18 +183,18 @@ def rules() -> dict[str, tuple[str, Callable[[pd.DataFrame], float], Callable[[p
             "flipped",
             lambda rows: float(rows.groupby("prompt")["flipped"].max().mean()),
             lambda rows, bound: base.larger(
-                rows.groupby("prompt")["flipped"].max(), rows["prompt"].unique(), bound, flags=True
+                rows.groupby("prompt")["flipped"].max(), rows["prompt"].unique(), bound, of="share"
             ),
         ),
         "share of steps that flip is smaller than": (
             "flipped",
             lambda rows: float(by(rows, "flipped").mean()),
-            lambda rows, bound: base.smaller(rows["flipped"], rows["prompt"], bound, flags=True),
+            lambda rows, bound: base.smaller(rows["flipped"], rows["prompt"], bound, of="share"),
         ),
         "mean probability moved is larger than": (
             "probability",
             lambda rows: float(by(rows, "probability").mean()),
-            lambda rows, bound: base.larger(rows["probability"], rows["prompt"], bound, mean=True),
+            lambda rows, bound: base.larger(rows["probability"], rows["prompt"], bound, of="mean"),
         ),
         "KL and margin, shuffled over prompts, go together by more than": (
             "kl",

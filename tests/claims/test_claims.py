@@ -218,8 +218,8 @@ def test_larger_is_decided_on_both_sides_of_its_bounds():
         assert (same.fails, same.holds) == (fails, 1.0), "on the bound itself few say nothing"
     assert larger(np.full(20, 0.3), np.arange(20), 0.0).holds == 0.5**20
     # Of flags: twenty that never happened are no proof that fewer than a twentieth do.
-    assert smaller(np.zeros(20), np.arange(20), 0.05, flags=True).holds == pytest.approx(0.95**20)
-    assert larger(np.ones(20), np.arange(20), 0.9, flags=True).holds == pytest.approx(0.9**20)
+    assert smaller(np.zeros(20), np.arange(20), 0.05, of="share").holds == pytest.approx(0.95**20)
+    assert larger(np.ones(20), np.arange(20), 0.9, of="share").holds == pytest.approx(0.9**20)
 
 
 def test_copies_of_greedy_decodes_are_counted_in_the_papers_column_alone():

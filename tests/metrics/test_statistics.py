@@ -9,7 +9,7 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.errors import InputError, NonFiniteError
-from kvinterp.metrics import bootstrap_interval, clustered_interval, kl_statistics
+from kvinterp.metrics import clustered_interval, kl_statistics
 
 
 def test_the_summary_on_numbers_done_by_hand():
@@ -49,7 +49,6 @@ def test_percentiles_are_interpolated_as_llama_perplexity_does():
 def test_plain_python_numbers_come_back():
     result = kl_statistics(torch.tensor([0.0]), torch.tensor([True]), torch.tensor([0.0]))
     assert all(type(value) is float for value in result.values())
-    assert all(type(value) is float for value in bootstrap_interval(torch.tensor([1.0, 2.0, 4.0])))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -61,8 +60,6 @@ def test_non_finite_values_are_counted_and_located(bad):
         kl_statistics(values, same, fine)
     with pytest.raises(NonFiniteError, match=r"2 of 10 top probability differences .* first at index 4"):
         kl_statistics(fine, same, values)
-    with pytest.raises(NonFiniteError, match=r"2 of 10 values .* first at index 4"):
-        bootstrap_interval(values)
 
 
 def test_inputs_that_cannot_be_summarised(monkeypatch):
@@ -70,57 +67,8 @@ def test_inputs_that_cannot_be_summarised(monkeypatch):
     none, some = torch.zeros(0), torch.zeros(3)
     with pytest.raises(InputError, match="no KL divergences"):
         kl_statistics(none, none.bool(), none)
-    with pytest.raises(InputError, match="no values"):
-        bootstrap_interval(none)
     with pytest.raises(InputError, match="3 KL divergences, 2 agreements"):
         kl_statistics(some, some[:2].bool(), some)
-    for confidence in (0.0, 1.0, 95.0, math.nan):
-        with pytest.raises(InputError, match="confidence"):
-            bootstrap_interval(some, confidence=confidence)
-    with pytest.raises(InputError, match="resamples"):
-        bootstrap_interval(some, resamples=0)
-
-
-def test_the_interval_is_that_of_the_mean():
-    values = torch.empty(400, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(0))
-    assert float(values.mean() - values.median()) > 0.2
-    low, high = bootstrap_interval(values)
-    half_width = 1.96 * float(values.std()) / 20
-    assert low < float(values.mean()) < high
-    assert (low, high) == pytest.approx((float(values.mean()) - half_width, float(values.mean()) + half_width), abs=0.02)
-
-
-def test_the_interval_covers_as_often_as_it_says():
-    """Of 200 intervals of 80%, 160 should hold the true mean; under 140 or over 180 has probability below 1e-3."""
-    draws = np.random.default_rng(0).normal(size=(200, 60))
-    intervals = [bootstrap_interval(row, confidence=0.8, resamples=300, seed=i) for i, row in enumerate(draws)]
-    assert 140 < sum(low <= 0 <= high for low, high in intervals) < 180
-
-
-def test_the_seed_decides_and_confidence_widens():
-    values = np.random.default_rng(0).exponential(size=50)
-    first = bootstrap_interval(values)
-    assert first == bootstrap_interval(values, seed=0)
-    assert first != bootstrap_interval(values, seed=1)
-    wide, narrow = (bootstrap_interval(values, confidence=c) for c in (0.99, 0.5))
-    assert wide.low < narrow.low < narrow.high < wide.high
-
-
-def test_degenerate_inputs_have_a_clear_answer():
-    # The mean of six times 0.1 is not 0.1 in floating point; the interval must be.
-    assert bootstrap_interval(torch.full((6,), 0.1, dtype=torch.float64)) == (0.1, 0.1)
-    assert all(math.isnan(end) for end in bootstrap_interval(torch.tensor([3.0])))
-    low, high = bootstrap_interval(np.array([True, False, True, True]))  # accuracies are booleans
-    assert 0 <= low <= 0.75 <= high <= 1
-
-
-def test_cutting_the_resamples_for_memory_changes_nothing(monkeypatch):
-    from kvinterp.metrics import statistics
-
-    values = np.random.default_rng(2).exponential(size=101)
-    whole = bootstrap_interval(values)
-    monkeypatch.setattr(statistics, "_RESAMPLED_AT_ONCE", 700)
-    assert bootstrap_interval(values) == whole
 
 
 def test_whole_clusters_are_drawn():
@@ -130,8 +78,6 @@ def test_whole_clusters_are_drawn():
     # Student's would be 0.17 to 0.83.
     assert low == pytest.approx(0.17, abs=0.06)
     assert high == pytest.approx(0.83, abs=0.06)
-    low, high = bootstrap_interval(values)
-    assert high - low < 0.1
     assert np.isnan(clustered_interval(np.mean, clusters % 11, values)).all(), "eleven are too few"
 
 
@@ -191,6 +137,7 @@ def test_of_few_numbers_there_is_no_interval():
     assert np.isnan([few.low, few.high, none.low, none.median, none.mean]).all()
     assert few.median == 1e-7
     assert (alike.median, alike.low, alike.high, alike.zeros) == (0.0, 0.0, 0.0, 9)
-    assert np.isnan(metrics.mean_interval(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))).all()
+    five = metrics.mean_of([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert np.isnan([five.low, five.high]).all()
     with pytest.raises(InputError, match="not between 0 and 1"):
         metrics.typical([1.0], confidence=2.0)

@@ -21,6 +21,7 @@ from kvinterp.behaviour.divergence import DECODE, conditions
 from kvinterp.metrics.dependence import correlation, restricted_correlation, terciles
 from kvinterp.metrics.inference import Test, nothing
 from kvinterp.metrics.prediction import auc, brier, calibration, roc
+from kvinterp.metrics.statistics import FEWEST
 from kvinterp.metrics.survival import cox
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
 QUANTITIES = ("mean_kl", "mean_kl_before_flip", "matched_mean_kl", "smallest_margin")
 """What the step of the first flip is held against: the free protocol's KL (the paper's), that of the steps up to the flip, the
 matched protocol's, and the smallest margin of the decode."""
-LEAST = 6
+LEAST = FEWEST
 """Prompts that flip, below which nothing is said of how flips go with a number: resampling so few gives no interval."""
 CHANCE = 1e-6
 """Predicted chances below this are counted as one class: most steps are as sure as that."""

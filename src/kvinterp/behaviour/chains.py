@@ -250,8 +250,8 @@ def curves_of(chains: pd.DataFrame) -> pd.DataFrame:
     for told, group in conditions(chains, *ARM, "hop"):
         row = told | {"chains": len(group)}
         for column in ("similarity", "facts"):
-            low, high = metrics.mean_interval(group.groupby("text")[column].mean())
-            row |= {column: float(group[column].mean()), f"{column}_low": low, f"{column}_high": high}
+            over = metrics.mean_of(group.groupby("text")[column].mean().dropna())
+            row |= {column: float(group[column].mean()), f"{column}_low": over.low, f"{column}_high": over.high}
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -279,14 +279,14 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
     rows = []
     for told, group in conditions(beside, *ARM):
         delta = group["similarity"] - group["similarity_control"]
-        low, high = metrics.mean_interval(delta.groupby(group["text"]).mean())
+        over = metrics.mean_of(delta, group["text"])
         places = [(told["arm"], *row) for row in group[pair].itertuples(index=False)]
         half = [float(halves.loc[place]) for place in places if place in halves.index]
         rows.append(
             {
                 **told, "chains": len(group),
                 "similarity": float(group["similarity"].mean()), "facts": float(group["facts"].mean()),
-                "delta": float(delta.mean()), "delta_low": low, "delta_high": high,
+                "delta": float(delta.mean()), "delta_low": over.low, "delta_high": over.high,
                 "better": int((delta > 0).sum()), "worse": int((delta < 0).sum()),
                 "same_text": int((group["said"] == group["said_control"]).sum()),
                 "halved": len(half), "half_life": float(np.median(half)) if half else np.nan,

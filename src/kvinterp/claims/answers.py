@@ -55,7 +55,7 @@ def more_often_right(tables: Tables) -> Found:
     """Over all conditions the cached path is right more often."""
     answered = _answered(tables)
     exchanged = metrics.sign_flips(answered["difference"], answered["unit"])
-    found = larger(answered["difference"], answered["unit"], 0.0, SMALLEST, mean=True)
+    found = larger(answered["difference"], answered["unit"], 0.0, SMALLEST, of="mean")
     paper = _papers(answered)["difference"].mean()
     if not answered["difference"].any():
         # No answer differs. What was never seen may still be as common as so many leave it.
@@ -186,7 +186,7 @@ def one_path_is_nearer(tables: Tables) -> Found:
     cached = (apart["nearer"] == "a").astype(float)
     test = metrics.sign_flips(cached - 0.5, units)
     # A tenth to either side is what still passes for no direction.
-    near_half = inside(cached, units, 0.4, 0.6, flags=True)
+    near_half = inside(cached, units, 0.4, 0.6, of="share")
     shares = cached.groupby(units).mean()
     if shares.isin((0, 1)).all() and shares.nunique() == 1:
         # All agree: Clopper and Pearson's interval, since there is no spread.

@@ -205,57 +205,53 @@ def check_enough(n: int, said: str) -> None:
 # Rules -----------------------------------------------------------------------------------------------------------------
 
 
-def larger(
-    values: metrics.Column,
-    units: metrics.Column,
-    than: float,
-    claimed: float | None = None,
-    mean: bool = False,
-    flags: bool = False,
-) -> Found:
-    """The median unit is above a bound: holds if shown to be, does not if shown to be below what is claimed.
+Units: TypeAlias = metrics.Column
+"""What each row belongs to; each unit counts once."""
 
-    Units above a bound are counted, which is exact for any distribution: of a mean of what spreads over orders of magnitude,
-    or is alike but for a few, Student's test says "holds" falsely in up to 70% of studies (``benchmarks/calibration.py``).
+
+def larger(values: metrics.Column, units: Units, than: float, claimed: float | None = None, of: str = "median") -> Found:
+    """A number is above a bound: holds if shown to be, does not if shown to be below what is claimed.
+
+    Of the median, units above the bound are counted, which is exact for any distribution: of a mean of what spreads over orders
+    of magnitude, or is alike but for a few, Student's test says "holds" falsely in up to 70% of studies
+    (``benchmarks/calibration.py``).
 
     Args:
         values: One number a row.
-        units: What each row belongs to; each unit counts once, by its own mean.
+        units: What each row belongs to.
         than: What it must be above.
         claimed: The smallest with which the claim would still be right; the bound unless given.
-        mean: Judge the mean, by Student's test, of scores and their differences, whose median is often 0.
-        flags: Judge the mean, of numbers that are each 0 or 1, so that what is rare may not have been seen.
+        of: ``"median"`` of the units' means; ``"mean"`` of them, by Student's test, for scores and their differences, whose
+            median is often 0; ``"share"`` of rows that are 1 and not 0, by Clopper and Pearson's of what they are worth.
 
     Raises:
         NotTestableError: There are fewer than :data:`LEAST` units.
     """
     claimed = than if claimed is None else claimed
-    if not (mean or flags):
-        means = pd.Series(np.asarray(values, float)).groupby(np.asarray(units)).mean().to_numpy()
+    means = pd.Series(np.asarray(values, float)).groupby(np.asarray(units)).mean().dropna().to_numpy()
+    check_enough(len(means), f"the number of independent units is {len(means)}")
+    if of == "median":
         over = metrics.typical(means)
-        check_enough(over.n, f"the number of independent units is {over.n}")
         # What lies on the bound itself lies on no side, unless so many do.
         reach = means > claimed if claimed == than and over.n >= MANY else means >= claimed
         holds, fails = (
-            float(stats.binomtest(int(units.sum()), over.n, alternative=side).pvalue)
-            for units, side in ((means > than, "greater"), (reach, "less"))
+            float(stats.binomtest(int(those.sum()), over.n, alternative=side).pvalue)
+            for those, side in ((means > than, "greater"), (reach, "less"))
         )
         return Found(over.median, over.low, over.high, over.n, holds=holds, fails=fails)
-    test = metrics.rate_of(values, units) if flags else metrics.mean_of(values, units)
-    check_enough(test.n, f"the number of independent units is {test.n}")
-    if flags:
-        # Clopper and Pearson's p-values, of as many independent trials as these are worth.
+    if of == "share":
+        test = metrics.rate_of(values, units)
         n, count = test.statistic, test.effect * test.statistic
         holds = stats.beta.cdf(than, count, n - count + 1) if count > 0 else 1.0
         fails = stats.beta.sf(claimed, count + 1, n - count) if count < n else 1.0
         return Found.of(test, holds=float(holds), fails=float(fails))
+    test = metrics.mean_of(means)
     if test.why:
         # There is no spread to test against, but so many units on one side of the bound: the sign test.
         why = f"all {test.n} units have the same value"
         return _of_signs(Found(test.effect, test.effect, test.effect, test.n, why=why), than, claimed)
     above, below = (
-        metrics.mean_of(values, units, against=bound, alternative=side).p
-        for bound, side in ((than, "greater"), (claimed, "less"))
+        metrics.mean_of(means, against=bound, alternative=side).p for bound, side in ((than, "greater"), (claimed, "less"))
     )
     return Found.of(test, holds=above, fails=below)
 
@@ -276,21 +272,11 @@ def _of_signs(found: Found, than: float, claimed: float, flags: float = 0) -> Fo
     return dataclasses.replace(found, holds=chance(than) if effect > than else 1.0, fails=chance(claimed) if below else 1.0)
 
 
-def smaller(
-    values: metrics.Column,
-    units: metrics.Column,
-    than: float,
-    claimed: float | None = None,
-    mean: bool = False,
-    flags: bool = False,
-) -> Found:
-    """The median unit is below a bound; see :func:`larger`."""
-    if flags:
-        found = larger(1 - np.asarray(values, float), units, 1 - than, None if claimed is None else 1 - claimed, flags=True)
-        return found.through(lambda share: 1 - share)
-    return larger(-np.asarray(values, float), units, -than, None if claimed is None else -claimed, mean).through(
-        operator.neg
-    )
+def smaller(values: metrics.Column, units: Units, than: float, claimed: float | None = None, of: str = "median") -> Found:
+    """A number is below a bound; see :func:`larger`, of the numbers turned round."""
+    turn: Callable[[Any], Any] = (lambda share: 1 - share) if of == "share" else operator.neg
+    found = larger(turn(np.asarray(values, float)), units, turn(than), None if claimed is None else turn(claimed), of)
+    return found.through(turn)
 
 
 def ratio(
@@ -316,9 +302,9 @@ def ratio(
     return dataclasses.replace(found, why=said)
 
 
-def inside(values: metrics.Column, units: metrics.Column, low: float, high: float, flags: bool = False) -> Found:
-    """The mean lies between two bounds: two one-sided tests, both of which must reject."""
-    one, other = larger(values, units, low, flags=flags), smaller(values, units, high, flags=flags)
+def inside(values: metrics.Column, units: Units, low: float, high: float, of: str = "median") -> Found:
+    """A number lies between two bounds: two one-sided tests, both of which must reject."""
+    one, other = larger(values, units, low, of=of), smaller(values, units, high, of=of)
     outside = min(1.0, 2 * min(one.fails, other.fails))
     return dataclasses.replace(one, holds=max(one.holds, other.holds), fails=outside)
 

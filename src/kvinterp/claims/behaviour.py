@@ -123,7 +123,7 @@ def seeds_do_not_matter(tables: Tables) -> Found:
     if not by["mean"].any():
         raise NotTestableError("no sampled decode parts")
     sometimes = by["mean"].between(0, 1, inclusive="neither").astype(float)
-    return smaller(sometimes, by["unit"], 0.05, flags=True).beside(float(sometimes.mean()))
+    return smaller(sometimes, by["unit"], 0.05, of="share").beside(float(sometimes.mean()))
 
 
 # KL --------------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def kl_is_within_the_bound(tables: Tables) -> Found:
         raise NotTestableError("no free decode parts from the other path's")
     free = known(free, "mean_kl", "kl_bound")
     above = (free["mean_kl"] > free["kl_bound"]).astype(float)
-    return smaller(above, free["unit"], 0.5, flags=True).beside(float(above.mean()))
+    return smaller(above, free["unit"], 0.5, of="share").beside(float(above.mean()))
 
 
 def kl_grows(tables: Tables) -> Found:

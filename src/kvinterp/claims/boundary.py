@@ -150,7 +150,7 @@ def flips_come_at_once(tables: Tables) -> Found:
     if rows.empty:
         raise NotTestableError("no token flips")
     early = (rows["flip_index"] <= decodes["steps"].max() / 8).astype(float)
-    return larger(early, rows["unit"], 0.5, flags=True).beside(float(early.mean()))
+    return larger(early, rows["unit"], 0.5, of="share").beside(float(early.mean()))
 
 
 _RUN = "censored regression of flip time on margin and matched KL, 700 problems, on the paper's GPU"

@@ -83,7 +83,8 @@ def _orders(tables: Tables, column: str) -> Found:
         # The paper's ratio: its free-running mean KL over the float32 floor.
         free = tables["decodes"]
         free = free.loc[free["protocol"] == "free", "mean_kl"].astype(float).mean()
-        beside = np.log10(free / rows["mean_kl_single"].mean())
+        floor = rows["mean_kl_single"].mean()
+        beside = np.log10(free / floor) if free > 0 and floor > 0 else np.nan
     return found.beside(beside)
 
 
@@ -154,7 +155,7 @@ def written_alone_differs(tables: Tables) -> Found:
     """K and V differ where they are written, in most prompts."""
     written = table(tables, "kv_write", "kernels", "prompt", "relative_error")
     by = written[written["kernels"] == "native"].groupby("prompt")["relative_error"].max()
-    return larger(by > 0, by.index, 0.5, flags=True)
+    return larger(by > 0, by.index, 0.5, of="share")
 
 
 def errors_compound(tables: Tables) -> Found:

@@ -103,7 +103,7 @@ def exact_cache_keeps_more(tables: Tables) -> Found:
     """Chains under 8 bits end further from their first text than without."""
     both = _differences(tables, *EIGHT_BITS)
     return dataclasses.replace(
-        smaller(both["difference"], both["text"], 0.0, mean=True), why=f"the arm is {both['arm'].iloc[0]}"
+        smaller(both["difference"], both["text"], 0.0, of="mean"), why=f"the arm is {both['arm'].iloc[0]}"
     )
 
 
@@ -117,7 +117,7 @@ def keys_matter_more(tables: Tables) -> Found:
             reasons.append(reason)
             continue
         both = k.merge(v, on=["model", "temperature", "text", "seed"], suffixes=("_k", "_v"))
-        found = smaller(both["difference_k"] - both["difference_v"], both["text"], 0.0, mean=True)
+        found = smaller(both["difference_k"] - both["difference_v"], both["text"], 0.0, of="mean")
         return dataclasses.replace(found, why=f"the arms are those of {name}")
     raise reasons[0]
 
@@ -144,7 +144,7 @@ def models_disagree(tables: Tables) -> Found:
 
 
 _ERRORS = "1,000 and more prompts paired with the control on the source's model (Llama-3.2-1B-Instruct)"
-_CHAINS = "30 texts and more, 10 seeds each,, with other seeds of the same precision beside them, on the source's models"
+_CHAINS = "30 texts and more, 10 seeds each, with other seeds of the same precision beside them, on the source's models"
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(

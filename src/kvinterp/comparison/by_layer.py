@@ -151,8 +151,10 @@ def head_correlations_of(pairs: pd.DataFrame) -> pd.DataFrame:
         table = group.pivot(index="example", columns="kind", values="r")
         table["within - across"] = table["within"] - table["across"]
         for kind, values in table[["within", "across", "within - across"]].items():
-            low, high = metrics.mean_interval(values)
-            found.append({"layer": layer, "kind": kind, "r": values.mean(), "low": low, "high": high, "n": values.count()})
+            over = metrics.mean_of(values.dropna())
+            found.append(
+                {"layer": layer, "kind": kind, "r": values.mean(), "low": over.low, "high": over.high, "n": over.n}
+            )
     return pd.DataFrame(found, columns=["layer", "kind", "r", "low", "high", "n"])
 
 

@@ -45,10 +45,8 @@ from kvinterp.metrics.statistics import (
     FEWEST_RESAMPLED,
     Interval,
     Typical,
-    bootstrap_interval,
     clustered_interval,
     kl_statistics,
-    mean_interval,
     typical,
 )
 from kvinterp.metrics.survival import cox, survival_by_step
@@ -67,7 +65,6 @@ __all__ = [
     "Test",
     "Typical",
     "auc",
-    "bootstrap_interval",
     "brier",
     "calibration",
     "clustered_interval",
@@ -90,7 +87,6 @@ __all__ = [
     "max_abs_difference",
     "mcnemar",
     "mcnemar_power",
-    "mean_interval",
     "mean_of",
     "mean_power",
     "measured",

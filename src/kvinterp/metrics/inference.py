@@ -248,7 +248,7 @@ def mean_of(
         confidence: Of the interval, which is two-sided whatever the alternative.
 
     Returns:
-        effect: the mean of the clusters' means.
+        effect: the mean of the clusters' means; both ends NaN for fewer than :data:`kvinterp.metrics.FEWEST` of them.
     """
     names, numbers = columns(clusters, values=values)
     said, means = ("t of cluster means", "mean"), by_cluster(names, numbers)
@@ -259,17 +259,10 @@ def mean_of(
         why = "all clusters have the same mean: there is no spread to test it against"
         return Test(said[0], n, np.nan, np.nan, float(means[0]), np.nan, np.nan, said[1], why)
     found: Any = stats.ttest_1samp(means, against, alternative=alternative)
-    ends = stats.ttest_1samp(means, against).confidence_interval(confidence)
-    return Test(
-        said[0],
-        n,
-        float(found.statistic),
-        float(found.pvalue),
-        float(means.mean()),
-        float(ends.low),
-        float(ends.high),
-        said[1],
-    )
+    low, high = np.nan, np.nan
+    if n >= FEWEST:
+        low, high = map(float, stats.ttest_1samp(means, against).confidence_interval(confidence))
+    return Test(said[0], n, float(found.statistic), float(found.pvalue), float(means.mean()), low, high, said[1])
 
 
 def wilcoxon(a: Column, b: Column, seed: int = 0, resamples: int = 1000) -> Test:

@@ -20,11 +20,9 @@ __all__ = [
     "FEWEST_RESAMPLED",
     "Interval",
     "Typical",
-    "bootstrap_interval",
     "clustered_interval",
     "kl_statistics",
     "mean_error",
-    "mean_interval",
     "typical",
 ]
 
@@ -36,8 +34,6 @@ FEWEST = 6
 """Of fewer independent observations no interval is given: of five all lie on one side of their median in 6% of samples."""
 FEWEST_RESAMPLED = 12
 """Of fewer clusters resampling gives no interval that holds the truth as often as it says."""
-#: Resampled numbers held at once by the bootstrap: 32 MB, and its indices the same again.
-_RESAMPLED_AT_ONCE = 2**22
 
 
 class Interval(NamedTuple):
@@ -150,65 +146,6 @@ def typical(values: Any, clusters: Any = None, confidence: float = 0.95) -> Typi
     ends: Any = scipy.stats.quantile_test(known).confidence_interval(confidence)
     middle = float(np.median(known))
     return Typical(float(known.mean()), middle, float(ends.low), float(ends.high), int((known == 0).sum()), len(known))
-
-
-def mean_interval(values: Any, confidence: float = 0.95) -> Interval:
-    """Student's interval of a mean of independent observations that are about symmetric.
-
-    Args:
-        values: One number each; NaN and infinity are left out.
-        confidence: Share of such intervals that should hold the true mean.
-
-    Returns:
-        The interval; both ends NaN for fewer than :data:`FEWEST`, or where all are alike and show no spread.
-    """
-    _check(confidence, 1)
-    known = np.asarray(values, dtype=float)
-    known = known[np.isfinite(known)]
-    if len(known) < FEWEST or np.ptp(known) == 0:
-        return Interval(float("nan"), float("nan"))
-    ends: Any = scipy.stats.ttest_1samp(known, 0.0).confidence_interval(confidence)
-    return Interval(float(ends.low), float(ends.high))
-
-
-def bootstrap_interval(values: Values, confidence: float = 0.95, seed: int = 0, resamples: int = 2000) -> Interval:
-    """Percentile bootstrap interval of the mean, by ``scipy.stats.bootstrap``.
-
-    Of few or skewed values it holds the mean less often than it says: see :func:`mean_interval` and :func:`typical`. The values
-    are resampled one by one, which is right only if they are independent. The steps of one prompt are not:
-    give one value a prompt. The percentile method and not BCa, whose jackknife takes the square of the number of values
-    in memory and which is undefined where all are equal.
-
-    Args:
-        values: Independent observations.
-        confidence: Share of such intervals that should hold the true mean.
-        seed: Seed of the resampling; the same seed gives the same interval.
-        resamples: How often to resample.
-
-    Returns:
-        The interval. With all values equal both ends are that value. With one value alone both ends are NaN: one
-        observation says nothing about its spread.
-
-    Raises:
-        InputError: There are no values, the confidence is not between 0 and 1, or there are no resamples.
-        NonFiniteError: A value is NaN or infinite; how many and where the first is.
-    """
-    _check(confidence, resamples)
-    observed = _host(values, "values")
-    if len(observed) == 1:
-        return Interval(float("nan"), float("nan"))
-    if observed.min() == observed.max():
-        return Interval(float(observed[0]), float(observed[0]))
-    result = scipy.stats.bootstrap(
-        (observed,),
-        np.mean,
-        n_resamples=resamples,
-        batch=max(1, _RESAMPLED_AT_ONCE // len(observed)),
-        confidence_level=confidence,
-        method="percentile",
-        random_state=np.random.default_rng(seed),  # Called rng from scipy 1.15 on, which takes both.
-    )
-    return Interval(float(result.confidence_interval.low), float(result.confidence_interval.high))
 
 
 def clustered_interval(
