@@ -20,8 +20,8 @@ from kvinterp.comparison.by_layer import (
     means_of,
     pairs_of,
 )
-from kvinterp.experiments.layer_drift import MEASURES, LayerDrift, null_drift, of_example, tables_of
-from kvinterp.reading.layer_drift import EVERY_STEP, ONE_STEP, drift_title, paper_title, said_of_layer_drift
+from kvinterp.experiments.base import Outcome
+from kvinterp.experiments.layer_drift import EVERY_STEP, MEASURES, ONE_STEP, LayerDrift, null_drift, of_example, tables_of
 from support import Case
 
 pytestmark = [pytest.mark.bits, pytest.mark.slow]
@@ -136,6 +136,12 @@ def test_where_no_heads_share_there_is_no_correlation_within() -> None:
     assert head_correlations_of(pairs_of(equal, sharing=2))["r"].isna().all()
 
 
+def found_of(tables: dict[str, pd.DataFrame]) -> tuple[str, pd.DataFrame]:
+    """The headline and the findings of made-up tables."""
+    outcome = LayerDrift().with_findings(Outcome(tables, dict(tables), {"provenance": {"m": synthetic.ABOUT}}))
+    return "\n".join(LayerDrift().headline(outcome)), outcome.tables["findings"].set_index("finding")
+
+
 # The rule --------------------------------------------------------------------------------------------------------------
 
 
@@ -171,10 +177,10 @@ def test_rows_of_other_tokens_are_removed_and_counted() -> None:
     by = cosine.set_index(["rule", "layer"])
     assert by.loc[("none", 0), "mean"] == pytest.approx((0.1 + 1 + 1) / 3)
     assert by.loc[("same tokens", 0), ["mean", "n"]].tolist() == [1.0, 2.0]
-    assert "other tokens at 3 of 9 rows" in paper_title(tables["layer_drift_rows"])
-    said = "\n".join(said_of_layer_drift(tables, {"m": synthetic.ABOUT}))
-    assert "12 of 36 rows" in said
-    assert "3 of 9 rows are of other tokens" in said
+    _, found = found_of(tables)
+    rows = found.loc[[f"rows of other tokens, each path fed its own text, {name}" for name in (EVERY_STEP, ONE_STEP)]]
+    assert rows["estimate"].tolist() == pytest.approx([12 / 36, 3 / 9])
+    assert rows["n"].tolist() == [36, 9]
 
 
 def test_the_papers_selection_is_of_the_highest_kl() -> None:
@@ -183,7 +189,8 @@ def test_the_papers_selection_is_of_the_highest_kl() -> None:
     assert examples.loc[examples["divergent"], "example"].tolist() == [examples["mean_kl"].idxmax()]
     rows = tables["layer_drift_rows"]
     assert rows.loc[rows["selection"] == ONE_STEP, "rows"].tolist() == [3, 3]
-    assert "none is removed" in "\n".join(said_of_layer_drift(tables, {"m": synthetic.ABOUT}))
+    _, found = found_of(tables)
+    assert (found.loc[found.index.str.startswith("rows of other tokens"), "estimate"] == 0).all()
 
 
 def test_equal_paths_are_said_to_be_equal() -> None:
@@ -191,11 +198,10 @@ def test_equal_paths_are_said_to_be_equal() -> None:
     made["drift"][["l2", "relative_l2", "l2_without_top3", "relative_l2_without_top3"]] = 0.0
     made["heads"]["kl"] = 0.0
     tables = tables_of(made, step=2, divergent=2, contrasts=["previous layer"])
-    said = "\n".join(said_of_layer_drift(tables, {"m": synthetic.ABOUT}))
-    assert "bitwise equal in every layer" in said
-    assert "Every attention pattern is exactly equal" in said
-    assert "grows most" not in said
-    assert "bitwise equal" in drift_title(tables["drift_by_layer"])
+    headline, found = found_of(tables)
+    assert "bitwise equal in every layer" in headline
+    assert found.loc["largest mean attention KL of a head", "estimate"] == 0
+    assert not found.index.str.startswith("growth").any()
     assert tables["layer_tests"]["p"].isna().all()
 
 

@@ -17,6 +17,7 @@ from kvinterp.report.page import (
     Answer,
     Bullets,
     Column,
+    Interval,
     Links,
     Packed,
     Pairs,
@@ -57,8 +58,8 @@ def test_every_part_is_text(part: Any) -> None:
 
 def test_every_kind_of_part_was_tried() -> None:
     kinds = {value for value in vars(page).values() if isinstance(value, type) and dataclasses.is_dataclass(value)}
-    # The head of a column is within the tables.
-    assert {type(part) for part in PARTS} == kinds - {Column}
+    # The head of a column and a drawn interval are within the tables.
+    assert {type(part) for part in PARTS} == kinds - {Column, Interval}
 
 
 def test_a_section_shows_what_was_done_and_what_to_see() -> None:

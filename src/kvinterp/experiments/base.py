@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvinterp.cells import Cell, Made, Parts
+    from kvinterp.findings import Chart
     from kvinterp.models import Adapter
     from kvinterp.progress import Tell
 
@@ -44,6 +45,9 @@ __all__ = [
 
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""
+
+SAID = 12
+"""So many lines of what was found are printed."""
 
 
 def numbered(keys: Iterable[str]) -> dict[int, str]:
@@ -137,6 +141,18 @@ class Experiment(abc.ABC):
             folder: Where it will be written; None where it will not.
         """
 
+    def findings(self, outcome: Outcome) -> pd.DataFrame | None:
+        """What was found, a row each (:func:`kvinterp.findings.findings_of`); None where its sentences say it."""
+        return None
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """What was found in one or two sentences, and warnings; the rest stands in :meth:`findings`."""
+        return []
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Its figures by name, as data."""
+        return {}
+
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
         """Writes its figures into a folder and returns their files."""
         from kvinterp.report.style import save
@@ -148,6 +164,10 @@ class Experiment(abc.ABC):
         from kvinterp.cells import imported
 
         said = outcome.summary.get("reading")
+        if said is None and "findings" in outcome.tables:
+            from kvinterp.findings import lines_of
+
+            said = [*self.headline(outcome), *lines_of(outcome.tables["findings"])]
         if said is None and self.READING:
             said = imported(self.READING)(outcome.summary)
             if "claims" in outcome.tables:
@@ -175,6 +195,12 @@ class Experiment(abc.ABC):
         """The experiment whose result is in a folder; with its defaults, where it reads without its choices."""
         return cls()
 
+    def with_findings(self, outcome: Outcome) -> Outcome:
+        """The same with its findings among its tables."""
+        if "findings" not in outcome.tables and (found := self.findings(outcome)) is not None:
+            outcome.tables = {"findings": found.assign(experiment=self.verb()), **outcome.tables}
+        return outcome
+
     def _of(
         self,
         outcome: Outcome,
@@ -182,6 +208,7 @@ class Experiment(abc.ABC):
         choices: Mapping[str, Any] | None = None,
         folder: Path | None = None,
     ) -> Outcome:
+        self.with_findings(outcome)
         if self.CLAIMS and "claims" not in outcome.tables:
             from kvinterp.claims import CLAIMS, claims_of
 
@@ -197,7 +224,11 @@ class Experiment(abc.ABC):
         from kvinterp.cells import imported
 
         if not self.FIGURES:
-            return {}
+            from kvinterp.report.charts import drawn
+
+            about = outcome.summary.get("provenance") or {}
+            models = list(about.values()) if all(isinstance(one, Mapping) for one in about.values()) else [about]
+            return {name: drawn(chart, models) for name, chart in self.charts(outcome).items()}
         signed = (outcome.summary["provenance"],) if outcome.result is outcome.tables else ()
         found = imported(self.FIGURES)(outcome.result, *signed)
         return dict(found) if isinstance(found, Mapping) else {self.drawn()[0]: found}
@@ -209,7 +240,11 @@ class Experiment(abc.ABC):
             outcome: What was found.
             echo: Prints a line; with ``err=True`` on standard error.
         """
-        for line in (*self.sentences(outcome), "", *outcome.files):
+        lines = self.sentences(outcome)
+        if "findings" in outcome.tables and len(lines) > SAID:
+            more = f"{len(lines) - SAID} more findings in findings.parquet" + " and on the page" * bool(outcome.files)
+            lines = [*lines[:SAID], f"{more}."]
+        for line in (*lines, "", *outcome.files):
             echo(line)
 
     # What all of them share --------------------------------------------------------------------------------------------
@@ -220,7 +255,8 @@ class Experiment(abc.ABC):
 
     def names(self) -> list[str]:
         """The names of the files that it writes, beside the summary; of figures what they begin with, and a star."""
-        tables = (f"{table}.parquet" for table in self.TABLES)
+        finds = type(self).findings is not Experiment.findings
+        tables = (f"{table}.parquet" for table in (*["findings"] * finds, *self.TABLES))
         return [*tables, *self.FILES, *filter(None, [self.PAGE]), *(f"figures/{name}*" for name in self.drawn())]
 
     @classmethod
@@ -410,7 +446,9 @@ class Experiment(abc.ABC):
             files, about = self.figures(outcome, folder), outcome.summary.get("provenance") or {}
             if not self.PAGE:
                 return files
-            found = (self.sentences(outcome), outcome.tables, files, outcome.choices, about, self.lead(outcome))
+            findings = outcome.tables.get("findings")
+            said = self.sentences(outcome) if findings is None else self.headline(outcome)
+            found = (said, outcome.tables, files, outcome.choices, about, self.lead(outcome), findings)
             return [*files, write_experiment(folder.parent, self.asks(), *found)]
 
     def lead(self, outcome: Outcome) -> list[Any]:

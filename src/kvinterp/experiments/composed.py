@@ -15,6 +15,7 @@ import pandas as pd
 from kvinterp.cells import Cell, Made
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome
+from kvinterp.findings import labels_of
 
 __all__ = [
     "PRESETS",
@@ -104,6 +105,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """What each preset sets, where nothing else is given."""
 
+FINDINGS = "findings"
+"""The table that every experiment has of its own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -178,13 +182,13 @@ def labelled(found: Mapping[Part, Outcome]) -> dict[str, pd.DataFrame]:
     common is taken once.
     """
     kinds = {part.kind for part in found}
-    tables: dict[str, dict[str, pd.DataFrame]] = {}
+    tables: dict[str, dict[Any, pd.DataFrame]] = {}
     for part, outcome in found.items():
         for name, table in outcome.tables.items():
             if len(kinds) > 1:
                 named = {"model": table["model"] + f" ({part.kind})"} if "model" in table else {"kind": part.kind}
                 table = table.assign(**named)
-            tables.setdefault(name, {}).setdefault(part.kind, table)
+            tables.setdefault(name, {}).setdefault(part if name == FINDINGS else part.kind, table)
     return {name: pd.concat(list(each.values()), ignore_index=True) for name, each in tables.items()}
 
 
@@ -197,6 +201,10 @@ def tables_of_part(part: Part, tables: Mapping[str, pd.DataFrame], kinds: Iterab
         kinds: Every kind that there is.
     """
     own = {name: tables[name] for name in part.experiment.TABLES if name in tables}
+    if FINDINGS in tables:
+        mine = tables[FINDINGS][tables[FINDINGS]["experiment"] == part.name]
+        # Labels of other experiments are no columns of its own.
+        own |= {FINDINGS: mine.drop(columns=[n for n in labels_of(mine) if mine[n].isna().all()])} if len(mine) else {}
     if len(set(kinds)) < 2:
         return own
     found, ending = {}, f" ({part.kind})"

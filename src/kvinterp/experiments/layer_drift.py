@@ -30,16 +30,30 @@ from kvinterp.comparison.by_layer import (
 )
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import numbered, option, shared
+from kvinterp.experiments.base import Outcome, numbered, option, shared
 from kvinterp.experiments.of_models import OfModels, shown_sites
 from kvinterp.experiments.options import DRAWS, sampled
+from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.inputs import check_known, encode_all
+from kvinterp.metrics.massive import SUFFIX
 from kvinterp.models import Adapter
 from kvinterp.paths import run
-from kvinterp.reading.layer_drift import EVERY_STEP, ONE_STEP
+from kvinterp.reading.numbers import between, counted
+from kvinterp.reading.results import only
 
-__all__ = ["LayerDrift", "null_drift", "of_example", "tables_of"]
+__all__ = ["EVERY_STEP", "ONE_STEP", "LayerDrift", "null_drift", "of_example", "tables_of"]
 
+EVERY_STEP, ONE_STEP, NULL = "every decode step", "decode step 1", "same-path null"
+"""Which rows a mean is of: all that a path decodes after the prefill, or those of the paper; and what is held against them."""
+AGAINST = {"previous layer": "the layer before", "layer 0": "layer 0", NULL: "the recompute path among more rows"}
+LEVEL = 0.05
+"""Below this corrected p-value two things are told apart."""
+NAMES = {
+    "l2": "L2",
+    "relative_l2": "relative L2",
+    f"l2{SUFFIX}": "L2 without the three largest dimensions",
+    f"relative_l2{SUFFIX}": "relative L2 without the three largest dimensions",
+}
 MEASURES = tuple(metric.column for metric in metrics.OF_KIND["residual"])
 
 
@@ -58,8 +72,8 @@ class LayerDrift(OfModels):
         "drift_examples",
     )
     DRAWN: ClassVar = ("layer_drift",)
-    FIGURES: ClassVar = "kvinterp.report.layer_drift:layer_drift_figures"
-    READING: ClassVar = "kvinterp.reading.layer_drift:said_of_layer_drift"
+    FIGURES: ClassVar = ""
+    READING: ClassVar = ""
     UNIT: ClassVar = "examples"
 
     dtype: str = shared("dtype")
@@ -108,6 +122,140 @@ class LayerDrift(OfModels):
     def noted(self) -> dict[str, Any]:
         """How the paths were run."""
         return {name: getattr(self, name) for name in ("kernels", "strategy", "seed", "max_new_tokens")}
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How the relative drift changes from the first layer to the last, and what was left out."""
+        tables = outcome.tables
+        every = only(tables["drift_by_layer"], selection=EVERY_STEP, protocol="matched", measure="relative_l2")
+        ends = [(g["median"].iloc[0], g["median"].iloc[-1]) for _, g in every.sort_values("layer").groupby("model")]
+        failed = tables["drift_examples"].query("message != ''")
+        lines = ["No step was decoded after the prefill: no drift was measured."]
+        if ends and not (every["mean"] > 0).any():
+            lines = ["Fed the same tokens, resid_post is bitwise equal in every layer of both paths."]
+        elif ends:
+            first, last = (between([pair[side] for pair in ends]) for side in (0, 1))
+            models = f" over {counted(len(ends), 'model')}" * (len(ends) > 1)
+            lines = [
+                f"Fed the same tokens, the two paths' resid_post differ by {first} of its length in layer 0 and by {last} in the "
+                f"last layer (medians{models})."
+            ]
+        if len(failed):
+            lines.append(f"{counted(len(failed), 'example')} left out: {failed['message'].iloc[0]}")
+        return lines
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Drift in the first and last layer, its growth, what the rule of equal tokens removed, the tests, and the heads."""
+        tables, rows = outcome.tables, []
+        for model in dict.fromkeys(tables["drift_examples"]["model"]):
+            mine = {name: only(table, model=model) for name, table in tables.items() if "model" in table}
+            rows += [{"model": model, **found} for found in _found(mine)]
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Drift by layer, the paper's step, growth from layer to layer, and attention by head."""
+        tables = outcome.tables
+        means = tables["drift_by_layer"].rename(columns={"median": "drift"})
+        if means.empty:
+            return {}
+        every = means[(means["selection"] == EVERY_STEP) & means["protocol"].isin(["matched", NULL])]
+        bare = every["measure"].str.endswith(SUFFIX)
+        every = every.assign(line=every["protocol"].where(~bare, "bare"))[~(bare & (every["protocol"] == NULL))]
+        every["measure"] = every["measure"].str.removesuffix(SUFFIX)
+        streams = {
+            "matched": "cached against recompute",
+            "bare": "without the three largest dimensions",
+            NULL: "null: recompute among more rows, no cache",
+        }
+        one = only(means, selection=ONE_STEP, protocol="free")
+        rules = {"none": "every row, as in the paper", "same tokens": "rows where both read the same tokens"}
+        by: dict[str, Any] = {"x": "layer", "facet": "model"}
+        label = "of resid_post\n(median, 95% interval)"
+        growth = tables["amplification"].dropna(subset=["ratio"])
+        found = {
+            "layer_drift": Chart(
+                "Drift of the residual stream by layer, both paths fed the same tokens",
+                [Panel(only(every, measure=m), y="drift", color="line", names=streams, label=f"{NAMES[m]} {label}", **by)
+                 for m in ("l2", "relative_l2")],
+            ),
+            "layer_drift_decode_step_1": Chart(
+                "The paper's decode step 1, each path fed its own text",
+                [Panel(only(one, measure=m), y="drift", color="rule", names=rules, label=f"{m} {label}",
+                       scale="linear" if m == "cosine" else "zero", **by) for m in ("l2", "cosine")],
+            ),
+            "layer_drift_amplification": Chart(
+                "Growth of the drift from layer to layer",
+                [Panel(growth, y="ratio", color="measure", names=NAMES, level=1,
+                       label="drift over that of the layer before\n(median example, 95% interval)", **by)],
+            ),
+        }  # fmt: skip
+        if len(tables["head_kl"]):
+            kinds = {"within": "within a KV group", "across": "across KV groups", "within - across": "difference"}
+            found["layer_drift_heads"] = Chart(
+                "Attention by head, and how the heads' errors go together",
+                [Panel(tables["head_kl"], "head", "layer", "map", color="kl", facet="model", xlabel="query head",
+                       label="mean attention KL (nats);\nblank: exactly 0"),
+                 Panel(tables["head_correlation"], y="r", color="kind", names=kinds, scale="signed", level=0,
+                       label="Spearman correlation of\nhead errors (95% interval)", **by)],
+            )  # fmt: skip
+        return found
+
+
+def _found(mine: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    """The findings of one model."""
+    rows: list[dict[str, Any]] = []
+    means = mine["drift_by_layer"]
+    every, null = (
+        only(means, selection=EVERY_STEP, protocol=name).set_index(["measure", "layer"]) for name in ("matched", NULL)
+    )
+    of: dict[str, Any] = {"unit": "examples"}
+    for measure, name in list(NAMES.items())[:3] if len(every) else ():
+        for layer in sorted({*every.loc[measure].index[[0, -1]]}):
+            each = every.loc[measure, layer]
+            beside = null["median"].get((measure, layer), float("nan"))
+            rows.append(finding(f"median {name} of resid_post", each["median"], each[["low", "high"]], each["n"], null=beside,
+                            layer=layer, **of))  # fmt: skip
+    grown = mine["amplification"].dropna(subset=["ratio"]).set_index(["measure", "layer"])
+    if "l2" in grown.index:
+        # Of the layers before which enough examples drift, where there is one.
+        enough = grown.loc["l2"].query(f"n >= {metrics.FEWEST}")
+        most = (enough if len(enough) else grown.loc["l2"])["ratio"].idxmax()
+        for measure, name in NAMES.items():
+            each = grown.loc[measure, most]
+            rows.append(finding(f"growth of {name}, in the layer where L2 grows most", each["ratio"], each[["low", "high"]],
+                                each["n"], measure="times", layer=most, **of))  # fmt: skip
+    free = only(mine["layer_drift_rows"], protocol="free").set_index("selection")
+    for selection, each in free.iterrows():
+        rows.append(finding(f"rows of other tokens, each path fed its own text, {selection}", each["removed"] / each["rows"],
+                        n=each["rows"], unit="rows", measure="%", note="left out of every other number"))  # fmt: skip
+    cosine = only(means, selection=ONE_STEP, protocol="free", measure="cosine")
+    for each in cosine[cosine["layer"] == cosine["layer"].min()].to_dict("records"):
+        which = "every row" if each["rule"] == "none" else "rows of the same tokens"
+        rows.append(finding(f"median cosine at the paper's decode step 1, {which}", each["median"], (each["low"], each["high"]),
+                        each["n"], layer=each["layer"], **of))  # fmt: skip
+    for (contrast, test), table in only(mine["layer_tests"], measure="l2").groupby(["contrast", "test"], sort=False):
+        told, middle = table[table["p_bh"] < LEVEL], 0.5 if test == "Mann-Whitney" else 0.0
+        less = int((told["effect"] < middle).sum())
+        rows.append(finding(f"layers with more L2 than {AGAINST[contrast]}", (told["effect"] > middle).sum(), n=len(table),
+                            unit="layers", test=test, note=f"BH at {LEVEL:g}; less in {less}"))  # fmt: skip
+    return rows + _found_of_heads(mine["head_kl"], mine["head_correlation"])
+
+
+def _found_of_heads(heads: pd.DataFrame, correlations: pd.DataFrame) -> list[dict[str, Any]]:
+    if heads.empty:
+        return []
+    most = heads.loc[heads["kl"].idxmax()]
+    place = {"layer": most["layer"], "head": most["head"]} if most["kl"] > 0 else {}
+    derived = "derived beside the kernel, which shows no pattern" if (heads["pattern"] == "derived").any() else ""
+    rows = [finding("largest mean attention KL of a head", most["kl"], n=most["n"], unit="examples", measure="nats", note=derived,
+                **place)]  # fmt: skip
+    known = only(correlations, kind="within - across").dropna(subset=["low"])
+    if len(known):
+        less = int((known["high"] < 0).sum())
+        rows.append(finding("layers where heads that share a KV head err more alike than others", (known["low"] > 0).sum(),
+                        n=len(known), unit="layers", note=f"by the 95% interval; less alike in {less}"))  # fmt: skip
+    return rows
 
 
 # One example -----------------------------------------------------------------------------------------------------------

@@ -89,7 +89,8 @@ class OfModels(Experiment):
         """The tables, and what they say."""
         tables = self.tables(made)
         about = {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
-        return Outcome(tables, tables, {"reading": imported(self.READING)(tables, about), "provenance": about})
+        said = {"reading": imported(self.READING)(tables, about)} if self.READING else {}
+        return Outcome(tables, tables, {**said, "provenance": about})
 
     def noted(self) -> dict[str, Any]:
         """What the provenance says beside the model."""

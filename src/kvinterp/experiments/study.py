@@ -177,7 +177,9 @@ class Study(Experiment):
 
     def names(self) -> list[str]:
         """The tables of all its experiments, and its own files."""
-        tables = dict.fromkeys(["claims", *(table for part in self.parts for table in part.experiment.TABLES), "cells"])
+        tables = dict.fromkeys(
+            ["claims", "findings", *(table for part in self.parts for table in part.experiment.TABLES), "cells"]
+        )
         figures = [
             f"figures/{way}{name}*"
             for part in self.parts
@@ -239,9 +241,10 @@ class Study(Experiment):
             own = of_part(part, cells, made)
             whole = len(own) == len({cell.key for cell in cells}) and (part in self._second or not staged)
             if whole or (own and part.experiment.PARTIAL == "yes"):
-                one = part.experiment.reduce(own, part.experiment.asked(), None)
+                one = part.experiment.with_findings(part.experiment.reduce(own, part.experiment.asked(), None))
                 # Kept as they are said now: what is read again has no NaN, which JSON does not know.
-                found[part] = dataclasses.replace(one, summary={**one.summary, "reading": part.experiment.sentences(one)})
+                said = {"headline": part.experiment.headline(one), "reading": part.experiment.sentences(one)}
+                found[part] = dataclasses.replace(one, summary={**one.summary, **said})
         left_out = [part.label for part in known if part not in found]
         listed = cells_table(known, made)
         several = len({part.kind for part in known}) > 1

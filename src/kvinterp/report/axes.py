@@ -137,42 +137,46 @@ def stacked(figure: Figure, heights: Sequence[float]) -> list[FigureBase]:
 # Scales ----------------------------------------------------------------------------------------------------------------
 
 
-def zero_aware(axes: Axes, values: Sequence[Any]) -> Height:
-    """A logarithmic y axis on which exact zeros have a place of their own: a grey strip under the smallest decade.
+def zero_aware(axes: Axes, values: Sequence[Any], along: str = "y") -> Height:
+    """A logarithmic axis on which exact zeros have a place of their own: a grey strip under the smallest decade.
 
     Args:
         axes: The axes.
         values: All the numbers that will be drawn, in any number of arrays; NaN is ignored.
+        along: Which axis: ``"x"`` or ``"y"``.
 
     Returns:
         A function from values to heights: positive ones as they are, zeros in the strip.
     """
+    upright = along == "y"
+    axis, limits = (axes.yaxis, axes.set_ylim) if upright else (axes.xaxis, axes.set_xlim)
+    span, line = (axes.axhspan, axes.axhline) if upright else (axes.axvspan, axes.axvline)
     parts = [np.asarray(v, dtype=float).reshape(-1) for v in values]
     flat = np.concatenate(parts) if parts else np.zeros(0)
     flat = flat[np.isfinite(flat)]
     positive = flat[flat > 0]
     if not positive.size:
-        axes.set_ylim(-1, 1)
-        axes.yaxis.set_major_locator(FixedLocator([0.0]))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda *_: "exactly 0"))
-        axes.axhspan(-0.25, 0.25, color="#eeeeee", zorder=0, linewidth=0)
+        limits(-1, 1)
+        axis.set_major_locator(FixedLocator([0.0]))
+        axis.set_major_formatter(FuncFormatter(lambda *_: "exactly 0"))
+        span(-0.25, 0.25, color="#eeeeee", zorder=0, linewidth=0)
         return lambda given: np.asarray(given, dtype=float)
     low, high = np.floor(np.log10(positive.min())), np.ceil(np.log10(positive.max()))
     high = max(high, low + 1)
-    axes.set_yscale("log")
+    (axes.set_yscale if upright else axes.set_xscale)("log")
     stride = max(1, int(np.ceil((high - low) / 6)))
     decades = [10.0**e for e in np.arange(low, high + 1, stride)]
     has_zero = bool((flat == 0).any())
     height = (high - low) * 0.12
     strip = 10 ** (low - height)
     if has_zero:
-        axes.axhspan(10 ** (low - 1.5 * height), 10 ** (low - height / 2), color="#e8e8e8", zorder=0, linewidth=0)
-        axes.axhline(10 ** (low - height / 2), color="#999999", linewidth=0.6, linestyle=(0, (2, 2)), zorder=1)
+        span(10 ** (low - 1.5 * height), 10 ** (low - height / 2), color="#e8e8e8", zorder=0, linewidth=0)
+        line(10 ** (low - height / 2), color="#999999", linewidth=0.6, linestyle=(0, (2, 2)), zorder=1)
     bottom = 10 ** (low - (1.5 * height if has_zero else 0.04 * (high - low)))
-    axes.set_ylim(bottom, 10 ** (high + 0.04 * (high - low)))
-    axes.yaxis.set_major_locator(FixedLocator([strip, *decades] if has_zero else decades))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: "exactly 0" if has_zero and y <= strip * 1.001 else power(y)))
+    limits(bottom, 10 ** (high + 0.04 * (high - low)))
+    axis.set_major_locator(FixedLocator([strip, *decades] if has_zero else decades))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda at, _: "exactly 0" if has_zero and at <= strip * 1.001 else power(at)))
     return lambda given: np.where(np.asarray(given, dtype=float) == 0, strip, np.asarray(given, dtype=float))
 
 

@@ -11,6 +11,7 @@ import pandas as pd
 from kvinterp._version import __version__
 from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted, number
+from kvinterp.report.findings import findings_table
 from kvinterp.report.latex import numeric
 from kvinterp.report.page import Answer, Column, Pairs, Table, Text, render
 from kvinterp.report.svg import picture
@@ -31,6 +32,7 @@ def write_experiment(
     chosen: Mapping[str, Any],
     provenance: Mapping[str, Any],
     lead: Sequence[Any] = (),
+    findings: pd.DataFrame | None = None,
 ) -> Path:
     """Writes ``report.html``.
 
@@ -43,6 +45,7 @@ def write_experiment(
         chosen: The choices.
         provenance: The provenance: of one model, or of each by its name.
         lead: Parts that stand right behind what was found.
+        findings: What was found, row by row.
 
     Returns:
         The page's path.
@@ -54,8 +57,9 @@ def write_experiment(
     )
     models = dict.fromkeys(str(each.get("model", name)) for name, each in several.items())
     parts: list[Any] = [*([Answer(lines)] if lines else []), *lead]
-    parts += [picture(path, path.stem.replace("_", " ")) for path in figures if path.suffix == ".png"]
-    parts += [Text("The tables", look="h2"), *(shown(name, table) for name, table in tables.items())]
+    pictures = [picture(path, path.stem.replace("_", " ")) for path in figures if path.suffix == ".png"]
+    parts += pictures if findings is None else [*pictures[:1], findings_table(findings), *pictures[1:]]
+    parts += [Text("The tables", look="h2"), *(shown(name, table) for name, table in tables.items() if name != "findings")]
     if more.strip():
         parts += [Text("What was asked", look="h2"), *map(Text, more.strip().split("\n\n"))]
     parts += last_parts(chosen, several, "every table as .parquet, the figures, and all of it in summary.json.")

@@ -12,6 +12,7 @@ from kvinterp._version import __version__
 from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted, number, sentence, upper
 from kvinterp.report.experiment import last_parts, said, shown
+from kvinterp.report.findings import findings_table
 from kvinterp.report.latex import latex_of, markdown_of
 from kvinterp.report.page import Answer, Bullets, Column, Links, Table, Text, render
 from kvinterp.report.svg import picture
@@ -40,13 +41,15 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
     parts: list[Any] = [Answer(summary["reading"])]
     if "claims" in tables:
         parts += [Text("The claims", look="h2", name="claims"), _claims(tables["claims"], outcome, drawn)]
-    shown_already = {"claims", "cells"}
+    shown_already = {"claims", "findings", "cells"}
     for part, found in outcome.result.items():
-        lines = [line for line in found.summary["reading"] if line]
+        findings = found.tables.get("findings")
+        lines = [line for line in found.summary["reading" if findings is None else "headline"] if line]
         own = {name: tables[name] for name in part.experiment.TABLES if name in found.tables and name not in shown_already}
         shown_already |= set(own)
         parts += [Text(upper(part.label.replace("-", " ")), look="h2", name=_anchor(part.label)), Bullets(lines)]
         parts += [picture(path, _caption(path), f"figure-{path.stem}") for path in drawn[part]]
+        parts += [] if findings is None else [findings_table(findings, f"findings-{_anchor(part.label)}")]
         parts += [shown(name, table) for name, table in own.items()]
         parts.append(_cells(part, tables["cells"]))
     beside = (

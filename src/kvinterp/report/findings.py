@@ -1,0 +1,71 @@
+"""Findings on a page: a row each, with its estimate, interval and null drawn on the scale of the rows that say the same."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvinterp.findings import labels_of
+from kvinterp.findings.rows import bare, value
+from kvinterp.reading.numbers import ends_said, number
+from kvinterp.report.page import Column, Interval, Table
+
+__all__ = ["findings_table"]
+
+_DRAWN = ("low", "estimate", "high", "null")
+_WIDE = 100
+"""Above this ratio of the largest to the smallest a scale is logarithmic."""
+
+
+def findings_table(table: pd.DataFrame, name: str = "findings") -> Table:
+    """The table of findings; columns in which no row says anything are left out.
+
+    Args:
+        table: Findings, as :func:`kvinterp.findings.findings_of` makes them.
+        name: By which a link finds it.
+    """
+    labels = labels_of(table)
+    told = [name for name in ("test", "verdict", "note") if (table[name] != "").any()]
+    numbers = [name for name in ("null", "p", "p_corrected") if table[name].notna().any()]
+    head = [
+        Column("finding", "text"),
+        *(Column(name.replace("_", " ")) for name in labels),
+        *(Column("estimate (95% interval)"), Column("drawn"), Column("n")),
+        *(Column(name.replace("p_", "p "), "number") for name in numbers),
+        *(Column(name, "text") for name in told),
+    ]
+    rows: list[list[str | Interval]] = []
+    for place, found in zip(_scaled(table), table.to_dict("records"), strict=True):
+        ends = ends_said(found["low"], found["high"], " ({})", functools.partial(bare, found))
+        rows.append(
+            [
+                str(found["finding"]),
+                *(_label(found[name]) for name in labels),
+                *(value(found, found["estimate"]) + ends, place, f"{number(found['n'])} {found['unit']}"),
+                *(bare(found, found[name]) if name == "null" else number(found[name]) for name in numbers),
+                *(str(found[name]) for name in told),
+            ]
+        )
+    return Table(head, rows, name=name, look="cards findings", file="findings.parquet")
+
+
+def _label(given: Any) -> str:
+    return "" if pd.isna(given) else given if isinstance(given, str) else f"{given:g}"
+
+
+def _scaled(table: pd.DataFrame) -> list[Interval]:
+    """Where each row's numbers are, from 0 to 1, between the smallest and the largest of the same finding."""
+    values = table[list(_DRAWN)].to_numpy(float, copy=True)
+    for _, places in table.reset_index(drop=True).groupby(["finding", "measure"], sort=False).groups.items():
+        own = values[places]
+        known = own[np.isfinite(own)]
+        if not known.size:
+            continue
+        if known.min() > 0 and known.max() > _WIDE * known.min():
+            own, known = np.log(own), np.log(known)
+        low, high = known.min(), known.max()
+        values[places] = (own - low) / (high - low) if high > low else np.where(np.isfinite(own), 0.5, np.nan)
+    return [Interval(*(None if not np.isfinite(each) else round(float(each), 3) for each in row)) for row in values]
