@@ -9,10 +9,9 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
-import synthetic
-from kvinterp.experiments.repeated_heads import RepeatedHeads, repeated_heads, with_repeated_heads
+from kvinterp.experiments.base import Outcome
+from kvinterp.experiments.repeated_heads import ALIKE, CHANGE, RepeatedHeads, repeated_heads, with_repeated_heads
 from kvinterp.experiments.root_cause import RootCause, prompts_of_seed
-from kvinterp.reading.root_cause import said_of_root_cause
 
 pytestmark = pytest.mark.bits
 
@@ -75,14 +74,18 @@ def copies(change: float) -> pd.DataFrame:
     return pd.concat([once, once.assign(repeated=2, query_heads_per_kv_head=1, rms_logit=base["rms_logit"] + change)])
 
 
-def test_what_is_said_of_the_ratio() -> None:
-    about = {"m": synthetic.ABOUT}
-    (same,) = (line for line in said_of_root_cause({"repeated_heads": copies(0.0)}, about) if line.startswith("7."))
-    assert "2 and 1 query heads share one" in same
-    assert "every measure the same number at every ratio (4 prompts)" in same
-    (other,) = (line for line in said_of_root_cause({"repeated_heads": copies(1e-3)}, about) if line.startswith("7."))
-    assert "the same number" not in other
-    assert "the last less the first 0.001 on average (median 0.001 of 4 prompts, too few for an interval)" in other
+def test_what_is_found_of_the_ratio() -> None:
+    def change(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
+        (found,) = (row for row in RepeatedHeads().rows(tables) if row["finding"] == CHANGE)
+        return found
+
+    same, other = ({"repeated_heads": copies(size)} for size in (0.0, 1e-3))
+    assert (change(same)["estimate"], change(same)["verdict"]) == (0, ALIKE)
+    assert "in 1 of 1 case" in RepeatedHeads().headline(Outcome(same, same))[0]
+    assert change(other)["estimate"] == pytest.approx(1e-3)
+    assert np.isnan(change(other)["low"]), "four prompts are too few for an interval"
+    assert change(other)["verdict"] == ""
+    assert "in 0 of 1 case" in RepeatedHeads().headline(Outcome(other, other))[0]
 
 
 def test_prompts_are_drawn_with_another_seed() -> None:
@@ -106,14 +109,13 @@ def test_each_set_of_prompts_has_its_rows() -> None:
     found = asked.tables({"propagation-0": made(2.0), "propagation-0-of-1": made(3.0)})
     table = found["propagation"]
     assert table.groupby("data_seed")["prompt"].unique().map(list).tolist() == [[0, 1, 2], [3, 4, 5]]
-    said = said_of_root_cause(found, {"m": synthetic.ABOUT})
-    assert any("medians over 6 prompts" in line for line in said)
-    assert any(
-        "each of 2 sets of prompts" in line and "absolute L2 2 to 3; of relative L2 0.5 to 0.5" in line for line in said
-    )
+    absolute, relative = asked.rows(found)
+    assert (absolute["n"], absolute["estimate"]) == (6, 2.5)
+    assert absolute["note"] == "each of 2 sets of prompts: 2 to 3"
+    assert relative["note"] == "each of 2 sets of prompts: 0.5"
     one = RootCause(("zoo:mqa-mini",), prompts="arithmetic:3").tables({"propagation-0": made(2.0)})
     assert "data_seed" not in one["propagation"]
-    assert not any("sets of prompts" in line for line in said_of_root_cause(one, {"m": synthetic.ABOUT}))
+    assert not any("sets of prompts" in row["note"] for row in asked.rows(one))
 
 
 def test_the_cells_of_a_seed_are_its_own() -> None:

@@ -133,6 +133,7 @@ def test_all_of_them_at_once_with_figures(tmp_path: Any) -> None:
     outcome = asked.run(tmp_path, tell=lambda now, share=None: told.append(now))
     tables = outcome.tables
     assert set(tables) == {
+        "findings",
         "accumulation",
         "propagation",
         "kv_write",
@@ -158,9 +159,11 @@ def test_all_of_them_at_once_with_figures(tmp_path: Any) -> None:
 
 def test_one_of_them_runs_by_itself(load: Any) -> None:
     outcome = Propagation(("zoo:gqa2-mini",), **FEW).run(None)
-    assert list(outcome.tables) == ["propagation"]
+    assert list(outcome.tables) == ["findings", "propagation"]
     prompt = kv.load_prompts("arithmetic:1")[0].text
     adapter = model(load, "gqa2-mini")
     alone = propagation(adapter, [adapter.encode(prompt)])
     assert outcome.tables["propagation"]["l2"].tolist() == alone["l2"].tolist()
-    assert any(line.startswith("2. Layer 0's output") for line in Propagation().sentences(outcome))
+    assert (
+        Propagation().sentences(outcome)[0].startswith("The error of layer 0's output, rounded once, is at the last layer")
+    )

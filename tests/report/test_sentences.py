@@ -20,13 +20,12 @@ from kvinterp.reading.answer import answer_of, question_of
 from kvinterp.reading.numbers import share
 from kvinterp.reading.patching import layer_title, recovery_title, split_title
 from kvinterp.reading.precision import ladder_said, ladder_title
-from kvinterp.reading.root_cause import ladder_title_of, said_of_root_cause
 from kvinterp.reading.sections import drift_title, kl_title, kv_said, kv_title
 from kvinterp.report import compare
 from kvinterp.report.compare import flip_section, ladder_of
 from kvinterp.report.page import Picture, Section
 from kvinterp.results import Result
-from synthetic import ABOUT, comparison, failures, result
+from synthetic import comparison, failures, result
 
 
 @pytest.fixture(autouse=True)
@@ -461,89 +460,6 @@ def test_the_title_of_a_split_by_layer() -> None:
     there = {"fresh": zero, "alone": zero, "anew": line(0, 1e-3, 0), "kept": zero}
     assert layer_title(there) == ("At the median step anew is first above 0 at layer 1; the other parts are 0")
     assert layer_title(dict.fromkeys(there, zero)) == "At the median step every part is 0 in every layer"
-
-
-# The root cause --------------------------------------------------------------------------------------------------------
-
-
-def causes(grown: float = 16.0, shrinks: float = 0.5, written: float = 1e-6, flips: int = 8, native: float = 1e-3,
-           fixed: float = 0.0, models: int = 2, slope: float = -1.0) -> dict[str, pd.DataFrame]:  # fmt: skip
-    names = [f"m{number}" for number in range(models)]
-    rng = np.random.default_rng(0)
-    sums = [
-        {"product": "values", "length": length, "accumulate": "float16", "seed": seed, "mean_relative": 1e-4,
-         "relative_to_result": 1e-3 * (grown if length == 64 else 1.0) * (1 + 0.01 * seed)}
-        for length in (16, 64) for seed in range(6)
-    ]  # fmt: skip
-    behind = [
-        {"model": name, "prompt": prompt, "source": 0, "layer": layer, "l2": 1.0, "relative_l2": 1.0,
-         "l2_growth": 2.0**layer, "relative_growth": shrinks**layer}
-        for name in names for prompt in (0, 1) for layer in (0, 1)
-    ]  # fmt: skip
-    write = [
-        {"kernels": kernels, "prompt": prompt, "relative_error": size * (1 + 0.1 * prompt)}
-        for kernels, size in (("native", written), ("batch_invariant", 0.0)) for prompt in (0, 1, 2)
-    ]  # fmt: skip
-    decodes = [
-        {"strategy": "greedy", "kernels": "native", "id": f"p{number}",
-         "flip_index": float(number) if number < flips else np.nan, "mean_kl": 8.0 + slope * number,
-         "mean_kl_before_flip": 1e-6, "matched_mean_kl": 1e-6 * (1 + rng.uniform())}
-        for number in range(10)
-    ]  # fmt: skip
-    from kvinterp.experiments.flips import correlations_of
-
-    flipped = pd.DataFrame(decodes).assign(matched_smallest_margin=1.0)
-    ladder = [
-        {"dtype": dtype, "kernels": kernels, "protocol": "matched", "model": name, "id": "p0", "failed": False,
-         "rms_logit": size, "max_abs_logit": size}
-        for name in names
-        for dtype, kernels, size in (("float16", "native", native), ("float16", "batch_invariant", fixed))
-    ]  # fmt: skip
-    frames = {"accumulation": sums, "propagation": behind, "kv_write": write, "flips": flipped, "ladder": ladder}
-    tables = {name: pd.DataFrame(rows) for name, rows in frames.items()}
-    tables["correlations"] = correlations_of(flipped).assign(model="all", strategy="greedy", kernels="native")
-    return tables
-
-
-ORDER = "the order of additions is what does it here"
-
-
-@pytest.mark.parametrize(
-    ("tables", "wanted", "unwanted"),
-    [
-        (causes(), ["2 models on a processor, 1 thread", "relative to the result changes float16 16-fold on average (median 16, 95% interval 16 to 16 over 6 seeds)",
-                    "absolute L2 (the paper's measure) 2; relative to the stream 0.5", "exactly 0 (batch_",
-                    "8 of 10 decodes flip", "free KL -1.00", ORDER, "no statement about sums kept in float16"],
-         ["exactly 0 (native)", "shrinks", "sole"]),
-        (causes(grown=1.0, shrinks=3.0), ["changes float16 1-fold", "relative to the stream 3"], []),
-        (causes(written=0.0), ["exactly 0 (native)"], []),
-        (causes(flips=0), ["0 of 10 decodes flip a token."], ["Pearson", "mean KL", "nats"]),
-        (causes(flips=3), ["3 of 10 decodes flip"], ["Pearson"]),
-        (causes(slope=0.0), ["8 of 10 decodes flip"], ["free KL +", "free KL -"]),
-        (causes(fixed=1e-5), ["float16 batch_invariant 1.0 × 10⁻⁵"], [ORDER]),
-        (causes(native=0.0), ["float16 native 0"], [ORDER]),
-        (causes(models=1), ["1 model on"], ["smallest and largest"]),
-    ],
-)  # fmt: skip
-def test_what_is_said_of_the_root_cause(tables: dict[str, pd.DataFrame], wanted: list[str], unwanted: list[str]) -> None:
-    about = dict.fromkeys(tables["propagation"]["model"].unique(), ABOUT)
-    checked(" ".join(said_of_root_cause(tables, about)), wanted, unwanted)
-
-
-@pytest.mark.parametrize(
-    ("native", "fixed", "title"),
-    [
-        ({"float16": 1e-3, "float32": 1e-6}, 0.0, "Float32 shrinks the difference of 1 of 1 models; a fixed order of "
-                                                  "additions leaves none in 1 of 1 runs"),
-        ({"float16": 0.0, "float32": 1e-6}, 0.0, "Float32 shrinks the difference of 0 of 1 models"),
-        ({"float16": 1e-3, "float32": 1e-6}, 1e-5, "leaves none in 0 of 1 runs"),
-        ({"float16": 1e-3}, 0.0, "A fixed order of additions leaves none in 1 of 1 runs"),
-    ],
-)  # fmt: skip
-def test_the_title_of_the_root_cause_ladder(native: dict[str, float], fixed: float, title: str) -> None:
-    rows = [{"model": "m", "dtype": dtype, "kernels": "native", "rms_logit": size} for dtype, size in native.items()]
-    rows.append({"model": "m", "dtype": "float16", "kernels": "batch_invariant", "rms_logit": fixed})
-    assert title in ladder_title_of(pd.DataFrame(rows))
 
 
 # A token that flips ----------------------------------------------------------------------------------------------------

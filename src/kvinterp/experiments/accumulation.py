@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -12,13 +12,19 @@ from torch import Tensor
 
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.cells import Cell
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.experiments.options import withheld
+from kvinterp.findings import Chart, Panel, median_of
 from kvinterp.models import dtype_named
 from kvinterp.progress import each
+from kvinterp.reading.numbers import between
+from kvinterp.reading.results import only
 
 __all__ = ["Accumulation", "accumulation_error"]
 
+MEASURES = {"mean_relative": "the terms' magnitudes", "relative_to_result": "the result"}
+"""What an error is relative to."""
 WIDTHS = (64, 128, 256)
 """The widths of a head that are measured beside those of the models."""
 
@@ -30,6 +36,38 @@ class Accumulation(OfModels):
     TABLES: ClassVar = ("accumulation",)
 
     prompts: str = withheld("")
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How the error of the longest sums is beside that of the shortest."""
+        found = [each["estimate"] for each in self.rows(outcome.tables) if each["finding"].endswith("the result")]
+        low, high = outcome.tables["accumulation"]["length"].agg(["min", "max"])
+        return [
+            f"From {low} to {high} positions the error of a sum of random signs, relative to its result, changes "
+            f"{between(found)}-fold (medians over seeds)."
+        ]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """How the error of the value product changes from the shortest length to the longest."""
+        values, rows = only(tables["accumulation"], product="values"), []
+        low, high = values["length"].min(), values["length"].max()
+        for column, to in MEASURES.items():
+            for name, group in values.groupby("accumulate", sort=False):
+                by = group.pivot(index="seed", columns="length", values=column)
+                what = f"error of a sum of {high} terms over that of {low}, relative to {to}"
+                rows.append(median_of(what, by[high] / by[low], unit="seeds", measure="times", sum_in=name))
+        return rows
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Error against length, of scores and of values."""
+        table = outcome.tables["accumulation"]
+        table = table[table["head_dim"].isna() | (table["head_dim"] == table["head_dim"].min())]
+        means = table.groupby(["product", "accumulate", "length"], sort=False)[list(MEASURES)].mean().reset_index()
+        names = {name: f"sums kept in {name}" for name in dict.fromkeys(means["accumulate"])}
+        rows = [
+            Panel(means, "length", column, color="accumulate", names=names, facet="product", xscale="doubling",
+                  label=f"error relative to\n{to}", xlabel="sequence length (positions)") for column, to in MEASURES.items()
+        ]  # fmt: skip
+        return {"root_cause_accumulation": Chart("Error of one sum against its length", rows)}
 
     def cells(self) -> list[Cell]:
         """One cell: no model runs, their heads' widths are what is summed over."""

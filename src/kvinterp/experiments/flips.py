@@ -16,11 +16,16 @@ from kvinterp.behaviour.divergence import conditions
 from kvinterp.cells import Cell, Made, loaded
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
-from kvinterp.experiments.base import option
+from kvinterp.experiments.base import Outcome, option
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.experiments.options import DRAWS, sampled
+from kvinterp.findings import Chart, Panel, finding, median_of
+from kvinterp.reading.numbers import between, counted
 
 __all__ = ["Flips", "correlations_of", "flips_of"]
+
+KLS = {"mean_kl": "free, all steps", "mean_kl_before_flip": "free, up to the flip", "matched_mean_kl": "matched, all steps"}
+"""Which KL is set against the step of the flip."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +37,52 @@ class Flips(OfModels):
 
     STEPS: ClassVar = ("steps",)
     TABLES: ClassVar = ("flips", "correlations")
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How many decodes flip, and whether an early flip goes with a high KL in the matched protocol too."""
+        flips, found = outcome.tables["flips"], outcome.tables["correlations"]
+        flipped = int(flips["flip_index"].notna().sum())
+        lines = [f"A token flips in {flipped} of {counted(len(flips), 'decode')}."]
+        free, matched = (found[found["against"] == name]["pearson"].dropna() for name in ("mean_kl", "matched_mean_kl"))
+        if len(free) and len(matched):
+            lines.append(
+                f"The step of the flip correlates {between(free.tolist())} with the free protocol's KL, which counts other text "
+                f"too, and {between(matched.tolist())} with the matched one's."
+            )
+        return lines
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """How many decodes flip, the KL of those, and how it goes with the step of the flip."""
+        rows = []
+        for (strategy, kernels), mine in tables["flips"].groupby(["strategy", "kernels"], sort=False):
+            of = {"strategy": strategy, "kernels": kernels}
+            flipped = mine.dropna(subset=["flip_index"])
+            rate = metrics.rate_of(mine["flip_index"].notna().to_numpy(), mine["id"].to_numpy(str))
+            rows.append(
+                finding("decodes that flip a token", rate.effect, (rate.low, rate.high), len(mine), "decodes", "%", **of)
+            )
+            for column, name in KLS.items() if len(flipped) else ():
+                what = f"median KL of decodes that flip, {name}"
+                rows.append(median_of(what, flipped[column], flipped["id"], measure="nats", **of))
+        known = tables["correlations"].dropna(subset=["pearson"])
+        known = known[known["against"].isin(KLS)]
+        known = known[known["model"] == "all"] if (known["model"] == "all").any() else known
+        for row in known.to_dict("records"):
+            what = f"Pearson's correlation of the flip step and the KL, {KLS[row['against']]}"
+            of = {name: row[name] for name in ("strategy", "kernels", "model") if row[name] != "all"}
+            rows.append(finding(what, row["pearson"], (row["pearson_low"], row["pearson_high"]), row["prompts"], **of))
+        return rows
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """The first flipped step against the KL: free, up to the flip, and matched."""
+        table = outcome.tables["flips"].dropna(subset=["flip_index"])
+        if table.empty:
+            return {}
+        table = table.assign(way=table["kernels"] + " kernels, " + table["strategy"]).reset_index(drop=True)
+        points = table.melt(["flip_index", "way"], list(KLS), "quantity", "kl").dropna(subset=["kl"])
+        panel = Panel(points, "flip_index", "kl", "points", color="way", facet="quantity", titles=KLS,
+                      label="mean KL of a decode (nats)", xlabel="step of the first flipped token")  # fmt: skip
+        return {"root_cause_flips": Chart("When a token flips, and how far apart the paths are", [panel])}
 
     kernels: str = option("split_k(8,float16)", "Kernels under which flips are looked for.")
     strategy: str = option("top_p(1.0,2.0)", "And the strategy, beside greedy.")

@@ -14,13 +14,22 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.cells import Cell, loaded
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.of_models import OfModels, Place, encoded, newest_at
+from kvinterp.findings import Chart, Panel, finding
 from kvinterp.metrics.drift import relative_l2
 from kvinterp.metrics.kv import relative_error
 from kvinterp.models import wrap
 from kvinterp.progress import each
+from kvinterp.reading.numbers import listed
 
 __all__ = ["Gqa", "gqa_spread"]
+
+REACHED = "median query heads that one KV head's error reaches"
+DRIFTS = {
+    "attn_out": "median relative L2 of the layer's attention output",
+    "final": "median relative L2 of the last stream",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +37,40 @@ class Gqa(OfModels):
     """Does one KV head's error reach every query head that shares it?"""
 
     TABLES: ClassVar = ("gqa",)
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How many query heads one KV head's error reaches."""
+        rows = [row for row in self.rows(outcome.tables) if row["finding"] == REACHED]
+        found = listed([f"{row['estimate']:g} where {row['query_heads_per_kv_head']:g} share it" for row in rows])
+        return [f"An error in one KV head reaches so many query heads: {found}."]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """How far the error spreads at each ratio."""
+        return [
+            finding(what, mine[column].median(), n=mine["prompt"].nunique(), query_heads_per_kv_head=count)
+            for column, what in {"heads_touched": REACHED, **DRIFTS}.items()
+            for count, mine in tables["gqa"].groupby("query_heads_per_kv_head")
+        ]
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Query heads reached, and the drift of attention's output and of the last stream."""
+        columns = ["share_touched", *DRIFTS]
+        by = outcome.tables["gqa"].groupby(["tensor", "query_heads_per_kv_head"])[columns].median().reset_index()
+        drifts = by.melt(["tensor", "query_heads_per_kv_head"], list(DRIFTS), "quantity", "drift")
+        names = {tensor: f"error planted in {tensor}" for tensor in ("K", "V")}
+        how: dict[str, Any] = {"color": "tensor", "names": names, "xscale": "doubling", "xlabel": "query heads a KV head"}
+        rows = [
+            Panel(
+                by,
+                "query_heads_per_kv_head",
+                "share_touched",
+                scale="share",
+                label="share of the layer's\nquery heads reached",
+                **how,
+            ),
+            Panel(drifts, "query_heads_per_kv_head", "drift", facet="quantity", titles=DRIFTS, label="median", **how),
+        ]
+        return {"root_cause_gqa": Chart("One KV head's error, against how many query heads share the head", rows)}
 
     def cells(self) -> list[Cell]:
         """One cell: of the models that differ in how many query heads share a KV head, and in nothing else."""

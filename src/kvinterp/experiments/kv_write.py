@@ -14,11 +14,14 @@ from torch import Tensor
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, referenced
 from kvinterp.cells import loaded
 from kvinterp.errors import InputError
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.of_models import OfModels, encoded
+from kvinterp.findings import Chart, Panel, median_of
 from kvinterp.metrics.kv import relative_error, ulp_error
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import kernels_named
 from kvinterp.progress import each
+from kvinterp.reading.numbers import listed
 
 __all__ = ["KvWrite", "kv_write_error"]
 
@@ -28,6 +31,29 @@ class KvWrite(OfModels):
     """Does the difference originate where K and V are written?"""
 
     TABLES: ClassVar = ("kv_write",)
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """Under which kernels K and V differ where they are written."""
+        found = outcome.tables["kv_write"].groupby("kernels", sort=False)["relative_error"].max()
+        differ = [str(name) for name, most in found.items() if most > 0]
+        if not differ:
+            return ["K and V of a new token, computed alone and with its prefix, are equal under all kernels tried."]
+        return [
+            f"K and V of a new token, computed alone and with its prefix, differ where they are written under {listed(differ)}."
+        ]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """The error of each kernel mode."""
+        what = "mean relative error of K and V, written alone against written with the prefix"
+        groups = tables["kv_write"].groupby("kernels", sort=False) if len(tables["kv_write"]) else ()
+        return [median_of(what, mine["relative_error"], mine["prompt"], kernels=name) for name, mine in groups]
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """The error by layer, a line a kernel mode."""
+        mean = outcome.tables["kv_write"].groupby(["tensor", "kernels", "layer"], sort=False)["relative_error"].mean()
+        title, label = "K and V of a new token, computed alone and with its prefix", "mean relative error"
+        panel = Panel(mean.reset_index(), "layer", "relative_error", color="kernels", facet="tensor", label=label)
+        return {"root_cause_kv_write": Chart(title, [panel])}
 
 
 def measured(model: Mapping[str, Any], prompts: str) -> pd.DataFrame:

@@ -14,10 +14,13 @@ from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.cells import loaded
 from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.data import load_prompts
-from kvinterp.experiments.base import option
+from kvinterp.experiments.base import Outcome, option
 from kvinterp.experiments.of_models import OfModels
+from kvinterp.findings import Chart, Panel, median_of
 from kvinterp.models import dtype_named
 from kvinterp.progress import each
+from kvinterp.reading.numbers import counted, listed
+from kvinterp.reading.results import only
 
 __all__ = ["LADDER", "Ladder", "precision_ladder"]
 
@@ -44,6 +47,52 @@ class Ladder(OfModels):
 
     STEPS: ClassVar = ("steps",)
     TABLES: ClassVar = ("ladder",)
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """Whether one fixed order of additions leaves a difference where the machine's kernels make one."""
+        table = only(outcome.tables["ladder"], protocol="matched")
+        known, failed = table[~table["failed"].astype(bool)], int(table["failed"].sum())
+        lines = [f"{counted(failed, 'run')} could not be compared."] if failed else []
+        fixed, native = (
+            only(known, kernels=kernels).groupby("dtype", sort=False)["max_abs_logit"].max()
+            for kernels in ("batch_invariant", "native")
+        )
+        if known.empty or not (native > 0).any():
+            return [
+                "With the machine's kernels the paths gave the same logits in every dtype: no cause can be taken away.",
+                *lines,
+            ]
+        gone = [dtype for dtype, left in fixed.items() if left == 0 and native.get(dtype, 0.0) > 0]
+        if not gone:
+            left = "leaves a difference too" if (fixed > 0).any() else "was tried in no dtype in which they differ"
+            return [f"The machine's kernels make a difference in {listed(list(native[native > 0].index))}; one fixed order of "
+                    f"additions {left}.", *lines]  # fmt: skip
+        # Both add in float32 or wider and round once.
+        said = (
+            f"One fixed order of additions leaves no difference in {listed(gone)}, where the machine's kernels make one: the "
+            "order is the cause here. No kernel tried adds in float16 throughout, so this says nothing of sums kept in float16."
+        )
+        return [said, *lines]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """The logit difference on every rung."""
+        table = only(tables["ladder"], protocol="matched")
+        known = table[~table["failed"].astype(bool)]
+        return [
+            median_of("RMS logit difference", mine["rms_logit"], mine["id"], model=model, dtype=dtype, kernels=kernels)
+            for (dtype, kernels, model), mine in known.groupby(["dtype", "kernels", "model"], sort=False)
+        ]
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Logit error and KL on every rung."""
+        table = only(outcome.tables["ladder"], protocol="matched")
+        table = table.assign(rung=table["dtype"] + ", " + table["kernels"])
+        labels = {"rms_logit": "RMS logit difference, a mark a prompt", "mean_kl": "mean KL (nats), a mark a prompt"}
+        rows = [
+            Panel(table.dropna(subset=[column]), column, "rung", "dots", color="model", label=label)
+            for column, label in labels.items()
+        ]
+        return {"root_cause_ladder": Chart("Precision, and the order in which kernels add", rows)}
 
     most: int = option(6, "How many of the prompts go up the ladder, whose slow rungs cost the most.", min=1)
     steps: int = option(16, "Most steps of each.", min=1)

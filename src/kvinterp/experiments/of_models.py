@@ -22,6 +22,7 @@ from kvinterp.comparison import recordable
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, argument, option, shared
+from kvinterp.findings import findings_of
 from kvinterp.inputs import encode
 from kvinterp.models import Adapter
 from kvinterp.models.threads import own_threads
@@ -37,9 +38,7 @@ FEW = 4
 class OfModels(Experiment):
     """An experiment on some models; READING and FIGURES are given its tables by name and the provenance of each model."""
 
-    READING: ClassVar = "kvinterp.reading.root_cause:said_of_root_cause"
     DRAWN: ClassVar = ("root_cause",)
-    FIGURES: ClassVar = "kvinterp.report:root_cause_figures"
 
     models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")
     prompts: str = option("arithmetic:20", SHARED["prompts"][1])
@@ -91,6 +90,15 @@ class OfModels(Experiment):
         about = {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
         said = {"reading": imported(self.READING)(tables, about)} if self.READING else {}
         return Outcome(tables, tables, {**said, "provenance": about})
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """What its tables come to, a finding each."""
+        return []
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame | None:
+        """Those of :meth:`rows`."""
+        rows = self.rows(outcome.tables)
+        return findings_of(rows) if rows else None
 
     def noted(self) -> dict[str, Any]:
         """What the provenance says beside the model."""

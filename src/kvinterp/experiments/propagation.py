@@ -10,10 +10,13 @@ import pandas as pd
 import torch
 
 from kvinterp.cells import loaded
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.of_models import OfModels, encoded, newest_at
+from kvinterp.findings import Chart, Panel, median_of
 from kvinterp.metrics.drift import l2_distance, relative_l2
 from kvinterp.models import wrap
 from kvinterp.progress import each
+from kvinterp.reading.numbers import between, listed
 
 __all__ = ["Propagation", "propagation"]
 
@@ -23,6 +26,48 @@ class Propagation(OfModels):
     """Does one layer's rounding compound over the layers?"""
 
     TABLES: ClassVar = ("propagation",)
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """What becomes of layer 0's rounding."""
+        rows = self.rows(outcome.tables)
+        if not rows:
+            return ["A model of one layer has nothing behind it: no growth was measured."]
+        grown = [
+            f"{between([row['estimate'] for row in rows if row['finding'] == _what(name)])} times in {name}"
+            for name in MEASURES.values()
+        ]
+        return [f"The error of layer 0's output, rounded once, is at the last layer {listed(grown)} what it was."]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """Growth from layer 0 to the last."""
+        table = tables["propagation"]
+        deepest = table[(table["layer"] == table["layer"].max()) & (table["source"] == 0)]
+        if not table["layer"].max():
+            return []
+        return [
+            median_of(_what(name), mine[growth], mine["prompt"], measure="times", model=model)
+            for growth, name in zip(("l2_growth", "relative_growth"), MEASURES.values(), strict=True)
+            for model, mine in deepest.groupby("model", sort=False)
+        ]
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Absolute and relative L2 of the residual stream behind one rounded block."""
+        table = outcome.tables["propagation"]
+        middle = table.groupby(["model", "source", "layer"], sort=False)[list(MEASURES)].median().reset_index()
+        names = {source: f"rounded in layer {source}" for source in sorted(set(middle["source"]))}
+        rows = [
+            Panel(middle, "layer", column, color="source", names=names, facet="model",
+                  label=f"{name} of resid_post\n(median over prompts)") for column, name in MEASURES.items()
+        ]  # fmt: skip
+        return {"root_cause_propagation": Chart("One rounded block, everything else in float64", rows)}
+
+
+MEASURES = {"l2": "absolute L2", "relative_l2": "relative L2"}
+"""The paper's measure, and the same over the length of the stream."""
+
+
+def _what(name: str) -> str:
+    return f"growth of {name} from layer 0, rounded once, to the last layer"
 
 
 def measured(model: Mapping[str, Any], prompts: str) -> pd.DataFrame:

@@ -23,15 +23,19 @@ from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.comparison.by_layer import pairs_of
 from kvinterp.data import load_prompts
 from kvinterp.errors import UnsupportedError
-from kvinterp.experiments.base import option
+from kvinterp.experiments.base import Outcome, option
 from kvinterp.experiments.of_models import OfModels, shown_sites
+from kvinterp.findings import Chart, Panel, finding, median_of
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.paths import run
 from kvinterp.progress import each
+from kvinterp.reading.numbers import counted
 
 __all__ = ["RepeatedHeads", "repeated_heads", "with_repeated_heads"]
 
 TRUTH = "recompute@float64"
+CHANGE, ALIKE = "change of the RMS logit difference, heads repeated most less as they are", "every measure alike"
+MEASURED = ("rms_logit", "mean_kl", "relative_l2", "pattern_kl")
 PAIRS = {
     **{
         kernels: (f"cached[kernels={kernels}]", f"recompute[kernels={kernels}]")
@@ -50,6 +54,42 @@ class RepeatedHeads(OfModels):
 
     STEPS: ClassVar = ("steps",)
     TABLES: ClassVar = ("repeated_heads",)
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """Whether the ratio of query heads to KV heads changes the difference between the paths."""
+        rows = [row for row in self.rows(outcome.tables) if row["finding"] == CHANGE]
+        alike = sum(row["verdict"] == ALIKE for row in rows)
+        if not rows:
+            return ["No model has query heads that share a KV head: there is nothing to repeat."]
+        return [
+            f"With K and V heads repeated, so that fewer query heads share one, every measure is the same number at every ratio "
+            f"in {alike} of {counted(len(rows), 'case')} (a case is a model under some kernels)."
+        ]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """What repeating the heads changes, and how nearly the copies compute the same in float64."""
+        rows = []
+        for (model, kernels), mine in tables["repeated_heads"].groupby(["model", "kernels"], sort=False):
+            by = {name: mine.pivot(index="id", columns="repeated", values=name) for name in MEASURED}
+            equal = all(not (wide.sub(wide[1], axis=0).abs() > 0).any(axis=None) for wide in by.values())
+            rms = by["rms_logit"]
+            rows.append(median_of(CHANGE, rms[rms.columns.max()] - rms[1], verdict=ALIKE if equal else "", model=model,
+                                  kernels=kernels))  # fmt: skip
+            for count, each_ratio in mine.groupby("query_heads_per_kv_head"):
+                rows.append(median_of("RMS logit difference of the paths", each_ratio["rms_logit"], each_ratio["id"], model=model,
+                                      kernels=kernels, query_heads_per_kv_head=count))  # fmt: skip
+        for model, mine in tables["repeated_heads"].groupby("model", sort=False):
+            rows.append(finding("largest difference of a float64 logit between a copy and the model",
+                                mine["float64_difference"].max(), n=mine["id"].nunique(), model=model))  # fmt: skip
+        return rows
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """How far apart the paths are at each ratio."""
+        groups = outcome.tables["repeated_heads"].groupby(["kernels", "model", "query_heads_per_kv_head"], sort=False)
+        panel = Panel(groups["rms_logit"].mean().reset_index().sort_values("query_heads_per_kv_head"), "query_heads_per_kv_head",
+                      "rms_logit", color="model", facet="kernels", xscale="doubling", xlabel="query heads a KV head",
+                      label="RMS logit difference\n(mean over prompts)")  # fmt: skip
+        return {"root_cause_repeated_heads": Chart("A model beside itself with K and V heads repeated", [panel])}
 
     most: int = option(4, "How many of the prompts.", min=1)
     steps: int = option(12, "Most steps of each.", min=2)

@@ -13,7 +13,7 @@ from kvinterp.cells import stacked
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.accumulation import Accumulation
-from kvinterp.experiments.base import option
+from kvinterp.experiments.base import Outcome, option
 from kvinterp.experiments.choices import handed
 from kvinterp.experiments.flips import Flips
 from kvinterp.experiments.gqa import Gqa
@@ -23,6 +23,8 @@ from kvinterp.experiments.of_models import OfModels
 from kvinterp.experiments.options import DRAWS, sampled
 from kvinterp.experiments.propagation import Propagation
 from kvinterp.experiments.repeated_heads import RepeatedHeads
+from kvinterp.findings import COLUMNS, Chart
+from kvinterp.reading.numbers import between
 
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
@@ -121,9 +123,45 @@ class RootCause(OfModels):
         numbered = {name: table[name] + first for name in ("prompt", "example") if name in table}
         return table.assign(**numbered, data_seed=seed)
 
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def among(self, tables: Mapping[str, pd.DataFrame]) -> list[OfModels]:
+        """The experiments that have a table."""
+        return [part for part in self.parts() if len(tables.get(part.TABLES[0], ()))]
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """What the ladder found first: it takes the cause away; then what each other found."""
+        first = sorted(self.among(outcome.tables), key=lambda part: not isinstance(part, Ladder))
+        return [line for part in first for line in part.headline(outcome)]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """The findings of all of them; of several sets of prompts, how far they lie apart."""
+        rows = [row for part in self.among(tables) for row in part.rows(tables)]
+        seeds = sorted({seed for table in tables.values() if "data_seed" in table for seed in table["data_seed"]})
+        apart: dict[tuple[Any, ...], list[float]] = {}
+        for seed in seeds if len(seeds) > 1 else ():
+            mine = {name: table[table["data_seed"] == seed] for name, table in tables.items() if "data_seed" in table}
+            for row in (row for part in self.among(mine) for row in part.rows(mine)):
+                apart.setdefault(_place(row), []).append(row["estimate"])
+        for row in rows:
+            if len(several := apart.get(_place(row), ())) > 1:
+                row["note"] = f"each of {len(several)} sets of prompts: {between(several)}" + f"; {row['note']}" * bool(
+                    row["note"]
+                )
+        return rows
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Those of all of them."""
+        return {name: chart for part in self.among(outcome.tables) for name, chart in part.charts(outcome).items()}
+
     def noted(self) -> dict[str, Any]:
         """Under which kernels and strategy flips were looked for."""
         return {"flip_kernels": self.flip_kernels, "flip_strategy": self.flip_strategy}
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a finding is and what it is of."""
+    return tuple((name, value) for name, value in row.items() if name == "finding" or name not in COLUMNS)
 
 
 def _key(key: str, seed: int) -> str:

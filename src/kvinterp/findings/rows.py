@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvinterp import metrics
 from kvinterp.reading.numbers import ends_said, number
 
-__all__ = ["COLUMNS", "bare", "finding", "findings_of", "labels_of", "line", "lines_of", "value"]
+__all__ = ["COLUMNS", "bare", "finding", "findings_of", "labels_of", "line", "lines_of", "median_of", "value"]
 
 COLUMNS = (
     "finding",
@@ -70,6 +71,22 @@ def finding(
     low, high = ends
     values = (what, estimate, low, high, n, unit, measure, null, test, p, p_corrected, verdict, note, "")
     return {**of, **dict(zip(COLUMNS, values, strict=True))}
+
+
+def median_of(what: str, values: Any, clusters: Any = None, **more: Any) -> dict[str, Any]:
+    """A finding that is the median of some numbers, with its interval by order statistics.
+
+    Args:
+        what: What was estimated.
+        values: The numbers; what is not finite is left out.
+        clusters: What each number belongs to, where there are several for each: then the median is of their means.
+        more: As for :func:`finding`.
+    """
+    values = np.asarray(values, dtype=float)
+    known = np.isfinite(values)
+    middle = metrics.typical(values[known], None if clusters is None else np.asarray(clusters, dtype=str)[known])
+    zeros = f"{middle.zeros} of them exactly 0" if middle.zeros else ""
+    return finding(what, middle.median, middle.interval, middle.n, **{"note": zeros, **more})
 
 
 def findings_of(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:

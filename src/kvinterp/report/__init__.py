@@ -6,7 +6,6 @@ from kvinterp.report.compare import overview_of, write_report
 from kvinterp.report.decomposition import decomposition_figure
 from kvinterp.report.figures import FIGURES, figures, overview, precision_ladder
 from kvinterp.report.recovery import recovery_figure, step_figure, sweep_figures
-from kvinterp.report.root_cause import root_cause_figures
 from kvinterp.report.style import save
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "overview_of",
     "precision_ladder",
     "recovery_figure",
-    "root_cause_figures",
     "save",
     "step_figure",
     "sweep_figures",

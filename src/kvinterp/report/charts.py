@@ -121,7 +121,7 @@ def _series(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) 
         _titled(axes, panel, facet)
         (axes.set_xlabel if not sideways else axes.set_ylabel)("" if sideways else panel.xlabel or panel.x)
         if sideways:
-            axes.set_xlabel(broken(panel.label, 36))
+            axes.set_xlabel(broken(panel.label, 36 if len(facets) > 1 else 80))
             on_lines(axes)
         else:
             _along(axes, panel, among)
