@@ -89,7 +89,7 @@ def test_the_findings_of_the_root_cause() -> None:
         in lines
     )
     assert "m1: growth of absolute L2 from layer 0, rounded once, to the last layer 2 times (n = 2 prompts)." in lines
-    assert "batch_invariant: mean relative error of K and V" in lines
+    assert "batch_invariant: median relative error of K and V" in lines
     assert "decodes that flip a token 80%" in lines
-    assert "m0, float16, batch_invariant: RMS logit difference 0 (n = 1 prompts): 1 of them exactly 0." in lines
+    assert "m0, batch_invariant, float16: median RMS logit difference 0 (n = 1 prompt): 1 of them exactly 0." in lines
     assert "median KL" not in read(causes(flips=0))[1]

@@ -6,7 +6,8 @@ import pytest
 
 import kvinterp as kv
 from kvinterp.experiments import mitigate as m
-from kvinterp.reading.mitigate import said_of_mitigate
+from kvinterp.experiments.base import Outcome
+from kvinterp.findings import lines_of
 
 
 def examples(what: str, squared: np.ndarray, **told: object) -> pd.DataFrame:
@@ -31,15 +32,14 @@ def crossed(both: float) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize(
-    ("both", "said"), [(3.0, "not told apart"), (4.0, "makes the other larger"), (2.5, "hides the other in part")]
+    ("both", "said"), [(3.0, "not told apart"), (4.0, ": more than their sum."), (2.5, ": less than their sum.")]
 )
 def test_what_adds_up_and_what_does_not(both: float, said: str) -> None:
     (row,) = m.interactions_of(crossed(both)).to_dict("records")
     assert row["low"] <= both - 3 + 0.05
     assert row["high"] >= both - 3 - 0.05
     assert row["ratio"] == pytest.approx(both / 3, abs=0.02)
-    lines = said_of_mitigate({**SUMMARY, "interactions": [row]})
-    assert any(said in line for line in lines)
+    assert said in read(interactions=[row])
 
 
 def test_the_front_holds_what_nothing_beats() -> None:
@@ -61,31 +61,30 @@ LEFT = {
     "steps": 5,
     "truth_kl": 1e-6,
 }
-SUMMARY = {
-    "prompts": 2,
-    "mitigations": [{**LEFT, "rows_a_token": 1.0, "bytes_a_token": 64.0, "pareto": True}],
-    "interactions": [],
-    "provenance": {"device": "a processor", "threads": 1},
-}
+PATH = {**LEFT, "prompts": 2, "rows_a_token": 1.0, "bytes_a_token": 64.0, "pareto": True}
 
 
-@pytest.mark.parametrize("none", [np.nan, None], ids=["measured", "read again"])
-def test_no_interval_is_no_interval(none: float | None) -> None:
-    """A summary that is read again has null where NaN was: its page was not made again."""
-    ends = {"contrast": none, "low": none, "high": none}
-    row = {"policy": "int8", "policy_alone": 1.0, "path_alone": 1.0, "both": 2.0, **ends}
-    left = {**SUMMARY["mitigations"][0], **ends}
-    said = "\n".join(said_of_mitigate({**SUMMARY, "mitigations": [left], "interactions": [row]}))
-    assert "too few prompts tell whether they add up" in said
-    assert "–" not in said
+def read(mitigations: list[dict[str, object]] | None = None, interactions: list[dict[str, object]] | None = None) -> str:
+    """Headline and findings of made-up rows."""
+    tables = {"mitigations": pd.DataFrame(mitigations or [PATH]), "interactions": pd.DataFrame(interactions or [])}
+    outcome = Outcome(tables, tables, {})
+    return "\n".join([*m.Mitigate().headline(outcome), *lines_of(m.Mitigate().findings(outcome))])
+
+
+def test_no_interval_is_no_interval() -> None:
+    ends = dict.fromkeys(("contrast", "low", "high"), np.nan)
+    row = {"policy": "int8", "prompts": 2, "policy_alone": 1.0, "path_alone": 1.0, "both": 2.0, **ends}
+    found = read([{**PATH, "low": np.nan, "high": np.nan}], [row])
+    assert "less each alone has no number (n = 2 prompts): too few prompts." in found
+    assert "median KL left, of the path's own recompute path 5.0\u00a0×\u00a010⁻⁸ nats (n = 2 prompts)" in found
+    assert "–" not in found
 
 
 def test_what_is_equal_is_said_to_be() -> None:
-    equal = {**SUMMARY["mitigations"][0], "differ": 0, "mean_kl": 0.0, "pareto": False}
-    said = "\n".join(said_of_mitigate({**SUMMARY, "mitigations": [equal]}))
-    assert "cached: nothing, bit for bit, 0 flips of 5 steps" in said
-    assert "no other is better" not in said
-    assert "no other is better" in "\n".join(said_of_mitigate(SUMMARY))
+    equal = read([{**PATH, "differ": 0, "mean_kl": 0.0, "pareto": False}])
+    assert "cached leaves least of the divergence from the path's own recompute path: nothing, bit for bit" in equal
+    assert m.FRONT not in equal
+    assert m.FRONT in read()
 
 
 @pytest.mark.slow
@@ -126,8 +125,8 @@ def test_a_policy_that_lets_go_of_rows_is_a_sentence() -> None:
 
 
 def test_of_several_that_leave_nothing_none_is_called_the_least() -> None:
-    least = {**SUMMARY["mitigations"][0], "mean_kl": 0.0}
+    least = {**PATH, "mean_kl": 0.0}
     paths = [{**least, "path": "a", "rows_a_token": 1.0}, {**least, "path": "b", "rows_a_token": 9.0}]
-    assert "Of 2 paths, a and 1 other leave least" in said_of_mitigate({**SUMMARY, "mitigations": paths})[0]
+    assert "Of 2 paths, a and 1 other leave least" in read(paths)
     paths[1]["mean_kl"] = 1.0
-    assert "Of 2 paths, a leaves least" in said_of_mitigate({**SUMMARY, "mitigations": paths})[0]
+    assert "Of 2 paths, a leaves least" in read(paths)

@@ -8,7 +8,7 @@ from scipy import stats
 import kvinterp as kv
 from kvinterp.experiments import susceptibility as s
 from kvinterp.experiments.base import Outcome
-from kvinterp.reading.susceptibility import said_of_susceptibility
+from kvinterp.findings import lines_of
 
 SIZES = (0.1, 0.2, 0.4, 0.8, 1.6)
 
@@ -98,50 +98,55 @@ def test_classes_of_margin_hold_as_many_steps_each(steps: pd.DataFrame) -> None:
     assert set(s.binned(steps.assign(margin=1.0), 3)["bin"]) == {0}
 
 
-def summary(**changed: object) -> dict[str, object]:
-    threshold = {"threshold": 0.5, "low": 0.4, "high": 0.6, "rms_logit": 2.0, "why": "", "flips": 3, "steps": 9}
-    bounds = {"margin_low": 0.1, "margin_high": 4.0}
-    told = {
-        "noise": "normal", "seeds": 3, "prompts": 2, "positions": 9,
-        "thresholds": [{**threshold, **bounds}, {**threshold, **bounds, "why": "above the largest size"}],
-        "certificates": [{"steps": 9, "certified": 4, "flips": 3, "flips_certified": 0}],
-        "brier": {"brier": 0.1, "of_the_rate": 0.2, "skill": 0.5, "low": 0.4, "high": 0.6},
-        "rounding": {"steps": 9, "flips": 0, "differ": 5, "rms_logit": 0.01},
-        "provenance": {"device": "a processor", "threads": 1},
-    }  # fmt: skip
-    return {**told, **changed}
+THRESHOLD = {"bin": -1, "threshold": 0.5, "low": 0.4, "high": 0.6, "rms_logit": 2.0, "why": "", "prompts": 2, "margin_low": 0.1,
+             "margin_high": 4.0}  # fmt: skip
+BRIER = {"brier": 0.1, "of_the_rate": 0.2, "skill": 0.5, "low": 0.4, "high": 0.6}
+OWN = {"steps": 9, "flips": 0, "differ": 5, "rms_logit": 0.01}
 
 
-def test_the_sentences_follow_the_numbers() -> None:
-    said = "\n".join(said_of_susceptibility(summary()))
-    assert "standard deviation of 0.5, 95% interval 0.4 to 0.6 in K and V (9 steps of 2 prompts, 3 draws" in said
-    assert "margin 0.1 to 4 logits: above the largest size tried, 3 flips of 9" in said
-    assert "200 times smaller than the 2 at the threshold" in said
-    assert "none of them flips" in said
-    wrong = [{"steps": 9, "certified": 4, "flips": 3, "flips_certified": 1}]
+def read(whole: dict[str, object], one: dict[str, object], wrong: int = 0, brier: object = None, own: object = None) -> str:
+    """Headline and findings of made-up tables."""
+    certificates = pd.DataFrame([{"steps": 9, "certified": 4, "flips": 3, "flips_certified": wrong}])
+    tables = {"thresholds": pd.DataFrame([whole, {**one, "bin": 0}]), "certificates": certificates}
+    made = {"noise": "normal", "seeds": 3, "prompts": 2, "positions": 9, "brier": brier or BRIER, "rounding": own or OWN}
+    outcome = Outcome(tables, tables, made)
+    return "\n".join([*s.Susceptibility().headline(outcome), *lines_of(s.Susceptibility().findings(outcome))])
+
+
+def test_the_headline_follows_the_numbers() -> None:
+    found = read(
+        THRESHOLD, {**THRESHOLD, "why": "above the largest size", "threshold": np.nan, "low": np.nan, "high": np.nan}
+    )
+    assert "standard deviation of 0.5 in K and V (9 steps, 3 draws of the noise each)" in found
+    assert "all: noise in K and V at which half of the steps flip 0.5 (95% interval 0.4 to 0.6, n = 2 prompts)" in found
+    assert (
+        "margin 0.1 to 4: noise in K and V at which half of the steps flip has no number (n = 2 prompts): above the"
+        in found
+    )
+    assert "moves the logits 200 times less" in found
+    assert "steps certified not to flip 44.4% (n = 9 steps)" in found
+    assert "report it" not in found
     equal = {"steps": 9, "flips": 0, "differ": 0, "rms_logit": 0.0}
-    said = "\n".join(said_of_susceptibility(summary(certificates=wrong, rounding=equal)))
-    assert "1 of them flip, which cannot be: report it" in said
-    assert "nothing to set beside the threshold" in said
+    found = read(THRESHOLD, THRESHOLD, wrong=1, own=equal)
+    assert "1 step certified not to flip did, which cannot be: report it" in found
+    assert "times less" not in found
+    assert "Where half of the tokens flip is above the largest" in read(
+        {**THRESHOLD, "why": "above the largest size"}, THRESHOLD
+    )
 
 
 def test_what_was_said_is_said_again() -> None:
-    """A threshold without an interval: what is read again has None where there was NaN, and told of ends that it has not."""
-    read = summary(reading=["as it was said"])
-    assert s.Susceptibility().sentences(Outcome({}, {}, read)) == ["as it was said"]
-    assert s.Susceptibility().sentences(Outcome({}, {}, summary())) == said_of_susceptibility(summary())
+    assert s.Susceptibility().sentences(Outcome({}, {}, {"reading": ["as it was said"]})) == ["as it was said"]
 
 
 @pytest.mark.parametrize("none", [np.nan, None], ids=["measured", "read again"])
 def test_no_interval_is_no_interval(none: float | None) -> None:
     """A summary that is read again has null where NaN was: its page said "95% interval – to –", and gave a skill of –."""
-    whole, one = summary()["thresholds"]  # type: ignore[misc]
-    few = {**one, "why": "", "low": none, "high": none}
     brier = {"brier": 0.0, "of_the_rate": 0.0, "skill": none, "low": none, "high": none}
-    said = "\n".join(said_of_susceptibility(summary(thresholds=[whole, few], brier=brier)))
-    assert "margin 0.1 to 4 logits: 0.5, 3 flips of 9" in said
-    assert "there is nothing to predict" in said
-    assert "–" not in said
+    found = read(THRESHOLD, {**THRESHOLD, "low": np.nan, "high": np.nan}, brier=brier)
+    assert "margin 0.1 to 4: noise in K and V at which half of the steps flip 0.5 (n = 2 prompts)." in found
+    assert "logit noise has no number (n = 2 prompts): no step flips, or all do" in found
+    assert "–" not in found
 
 
 @pytest.mark.slow

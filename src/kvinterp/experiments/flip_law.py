@@ -22,10 +22,12 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
 from kvinterp.experiments.circumstances import tried
+from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.inputs import check_whole
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run
 from kvinterp.provenance import provenance
+from kvinterp.reading.numbers import counted
 
 __all__ = ["FlipLaw", "law_of", "steps_of"]
 
@@ -38,8 +40,6 @@ class FlipLaw(Experiment):
     """Do as many tokens flip as margins, errors and the grid of the logits foretell?"""
 
     TABLES: ClassVar = ("steps", "law")
-    FIGURES: ClassVar = "kvinterp.report.flip_law:flip_law_figure"
-    READING: ClassVar = "kvinterp.reading.flip_law:said_of_flip_law"
     UNIT: ClassVar = "prompts"
 
     model: str = model()
@@ -87,6 +87,46 @@ class FlipLaw(Experiment):
             "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens),
         }
         return Outcome(tables, tables, summary)
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """At how many counts the flips came as foretold."""
+        law, alike = outcome.tables["law"], outcome.summary["as_rounded"]
+        by = law["verdict"].value_counts()
+        decided = int(by.get("holds", 0) + by.get("fails", 0))
+        of = f"({counted(int(law['prompts'].iloc[0]), 'prompt')}, {law['steps'].iloc[0]} steps each)"
+        lines = [f"Too few flips are expected, or too few prompts were given, to tell whether they come as foretold {of}."]
+        if decided:
+            came = f"Flips come as foretold at {by.get('holds', 0)} of {decided} counts that could tell"
+            lines = [f"{came}; {by.get('open', 0)} are open {of}."]
+        if alike["alike"] < alike["steps"]:
+            lines.append(
+                f"The exact logits, rounded, choose another token than the model at {alike['steps'] - alike['alike']} of "
+                f"{alike['steps']} steps: there the law is of other logits than the model's."
+            )
+        return lines
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """The flips that came at each path and unembedding, beside those foretold."""
+        rows: list[dict[str, Any]] = []
+        for row in outcome.tables["law"].to_dict("records"):
+            of = {"path": row["path"], "unembedding": row["unembedding"]}
+            third = f"{row['third']} to or from a third token, which are not foretold" if row["third"] else ""
+            ends, steps = (row["low"], row["high"]), row["steps"]
+            what = "flips foretold, with 95% of such counts"
+            rows.append(finding(what, row["foretold"], ends, steps, "steps", verdict=row["verdict"], **of))
+            rows.append(finding("flips that came", row["flips"], n=steps, unit="steps", note=third, **of))
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Foretold flips with the interval of such counts, and those that came."""
+        law = outcome.tables["law"]
+        came = law.drop(columns=["low", "high"]).assign(line="came, " + law["unembedding"], count=law["flips"])
+        both = pd.concat([law.assign(line="foretold, " + law["unembedding"], count=law["foretold"]), came])
+        label = f"flips of {int(law['steps'].iloc[0])} steps"
+        panel = Panel(both, "count", "path", "dots", color="line", label=label, scale="counts")
+        return {"flip_law": Chart("Flips foretold from margins, errors and the grid, and those that came", [panel])}
 
 
 def measured(

@@ -44,7 +44,7 @@ class KvWrite(OfModels):
 
     def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
         """The error of each kernel mode."""
-        what = "mean relative error of K and V, written alone against written with the prefix"
+        what = "median relative error of K and V, written alone against written with the prefix"
         groups = tables["kv_write"].groupby("kernels", sort=False) if len(tables["kv_write"]) else ()
         return [median_of(what, mine["relative_error"], mine["prompt"], kernels=name) for name, mine in groups]
 

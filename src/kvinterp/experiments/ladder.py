@@ -79,7 +79,9 @@ class Ladder(OfModels):
         table = only(tables["ladder"], protocol="matched")
         known = table[~table["failed"].astype(bool)]
         return [
-            median_of("RMS logit difference", mine["rms_logit"], mine["id"], model=model, dtype=dtype, kernels=kernels)
+            median_of(
+                "median RMS logit difference", mine["rms_logit"], mine["id"], model=model, dtype=dtype, kernels=kernels
+            )
             for (dtype, kernels, model), mine in known.groupby(["dtype", "kernels", "model"], sort=False)
         ]
 

@@ -23,15 +23,19 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
 from kvinterp.experiments.circumstances import tried
+from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.inputs import check_whole
 from kvinterp.models import dtype_named
 from kvinterp.paths import Cached, Recompute, path_named, run
 from kvinterp.policies import policy_named
 from kvinterp.provenance import provenance
+from kvinterp.reading.numbers import counted, number
 
 __all__ = ["Mitigate", "costs_of", "interactions_of", "pareto"]
 
 TRUTH = "recompute@float64"
+
+FRONT = "on the front: no path is better in one and as good in all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +44,6 @@ class Mitigate(Experiment):
 
     DRAWN: ClassVar = ("mitigations",)
     TABLES: ClassVar = ("examples", "mitigations", "interactions")
-    FIGURES: ClassVar = "kvinterp.report.mitigate:mitigate_figures"
-    READING: ClassVar = "kvinterp.reading.mitigate:said_of_mitigate"
 
     model: str = model()
     prompts: str = option("arithmetic:8", SHARED["prompts"][1])
@@ -115,6 +117,74 @@ class Mitigate(Experiment):
             "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens),
         }
         return Outcome(tables, tables, summary)
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """Which path leaves least."""
+        table = outcome.tables["mitigations"]
+        least = table.sort_values(["mean_kl", "rows_a_token", "bytes_a_token"], kind="stable").iloc[0]
+        alike = int((table["mean_kl"] == least["mean_kl"]).sum())
+        who = f"{least['path']} leaves" if alike == 1 else f"{least['path']} and {counted(alike - 1, 'other')} leave"
+        left = f"KL {number(least['mean_kl'])} nats" if least["differ"] else "nothing, bit for bit"
+        return [
+            f"Of {counted(len(table), 'path')}, {who} least of the divergence from the path's own recompute path: {left} "
+            f"({counted(int(least['prompts']), 'prompt')}). Costs are rows computed and bytes stored, not seconds."
+        ]
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """What each path leaves and costs, and whether each policy's error adds to the path's."""
+        rows: list[dict[str, Any]] = []
+        for row in outcome.tables["mitigations"].to_dict("records"):
+            of = {"path": row["path"]}
+            rows += [
+                finding("median KL left, of the path's own recompute path", row["typical_kl"], (row["low"], row["high"]),
+                        row["prompts"], measure="nats", note=FRONT if row["pareto"] else "", **of),
+                finding("mean KL left", row["mean_kl"], n=row["prompts"], measure="nats", **of),
+                finding("flips", row["flips"] / max(row["steps"], 1), n=row["steps"], unit="steps", measure="%", **of),
+                finding("mean KL from float64", row["truth_kl"], n=row["prompts"], measure="nats", **of),
+                finding("rows that a block computes for a new token", row["rows_a_token"], **of),
+                finding("bytes of K and V a token", row["bytes_a_token"], **of),
+            ]  # fmt: skip
+        for row in outcome.tables["interactions"].to_dict("records"):
+            word = "more than their sum" if row["low"] > 0 else "less than their sum" if row["high"] < 0 else ""
+            word = word or ("too few prompts" if pd.isna(row["low"]) else "not told apart from their sum")
+            what = "median of the squared logit error of policy and path together, less each alone"
+            rows.append(
+                finding(
+                    what, row["contrast"], (row["low"], row["high"]), row["prompts"], verdict=word, policy=row["policy"]
+                )
+            )
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Divergence left against rows computed; and of policies and paths where they were crossed."""
+        table = outcome.tables["mitigations"]
+        table = table.assign(line=table["pareto"].map({True: FRONT, False: "behind it"}))
+        left = "KL from its recompute path (nats, median, 95% interval)"
+        cost = "rows that a block computes for each new token"
+        drawn = {
+            "mitigations": Chart(
+                "What is left, and what it costs",
+                [
+                    Panel(table, "typical_kl", "path", "dots", color="line", label=left),
+                    Panel(table, "rows_a_token", "path", "dots", color="line", label=cost, scale="log", ends="none"),
+                ],
+            )
+        }
+        crossed = outcome.tables["interactions"]
+        if len(crossed):
+            crossed = crossed.assign(added=crossed["policy_alone"] + crossed["path_alone"])
+            bars = {
+                "policy_alone": "policy alone",
+                "path_alone": "path alone",
+                "added": "their sum",
+                "both": "both together",
+            }
+            long = crossed.melt("policy", list(bars), "part", "error")
+            panel = Panel(long, "error", "policy", "dots", color="part", names=bars, label="mean squared logit error")
+            drawn["mitigations_interaction"] = Chart("Does a policy's error add to that of decoding from a cache?", [panel])
+        return drawn
 
 
 def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: str, a: str, b: str) -> pd.DataFrame:

@@ -34,7 +34,7 @@ from kvinterp.reading.numbers import counted
 __all__ = ["RepeatedHeads", "repeated_heads", "with_repeated_heads"]
 
 TRUTH = "recompute@float64"
-CHANGE, ALIKE = "change of the RMS logit difference, heads repeated most less as they are", "every measure alike"
+CHANGE, ALIKE = "median change of the RMS logit difference, heads repeated most less as they are", "every measure alike"
 MEASURED = ("rms_logit", "mean_kl", "relative_l2", "pattern_kl")
 PAIRS = {
     **{
@@ -76,7 +76,7 @@ class RepeatedHeads(OfModels):
             rows.append(median_of(CHANGE, rms[rms.columns.max()] - rms[1], verdict=ALIKE if equal else "", model=model,
                                   kernels=kernels))  # fmt: skip
             for count, each_ratio in mine.groupby("query_heads_per_kv_head"):
-                rows.append(median_of("RMS logit difference of the paths", each_ratio["rms_logit"], each_ratio["id"], model=model,
+                rows.append(median_of("median RMS logit difference of the paths", each_ratio["rms_logit"], each_ratio["id"], model=model,
                                       kernels=kernels, query_heads_per_kv_head=count))  # fmt: skip
         for model, mine in tables["repeated_heads"].groupby("model", sort=False):
             rows.append(finding("largest difference of a float64 logit between a copy and the model",

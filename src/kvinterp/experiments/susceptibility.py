@@ -25,8 +25,10 @@ from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
+from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.inputs import check_choice, check_whole
 from kvinterp.provenance import provenance
+from kvinterp.reading.numbers import counted, short
 
 __all__ = ["Susceptibility", "binned", "calibration_of", "certificates_of", "flip_rates_of", "predicted", "thresholds_of"]
 
@@ -42,8 +44,6 @@ class Susceptibility(Experiment):
     """How much noise in K and V flips a token?"""
 
     TABLES: ClassVar = ("steps", "rates", "thresholds", "calibration", "certificates")
-    FIGURES: ClassVar = "kvinterp.report.susceptibility:susceptibility_figure"
-    READING: ClassVar = "kvinterp.reading.susceptibility:said_of_susceptibility"
 
     model: str = model()
     prompts: str = option("arithmetic:8", SHARED["prompts"][1])
@@ -101,6 +101,64 @@ class Susceptibility(Experiment):
             "provenance": provenance(adapter, noise=self.noise, max_new_tokens=self.max_new_tokens),
         }
         return Outcome(tables, tables, summary)
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How much noise flips half of the tokens, and how far below it the model's own rounding is."""
+        summary, whole = outcome.summary, outcome.tables["thresholds"].iloc[0]
+        size = "standard deviation" if summary["noise"] == "normal" else "half width"
+        at = f"Half of the tokens flip at multiplicative noise of a {size} of {short(whole['threshold'], 2)} in K and V"
+        if whole["why"]:
+            at = f"Where half of the tokens flip is {whole['why']} tried, of multiplicative noise"
+        lines = [f"{at} ({summary['positions']} steps, {counted(summary['seeds'], 'draw')} of the noise each)."]
+        own = summary["rounding"]["rms_logit"]
+        if own and not whole["why"]:
+            lines.append(
+                f"The model's own rounding, cached against recompute, moves the logits {whole['rms_logit'] / own:.3g} times less."
+            )
+        wrong = int(outcome.tables["certificates"]["flips_certified"].sum())
+        if wrong:
+            lines.append(f"{counted(wrong, 'step')} certified not to flip did, which cannot be: report it.")
+        return lines
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Thresholds by class of margin, certified steps, how well flips are foretold, and the model's own rounding."""
+        rows = []
+        for row in outcome.tables["thresholds"].to_dict("records"):
+            of = "all" if row["bin"] == -1 else f"margin {short(row['margin_low'])} to {short(row['margin_high'])}"
+            rows.append(finding("noise in K and V at which half of the steps flip", row["threshold"], (row["low"], row["high"]),
+                                row["prompts"], note=f"{row['why']} tried" if row["why"] else "", steps=of))  # fmt: skip
+        certain = outcome.tables["certificates"].sum()
+        brier, own = outcome.summary["brier"], outcome.summary["rounding"]
+        # Read again, what was NaN is null.
+        skill, *ends = (float("nan") if brier[name] is None else brier[name] for name in ("skill", "low", "high"))
+        scale = "no step flips, or all do" if np.isnan(skill) else "1 would be perfect, 0 is no better than the rate"
+        return findings_of([
+            *rows,
+            finding("steps certified not to flip", certain["certified"] / certain["steps"], n=certain["steps"], unit="steps",
+                    measure="%", note="their margin exceeds twice the largest change of a logit"),
+            finding("skill of the chance foretold from margin and logit noise", skill, ends, outcome.summary["prompts"],
+                    note=scale),
+            finding("flips by the model's own rounding", own["flips"] / max(own["steps"], 1), n=own["steps"], unit="steps",
+                    measure="%"),
+            finding("RMS of the logits' change by the model's own rounding", own["rms_logit"], n=own["steps"], unit="steps"),
+        ])  # fmt: skip
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Flip rate against the size of the noise, and the observed rate against the chance foretold."""
+        rates, foretold = outcome.tables["rates"], outcome.tables["calibration"]
+        groups = rates.groupby("bin")
+        names = {number: f"margin {short(line['margin_low'].min())} to {short(line['margin_high'].max())} logits"
+                 for number, line in groups}  # fmt: skip
+        names[-1] = "all steps"
+        label = "share of steps that flip\n(95% interval)"
+        return {"susceptibility": Chart("How much noise in K and V flips a token, and whether that was to be expected", [
+            Panel(rates, "size", "rate", color="bin", names=names, xscale="log", scale="share", level=0.5, label=label,
+                  xlabel="size of the noise in K and V"),
+            Panel(foretold, "predicted", "observed", "points", xscale="share", scale="share", level="equal", label=label,
+                  xlabel="chance foretold from margin and logit noise; dashed: as foretold"),
+        ])}  # fmt: skip
 
 
 def _sizes(text: str) -> list[float]:

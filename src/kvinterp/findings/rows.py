@@ -109,9 +109,11 @@ def lines_of(table: pd.DataFrame) -> list[str]:
 def line(found: dict[str, Any]) -> str:
     """A finding in one line: of what, what, how much, its interval and n, and what it is held against."""
     of = place(found)
-    said = f"{f'{of}: ' if of else ''}{found['finding']} {value(found, found['estimate'])}"
+    amount = "has no number" if pd.isna(found["estimate"]) else value(found, found["estimate"])
+    said = f"{f'{of}: ' if of else ''}{found['finding']} {amount}"
     interval = ends_said(found["low"], found["high"], "95% interval {}", lambda end: bare(found, end))
-    n = f"n = {found['n']:g} {found['unit']}" if found["n"] else ""
+    unit = found["unit"].removesuffix("s") if found["n"] == 1 else found["unit"]
+    n = f"n = {found['n']:g} {unit}" if found["n"] else ""
     null = "" if pd.isna(found["null"]) else f"null {bare(found, found['null'])}"
     within = ", ".join(filter(None, (interval, n, null, _tested(found))))
     ending = "; ".join(filter(None, (found["verdict"], found["note"])))

@@ -52,7 +52,7 @@ def drawn(chart: Chart, provenances: Sequence[Mapping[str, Any]]) -> Figure:
         provenances: Those of the models.
     """
     grids = [_grid(panel) for panel in chart.panels]
-    heights = [rows * _height(panel) + 0.3 for panel, (_, rows, _) in zip(chart.panels, grids, strict=True)]
+    heights = [rows * _height(panel) + _below(panel) for panel, (_, rows, _) in zip(chart.panels, grids, strict=True)]
     widest = max(
         2.6 * columns + 1.9 * (panel.kind == "dots") for panel, (_, _, columns) in zip(chart.panels, grids, strict=True)
     )
@@ -87,6 +87,12 @@ def _height(panel: Panel) -> float:
         lines = sum(broken(str(each), 34).count("\n") + 1 for each in dict.fromkeys(panel.table[panel.y]))
         return 0.7 + 0.2 * lines
     return 0.9 + min(2.4, max(0.6, 0.24 * panel.table[panel.y].nunique())) if panel.kind == "map" else 2.5
+
+
+def _below(panel: Panel) -> float:
+    """Inches for the legend of a row."""
+    names = panel.names.values() or (panel.table[panel.color].unique() if panel.color and panel.kind != "map" else ())
+    return 0.3 + 0.1 * len(list(names))
 
 
 def _of(panel: Panel, facet: Any) -> pd.DataFrame:
@@ -173,9 +179,14 @@ def _scaled(axes: Axes, panel: Panel, values: np.ndarray) -> Height:
         return zero_aware(axes, [values], along)
     if panel.scale in ("share", "signed"):
         limits(*(_SHARE if panel.scale == "share" else (-1.05, 1.05)))
-    if panel.scale in ("log", "counts"):
-        (axes.set_xscale if along == "x" else axes.set_yscale)(*(("log",) if panel.scale == "log" else ("symlog",)))
+    if panel.scale == "log":
+        (axes.set_xscale if along == "x" else axes.set_yscale)("log")
         log_ticks(axis)
+    if panel.scale == "counts":
+        # Linear up to 1, so that 0 has a place; marks at 0 are seen whole.
+        (axes.set_xscale if along == "x" else axes.set_yscale)("symlog", linthresh=1)
+        log_ticks(axis)
+        limits(-0.15, 1.3 * max(1.0, np.nanmax(values, initial=1.0)))
     return lambda given: np.asarray(given, dtype=float)
 
 
