@@ -17,6 +17,7 @@ from kvinterp.report.page import (
     Answer,
     Bullets,
     Column,
+    Folded,
     Interval,
     Links,
     Packed,
@@ -42,6 +43,7 @@ PARTS = [
     Table([Column(EVIL)], [[Links({EVIL: EVIL}, {EVIL: EVIL})]], EVIL, EVIL, EVIL, file=EVIL),
     Links({EVIL: EVIL}, {EVIL: EVIL}, EVIL),
     Packed(EVIL, {EVIL: b"data"}),
+    Folded(EVIL, [Text(EVIL)], EVIL),
     Section(EVIL, [EVIL], [EVIL] * 3, [Picture(EVIL, b"a figure")], HEAD, [[EVIL] * 5]),
 ]
 

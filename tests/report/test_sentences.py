@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,16 @@ import pytest
 
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
-from kvinterp.reading.answer import answer_of, question_of
+from kvinterp.findings import findings_of, lines_of
+from kvinterp.findings.of_comparison import headline_of, rows_of_comparison
+from kvinterp.reading.answer import notes_of, question_of
 from kvinterp.reading.numbers import share
 from kvinterp.reading.patching import layer_title, recovery_title, split_title
 from kvinterp.reading.precision import ladder_said, ladder_title
-from kvinterp.reading.sections import drift_title, kl_title, kv_said, kv_title
+from kvinterp.reading.titles import drift_title, kl_title, kv_title
 from kvinterp.report import compare
 from kvinterp.report.compare import flip_section, ladder_of
-from kvinterp.report.page import Picture, Section
-from kvinterp.results import Result
+from kvinterp.report.page import Picture
 from synthetic import comparison, failures, result
 
 
@@ -132,8 +132,12 @@ def test_where_says_how_many_rows_were_let_go_of(
 ) -> None:
     one = made(setting("kv_steps", "let_go_a", float(gone), "step == 4"), size=size, lets_go=lets_go)
     checked(one.where(), wanted, unwanted)
-    said = kv_said([result(one)])
-    checked(" ".join([*said[0], *said[1]]), [*wanted, "hatched what they both held" if lets_go else ""], unwanted)
+    gone_by = [row for row in rows_of_comparison(one) if row["finding"] == "cache rows let go of by the last step"]
+    assert [row["path"] for row in gone_by] == [one.provenance["paths"][side] for side in lets_go]
+    assert all(row["n"] == 48 for row in gone_by)
+    assert [row["estimate"] for row in gone_by][: len(lets_go)] == [
+        12 / 48 if side == "a" and gone else 0 for side in lets_go
+    ]
 
 
 def test_where_says_what_was_left_out() -> None:
@@ -143,64 +147,85 @@ def test_where_says_what_was_left_out() -> None:
     checked(empty.where(), ["no prompt could be compared", "1 prompt is left out"], ["differ", ALIKE])
 
 
-# The answer ------------------------------------------------------------------------------------------------------------
-
-
-def answered(*made: Comparison) -> str:
-    results = [result(one) for one in made]
-    dtype = made[0].provenance["dtype"]
-    return " ".join(answer_of([r for r in results if r.comparison.provenance["dtype"] == dtype], ladder_of(results, dtype)))
-
-
-FED = "fed the same tokens, gave"
-FALLS = "falls at every step up in precision, as rounding does"
-STUCK = "which this table does not explain"
-BEGINS = "speaks neither for nor against rounding"
+# Headline and findings -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("given", "wanted", "unwanted"),
     [
-        ([made()], ["Not bit for bit: in float16", f"{FED} different logits at 8 of 10 steps (80%), the earliest at step 1",
-                    "first above 0 at layer 1 and", "No token changed: in all 2 decodes", "The closest decision of either path was won by",
-                    "All this is of 2 prompts on a processor, 1 thread."],
-         ["yes, bit for bit", "depending on", FALLS, "left out"]),
-        # What a policy does is done on every processor.
-        ([made(paths={"a": "cached+h2o(0.1,0.1)", "b": "cached"})], ["orders: there the numbers can be others."],
-         ["can be equal where they differ"]),
-        ([made(paths={"a": "cached[cache=quantized(8,fp8)]", "b": "cached"})], ["orders: there the numbers can be others."],
-         ["can be equal where they differ"]),
-        ([made()], ["there the paths can be equal where they differ here"], ["numbers can be others"]),
-        ([made(size=0.0)], ["In this run, yes, bit for bit", "the same logits at all 10 steps"],
-         ["Not bit for bit", "Inside", "largest difference"]),
-        ([made(examples=ONE)], ["of 1 prompt, too few for an interval)", "All this is of 1 prompt on"], ["95%"]),
-        ([made(steps_equal("step != 4 or example == 1"))], ["1 of 10 steps (10%), the earliest at step 4"], []),
-        ([made(strategy="top_p(1.0,2.0)")], ["No token changed"], ["The closest decision"]),
-        ([made(setting("steps", "margin_a", np.nan))], ["No token changed"], ["The closest decision"]),
-        ([made(setting("steps", "margin_b", 0.0123, "example == 1 and step == 2"))],
-         ["The closest decision of either path was won by 0.0123 logits."], []),
-        ([made(flip=4, protocol="free")], ["In 2 of 2 decodes the paths chose a different token somewhere, the earliest at "
-                                           "step 4.", "each fed its own tokens"], ["No token changed"]),
+        ([made()], ["different logits at 8 of 10 steps, by 9.8 × 10⁻⁴ at most.", "No token changes in 2 decodes."], ["bit for bit"]),
+        ([made(size=0.0)], ["the same logits, bit for bit, at all 10 steps.", "No token changes"], ["different logits"]),
+        ([made(examples=ONE)], ["No token changes in 1 decode."], []),
+        ([made(flip=4, protocol="free")], ["In 2 of 2 decodes another token is chosen, the earliest at step 4."], ["No token"]),
+        # What is behind the flip is of two texts.
         ([made(both(steps_equal("step <= 2"), setting("steps", "max_abs_logit", 9.0, "step > 2")), flip=2, protocol="free")],
-         ["yes, bit for bit", "up to any flip", "at all 6 steps", "chose a different token"], ["Not bit for bit"]),
-        # The streams differ in the first layer only, and are equal again at the last.
-        ([made(both(setting("layers", "relative_l2", 0.0), setting("layers", "relative_l2", 1e-3, "layer == 0")))],
-         ["first above 0 at layer 0 and 0 of its length at the last layer recorded"], ["layer 1"]),
-        ([made(setting("layers", "relative_l2", 0.0))], ["Not bit for bit"], ["Inside"]),
-        ([made(layers=1)], ["Not bit for bit"], ["Inside"]),
-        ([made(setting("layers", "site", "mlp_out"))], ["median difference of mlp_out"], ["resid_post", "residual"]),
-        ([made(), made(kind="hooked", size=1e-2)], ["depending on kind."], ["model and kind"]),
-        ([made(), made(kind="hooked")], [], ["depending on"]),
-        ([made(), made(kind="hooked", layers=1)], ["at layer 1 (1 of 2 have none)"], []),
-        ([made(paths={"a": "cached@float64", "b": "recompute"})], ["with the weights loaded in float16"], [": in float16"]),
+         ["bit for bit, at all 6 steps.", "another token is chosen"], ["different logits"]),
+        ([made(), made(kind="hooked", size=0.0)], ["different logits at 8 of 20 steps"], []),
     ],
 )  # fmt: skip
-def test_the_answer(given: list[Comparison], wanted: list[str], unwanted: list[str]) -> None:
-    checked(answered(*given), wanted, unwanted)
+def test_the_headline(given: list[Comparison], wanted: list[str], unwanted: list[str]) -> None:
+    checked(" ".join(headline_of(given)), wanted, unwanted)
 
 
-def test_the_answer_says_what_was_left_out() -> None:
-    checked(answered(dataclasses.replace(made(), failures=failures(7, 8))), ["2 prompts were left out"], [])
+def found(one: Comparison) -> str:
+    return "\n".join(lines_of(findings_of(rows_of_comparison(one))))
+
+
+CORRELATED = "median rank correlation of KL and"
+
+
+def by_margin(made: Comparison) -> None:
+    made.steps["kl"] = np.where(made.steps["step"] > 0, np.exp(-made.steps["margin_a"]), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "wanted", "unwanted"),
+    [
+        (made(), ["steps whose logits differ 80% (n = 10 steps): first at step 1.",
+                  "prompts in which a token flips 0%", "layer 1: median relative L2 of resid_post", "the first layer above 0",
+                  "layer 2, head 0: largest mean KL of an attention head", "K and V vectors of the prompt that differ 0% (n = 192 vectors)",
+                  "K and V vectors of the decoded tokens that differ"], [CORRELATED, "behind a flip", "let go"]),
+        (made(size=0.0), ["steps whose logits differ 0%", "largest difference of a logit 0 (n = 10 steps)",
+                          "layer 2: median relative L2 of resid_post 0", "largest mean KL of an attention head 0 nats"], ["first"]),
+        (made(examples=ONE), ["median of a prompt's mean KL", "n = 1 prompt)"], ["layer 1: median relative L2 of resid_post (95%"]),
+        (made(steps_equal("step != 4 or example == 1")), ["differ 10%", "first at step 4"], []),
+        (made(strategy="top_p(1.0,2.0)"), [], ["smallest margin"]),
+        (made(setting("steps", "margin_a", np.nan)), [], ["smallest margin"]),
+        (made(setting("steps", "margin_b", 0.0123, "example == 1 and step == 2")), ["smallest margin of a decision 0.0123 logits"], []),
+        (made(flip=2, protocol="free"), ["mean KL behind a flip, where the two texts differ", "(n = 4 steps)",
+                                         "token flips 100%", "the earliest at step 2"], []),
+        (made(setting("layers", "relative_l2", 0.0)), ["layer 2: median relative L2 of resid_post 0"], ["first layer above"]),
+        (made(setting("layers", "site", "mlp_out")), ["relative L2 of mlp_out"], ["resid_post"]),
+        (made(setting("layers", "relative_l2", np.nan)), [], ["relative L2 of"]),
+        (made(setting("heads", "kl", 1.0, "layer == 0 and head == 1")), ["layer 0, head 1: largest mean KL"], []),
+        (made(setting("kv_positions", "differing", 1, "position == 0 and layer == 0 and tensor == 'K'")),
+         ["K and V vectors of the prompt that differ"], ["prompt that differ 0%"]),
+        (made(steps=30), [CORRELATED], []),
+        (made(by_margin, steps=30, examples=SIX), [f"{CORRELATED} path a's margin, over the steps of a prompt -1 (95% interval -1 to -1"], []),
+        (made(both(by_margin, setting("steps", "margin_a", 1.0)), steps=30), [f"{CORRELATED} the step"], ["path a's margin"]),
+    ],
+)  # fmt: skip
+def test_the_findings(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
+    checked(found(one), wanted, unwanted)
+
+
+def test_what_is_to_be_known_of_the_numbers() -> None:
+    def noted(*given: Comparison, **settings: Any) -> str:
+        return " ".join(notes_of([result(one, **settings) for one in given]))
+
+    checked(noted(made()), ["In the matched protocol", "of 2 prompts on a processor, 1 thread.", "can be equal where they differ"],
+            ["left out", SAME, "numbers can be others"])  # fmt: skip
+    # What a policy does is done on every processor.
+    for path in ("cached+h2o(0.1,0.1)", "cached[cache=quantized(8,fp8)]"):
+        checked(noted(made(paths={"a": path, "b": "cached"})), ["there the numbers can be others"], ["can be equal"])
+    checked(noted(dataclasses.replace(made(), failures=failures(7, 8))), ["2 prompts were left out"], [])
+    checked(noted(made(), made(protocol="free")), [SAME, "In the free protocol"], [])
+    checked(noted(made(), made(protocol="free", seed=1)), [], [SAME])
+    checked(noted(made(size=0.0)), ["To see a difference"], [])
+    checked(noted(made(), left_out={"pattern": "It has none."}), ["pattern is not recorded, because it has none."], [])
+
+
+SAME = "Matched and free give the same numbers"
 
 
 def test_the_question_is_that_of_the_paths() -> None:
@@ -217,6 +242,9 @@ def rungs(**models: dict[str, float]) -> dict[str, list[Comparison]]:
     return {name: [made(size=size, dtype=dtype) for dtype, size in sizes.items()] for name, sizes in models.items()}
 
 
+FALLS = "falls at every step up in precision, as rounding does"
+STUCK = "which this table does not explain"
+BEGINS = "speaks neither for nor against rounding"
 ROUNDS = {"float16": 1e-3, "float32": 1e-7, "float64": 1e-16}
 
 
@@ -259,97 +287,7 @@ def test_a_ladder_is_of_one_kind_and_protocol() -> None:
     checked(" ".join(ladder_said(found)), ["In each model it " + FALLS], [STUCK])
 
 
-SQUARE = "KL goes about with the square"
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted", "unwanted"),
-    [
-        (rungs(m=ROUNDS), [SQUARE, "differences are"], ["bitwise equal in float16"]),
-        (rungs(m={"float16": 1e-3, "float32": 1e-2}), ["differences are"], [SQUARE]),
-        (rungs(m={**ROUNDS, "float16": 0.0}), ["differences are 0 to", "m is bitwise equal in float16 on this processor"], [SQUARE]),
-        (rungs(m={"float16": 0.0, "float32": 0.0}), ["difference is 0 everywhere"], [SQUARE, "stays"]),
-        ({"m": [made(protocol="free"), made(size=1e-7, dtype="float32", protocol="free")]}, ["native, free"], ["matched"]),
-    ],
-)  # fmt: skip
-def test_the_section_on_precision(given: dict[str, list[Comparison]], wanted: list[str], unwanted: list[str]) -> None:
-    section = compare.precision_section(given, Path())
-    checked(" ".join([*section.done, *section.seen]), wanted, unwanted)
-
-
-# The other sections ----------------------------------------------------------------------------------------------------
-
-
-def said(section: Section | None) -> str:
-    return "" if section is None else " ".join([section.title, *section.done, *section.seen, *map(str, section.rows)])
-
-
-def shown(kind: str, *made: Comparison) -> str:
-    results: list[Result] = [result(one) for one in made]
-    if kind == "table_section":
-        return said(compare.table_section(results))
-    return said(getattr(compare, kind)(results, Path()))
-
-
-SAME = "Matched and free give the same numbers"
-PROMPT_EQUAL = "prompt vectors are exactly equal"
-CORRELATED = "Its rank correlation"
-SURE = "a distribution that is sure of its token"
-
-
-def by_margin(made: Comparison) -> None:
-    made.steps["kl"] = np.where(made.steps["step"] > 0, np.exp(-made.steps["margin_a"]), 0.0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "wanted", "unwanted"),
-    [
-        ("table_section", [made()], ["1 comparison of path a, cached,", "on 2 prompts: 10", "no flip"], ["Each line", SAME]),
-        # The flip is at the last step: nothing is after it, and there is a flip all the same.
-        ("table_section", [made(flip=4, protocol="free")], ["'–'"], ["no flip"]),
-        ("table_section", [made(examples=ONE)], ["n = 1"], []),
-        ("table_section", [made(), made(protocol="free")], [SAME, "across protocols"], ["across dtypes", "across kinds"]),
-        ("table_section", [made(), made(protocol="free", seed=1)], ["across protocols"], [SAME]),
-        ("table_section", [made(), made(protocol="free", examples=ONE)], [], [SAME]),
-        ("table_section", [made(), made(protocol="free", dtype="float32")], ["across dtypes"], [SAME]),
-        ("table_section", [made(), made(kind="hooked")], ["across kinds"], ["across protocols"]),
-        ("table_section", [made(), made(paths={"a": "cached", "b": "cached"}, strategy="top_k(2)")],
-         ["2 pairs of paths", "greedy or top_k(2)"], ["path a, cached, with"]),
-        ("kl_section", [made()], ["equal in 2 of 2 decodes", "From step 1 on, 0 of 8 steps are bitwise equal."],
-         ["still", "leaving out", CORRELATED]),
-        ("kl_section", [made(setting("steps", "max_abs_logit", 1e-3))], ["equal in 0 of 2 decodes"], ["in 2 of 2"]),
-        ("kl_section", [made(size=0.0)], ["8 of 8 steps are bitwise equal"], ["Where KL"]),
-        ("kl_section", [made(flip=2, protocol="free")], ["0 of 4 steps", "leaving out those after a flip"], ["of 8 steps"]),
-        ("kl_section", [made(setting("steps", "kl", 1e-6, "step > 0"), steps=30)], ["Where KL is above 0 it is 1.0 × 10⁻⁶ nats"],
-         [CORRELATED, " to 1.0"]),
-        ("kl_section", [made(steps=30)], [CORRELATED, "in the median of 2 prompts"], [SURE, "95%"]),
-        ("kl_section", [made(steps=30, examples=SIX)], [CORRELATED, "of 6 prompts", "(95% interval "], [SURE]),
-        ("kl_section", [made(by_margin, steps=30, examples=SIX)],
-         ["-1.00 with path a's margin (95% interval -1.00 to -1.00)", SURE], []),
-        ("kl_section", [made(both(by_margin, setting("steps", "margin_a", 1.0)), steps=30)], ["with the step"],
-         [SURE, "margin"]),
-        ("drift_section", [made()], ["resid_post first above 0 at layer 1", "at layer 2"], ["exactly 0"]),
-        ("drift_section", [made(size=0.0)], ["resid_post exactly 0 at every layer recorded; 0 of 24 vectors"], ["first above"]),
-        ("drift_section", [made(setting("layers", "relative_l2", 0.0, "step != 3 or layer != 1"))],
-         ["exactly 0 at every layer recorded; 2 of 24 vectors differ"], ["first above"]),
-        ("drift_section", [made(layers=1)], ["exactly 0 at every layer"], ["first above"]),
-        ("drift_section", [made(setting("layers", "relative_l2", np.nan))], [], ["first above", "exactly 0"]),
-        ("drift_section", [made(setting("layers", "site", "attn_out"))], ["attn_out first above"], ["residual", "resid_post"]),
-        ("drift_section", [made(setting("layers", "relative_l2", 9.0, "step > 2"), flip=2, protocol="free")],
-         ["first above 0 at layer 1"], ["layer 0", "is 9"]),
-        ("attention_section", [made()], ["exactly 0 in 2 of 6 heads; most in layer 2, head 0 (and as much at 1 other place)"], []),
-        ("attention_section", [made(setting("heads", "kl", 0.0))], ["exactly 0 in 6 of 6 heads"], ["most in"]),
-        ("attention_section", [made(setting("heads", "kl", 1.0, "layer == 0 and head == 1"))], ["most in layer 0, head 1:"],
-         ["as much"]),
-        ("kv_section", [made()], [PROMPT_EQUAL, "of the 120 decoded vectors differ"], ["prompt vectors differ"]),
-        ("kv_section", [made(setting("kv_positions", "differing", 0))], [PROMPT_EQUAL, "decoded vectors are exactly equal"],
-         ["differ, and"]),
-        ("kv_section", [made(setting("kv_positions", "differing", 1, "position == 0 and layer == 0 and tensor == 'K'"))],
-         ["of the 192 prompt vectors differ"], [PROMPT_EQUAL]),
-    ],
-)  # fmt: skip
-def test_the_sections(kind: str, given: list[Comparison], wanted: list[str], unwanted: list[str]) -> None:
-    checked(shown(kind, *given), wanted, unwanted)
+# Titles and shares -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -358,9 +296,6 @@ def test_the_sections(kind: str, given: list[Comparison], wanted: list[str], unw
 )
 def test_a_share_is_all_or_nothing_only_where_it_is(part: int, whole: int, text: str) -> None:
     assert share(part, whole) == text
-
-
-# Titles ----------------------------------------------------------------------------------------------------------------
 
 
 def line(*medians: float) -> pd.DataFrame:

@@ -76,8 +76,8 @@ class RepeatedHeads(OfModels):
             rows.append(median_of(CHANGE, rms[rms.columns.max()] - rms[1], verdict=ALIKE if equal else "", model=model,
                                   kernels=kernels))  # fmt: skip
             for count, each_ratio in mine.groupby("query_heads_per_kv_head"):
-                rows.append(median_of("median RMS logit difference of the paths", each_ratio["rms_logit"], each_ratio["id"], model=model,
-                                      kernels=kernels, query_heads_per_kv_head=count))  # fmt: skip
+                rows.append(median_of("median RMS logit difference of the paths", each_ratio["rms_logit"], each_ratio["id"],
+                                      model=model, kernels=kernels, query_heads_per_kv_head=count))  # fmt: skip
         for model, mine in tables["repeated_heads"].groupby("model", sort=False):
             rows.append(finding("largest difference of a float64 logit between a copy and the model",
                                 mine["float64_difference"].max(), n=mine["id"].nunique(), model=model))  # fmt: skip

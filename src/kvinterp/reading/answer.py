@@ -1,23 +1,19 @@
-"""The box at the top of the report: this run's answer in a few sentences, each chosen by the tables."""
+"""What the page of a comparison asks, and what is to be known of its numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-import pandas as pd
-
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
-from kvinterp.reading.numbers import between, counted, listed, machines_of, number, share, typical_said
-from kvinterp.reading.precision import ladder_said
-from kvinterp.reading.results import drift_medians, kind_of, leading, model_of, site_of, with_protocol
+from kvinterp.reading.numbers import counted, machines_of
+from kvinterp.reading.results import leading, place_of, with_protocol
+from kvinterp.reading.vocabulary import PROTOCOLS
 
 if TYPE_CHECKING:
-    from kvinterp.comparison import Comparison
     from kvinterp.results import Result
 
-__all__ = ["answer_of", "question_of"]
+__all__ = ["matched", "notes_of", "question_of"]
 
 
 def question_of(results: Sequence[Result]) -> str:
@@ -31,97 +27,45 @@ def question_of(results: Sequence[Result]) -> str:
     return f"Does the path {a} compute the same thing as the path {b}?"
 
 
-def answer_of(main: Sequence[Result], rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
-    """What came out, of how many prompts and on which machine.
-
-    Args:
-        main: The results in the dtype in question.
-        rungs: The same in other dtypes.
-    """
-    matched = with_protocol(main, "matched")
-    measured = matched or list(main)
-    # After a flip of the free protocol the two paths hold different texts, which says nothing of the arithmetic.
-    tables = [r.comparison.same_text(r.comparison.steps) for r in measured]
-    steps = pd.concat(tables)
-    differing = steps[steps["max_abs_logit"] > 0]
-    dtype = main[0].comparison.provenance["dtype"]
-    own = any("@" in path for r in main for path in r.comparison.provenance["paths"].values())
-    where = f"with the weights loaded in {dtype}" if own else f"in {dtype}"
-    fed = "fed the same tokens" if matched else "each fed its own tokens, up to any flip"
-    if differing.empty:
-        said = [
-            f"In this run, yes, bit for bit: {where} the two paths, {fed}, gave the same logits at all {len(steps)} steps."
-        ]
-    else:
-        said = [
-            f"Not bit for bit: {where} the two paths, {fed}, gave different logits at {len(differing)} of {len(steps)} "
-            f"steps ({share(len(differing), len(steps))}), the earliest at step {int(differing['step'].min())}.",
-            _size_sentence(measured, tables, float(steps["max_abs_logit"].max())),
-            *_where_sentence(measured),
-        ]
-    return [*said, *_flip_sentence(main), *ladder_said(rungs), *_measured_sentence(main, rungs)]
+def matched(main: Sequence[Result]) -> list[Result]:
+    """Those that measure arithmetic alone, or where there is none all."""
+    return with_protocol(main, "matched") or list(main)
 
 
-def _size_sentence(measured: Sequence[Result], tables: Sequence[pd.DataFrame], largest: float) -> str:
-    means = [float(table["kl"].mean()) for table in tables if len(table)]
-    text = f"The largest difference of any logit was {number(largest)}. The next-token distributions were {between(means)} "
-    text += "nats of KL apart on average"
-    if len(means) == 1:
-        # Prompts of unlike lengths: the interval is that of another mean.
-        of_prompts = tables[0].groupby("example")["kl"].mean()
-        other = number(float(of_prompts.mean()))
-        text += "" if other == number(means[0]) else f" over all steps; the mean of a prompt's own mean is {other}"
-        return f"{text} ({typical_said(of_prompts)})."
-    varying = [name for name, of in (("model", model_of), ("kind", kind_of)) if len({of(r) for r in measured}) > 1]
-    return text + (f", depending on {listed(varying)}." if varying and " to " in between(means) else ".")
-
-
-def _where_sentence(measured: Sequence[Result]) -> list[str]:
-    """Where inside, of those results that recorded the same site."""
-    lead = [r for r in leading(measured) if not r.comparison.layers.empty]
-    sites = list(dict.fromkeys(site_of(r.comparison) for r in lead))
-    said = []
-    for site in sites:
-        medians = [drift_medians(r.comparison) for r in lead if site_of(r.comparison) == site]
-        medians = [median for median in medians if not median.empty]
-        moved = [median for median in medians if (median > 0).any()]
-        if not moved:
-            continue
-        first = between([float(median[median > 0].index[0]) for median in moved])
-        ends = between([float(median.iloc[-1]) for median in medians])
-        still = f" ({len(medians) - len(moved)} of {len(medians)} have none)" if len(moved) < len(medians) else ""
-        said.append(
-            f"Inside, the median difference of {site}, over prompts and steps, is first above 0 at layer {first}{still} and "
-            f"{ends} of its length at the last layer recorded."
+def notes_of(main: Sequence[Result]) -> list[str]:
+    """What was done, of how many prompts and on which machine, and what could not be recorded."""
+    protocols = dict.fromkeys(r.comparison.provenance["protocol"] for r in main)
+    lines = [f"In the {name} protocol {PROTOCOLS[name]}." for name in protocols]
+    if set(protocols) == {"matched", "free"} and _protocols_alike(main):
+        lines.append(
+            "Matched and free give the same numbers here: as long as no token flips, both paths see the same text."
         )
-    return said
+    for result in leading(main):
+        for site, reason in result.summary["settings"].get("left_out", {}).items():
+            lines.append(f"{', '.join(place_of(result))}: {site} is not recorded, because {reason[:1].lower()}{reason[1:]}")
+    lines.append("A median has its 95% interval by order statistics, over prompts; there is none for fewer than six.")
+    return [*lines, *_measured_sentence(main)]
 
 
-def _flip_sentence(main: Sequence[Result]) -> list[str]:
-    examples = pd.concat([r.comparison.examples for r in main])
-    # Of both paths, which decide on the same text.
-    margins = pd.concat([r.comparison.same_text(r.comparison.steps)[["margin_a", "margin_b"]] for r in main]).min(
-        axis=1, skipna=False
-    )
-    margins = margins[np.isfinite(margins)]
-    close = ""
-    # A token drawn by lot is not decided by the margin.
-    if len(margins) and all(r.comparison.provenance["strategy"] == "greedy" for r in main):
-        close = f" The closest decision of either path was won by {number(margins.min())} logits."
-    flipped = examples[examples["flip_index"].notna()]
-    if flipped.empty:
-        return [f"No token changed: in all {len(examples)} decodes both paths chose the same tokens.{close}"]
-    return [
-        f"In {len(flipped)} of {len(examples)} decodes the paths chose a different token somewhere, the earliest at step "
-        f"{int(flipped['flip_index'].min())}.{close}"
+def _protocols_alike(results: Sequence[Result]) -> bool:
+    pairs = [
+        (free.comparison.steps, other.comparison.steps)
+        for free in with_protocol(results, "free")
+        for other in with_protocol(results, "matched")
+        if place_of(free) == place_of(other)
+        and all(free.comparison.provenance[key] == other.comparison.provenance[key] for key in ("paths", "strategy"))
     ]
+    columns = ["example", "step", "kl", "max_abs_logit"]
+    return bool(pairs) and all(
+        a[columns].reset_index(drop=True).equals(b[columns].reset_index(drop=True)) for a, b in pairs
+    )
 
 
-def _measured_sentence(main: Sequence[Result], rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
-    provenances = [r.comparison.provenance for r in main] + [c.provenance for group in rungs.values() for c in group]
+def _measured_sentence(main: Sequence[Result]) -> list[str]:
+    provenances = [r.comparison.provenance for r in main]
     ids = {row for r in main for row in r.comparison.examples["id"]}
     left = sum(len(r.comparison.failures) for r in main)
-    out = f" {counted(left, 'prompt')} {'was' if left == 1 else 'were'} left out, see below." if left else ""
+    out = f" {counted(left, 'prompt')} {'was' if left == 1 else 'were'} left out." if left else ""
     # What a policy, a narrower cache, another dtype or a kernel mode does is no matter of the processor.
     acts = any(
         made in path

@@ -7,15 +7,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvinterp.reading.numbers import counted, listed, number
 from kvinterp.reading.results import unit_roundoff
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
 
-__all__ = ["Fall", "fall_of", "kl_falls_as_a_square", "ladder_said", "ladder_title", "precision_said"]
+__all__ = ["Fall", "fall_of", "ladder_said", "ladder_title"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,45 +128,3 @@ def ladder_title(rungs: Mapping[str, Sequence[Comparison]]) -> str:
     if begins:
         return f"Wherever there is a difference it falls; {listed(begins)}: none in a coarser dtype"
     return "Wherever there is a difference it falls with precision"
-
-
-def kl_falls_as_a_square(rungs: Mapping[str, Sequence[Comparison]]) -> bool:
-    """Whether in every model KL falls by one and a half to two and a half times as many orders as the logit difference."""
-    ratios = []
-    for group in rungs.values():
-        ordered = _ordered(group)
-        if len(ordered) < 2:
-            return False
-        kl = [float(c.steps["kl"].mean()) for c in (ordered[0], ordered[-1])]
-        size = [float(c.steps["max_abs_logit"].max()) for c in (ordered[0], ordered[-1])]
-        if not (kl[0] > kl[1] > 0 and size[0] > size[1] > 0):
-            return False
-        ratios.append(np.log(kl[0] / kl[1]) / np.log(size[0] / size[1]))
-    return bool(ratios) and all(1.5 <= ratio <= 2.5 for ratio in ratios)
-
-
-def precision_said(rungs: Mapping[str, Sequence[Comparison]]) -> tuple[list[str], list[str]]:
-    """What was done and what is to be seen in the report's section on higher precision."""
-    every = [c for group in rungs.values() for c in group]
-    units = [unit_roundoff(c.provenance["dtype"]) for c in every]
-    ratios = [float(c.steps["max_abs_logit"].max()) / unit for c, unit in zip(every, units, strict=True)]
-    kinds, protocols = (sorted({c.provenance[key] for c in every}) for key in ("kind", "protocol"))
-    done = (
-        f"The same weights and the same problems ({', '.join(kinds + protocols)}) in more than one precision. Every dtype "
-        "rounds to its own unit roundoff, and a difference that comes from rounding shrinks with it; how many roundoffs it "
-        "comes to is the kernels' and the model's doing."
-    )
-    seen = (
-        f"Over the ladder the unit roundoff shrinks {number(max(units) / min(units))}-fold; counted in unit roundoffs the "
-    )
-    seen += (
-        f"differences are {number(min(ratios))} to {number(max(ratios))}." if max(ratios) else "difference is 0 everywhere."
-    )
-    if kl_falls_as_a_square(rungs):
-        seen += " KL goes about with the square of a small logit difference: it falls by about twice as many orders of magnitude."
-    equal = [
-        f"{fall.model} is bitwise equal in {coarse} on this processor: a 0 there is no measure of the others."
-        for fall in _falls(rungs)
-        for (coarse, _), _ in fall.begins
-    ]
-    return [done], [seen, *equal]

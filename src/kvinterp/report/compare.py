@@ -6,7 +6,7 @@ Every number is computed from the tables it is given, every sentence is chosen b
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from matplotlib.figure import Figure
 from kvinterp.comparison import PARTS, TABLES, Comparison
 from kvinterp.errors import InputError
 from kvinterp.files import write_whole
-from kvinterp.reading.answer import answer_of, question_of
+from kvinterp.findings import finding, findings_of
+from kvinterp.findings.of_comparison import headline_of, rows_of_comparison
+from kvinterp.reading.answer import matched, notes_of, question_of
 from kvinterp.reading.changed import flips_said
-from kvinterp.reading.numbers import against, number, typical_interval
-from kvinterp.reading.precision import precision_said
+from kvinterp.reading.numbers import against, number
+from kvinterp.reading.precision import ladder_said
 from kvinterp.reading.results import (
     grouped,
     kind_of,
@@ -30,30 +32,17 @@ from kvinterp.reading.results import (
     right_answers,
     unit_roundoff,
 )
-from kvinterp.reading.sections import attention_said, drift_said, kl_said, kv_said, table_said
 from kvinterp.reading.vocabulary import glossary
 from kvinterp.report.experiment import made_with_parts
 from kvinterp.report.figures import FIGURES, Labelled, figure_named, overview, precision_ladder
-from kvinterp.report.page import Answer, Column, Links, Pairs, Picture, Section, Table, Text, render
+from kvinterp.report.findings import findings_table
+from kvinterp.report.page import Answer, Bullets, Column, Folded, Links, Pairs, Picture, Section, Table, Text, render
 from kvinterp.report.style import keeping, save
 from kvinterp.report.svg import picture
 from kvinterp.report.tokens import SCRIPTS, SHEETS, called, changes
 from kvinterp.results import Result
 
-__all__ = [
-    "attention_section",
-    "drift_section",
-    "failures_section",
-    "flip_section",
-    "kl_section",
-    "kv_section",
-    "ladder_of",
-    "overview_of",
-    "pictured",
-    "precision_section",
-    "table_section",
-    "write_report",
-]
+__all__ = ["ladder_of", "overview_of", "write_report"]
 
 _TEXTS = 12
 
@@ -88,23 +77,24 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
     rungs = ladder_of(useful, provenance["dtype"])
     every = [*results, *filter(None, [flips])]
     drawn = folder / "figures"
+    of_kinds = (kl_pictures, drift_pictures, attention_pictures, kv_pictures)
+    pictures = [picture for draw in of_kinds for picture in draw(main, drawn)]
     sections = [
-        table_section(results),
-        kl_section(main, drawn),
-        drift_section(main, drawn),
-        attention_section(main, drawn),
-        kv_section(main, drawn),
         precision_section(rungs, drawn) if rungs else None,
         flip_section(flips) if flips is not None else None,
         failures_section(every),
     ]
-    parts = [
-        Answer(answer_of(main, rungs)),
+    parts: list[Any] = [
+        Answer([*headline_of([r.comparison for r in matched(main)]), *ladder_said(rungs)]),
+        *pictures[:1],
+        findings_table(findings_between(main), file=""),
         *changes(called([*main, *(r for r in [flips] if r is not None and not r.comparison.steps.empty)])),
+        *([Text("Where inside", look="h2")] if pictures[1:] else []),
+        *pictures[1:],
         *(section for section in sections if section is not None),
+        Folded("What to know of these numbers", [Bullets(notes_of(main))]),
         *_texts(main),
-        Text("How to read this", look="h2"),
-        Pairs(glossary(map(kind_of, results))),
+        Folded("How to read this", [Pairs(glossary(map(kind_of, results)))]),
         *made_with_parts({r.folder.name: r.comparison.provenance for r in every}, "comparison"),
         *_files(every, folder),
     ]
@@ -137,65 +127,34 @@ def overview_of(results: Sequence[Result]) -> Figure:
     return overview(kl, drift, {label: chosen.comparison}, {label: chosen.comparison})
 
 
-# Sections --------------------------------------------------------------------------------------------------------------
-
-_NAMES = ("model", "kind", "dtype", "protocol")
-_NUMBERS = (
-    "prompts",
-    "steps",
-    "steps that differ",
-    "prompts that flip",
-    "largest logit difference",
-    "mean KL",
-    "median KL",
-    "largest KL",
-    "mean KL up to the flip",
-    "95% of a prompt's mean KL up to the flip",
-    "mean KL after the flip",
-    "answered right, a / b",
-)
+# Findings --------------------------------------------------------------------------------------------------------------
 
 
-def table_section(results: Sequence[Result]) -> Section:
-    """One line a comparison."""
-    rows = [_row(result) for result in results]
-    head = [Column(name) for name in _NAMES] + [Column(name, "number") for name in _NUMBERS]
-    if not any(row[-1] for row in rows):
-        head, rows = head[:-1], [row[:-1] for row in rows]
-    if len(rows) == 1:
-        # One is read from top to bottom, on a phone too.
-        listed = [[column.text, cell] for column, cell in zip(head, rows[0], strict=True)]
-        return Section("The comparison", *table_said(results), head=[Column("what"), Column("value")], rows=listed)
-    return Section("All comparisons", *table_said(results), head=head, rows=rows)
+def findings_between(results: Sequence[Result]) -> pd.DataFrame:
+    """The findings of all comparisons, each with what tells it from the others."""
+    labels: dict[str, Callable[[Result], str]] = {
+        "model": model_of,
+        "kind": kind_of,
+        "protocol": lambda result: result.comparison.provenance["protocol"],
+        "pair": lambda result: against(result.comparison.provenance),
+        "strategy": lambda result: result.comparison.provenance["strategy"],
+    }
+    varying = {name: of for name, of in labels.items() if len({of(r) for r in results}) > 1}
+    rows = []
+    for result in results:
+        of = {name: label(result) for name, label in varying.items()}
+        right = right_answers(result)
+        found = rows_of_comparison(result.comparison)
+        for side, path in zip("ab", result.comparison.provenance["paths"].values(), strict=True) if right else ():
+            share = right["ab".index(side)] / len(result.comparison.examples) if right else 0.0
+            found.append(
+                finding("prompts answered right", share, n=len(result.comparison.examples), measure="%", path=path)
+            )
+        rows += [{**of, **row} for row in found]
+    return findings_of(rows)
 
 
-def _row(result: Result) -> list[str]:
-    provenance, steps, examples = result.comparison.provenance, result.comparison.steps, result.comparison.examples
-    cells = [
-        model_of(result),
-        f"{provenance['kind']} ({provenance['attention']})",
-        provenance["dtype"],
-        provenance["protocol"],
-    ]
-    if steps.empty:
-        return [*cells, "0", "0", *["–"] * (len(_NUMBERS) - 3), ""]
-    before = steps[~steps["after_flip"].astype(bool)]
-    after, right = steps.loc[steps["after_flip"], "kl"], right_answers(result)
-    return [
-        *cells,
-        str(len(examples)),
-        str(len(steps)),
-        str(int((steps["max_abs_logit"] > 0).sum())),
-        str(int(examples["flip_index"].notna().sum())),
-        number(steps["max_abs_logit"].max()),
-        number(steps["kl"].mean()),
-        number(steps["kl"].median()),
-        number(steps["kl"].max()),
-        number(before["kl"].mean()),
-        typical_interval(before.groupby("example")["kl"].mean()),
-        number(after.mean()) if len(after) else "–" if examples["flip_index"].notna().any() else "no flip",
-        "" if right is None else f"{right[0]} / {right[1]} of {len(examples)}",
-    ]
+# Pictures --------------------------------------------------------------------------------------------------------------
 
 
 def _pictures(
@@ -217,40 +176,37 @@ def file_name(model: str, kind: str, figure: str, main: Sequence[Result]) -> str
     return "-".join(part for part in (safe, kind, figure) if part)
 
 
-def kl_section(main: Sequence[Result], folder: Path) -> Section:
+def kl_pictures(main: Sequence[Result], folder: Path) -> list[Picture]:
     """How far apart the next-token distributions are, step by step."""
     lines = {
         place: {r.comparison.provenance["protocol"]: r.comparison for r in group if not r.comparison.steps.empty}
         for place, group in grouped(main).items()
     }
-    lines = {place: drawn for place, drawn in lines.items() if drawn}
-    return Section("KL by step", *kl_said(main), _pictures(folder, "kl_by_step", lines, main))
+    return _pictures(folder, "kl_by_step", {place: drawn for place, drawn in lines.items() if drawn}, main)
 
 
-def drift_section(main: Sequence[Result], folder: Path) -> Section | None:
+def drift_pictures(main: Sequence[Result], folder: Path) -> list[Picture]:
     """How far apart the residual streams are, layer by layer."""
     lines: dict[tuple[str, str], dict[str, Comparison]] = {}
     for result in leading(main):
         if not result.comparison.layers.empty:
             lines.setdefault((model_of(result), ""), {})[kind_of(result)] = result.comparison
-    if not lines:
-        return None
-    return Section("Drift by layer", *drift_said(main), _pictures(folder, "drift_by_layer", lines, main))
+    return _pictures(folder, "drift_by_layer", lines, main)
 
 
-def attention_section(main: Sequence[Result], folder: Path) -> Section | None:
-    """How far apart the attention patterns are, head by head; and which kinds cannot say."""
+def attention_pictures(main: Sequence[Result], folder: Path) -> list[Picture]:
+    """How far apart the attention patterns are, head by head."""
     lines = {place_of(r): {"": r.comparison} for r in leading(main) if not r.comparison.heads.empty}
-    pictures, said = _pictures(folder, "attention_by_head", lines, main), attention_said(main)
-    return None if said is None else Section("Attention by layer and head", *said, pictures)
+    return _pictures(folder, "attention_by_head", lines, main)
 
 
-def kv_section(main: Sequence[Result], folder: Path) -> Section | None:
+def kv_pictures(main: Sequence[Result], folder: Path) -> list[Picture]:
     """How far apart K and V are, position by position."""
     lines = {place_of(r): {"": r.comparison} for r in leading(main) if not r.comparison.kv_positions.empty}
-    if not lines:
-        return None
-    return Section("K and V by cache position", *kv_said(main), _pictures(folder, "kv_by_position", lines, main))
+    return _pictures(folder, "kv_by_position", lines, main)
+
+
+# Sections --------------------------------------------------------------------------------------------------------------
 
 
 def precision_section(rungs: Mapping[str, Sequence[Comparison]], folder: Path) -> Section:
@@ -264,7 +220,7 @@ def precision_section(rungs: Mapping[str, Sequence[Comparison]], folder: Path) -
             unit, largest = unit_roundoff(c.provenance["dtype"]), float(c.steps["max_abs_logit"].max())
             numbers = (largest, unit, largest / unit, c.steps["kl"].mean())
             rows.append([model, c.provenance["dtype"], str(len(c.steps)), *map(number, numbers)])
-    return Section("The same in higher precision", *precision_said(rungs), [picture], head, rows)
+    return Section("The same in higher precision", [], [], [picture], head, rows)
 
 
 def ladder_of(results: Sequence[Result], dtype: str) -> dict[str, list[Comparison]]:
@@ -330,7 +286,7 @@ def _texts(main: Sequence[Result]) -> list[Any]:
     note = f"{len(shown)} of {len(widest.prompts)} prompts. " if len(shown) < len(widest.prompts) else ""
     note += "Where everything decoded the same text it is shown once, otherwise with what decoded it."
     head = [Column("id"), Column("prompt", "pre"), Column("decoded", "pre")]
-    return [Text("The texts", look="h2"), Text(note), Table(head, rows, folded="Prompts and what was decoded")]
+    return [Folded("Prompts and what was decoded", [Text(note), Table(head, rows)])]
 
 
 def _decoded(main: Sequence[Result], prompt_id: str) -> str:
@@ -366,8 +322,4 @@ def _files(results: Sequence[Result], folder: Path) -> list[Any]:
         names += ["summary.json", "prompts.jsonl"]
         rows.append([result.folder.name, Links(files={name: place + name for name in names})])
     note = "The tables hold every number above, summary.json statistics and settings, figures/ every figure as PNG."
-    return [
-        Text("Files", look="h2"),
-        Text(note, look="note"),
-        Table([Column("comparison"), Column("its files")], rows, look="cards"),
-    ]
+    return [Folded("Files", [Text(note), Table([Column("comparison"), Column("its files")], rows, look="cards")])]

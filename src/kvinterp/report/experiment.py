@@ -13,7 +13,7 @@ from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted, number
 from kvinterp.report.findings import findings_table
 from kvinterp.report.latex import numeric
-from kvinterp.report.page import Answer, Column, Pairs, Table, Text, render
+from kvinterp.report.page import Answer, Column, Folded, Pairs, Table, Text, render
 from kvinterp.report.svg import picture
 from kvinterp.report.tokens import SCRIPTS, SHEETS
 
@@ -59,9 +59,9 @@ def write_experiment(
     parts: list[Any] = [*([Answer(lines)] if lines else []), *lead]
     pictures = [picture(path, path.stem.replace("_", " ")) for path in figures if path.suffix == ".png"]
     parts += pictures if findings is None else [*pictures[:1], findings_table(findings), *pictures[1:]]
-    parts += [Text("The tables", look="h2"), *(shown(name, table) for name, table in tables.items() if name != "findings")]
     if more.strip():
-        parts += [Text("What was asked", look="h2"), *map(Text, more.strip().split("\n\n"))]
+        parts.append(Folded("What was asked", [Text(text) for text in more.strip().split("\n\n")]))
+    parts += [shown(name, table) for name, table in tables.items() if name != "findings"]
     parts += last_parts(chosen, several, "every table as .parquet, the figures, and all of it in summary.json.")
     kicker = " · ".join([f"kvinterp {__version__}", ", ".join(filter(None, models))])
     path = folder / "report.html"
@@ -73,8 +73,7 @@ def write_experiment(
 def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any]], beside: str) -> list[Any]:
     """How a page of experiments ends: what was chosen, what made it, and what lies beside it."""
     return [
-        Text("What was chosen", look="h2"),
-        Pairs({name: said(value) for name, value in chosen.items()}, "beside"),
+        Folded("What was chosen", [Pairs({name: said(value) for name, value in chosen.items()}, "beside")]),
         *made_with_parts(several, "model"),
         Text(f"Beside this page: {beside}", look="note"),
     ]
@@ -89,15 +88,14 @@ def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list
     varying = [key for key in keys if len({row.get(key) for row in rows.values()}) > 1]
     (first, *_) = rows.values()
     common = [[key, first[key]] for key in keys if key not in varying]
-    parts = [
-        Text("What this was made with", look="h2"),
+    parts: list[Any] = [
         Text("The same on every line of the tables and in every figure:"),
         Table([Column("what"), Column("value")], common),
     ]
     if varying:
         cells = [[name, *[row.get(key, "") for key in varying]] for name, row in rows.items()]
         parts += [Text("And what differs:"), Table([Column(what), *map(Column, varying)], cells)]
-    return parts
+    return [Folded("What this was made with", parts)]
 
 
 def _flattened(provenance: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -20,7 +20,7 @@ from kvinterp.comparison import Comparison, mean_error
 from kvinterp.reading.numbers import short, upper
 from kvinterp.reading.precision import ladder_title
 from kvinterp.reading.results import decoded, only, unit_roundoff
-from kvinterp.reading.sections import attention_title, drift_title, kl_title, kv_title
+from kvinterp.reading.titles import attention_title, drift_title, kl_title, kv_title
 from kvinterp.report.axes import (
     color_bar,
     legend_below,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvinterp.findings import labels_of
-from kvinterp.findings.rows import bare, value
+from kvinterp.findings.rows import bare, place, value
 from kvinterp.reading.numbers import ends_said, number
 from kvinterp.report.page import Column, Interval, Table
 
@@ -20,40 +18,37 @@ _WIDE = 100
 """Above this ratio of the largest to the smallest a scale is logarithmic."""
 
 
-def findings_table(table: pd.DataFrame, name: str = "findings") -> Table:
+def findings_table(table: pd.DataFrame, name: str = "findings", file: str = "findings.parquet") -> Table:
     """The table of findings; columns in which no row says anything are left out.
 
     Args:
         table: Findings, as :func:`kvinterp.findings.findings_of` makes them.
         name: By which a link finds it.
+        file: Where all of it is kept; empty where it is not.
     """
-    labels = labels_of(table)
     told = [name for name in ("test", "verdict", "note") if (table[name] != "").any()]
     numbers = [name for name in ("null", "p", "p_corrected") if table[name].notna().any()]
+    several = any(place(found) for found in table.to_dict("records"))
     head = [
         Column("finding", "text"),
-        *(Column(name.replace("_", " ")) for name in labels),
+        *([Column("of", "text")] if several else []),
         *(Column("estimate (95% interval)"), Column("drawn"), Column("n")),
         *(Column(name.replace("p_", "p "), "number") for name in numbers),
         *(Column(name, "text") for name in told),
     ]
     rows: list[list[str | Interval]] = []
-    for place, found in zip(_scaled(table), table.to_dict("records"), strict=True):
+    for drawn, found in zip(_scaled(table), table.to_dict("records"), strict=True):
         ends = ends_said(found["low"], found["high"], " ({})", functools.partial(bare, found))
         rows.append(
             [
                 str(found["finding"]),
-                *(_label(found[name]) for name in labels),
-                *(value(found, found["estimate"]) + ends, place, f"{number(found['n'])} {found['unit']}"),
+                *([place(found)] if several else []),
+                *(value(found, found["estimate"]) + ends, drawn, f"{number(found['n'])} {found['unit']}"),
                 *(bare(found, found[name]) if name == "null" else number(found[name]) for name in numbers),
                 *(str(found[name]) for name in told),
             ]
         )
-    return Table(head, rows, name=name, look="cards findings", file="findings.parquet")
-
-
-def _label(given: Any) -> str:
-    return "" if pd.isna(given) else given if isinstance(given, str) else f"{given:g}"
+    return Table(head, rows, name=name, look="cards findings", file=file)
 
 
 def _scaled(table: pd.DataFrame) -> list[Interval]:

@@ -21,6 +21,7 @@ __all__ = [
     "Answer",
     "Bullets",
     "Column",
+    "Folded",
     "Interval",
     "Links",
     "Packed",
@@ -141,6 +142,15 @@ class Section:
     pictures: Sequence[Picture] = ()
     head: Sequence[Column] = ()
     rows: Sequence[Sequence[str]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded:
+    """Parts that are seen where one clicks on a line."""
+
+    summary: str
+    parts: Sequence[Any]
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""What a comparison found: how often and how far the logits differ, how sure its tokens were, and where inside they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from kvinterp import metrics
+from kvinterp.findings.rows import finding, median_of
+from kvinterp.metrics.statistics import mean_error
+from kvinterp.reading.numbers import counted, most, number
+from kvinterp.reading.results import decoded, site_of
+
+if TYPE_CHECKING:
+    from kvinterp.comparison import Comparison
+
+__all__ = ["headline_of", "rows_of_comparison"]
+
+
+def rows_of_comparison(comparison: Comparison) -> list[dict[str, Any]]:
+    """The findings of one comparison, of the steps at which both paths hold the same text unless they say otherwise."""
+    if comparison.steps.empty:
+        return []
+    return [*_of_logits(comparison), *_of_layers(comparison), *_of_attention(comparison), *_of_cache(comparison)]
+
+
+def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    steps, examples = comparison.same_text(comparison.steps), comparison.examples
+    differ = (steps["max_abs_logit"] > 0).to_numpy()
+    rate = metrics.rate_of(differ, steps["example"].to_numpy(str))
+    first = f"first at step {int(steps.loc[differ, 'step'].min())}" if differ.any() else ""
+    yield finding("steps whose logits differ", rate.effect, (rate.low, rate.high), len(steps), "steps", "%", note=first)
+    yield finding("largest difference of a logit", steps["max_abs_logit"].max(), n=len(steps), unit="steps")
+    mean = f"mean {number(float(steps['kl'].mean()))} over all steps, largest {number(float(steps['kl'].max()))}"
+    yield median_of("median of a prompt's mean KL", steps.groupby("example")["kl"].mean(), measure="nats", note=mean)
+    after = comparison.steps.drop(steps.index)
+    if len(after):
+        what = "mean KL behind a flip, where the two texts differ"
+        yield finding(what, after["kl"].mean(), n=len(after), unit="steps", measure="nats")
+    flips = examples["flip_index"].notna().to_numpy()
+    rate = metrics.share_of(flips)
+    first = f"the earliest at step {int(examples['flip_index'].min())}" if flips.any() else ""
+    yield finding("prompts in which a token flips", rate.effect, (rate.low, rate.high), len(flips), measure="%", note=first)
+    margins = steps[["margin_a", "margin_b"]].min(axis=1, skipna=False)
+    # A token drawn by lot is not decided by the margin.
+    if comparison.provenance["strategy"] == "greedy" and np.isfinite(margins).any():
+        smallest = margins[np.isfinite(margins)].min()
+        yield finding("smallest margin of a decision", smallest, n=len(steps), unit="steps", measure="logits")
+    later = steps[(steps["step"] > 0) & (steps["kl"] > 0)]
+    for name, of in (("step", "the step"), ("margin_a", "path a's margin")) if len(later) >= _ENOUGH else ():
+        known = [own["kl"].corr(own[name], method="spearman") for _, own in later.groupby("example") if _varies(own, name)]
+        if known:
+            yield median_of(f"median rank correlation of KL and {of}, over the steps of a prompt", known, note="")
+
+
+_ENOUGH = 20
+"""Steps that a correlation is of, at least."""
+
+
+def _varies(steps: pd.DataFrame, name: str) -> bool:
+    return min(steps["kl"].nunique(), steps[name].nunique()) > 2
+
+
+def _of_layers(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    for site in dict.fromkeys([site_of(comparison), *comparison.layers["site"]]) if len(comparison.layers) else ():
+        rows = decoded(comparison, comparison.layers[comparison.layers["site"] == site])
+        medians = rows.groupby("layer")["relative_l2"].median().dropna()
+        if medians.empty:
+            continue
+        above = medians.index[medians > 0]
+        for layer in dict.fromkeys([*above[:1], medians.index[-1]]):
+            note = "the first layer above 0" if layer in above[:1] else ""
+            by = rows[rows["layer"] == layer].groupby("example")["relative_l2"].median()
+            yield median_of(f"median relative L2 of {site}", by, note=note, layer=layer)
+
+
+def _of_attention(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    rows = decoded(comparison, comparison.heads)
+    means = rows.groupby(["layer", "head"])["kl"].mean().dropna()
+    if means.empty:
+        return
+    derived = "derived beside a fused kernel, which shows no pattern" if "pattern" in comparison.derived else ""
+    largest, _ = most(means, ("layer", "head"))
+    layer, head = means.idxmax() if largest > 0 else (np.nan, np.nan)
+    what = "largest mean KL of an attention head"
+    yield finding(what, largest, n=rows["example"].nunique(), measure="nats", note=derived, layer=layer, head=head)
+
+
+def _of_cache(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    rows = comparison.same_text(comparison.kv_positions)
+    prompt = rows["example"].map(comparison.examples.set_index("example")["prompt_tokens"])
+    for name, part in (("prompt", rows[rows["position"] < prompt]), ("decoded tokens", rows[rows["position"] >= prompt])):
+        count, differing = int(part["vectors"].sum()), int(part["differing"].sum())
+        if count:
+            # Vectors that are equal are 0 units apart, so that they add nothing to the sum.
+            units = (part["ulp_mean"] * part["vectors"]).sum() / differing if differing else 0.0
+            note = f"those differ by {number(units)} units in the last place on average" if differing else ""
+            yield finding(
+                f"K and V vectors of the {name} that differ",
+                differing / count,
+                n=count,
+                unit="vectors",
+                measure="%",
+                note=note,
+            )
+    if len(rows):
+        means = mean_error(rows, ("tensor", "layer", "kv_head"))
+        if means.max() > 0:
+            tensor, layer, head = means.idxmax()
+            yield finding("largest mean relative error of K and V", means.max(), n=int(rows["vectors"].sum()), unit="vectors",
+                          tensor=tensor, layer=layer, head=head)  # fmt: skip
+    for side, gone, of in _let_go(comparison):
+        room = "" if gone else "it had room for all"
+        yield finding("cache rows let go of by the last step", gone / of, n=of, unit="rows", measure="%", note=room,
+                      path=comparison.provenance["paths"][side])  # fmt: skip
+
+
+def _let_go(comparison: Comparison) -> Iterator[tuple[str, int, int]]:
+    """Of each path whose policy lets go of rows: how many of how many, counted over prompts, layers and KV heads."""
+    rows = comparison.kv_steps
+    last = rows[rows["step"] == rows.groupby("example")["step"].transform("max")]
+    last = last[last["tensor"] == last["tensor"].min()]
+    context = last["example"].map(comparison.examples.set_index("example")["prompt_tokens"]) + last["step"]
+    for side in comparison.provenance.get("lets_go", ()) if len(last) else ():
+        yield side, int(last[f"let_go_{side}"].sum()), int(context.sum())
+
+
+def headline_of(comparisons: list[Comparison]) -> list[str]:
+    """Whether the paths agree bit for bit, and whether a token flips, in one sentence each."""
+    steps = pd.concat([one.same_text(one.steps) for one in comparisons])
+    differing = steps[steps["max_abs_logit"] > 0]
+    examples = pd.concat([one.examples for one in comparisons])
+    flips, decodes = examples["flip_index"].dropna(), counted(len(examples), "decode")
+    equal = f"The two paths give the same logits, bit for bit, at all {counted(len(steps), 'step')}."
+    largest = number(float(differing["max_abs_logit"].max()))
+    apart = (
+        f"The two paths give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {largest} at most."
+    )
+    token = f"In {len(flips)} of {decodes} another token is chosen, the earliest at step" if len(flips) else ""
+    return [
+        equal if differing.empty else apart,
+        f"{token} {int(flips.min())}." if token else f"No token changes in {decodes}.",
+    ]
