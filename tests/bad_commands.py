@@ -117,12 +117,10 @@ def refusal(ended: Ended, before: list[str], now: list[str]) -> Iterator[str]:
     errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     if now != before:
         yield f"something was written: {sorted(set(now) ^ set(before))[:3]}"
-    if not errors and "Usage: " in ended.err:
-        return
     if len(errors) != 1:
         yield f"{len(errors)} errors: {ended.err.strip()[-300:]!r}"
         return
-    if not any(word in errors[0] for word in (*REMEDIES, "make ", "decode ", "take ")):
+    if not any(word in errors[0] for word in (*REMEDIES, "make ", "decode ", "take ", "see 'kvinterp")):
         yield f"no remedy: {errors[0][:300]!r}"
     if len(errors[0]) > LONGEST:
         yield f"{len(errors[0])} characters"

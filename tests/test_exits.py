@@ -40,7 +40,7 @@ OPTIONS = [
 QUICK: dict[str, Any] = {"lengths": (5,), "steps": 1, "rungs": ("float32",), "checks": "none"}
 LEFT = "expected code that returns, or raises an error"
 # Not with 0: where it is not seen, the tests shall not end as if they had passed.
-WAYS = {"sys": "sys.exit(0)", "quit": "exit()", "os": "os._exit(7)", "raise": "raise SystemExit"}
+WAYS = {"sys": "sys.exit(0)", "quit": "exit()", "os": "os._exit(7)", "abort": "os.abort()", "raise": "raise SystemExit"}
 
 MODULE = """
 import os, sys
@@ -143,7 +143,7 @@ def test_a_forward_that_leaves_in_the_middle_of_an_audit(code: Callable[[str], A
     assert (made.exit_code, json.loads(made.stdout)["exit_code"]) == (2, 2)
 
 
-@pytest.mark.parametrize("way", ["sys", "os"])
+@pytest.mark.parametrize("way", ["sys", "os", "abort"])
 @pytest.mark.parametrize(
     "verb",
     [

@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 import re
 import signal
 import sys
@@ -43,6 +44,8 @@ __all__ = ["app", "main"]
 # Experiments as commands -----------------------------------------------------------------------------------------------
 
 
+_NARROWEST = 20
+"""Columns of a terminal that a help text needs."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -77,6 +80,9 @@ class _Verbs(TyperGroup):
         self.commands = {**{name: _Verb(name) for name in experiments()}, **self.commands}
 
     def main(self, *given: Any, **named: Any) -> Any:
+        # In so few columns nothing is shown at all.
+        if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns[:9]) < _NARROWEST:
+            os.environ["COLUMNS"] = str(_NARROWEST)
         with delivered():
             return super().main(*given, **named)
 

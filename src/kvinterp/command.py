@@ -40,15 +40,17 @@ _WrongUse: Any = typer.BadParameter.__base__
 
 @contextlib.contextmanager
 def wrong_use(arguments: Sequence[str]) -> Iterator[None]:
-    """Within it what is wrong with the options themselves is an error like any other: with ``--json`` an object says it."""
+    """Within it what is wrong with the options themselves is said in one sentence, as any other error is."""
     try:
         yield
     except _WrongUse as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        command = error.ctx.command_path if error.ctx else "kvinterp"
         # As every error's: what was given fills a part of it, and is safe to print.
-        error.message = str(KvinterpError(error.message))
-        if "--json" in arguments:
-            _print_json({"error": error.format_message(), "exit_code": error.exit_code})
-        raise
+        said = str(KvinterpError(error.format_message())).replace("Value error, ", "")
+        said = said if said.endswith(" .") else said.removesuffix(".")
+        _leave_with(KvinterpError(f"{said[:1].lower()}{said[1:]}; see '{command} --help'."), arguments)
 
 
 @contextlib.contextmanager

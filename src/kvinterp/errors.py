@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -188,7 +189,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 @contextlib.contextmanager
 def returning(whose: str) -> Iterator[None]:
-    """Within it code of others has to return: leaving the process (``sys.exit``, ``os._exit``) is an error, whatever its code.
+    """Within it code of others has to return: leaving the process (``sys.exit``, ``os._exit``, ``os.abort``) is an error.
 
     Seen is what this thread calls; ``os._exit`` in another ends the process, though never with 0. What a library in C,
     ``os.exec*`` or a handler of ``atexit`` does is not seen.
@@ -209,28 +210,28 @@ def returning(whose: str) -> Iterator[None]:
         )
         raise UnsupportedError(
             f"{whose} left the process{where} with exit code {shown(error.code or 0)}, and so gave nothing: expected code that "
-            "returns, or raises an error; take sys.exit or os._exit out of it."
+            "returns, or raises an error; take sys.exit, os._exit or os.abort out of it."
         ) from error
 
 
 class _Staying:
-    """Takes the place of ``os._exit`` for as long as any thread is within it."""
+    """Takes the place of ``os._exit`` and ``os.abort`` for as long as any thread is within it."""
 
     def __init__(self) -> None:
         self._within, self._changing = Counter[int](), threading.Lock()
-        self._leave = os._exit
+        self._leave, self._abort = os._exit, os.abort
 
     def __enter__(self) -> None:
         with self._changing:
             self._process = os.getpid()
             self._within[threading.get_ident()] += 1
-            os._exit = self  # type: ignore[assignment]
+            os._exit, os.abort = self, self._aborted  # type: ignore[assignment]
 
     def __exit__(self, *_: object) -> None:
         with self._changing:
             self._within -= Counter([threading.get_ident()])
             if not self._within:
-                os._exit = self._leave
+                os._exit, os.abort = self._leave, self._abort
 
     def __call__(self, status: int) -> None:
         if os.getpid() != self._process:
@@ -238,6 +239,10 @@ class _Staying:
         if threading.get_ident() in self._within:
             raise SystemExit(status)
         self._leave(status or 2)
+
+    def _aborted(self) -> None:
+        # As a shell has it: 128 and the number of the signal.
+        self(128 + signal.SIGABRT)
 
 
 _staying = _Staying()

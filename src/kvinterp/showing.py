@@ -63,4 +63,12 @@ def rewritten(folder: Path) -> tuple[Path, list[str]]:
         return demo
     found = load(folder)
     found.report()
-    return page_of(folder), found.sentences()
+    cut = ["This run was interrupted: only what was finished by then is in it."] if interrupted(folder) else []
+    return page_of(folder), [*cut, *found.sentences()]
+
+
+def interrupted(folder: Path) -> bool:
+    """Whether the result in a folder is of a run that was interrupted."""
+    from kvinterp.results import read_summary
+
+    return is_file(folder / SUMMARY) and bool(read_summary(folder).get("interrupted"))

@@ -190,6 +190,9 @@ def test_what_is_no_source_of_prompts_is_one_sentence(source: object, said: str)
         ("[" * 100_000, "nested too deeply"),
         ('{"prompt": "a \\ud800 b"}', "lone surrogate"),
         ('{"prompt": "a", "meta": {"n": ' + "9" * 5000 + "}}", "number too long"),
+        ('{"prompt": "a", "answer": 1e999}', "'1e999', which is larger than any number"),
+        ('{"prompt": "a", "answer": [1]}', '"answer" is list, expected a text or a number'),
+        ('{"prompt": "a", "anwser": 1}', "'anwser', which is not read: did you mean 'answer'"),
     ],
 )
 def test_lines_that_are_json_and_still_no_prompt(tmp_path: Path, line: str, said: str) -> None:
@@ -197,3 +200,10 @@ def test_lines_that_are_json_and_still_no_prompt(tmp_path: Path, line: str, said
     file.write_text(line + "\n")
     with pytest.raises(InputError, match=rf"line 1.*{said}"):
         load_prompts(file)
+
+
+def test_fields_that_are_not_read_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "a b"}\n{"prompt": "c d", "difficulty": 3}\n')
+    assert [prompt.text for prompt in load_prompts(file)] == ["a b", "c d"]
+    assert "mine.jsonl' these fields are not read: 'difficulty'" in caplog.text

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import json
+import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +20,8 @@ from kvinterp.errors import InputError, shown
 from kvinterp.files import bytes_of, is_file
 
 __all__ = ["Jsonl", "ids_of", "lines_of", "normalised", "number_of", "prompts_of"]
+
+log = logging.getLogger("kvinterp")
 
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 _JUDGED_BY_NUMBER = ("arithmetic", "gsm8k")
@@ -124,8 +129,13 @@ def _object(where: str, line: str) -> dict[str, Any]:
     def no_number(name: str) -> Any:
         raise InputError(f"{where} has {name}, which is no JSON: expected a number, a text or null; mend it.")
 
+    def finite(text: str) -> float:
+        if not math.isfinite(number := float(text)):
+            raise InputError(f"{where} has {shown(text)}, which is larger than any number: expected a finite one; mend it.")
+        return number
+
     try:
-        record = json.loads(line, object_pairs_hook=once, parse_constant=no_number)
+        record = json.loads(line, object_pairs_hook=once, parse_constant=no_number, parse_float=finite)
     except InputError:
         raise
     except json.JSONDecodeError as error:
@@ -145,8 +155,25 @@ def prompts_of(path: Path) -> list[Prompt]:
     if path.suffix.lower() == ".txt":
         return _texts_of(path)
     records = lines_of(path)
+    _check_fields(records)
     ids = ids_of(records, lambda number: f"line-{records[number][0].rpartition(' ')[2]}")
     return [_prompt(where, record, own) for (where, record), own in zip(records, ids, strict=True)]
+
+
+FIELDS = ("prompt", "text", "id", "task", "answer", "facts", "meta", "messages")
+"""What is read of a record."""
+
+
+def _check_fields(records: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raises where a field's name is nearly that of one that is read; says which others are not read."""
+    others = {name: where for where, record in reversed(records) for name in record if name not in FIELDS}
+    for name, where in others.items():
+        if near := difflib.get_close_matches(name.lower(), FIELDS, n=1, cutoff=0.8):
+            raise InputError(f"{where} has the field {shown(name)}, which is not read: did you mean {near[0]!r}? Rename it, or "
+                             "leave it out.")  # fmt: skip
+    if others:
+        log.warning("of the prompts in %s these fields are not read: %s", records[0][0].partition(",")[0],
+                    ", ".join(map(shown, sorted(others)[:8])))  # fmt: skip
 
 
 def _texts_of(path: Path) -> list[Prompt]:
@@ -172,6 +199,8 @@ def _prompt(where: str, record: dict[str, Any], own: str) -> Prompt:
         raise InputError(f"{where} has an empty prompt: expected a text with at least one visible character; write one.")
     check_characters(own + text, where)
     answer, task = record.get("answer"), str(record.get("task") or "")
+    if isinstance(answer, bool | list | dict):
+        raise InputError(f'{where}: "answer" is {type(answer).__name__}, expected a text or a number; write one.')
     answer = "" if answer is None else str(answer)
     return Prompt(
         id=own,

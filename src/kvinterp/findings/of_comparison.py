@@ -11,7 +11,7 @@ import pandas as pd
 from kvinterp import metrics
 from kvinterp.findings.rows import finding, median_of
 from kvinterp.metrics.statistics import mean_error
-from kvinterp.reading.numbers import counted, most, number
+from kvinterp.reading.numbers import counted, every, most, number
 from kvinterp.reading.results import decoded, site_of
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def headline_of(comparisons: list[Comparison]) -> list[str]:
     differing = steps[steps["max_abs_logit"] > 0]
     examples = pd.concat([one.examples for one in comparisons])
     flips, decodes = examples["flip_index"].dropna(), counted(len(examples), "decode")
-    equal = f"The two paths give the same logits, bit for bit, at all {counted(len(steps), 'step')}."
+    equal = f"The two paths give the same logits, bit for bit, at {every(len(steps), 'step')}."
     largest = number(float(differing["max_abs_logit"].max()))
     apart = (
         f"The two paths give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {largest} at most."

@@ -16,6 +16,7 @@ __all__ = [
     "between",
     "counted",
     "ends_said",
+    "every",
     "listed",
     "machine_of",
     "machines_of",
@@ -93,6 +94,11 @@ def listed(names: Sequence[str]) -> str:
 def counted(count: int, what: str) -> str:
     """``1 step``, ``6 steps``."""
     return f"{count} {what}{'s' * (count != 1)}"
+
+
+def every(count: int, what: str) -> str:
+    """``the 1 step``, ``all 6 steps``."""
+    return f"{'the' if count == 1 else 'all'} {counted(count, what)}"
 
 
 def upper(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from kvinterp.reading.numbers import most, short
+from kvinterp.reading.numbers import every, most, short
 
 __all__ = ["attention_title", "drift_title", "kl_title", "kv_title"]
 
@@ -17,7 +17,7 @@ def kl_title(frames: Mapping[str, pd.DataFrame]) -> str:
     which = f" ({label})" if len(frames) > 1 else ""
     differing = steps[steps["max_abs_logit"] > 0]
     if differing.empty:
-        return f"The paths are bitwise equal at all {len(steps)} steps{which}"
+        return f"The paths are bitwise equal at {every(len(steps), 'step')}{which}"
     first = int(differing["step"].min())
     return f"The paths differ at {len(differing)} of {len(steps)} steps, first at step {first}{which}"
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
-from kvinterp.reading.numbers import against, counted, machine_of, most, share, typical_said
+from kvinterp.reading.numbers import against, counted, every, machine_of, most, share, typical_said
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -35,13 +35,13 @@ def where(comparison: Comparison) -> list[str]:
     count = steps["example"].nunique()
     differing, machine = same[same["max_abs_logit"] > 0], machine_of(provenance)
     if differing.empty and len(same) == len(steps) and not same["flipped"].any():
-        equal = f"bitwise equal at all {len(steps)} steps of {counted(count, 'prompt')}, on {machine}."
+        equal = f"bitwise equal at {every(len(steps), 'step')} of {counted(count, 'prompt')}, on {machine}."
         return [f"{head}: {equal}", *(let_go(comparison) or [TO_SEE_A_DIFFERENCE]), *out]
     after = steps.drop(same.index)
     flips = int(steps.groupby("example")["flipped"].any().sum())
     split = not after.empty
     if differing.empty:
-        first = f"the logits are bitwise equal at all {len(same)} steps" + " up to the flip" * split
+        first = f"the logits are bitwise equal at {every(len(same), 'step')}" + " up to the flip" * split
     else:
         first = f"logits differ at {len(differing)} of {len(same)} steps" + " up to the flip" * split
         first += f", the earliest step {int(differing['step'].min())}"
