@@ -11,9 +11,10 @@ import pytest
 import kvinterp as kv
 from kvinterp.behaviour import divergence as d
 from kvinterp.behaviour.decoding import write
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.behaviour import Behaviour, decodes_of, null_of
+from kvinterp.findings import findings_of, lines_of
 from kvinterp.paths.lanes import Memory
-from kvinterp.reading.behaviour import said_of_behaviour
 from kvinterp.reading.results import judged
 from support import Case
 
@@ -232,6 +233,7 @@ def test_the_sentences_follow_the_numbers() -> None:
     decodes, steps = made_up({0: [NEVER, NEVER], 1: [2.0, 5.0], 2: [NEVER, 5.0], 3: [NEVER, NEVER]})
     tables = d.behaviour_tables(decodes, steps)
     null = {
+        "model": "m",
         "strategy": "greedy",
         "steps": 10,
         "differing_steps": 0,
@@ -245,20 +247,26 @@ def test_the_sentences_follow_the_numbers() -> None:
     )
     tables["oracle"] = pd.DataFrame([{"model": "m", "error_a": 1.0, "error_b": 2.0, "nearer": "a"}])
     tables["failures"] = decodes.iloc[:0]
-    said = "\n".join(said_of_behaviour(tables, {"m": {"device": "a processor", "threads": 1}}))
-    assert "3 of 8 decodes of 4 examples flip a token (37.5%, too few examples for an interval), 4.62%" in said
-    assert "4.62% of the steps at risk." in said
-    assert "The mean KL of 3 free decodes exceeds that bound" in said
-    assert "Of m's 4 examples, each decoded 2 times, 1 always, 1 sometimes and 2 never flip a token" in said
-    assert "same path twice: logits differ at 0 of 10 steps." in said
-    assert "longer suffix: logits differ at 4 of 10 steps" in said
-    assert "cached path is nearer in 1 of 1 example" in said
+    headline, lines = read(tables)
+    assert headline.startswith("A token flips in 3 of 8 decodes; fed the same tokens")
+    assert "decodes in which a token flips 37.5% (n = 4 examples): 3 of 8 decodes." in lines
+    assert "steps at risk that flip 4.62% (n = 4 examples)" in lines
+    assert "of 3 decodes above what the logits' difference allows: after a flip it is of two texts" in lines
+    assert "examples that always flip a token 25% (n = 4 examples)" in lines
+    assert "null, same path twice: steps whose logits differ 0% (n = 10 steps)" in lines
+    assert "null, longer suffix: steps whose logits differ 40% (n = 10 steps)" in lines
+    assert "cached path is nearer to float64 100% (n = 1 example)" in lines
     decodes, steps = made_up({0: [NEVER], 1: [NEVER]})
-    quiet = said_of_behaviour({**tables, **d.behaviour_tables(decodes, steps)}, {"m": {"device": "a", "threads": 1}})
-    assert any(
-        "no token flips in 2 decodes of 2 examples, which leaves up to 84.2% of decodes possible" in line for line in quiet
-    )
-    assert not any("exceeds that bound" in line for line in quiet)
+    headline, lines = read({**tables, **d.behaviour_tables(decodes, steps)})
+    assert headline.startswith("A token flips in 0 of 2 decodes")
+    assert "decodes in which a token flips 0% (95% interval 0% to 84.2%, n = 2 examples)" in lines
+    assert "above what the logits' difference allows" not in lines
+
+
+def read(tables: dict[str, pd.DataFrame]) -> tuple[str, str]:
+    """The headline, and all findings a line each."""
+    headline = Behaviour().headline(Outcome(tables, tables, {}))
+    return "\n".join(headline), "\n".join(lines_of(findings_of(Behaviour().rows(tables))))
 
 
 # The command -----------------------------------------------------------------------------------------------------------
@@ -270,7 +278,7 @@ def test_the_whole_command(tmp_path: Any) -> None:
     asked |= {"controls": 1, "block": 1, "stop": "length", "device": "cpu"}
     outcome = Behaviour(("zoo:gqa2-mini",), **asked).run(tmp_path / "out", progress="none")
     tables = outcome.tables
-    assert set(tables) == set(Behaviour.TABLES)
+    assert set(tables) == {*Behaviour.TABLES, "findings"}
     decodes = tables["decodes"]
     assert len(decodes) == 2 * 2 * (1 + 2)
     assert set(decodes.loc[decodes["strategy"] == "greedy", "seed"]) == {0}

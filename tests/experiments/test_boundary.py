@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,16 @@ from scipy import stats
 
 from kvinterp.behaviour import boundary as b
 from kvinterp.behaviour.divergence import DECODE
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.behaviour import Behaviour
 from kvinterp.experiments.boundary import Boundary
+from kvinterp.findings import findings_of, lines_of
 from kvinterp.metrics import cox
-from kvinterp.reading.boundary import said_of_boundary
+from kvinterp.reading.numbers import number
 
 pytestmark = pytest.mark.slow
 
 LENGTH, NOISE = 40, 0.25
-ABOUT = {"m": {"device": "a processor", "threads": 1}}
 
 
 def made_up(examples: int = 40, seeds: int = 2, noise: float = NOISE) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -128,10 +130,10 @@ def test_nothing_flips_where_there_is_no_noise_and_that_is_said() -> None:
     assert tables["boundary_flips"].empty
     assert tables["hazard"]["hr"].isna().all()
     assert (tables["hazard"]["why"] != "").all()
-    said = "\n".join(said_of_boundary(tables, ABOUT))
-    assert "0 decodes flip a token" in said
-    assert "no token flips, so that no margin tells anything" in said
-    assert "Pearson" not in said
+    headline, lines = read(tables)
+    assert "0 decodes flip a token: no margin tells anything of flips." in headline
+    assert "steps that are a first flip 0%" in lines
+    assert "area under the curve" not in lines
 
 
 def test_a_margin_that_parts_the_flips_whole_has_no_odds_ratio() -> None:
@@ -143,19 +145,22 @@ def test_a_margin_that_parts_the_flips_whole_has_no_odds_ratio() -> None:
 
 
 def test_the_sentences_follow_the_numbers(tables: Any) -> None:
-    said = "\n".join(said_of_boundary(tables, ABOUT))
+    headline, lines = read(tables)
     (row,) = tables["prediction"].to_dict("records")
-    assert f"{row['flips']} first flips at a margin of" in said
-    assert f"area under the curve of {row['auc']:.3f}" in said
+    assert f"area under the curve of {number(row['auc'])}" in headline
+    assert f"n = {row['flips']} flips" in lines
     pearson = tables["boundary"].set_index(["quantity", "method"]).loc[("mean_kl", "pearson"), "value"]
-    assert f"Pearson's correlation of the flip step with the free mean KL {pearson:+.2f} (" in said
-    assert said.count("which 0 is in") >= 1
-    few = b.boundary_tables(*made_up(3, 1), above=8)
-    said = "\n".join(said_of_boundary(few, ABOUT))
-    assert "whether early flips have a higher KL is not told, since fewer than 6 prompts have such a flip" in said
-    assert "Pearson" not in said
+    assert f"Pearson's correlation of flip step and the free KL {number(pearson)} (95% interval" in lines
+    _, few = read(b.boundary_tables(*made_up(3, 1), above=8))
+    assert re.search(r"has no number \(n = \d flips\): fewer than 6 prompts have such a flip", few)
     drawn = {name: table.replace({"strategy": {"greedy": "top_k(5,1)"}}) for name, table in tables.items()}
-    assert "skill" not in "\n".join(said_of_boundary(drawn, ABOUT)), "what the greedy token would do is no drawn token's"
+    assert "skill" not in read(drawn)[1], "what the greedy token would do is no drawn token's"
+
+
+def read(tables: Any) -> tuple[str, str]:
+    """The headline, and all findings a line each."""
+    headline = Boundary().headline(Outcome(tables, tables, {}))
+    return "\n".join(headline), "\n".join(lines_of(findings_of(Boundary().rows(tables))))
 
 
 def test_the_whole_command_has_the_decodes_of_behaviour(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +171,6 @@ def test_the_whole_command_has_the_decodes_of_behaviour(tmp_path: Any, monkeypat
     beside = {cell.key: cell for cell in Behaviour(("zoo:gqa2-mini",), **asked).cells()}
     assert [beside[cell.key] for cell in experiment.cells()] == experiment.cells()
     outcome = experiment.run(tmp_path / "out", progress="none")
-    assert set(outcome.tables) == set(Boundary.TABLES)
+    assert set(outcome.tables) == {*Boundary.TABLES, "findings"}
     assert len(outcome.tables["boundary_flips"]) > 0
     assert {path.name for path in outcome.files} >= {"boundary_flips.png", "boundary_roc.png", "report.html"}

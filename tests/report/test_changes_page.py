@@ -18,8 +18,8 @@ import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
 from kvinterp.comparison import Comparison
+from kvinterp.experiments.behaviour import flipped_decodes
 from kvinterp.report import write_report
-from kvinterp.report.behaviour import flipped_decodes
 from kvinterp.report.experiment import write_experiment
 from kvinterp.report.packing import packed, signed_codes, three_digits
 from kvinterp.report.page import render

@@ -16,20 +16,22 @@ import pandas as pd
 
 from kvinterp.behaviour.divergence import behaviour_tables
 from kvinterp.cells import Cell, Made, joined, loaded
-from kvinterp.comparison import Comparison, compare, failures_kept
+from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare, failures_kept
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import Outcome, option, shared
 from kvinterp.experiments.circumstances import tried
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.experiments.options import DRAWS, sampled
+from kvinterp.findings import Chart, Panel, finding
 from kvinterp.inputs import check_choice
 from kvinterp.models import Adapter
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import Cached, Recompute, Runner, strategy_named
 from kvinterp.paths.lanes import Memory, Suffixed
 from kvinterp.progress import each
-from kvinterp.reading.results import judged
+from kvinterp.reading.numbers import between, counted, number
+from kvinterp.reading.results import judged, only
 
 __all__ = ["Behaviour", "decodes_of"]
 
@@ -57,8 +59,6 @@ class Behaviour(OfModels):
         "flip_tokens",
         "failures",
     )
-    FIGURES: ClassVar = "kvinterp.report.behaviour:behaviour_figures"
-    READING: ClassVar = "kvinterp.reading.behaviour:said_of_behaviour"
     UNIT: ClassVar = "cells"
 
     dtype: str = shared("dtype")
@@ -104,10 +104,10 @@ class Behaviour(OfModels):
         """A cell a model, block of examples, strategy and seed; those of the controls behind them."""
         self.check()
         cells = []
-        for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
+        for place, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
             tried(adapter, paths_of(self.kernels))
-            cells += [*self._decodes(f"behaviour-{number}", self.named(model))]
-            cells += [*self._controls(f"behaviour-{number}", self.named(model), adapter.facts.name)]
+            cells += [*self._decodes(f"behaviour-{place}", self.named(model))]
+            cells += [*self._controls(f"behaviour-{place}", self.named(model), adapter.facts.name)]
         return cells
 
     def _decodes(self, key: str, model: Mapping[str, Any]) -> Iterator[Cell]:
@@ -147,11 +147,107 @@ class Behaviour(OfModels):
         """How it was decoded."""
         return {"kernels": self.kernels or "native", "max_new_tokens": self.max_new_tokens, "stop": self.stop}
 
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How many decodes flip a token, and how far apart the paths are until then."""
+        table = only(outcome.tables["divergence"], protocol="matched")
+        flips, decodes = int(table["diverged"].sum()), int(table["decodes"].sum())
+        kl = [float(each) for each in table["typical_kl"].fillna(table["mean_kl"])]
+        lines = [
+            f"A token flips in {flips} of {counted(decodes, 'decode')}; fed the same tokens, the paths are {between(kl)} nats "
+            "of KL apart (median example)."
+        ]
+        if failed := len(outcome.tables["failures"]):
+            lines.append(f"{counted(failed, 'decode')} gave NaN or Inf and stand apart, in failures.")
+        return lines
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """Flips, KL and its growth, answers, examples, nulls, and which path is nearer to float64."""
+        rows: list[dict[str, Any]] = []
+        of_examples: dict[str, Any] = {"unit": "examples"}
+        free = only(tables["divergence"], protocol="free").set_index(["model", "strategy"])
+        for row in only(tables["divergence"], protocol="matched").to_dict("records"):
+            of = {"model": row["model"], "strategy": row["strategy"]}
+            apart = free.loc[row["model"], row["strategy"]]
+            above = int(apart["above_bound"])
+            beyond = (
+                f"of {counted(above, 'decode')} above what the logits' difference allows: after a flip it is of two texts"
+            )
+            for what, side, note in (("matched", row, ""), ("free", apart, f"; {beyond}" if above else "")):
+                ends, mean = (side["typical_kl_low"], side["typical_kl_high"]), f"mean {number(side['mean_kl'])}"
+                rows.append(finding(f"median KL of an example, {what}", side["typical_kl"], ends, side["n"], measure="nats",
+                                    note=mean + note, **of_examples, **of))  # fmt: skip
+            rows += [
+                finding("decodes in which a token flips", row["rate"], (row["low"], row["high"]), row["n"], measure="%",
+                        note=f"{row['diverged']} of {row['decodes']} decodes", **of_examples, **of),
+                finding("steps at risk that flip", row["flip_rate"], (row["flip_rate_low"], row["flip_rate_high"]), row["n"],
+                        measure="%", **of_examples, **of),
+                finding("largest difference of a logit, fed the same", row["max_abs_logit"], n=row["n"],
+                        note=f"allows a KL of {number(row['kl_bound'])} at most", **of_examples, **of),
+            ]  # fmt: skip
+        for row in tables["growth"].dropna(subset=["low", "high"]).to_dict("records"):
+            rows.append(finding(f"slope of the KL over the steps, {row['protocol']}", row["slope"], (row["low"], row["high"]),
+                                row.get("n", 0), measure="nats a step", model=row["model"], strategy=row["strategy"],
+                                **of_examples))  # fmt: skip
+        for row in tables["accuracy"].to_dict("records"):
+            of = {"model": row["model"], "strategy": row["strategy"]}
+            rows += [finding("right answers", row[f"accuracy_{side}"], n=row["n"], measure="%", path=path, **of_examples, **of)
+                     for side, path in (("a", "cached"), ("b", "recompute"))]  # fmt: skip
+            rows.append(finding("right answers, cached less recompute", row["difference"], (row["low"], row["high"]), row["n"],
+                                test=row["test"], p=row["p"], p_corrected=row["p_bh"], note=_power(row), **of_examples,
+                                **of))  # fmt: skip
+        for model, mine in tables["examples"].groupby("model", sort=False):
+            shares = mine["diverges"].value_counts()
+            rows += [finding(f"examples that {name} flip a token", shares.get(name, 0) / len(mine), n=len(mine), measure="%",
+                             model=model, **of_examples) for name in ("always", "sometimes", "never")]  # fmt: skip
+        for (model, null), mine in tables["nulls"].groupby(["model", "null"], sort=False):
+            differ, steps = int(mine["differing_steps"].sum()), int(mine["steps"].sum())
+            note = f"{int(mine['flips'].sum())} chosen tokens with them"
+            rows.append(finding(f"null, {null}: steps whose logits differ", differ / max(steps, 1), n=steps, unit="steps",
+                                measure="%", note=note, model=model))  # fmt: skip
+        for model, mine in tables["oracle"].groupby("model", sort=False):
+            rows.append(finding("examples in which the cached path is nearer to float64", (mine["nearer"] == "a").mean(),
+                                n=len(mine), measure="%", model=model, **of_examples,
+                                note=f"neither in {int((mine['nearer'] == 'equal').sum())}"))  # fmt: skip
+        return rows
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """KL of every step, how long decodes stay the same, and the answers of both paths."""
+        tables, notes = outcome.tables, self.notes(outcome)
+        by: dict[str, Any] = {"x": "step", "color": "strategy", "facet": "model", "xlabel": "decode step", "ends": "band"}
+        found = {}
+        if len(tables["kl_by_step"]):
+            found["behaviour_kl_by_step"] = Chart("How far apart the two paths are at every step", [
+                Panel(only(tables["kl_by_step"], protocol=protocol), y="median_kl", label=f"median KL (nats),\n{protocol}", **by)
+                for protocol in ("matched", "free")
+            ], notes)  # fmt: skip
+        if len(tables["survival"]):
+            table = tables["survival"].rename(columns={"survival_low": "low", "survival_high": "high"})
+            # Before the first flip all survive.
+            begin = table.groupby(["model", "strategy"], sort=False).head(1).assign(step=0, survival=1.0, low=1.0, high=1.0)
+            label = "share of decodes\nwithout a flipped token"
+            panel = Panel(pd.concat([begin, table]), y="survival", kind="step", scale="share", label=label, **by)
+            found["behaviour_survival"] = Chart("How long decodes stay the same (Kaplan and Meier)", [panel], notes)
+        if len(table := tables["accuracy"]):
+            table = table.assign(line=table["model"].str.removeprefix("zoo:") + ", " + table["strategy"])
+            right = table.melt("line", ["accuracy_a", "accuracy_b"], "path", "right")
+            found["behaviour_accuracy"] = Chart("Right answers on both paths", [
+                Panel(right, "right", "line", "dots", color="path", scale="share", label="share of right answers",
+                      names={"accuracy_a": "cached", "accuracy_b": "recompute"}),
+                Panel(table, "difference", "line", "dots", scale="linear", level=0, label="cached less recompute, 95% interval"),
+            ], notes)  # fmt: skip
+        return found
+
+    def notes(self, outcome: Outcome) -> list[str]:
+        """How it was decoded."""
+        first = next(iter(outcome.summary["provenance"].values()))
+        return [f"kernels {first['kernels']}", f"{first['max_new_tokens']} tokens at most", f"until {first['stop']}"]
+
     def lead(self, outcome: Outcome) -> list[Any]:
         """The decodes that flip, token by token; an experiment that keeps no decodes has none to show."""
         if "decodes" not in outcome.tables:
             return []
-        from kvinterp.report.behaviour import flipped_decodes
         from kvinterp.report.tokens import flips_shown
 
         return flips_shown(flipped_decodes(outcome.tables, paths_of(self.kernels)))
@@ -166,6 +262,32 @@ def paths_of(kernels: str) -> tuple[str, str]:
     """The two paths under some kernels."""
     chosen = kernels or "native"
     return str(Cached(kernels=chosen)), str(Recompute(kernels=chosen))
+
+
+def _power(row: Mapping[str, Any]) -> str:
+    least = row["detectable"]
+    return "" if pd.isna(least) else f"so many would show a difference of {number(least)} with 80%"
+
+
+def flipped_decodes(tables: Mapping[str, pd.DataFrame], paths: tuple[str, str]) -> dict[str, Comparison]:
+    """The decodes that flip, each path on its own text, as comparisons without activations: one a model, strategy and seed."""
+    found = {}
+    of = ["model", "strategy", "seed"]
+    free = only(tables["decodes"], protocol="free")
+    for place, steps in tables["flip_steps"].groupby(of, sort=False):
+        label = dict(zip(of, place, strict=True))
+        examples, tokens = (only(table, **label) for table in (free, tables["flip_tokens"]))
+        empty = {name: pd.DataFrame(columns=COLUMNS.get(name, ())) for name in PARTS}
+        given = {"steps": steps, "examples": examples[examples["diverged"]], "tokens": tokens}
+        about = {
+            "paths": dict(zip("ab", paths, strict=True)),
+            "protocol": "free",
+            "strategy": label["strategy"],
+            "derived": [],
+        }
+        name = f"{label['model'].removeprefix('zoo:')}, {label['strategy']}, seed {label['seed']}"
+        found[name] = Comparison(**{**empty, **given}, provenance=about)
+    return found
 
 
 # Decodes ---------------------------------------------------------------------------------------------------------------
