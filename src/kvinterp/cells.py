@@ -33,29 +33,6 @@ from kvinterp.errors import InputError
 from kvinterp.files import PARTIAL, differences, is_plain, is_there, read_json, replaced, strict_json, told
 from kvinterp.progress import Tell, unshared
 
-__all__ = [
-    "ADVICE",
-    "Cell",
-    "CellsMade",
-    "Engine",
-    "Made",
-    "Parts",
-    "foreign_parts",
-    "groups",
-    "has_parts",
-    "imported",
-    "joined",
-    "loaded",
-    "loading_once",
-    "locally",
-    "remove_parts",
-    "run_alike",
-    "run_cells",
-    "stacked",
-    "unfinished_runs",
-    "unlike",
-]
-
 log = logging.getLogger("kvinterp")
 
 ADVICE = "choose another folder with --out, or pass --overwrite (from Python, existing='overwrite')."

@@ -38,9 +38,6 @@ from kvinterp.models.finding import check_reached
 from kvinterp.progress import shown
 from kvinterp.spec import check_length
 
-__all__ = ["app", "main"]
-
-
 # Experiments as commands -----------------------------------------------------------------------------------------------
 
 

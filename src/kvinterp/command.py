@@ -20,8 +20,6 @@ import typer
 from kvinterp.console import echo
 from kvinterp.errors import KvinterpError, imported_by, out_of_memory, returning
 
-__all__ = ["delivered", "leave", "refused", "told", "wrong_use"]
-
 _JSON = inspect.Parameter(
     "as_json",
     inspect.Parameter.KEYWORD_ONLY,

@@ -10,8 +10,6 @@ from kvinterp.errors import visible
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["echo", "escaped", "rows_of", "table_of"]
-
 
 def echo(text: object = "", err: bool = False) -> None:
     """Prints a line with its control characters shown: what every command prints goes through here.

@@ -12,8 +12,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["draws"]
-
 
 def draws(key: tuple[int, int], count: int, counter: tuple[int, int, int, int] = (0, 0, 0, 0)) -> NDArray[np.float64]:
     """Numbers in [0, 1), one after the other from a place on.

@@ -30,8 +30,6 @@ from kvinterp.models.checkpoint import reason
 from kvinterp.progress import Pace, listening
 from kvinterp.spec import named, read
 
-__all__ = ["ENGINES", "Local", "Ray", "Remaining", "engine_named"]
-
 log = logging.getLogger("kvinterp")
 
 _TRIES = 3

@@ -19,23 +19,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = [
-    "InputError",
-    "KvinterpError",
-    "NonFiniteError",
-    "UnsupportedError",
-    "check_docstrings",
-    "check_epoch",
-    "imported_by",
-    "in_one_line",
-    "located",
-    "returning",
-    "shown",
-    "unexpected",
-    "unknown",
-    "visible",
-]
-
 
 def visible(text: object) -> str:
     r"""Text that is safe on a terminal: control and direction characters are shown as escapes, as in ``\x1b``.

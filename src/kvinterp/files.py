@@ -25,31 +25,6 @@ from typing import IO, Any
 
 from kvinterp.errors import InputError, shown
 
-__all__ = [
-    "PARTIAL",
-    "Record",
-    "bytes_of",
-    "check_writable",
-    "differences",
-    "digest_of",
-    "is_file",
-    "is_folder",
-    "is_plain",
-    "is_there",
-    "opened",
-    "partial_name",
-    "read_json",
-    "read_sealed",
-    "refuse_foreign",
-    "replaced",
-    "sealed",
-    "strict_json",
-    "sweep_partials",
-    "told",
-    "whole",
-    "write_whole",
-]
-
 _RECORD = ".kvinterp.json"
 _KEPT = 2
 _PNG_MARK = b"Software\0kvinterp"

@@ -13,8 +13,6 @@ from kvinterp.cells import ADVICE, foreign_parts, has_parts, unfinished_runs, un
 from kvinterp.errors import InputError, unknown
 from kvinterp.files import Record, check_writable, is_there, refuse_foreign, strict_json, told
 
-__all__ = ["EXISTING", "SUMMARY", "check_free", "check_names"]
-
 SUMMARY = "summary.json"
 """The file that every finished result has."""
 EXISTING = {

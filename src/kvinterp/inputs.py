@@ -15,35 +15,6 @@ from kvinterp.data import TASKS, Prompt, check_characters, names_source
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, shown, unexpected, unknown
 
-__all__ = [
-    "MOST",
-    "MOST_LISTED",
-    "SEEDS",
-    "among",
-    "check_callable",
-    "check_choice",
-    "check_instance",
-    "check_known",
-    "check_listed",
-    "check_number",
-    "check_seed",
-    "check_text",
-    "check_unread",
-    "check_whole",
-    "checked_continuation",
-    "chosen_heads",
-    "chosen_layers",
-    "chosen_steps",
-    "encode",
-    "encode_all",
-    "given_list",
-    "is_among",
-    "listed",
-    "token_ids",
-    "whole_number",
-    "whole_numbers",
-]
-
 SEEDS = (-(2**63), 2**63 - 1)
 """The seeds there are, each with random numbers of its own: those of 64 bits with a sign."""
 

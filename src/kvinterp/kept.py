@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["Held", "Kept", "flat", "signed"]
-
 _BEHIND = "kvinterp.experiments.keeping"
 
 

@@ -12,8 +12,6 @@ from kvinterp.console import escaped, table_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["LISTED", "POLICY_COLUMNS", "POLICY_NOTE", "policy_rows"]
-
 
 def _models() -> Table:
     from kvinterp.models import real, zoo

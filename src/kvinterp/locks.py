@@ -15,8 +15,6 @@ from filelock import FileLock, Timeout
 from kvinterp.errors import InputError
 from kvinterp.files import is_plain, is_there, sweep_partials, told
 
-__all__ = ["Lock"]
-
 _NAME = ".kvinterp.lock"
 _held: weakref.WeakValueDictionary[tuple[Path, int], Lock] = weakref.WeakValueDictionary()
 

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from kvinterp.console import echo, escaped
 
-__all__ = ["Pace", "Tell", "counting", "each", "listening", "shown", "unshared"]
-
 Tell = Callable[..., None]
 """Told what runs now and, where that is known, which share of the work is done, from 0 to 1."""
 Item = TypeVar("Item")

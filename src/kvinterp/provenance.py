@@ -14,8 +14,6 @@ from kvinterp._version import __version__
 from kvinterp.models import Adapter
 from kvinterp.models.threads import threads_for
 
-__all__ = ["ENVIRONMENT", "autocast", "kernel_flags", "machine", "provenance"]
-
 ENVIRONMENT = (
     "CUBLAS_WORKSPACE_CONFIG",
     "NVIDIA_TF32_OVERRIDE",

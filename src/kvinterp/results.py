@@ -44,19 +44,6 @@ from kvinterp.folders import SUMMARY, check_free
 from kvinterp.kept import flat
 from kvinterp.locks import Lock
 
-__all__ = [
-    "PROMPTS",
-    "Result",
-    "ResultFolder",
-    "load_result",
-    "prompt_lines",
-    "prompts_digest",
-    "read_summary",
-    "read_tables",
-    "reading",
-]
-
-
 PROMPTS = "prompts.jsonl"
 """The file of the prompts that a result was made on."""
 

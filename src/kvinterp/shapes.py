@@ -11,8 +11,6 @@ from typing import TypeAlias
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-__all__ = ["Flag", "HeadVectors", "Logits", "Measure", "Pattern", "Residual"]
-
 #: Next-token logits, before the softmax.
 Logits: TypeAlias = Float[Tensor, "*batch vocab"]
 

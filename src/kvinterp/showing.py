@@ -9,8 +9,6 @@ from kvinterp.errors import InputError
 from kvinterp.files import Record, is_file, is_folder
 from kvinterp.folders import SUMMARY
 
-__all__ = ["opened", "page_of", "rewritten"]
-
 _PAGES = ("report.html", "audit.html")
 
 

@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 
 from kvinterp.errors import InputError, unknown
 
-__all__ = ["LONGEST", "check_length", "modules_of", "name_of", "named", "plugins_of", "read", "split", "text_of"]
-
 Plugin = TypeVar("Plugin")
 
 LONGEST = 10_000

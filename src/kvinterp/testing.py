@@ -13,8 +13,6 @@ from typing import Any
 
 from kvinterp.auditing import Verdict, audit
 
-__all__ = ["CacheInconsistency", "assert_cache_consistent"]
-
 
 class CacheInconsistency(AssertionError):  # noqa: N818  # reads as what pytest reports
     """The cached path does not compute what recomputing does; ``verdict`` holds the evidence."""

@@ -8,27 +8,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = [
-    "Attention",
-    "CacheErrors",
-    "Controls",
-    "Direction",
-    "Distance",
-    "Dtype",
-    "Existing",
-    "ExperimentName",
-    "Kept",
-    "Kind",
-    "Over",
-    "PatchSite",
-    "Positions",
-    "Progress",
-    "Protocol",
-    "Site",
-    "Stop",
-    "Strategy",
-]
-
 Kind = Literal["hooked", "bridge", "native"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]

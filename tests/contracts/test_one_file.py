@@ -90,7 +90,8 @@ from typing import ClassVar
 import pandas as pd
 
 from kvinterp.cells import Cell
-from kvinterp.experiments.base import Experiment, Outcome, option
+from kvinterp.experiments.base import Experiment, Outcome
+from kvinterp.experiments.options import option
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,6 @@ from kvinterp.auditing.comparing import difference
 from kvinterp.auditing.ladder import PrecisionRun, band
 from kvinterp.models import Adapter
 
-__all__ = ["Account", "account"]
-
 ROOM = 16.0
 """How many times larger than the simulated response a free-running difference may be: the errors are not random signs."""
 SEEDS = 3

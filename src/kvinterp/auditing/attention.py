@@ -13,8 +13,6 @@ from torch import Tensor
 
 from kvinterp.models.hooks import in_order
 
-__all__ = ["MATMUL", "Fused", "Product", "Recogniser", "Scores", "Values"]
-
 _F = torch.nn.functional
 MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 _BADDBMM = (torch.baddbmm, Tensor.baddbmm)

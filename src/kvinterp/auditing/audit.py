@@ -47,8 +47,6 @@ from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.provenance import provenance
 
-__all__ = ["CHECKS", "LENGTHS", "RUNGS", "audit"]
-
 RUNGS = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (5, 63, 64, 65, 96, 97, 128)
 """Prompt lengths on and beside the usual tile, window and chunk sizes."""

@@ -14,8 +14,6 @@ from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.feeding import Runner, lacking
 from kvinterp.models.native import text_config
 
-__all__ = ["Padded", "beams", "left_padding", "no_padding", "repeated_rows", "side_by_side", "unpadded"]
-
 PADS = (0, 4, 1)
 """Pads of each row of a left-padded batch."""
 ROWS = len(PADS)

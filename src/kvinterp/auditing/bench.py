@@ -23,22 +23,6 @@ from kvinterp.auditing.feeding import NARROW, Runner
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import Kernels
 
-__all__ = [
-    "FAILED",
-    "PASSED",
-    "UNCLEAR",
-    "Bench",
-    "Check",
-    "Errors",
-    "NotRunError",
-    "Reference",
-    "UnclearError",
-    "attempted",
-    "first_line",
-    "native_only",
-    "one_line",
-]
-
 PASSED, FAILED, NOT_RUN, UNCLEAR = "passed", "failed", "not run", "cannot tell"
 
 MULTIPLES = {"wide": (16.0, 256.0), "narrow": (4.0, 16.0)}

@@ -25,8 +25,6 @@ from kvinterp.models.transformers_cache import CACHES
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 from kvinterp.paths.vocabulary import padding_of
 
-__all__ = ["BlockHooks", "BlockModel", "Masking", "Reference", "evaluating", "prompts_for", "referenced"]
-
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
 
 Call = tuple[int, int]

@@ -24,8 +24,6 @@ from kvinterp.models.gguf_file import is_gguf
 from kvinterp.models.load import ATTENTION, device_named
 from kvinterp.models.soundness import check_finite, check_loaded
 
-__all__ = ["is_code", "random_model", "users_model"]
-
 _CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 MOST = 300_000_000

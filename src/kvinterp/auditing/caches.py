@@ -23,8 +23,6 @@ from kvinterp.auditing.feeding import lacking
 from kvinterp.models.caches import BACKENDS, installed
 from kvinterp.models.native import text_config
 
-__all__ = ["crop", "quantised", "static"]
-
 ROOM = 5
 """Slots of a static cache that stay empty, so that a mask that forgets them is seen."""
 

@@ -20,8 +20,6 @@ from kvinterp.models.hooks import stream_hook
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
 
-__all__ = ["check_causal", "sees_ahead"]
-
 log = logging.getLogger("kvinterp")
 
 LENGTH = 12

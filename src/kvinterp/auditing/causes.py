@@ -37,8 +37,6 @@ from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, KernelMode, Kernels
 from kvinterp.paths.kernels.base import Operations
 
-__all__ = ["Cause", "WithoutCasts", "beyond_truth", "coarsest", "excused", "other_attention", "wide_constants"]
-
 COARSE = 8.0
 """How much further off than rounding a coarse kernel may be."""
 AS_FAR, ONCE = 2.0, 3**-0.5

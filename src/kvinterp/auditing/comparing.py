@@ -14,19 +14,6 @@ from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.values import on_grid
 from kvinterp.auditing.watch import Event, Watch
 
-__all__ = [
-    "apart",
-    "by_position",
-    "compared",
-    "difference",
-    "grid",
-    "lost_key",
-    "paired",
-    "row_errors",
-    "seen_differently",
-    "swapped_nearly_equal",
-]
-
 TINY = torch.finfo(torch.float32).tiny
 """The least magnitude that a difference is divided by."""
 

@@ -14,8 +14,6 @@ from kvinterp.auditing.verdict import Verdict
 from kvinterp.inputs import check_choice
 from kvinterp.kept import Kept
 
-__all__ = ["Audit"]
-
 
 @dataclasses.dataclass(repr=False)
 class Audit(Kept):

@@ -44,8 +44,6 @@ from kvinterp.auditing.watch import Event
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels
 
-__all__ = ["Check", "exercise", "served"]
-
 NARROW = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
 
 CHECKS: dict[str, Callable[[Bench], Any]] = {

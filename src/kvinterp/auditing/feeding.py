@@ -18,8 +18,6 @@ from kvinterp.models import Adapter
 from kvinterp.models.hooks import first_of, put_first
 from kvinterp.paths.kernels import Kernels
 
-__all__ = ["NARROW", "Runner", "Seen", "lacking"]
-
 NARROW = (torch.float16, torch.bfloat16)
 """The dtypes in which rounding is not far below what a bug does."""
 

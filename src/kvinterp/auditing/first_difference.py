@@ -16,10 +16,8 @@ from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
 from kvinterp.auditing.comparing import compared, grid, lost_key, paired, seen_differently, swapped_nearly_equal
-from kvinterp.auditing.ladder import EMBEDDING
 from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, Watch, watching
-
-__all__ = ["BLOCK_INPUT", "Differing", "Feed", "Finding", "Place", "Sight", "differing", "largest", "look", "recomputed"]
+from kvinterp.reading.vocabulary import EMBEDDING
 
 BLOCK_INPUT = "block input"
 

@@ -16,8 +16,6 @@ from kvinterp.auditing.blocks import Masking
 from kvinterp.auditing.comparing import apart
 from kvinterp.models.transformers_cache import CACHES
 
-__all__ = ["generate", "generate_padded"]
-
 
 @dataclasses.dataclass
 class Call:

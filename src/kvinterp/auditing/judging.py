@@ -22,8 +22,6 @@ from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
 from kvinterp.reading.vocabulary import ONE_BY_ONE
 
-__all__ = ["ONE_BY_ONE", "Judged", "RungJudge"]
-
 HARD = "gone with a fixed order; the recomputation is as far from float64 on the same inputs"
 FURTHER = "further from float64 on the same inputs than the recomputation"
 TOO_COARSE = "gone with a fixed order, but more than any order of additions can be off"

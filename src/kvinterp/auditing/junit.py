@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from kvinterp.auditing.everything import Audit
     from kvinterp.auditing.ladder import PrecisionRun
 
-__all__ = ["junit_xml"]
-
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 cannot hold, whichever way they are written."""
 

@@ -22,9 +22,6 @@ import torch
 from torch import Tensor
 
 from kvinterp.paths.kernels import Kernels
-from kvinterp.reading.vocabulary import EMBEDDING
-
-__all__ = ["EMBEDDING", "LOCAL", "Plan", "PrecisionRun", "band", "dtype_name", "prefix_plan", "unit_roundoff"]
 
 SLACK = 32.0
 """The room left for rounding (see band)."""

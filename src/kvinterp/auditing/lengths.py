@@ -16,8 +16,6 @@ from kvinterp.auditing.blocks import Masking
 from kvinterp.auditing.comparing import by_position
 from kvinterp.models.native import text_config
 
-__all__ = ["CHUNK_NAMES", "chunks", "context_end", "long_prompt", "one_token", "rope_switch", "told", "window"]
-
 CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
 UNEVEN = (5, 1, 9, 2, 13, 3)
 FILL = 512

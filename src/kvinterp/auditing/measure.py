@@ -14,12 +14,11 @@ from torch import Tensor
 from kvinterp import metrics
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
 from kvinterp.auditing.comparing import difference, row_errors
-from kvinterp.auditing.ladder import EMBEDDING, LOCAL, STEPS, Plan, PrecisionRun, dtype_name
+from kvinterp.auditing.ladder import LOCAL, STEPS, Plan, PrecisionRun, dtype_name
 from kvinterp.auditing.values import first_nonfinite, logit_grid
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import Kernels, Native
-
-__all__ = ["Part", "climb", "forced"]
+from kvinterp.reading.vocabulary import EMBEDDING
 
 Part = tuple[int, str, int]
 """A block's layer (-1: embedding, the number of blocks: head), ``input`` or ``output``, and how often it had run before."""

@@ -9,8 +9,6 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant
 
-__all__ = ["onset"]
-
 
 def onset(twin: Adapter, run: PrecisionRun) -> tuple[str, int, int] | None:
     """The rung, layer and position at which a difference appears or jumps in every prompt, gone with fixed kernels."""

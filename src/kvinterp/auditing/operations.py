@@ -18,8 +18,6 @@ from kvinterp.models import Adapter
 from kvinterp.models.hooks import in_order
 from kvinterp.paths.kernels.base import Functions
 
-__all__ = ["BACKENDS", "Operation", "Variant", "collect"]
-
 _F = torch.nn.functional
 _GROUPED = (getattr(torch, "_grouped_mm", None), getattr(_F, "grouped_mm", None))
 BACKENDS = {

@@ -30,18 +30,6 @@ if TYPE_CHECKING:
     from kvinterp.auditing.ladder import PrecisionRun
     from kvinterp.auditing.verdict import Verdict
 
-__all__ = [
-    "check_own",
-    "ladder_figure",
-    "layer_table",
-    "page",
-    "page_of",
-    "put",
-    "save_verdict",
-    "tables_of",
-    "texts_of",
-]
-
 TABLES = ("steps", "local", "sweep", "chunks")
 _ABOUT = {"verb": "audit"}
 NAMES = ("audit.html", *(f"{name}.csv" for name in TABLES), "verdict.json")

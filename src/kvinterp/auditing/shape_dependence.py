@@ -32,8 +32,6 @@ from kvinterp.paths.kernels import KernelMode, Kernels, Native, kernels_named
 from kvinterp.progress import each
 from kvinterp.provenance import provenance
 
-__all__ = ["SIZES", "KernelsTable", "kernels_table"]
-
 SIZES = (1, 2, 17, 64, 128, 257)
 """Numbers of rows, and of keys: one, few, and both sides of the usual tiles."""
 STEPS = 2

@@ -13,8 +13,6 @@ from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.models.hooks import first_of
 
-__all__ = ["first_nonfinite", "grid_module", "logit_grid", "narrower", "on_grid"]
-
 
 def narrower(dtype: torch.dtype, than: torch.dtype) -> bool:
     """Whether a floating-point dtype rounds more coarsely: bfloat16 is narrower than float16."""

@@ -27,8 +27,6 @@ from kvinterp.reading import verdict as say
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CANNOT_TELL", "GOOD", "VERDICTS", "Evidence", "Verdict", "judge"]
-
 VERDICTS = {
     "equal": "nothing differs bitwise",
     "rounding": "every difference vanishes with its cause: the order of additions, or a cast above the precision that serves",

@@ -21,8 +21,6 @@ from kvinterp.auditing.values import narrower
 from kvinterp.models.hooks import in_order
 from kvinterp.paths.kernels.base import Functions, Operations
 
-__all__ = ["CHOICE", "RESIDUAL", "Event", "Watch", "watching"]
-
 _TOPK = torch.topk, Tensor.topk
 _CASTS = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
 CHOICE, RESIDUAL = "expert choice", "residual sum"

@@ -24,16 +24,6 @@ from kvinterp.metrics.prediction import auc, brier, calibration, roc
 from kvinterp.metrics.statistics import FEWEST
 from kvinterp.metrics.survival import cox
 
-__all__ = [
-    "QUANTITIES",
-    "boundary_tables",
-    "correlations_with_flip",
-    "flips_with_kl",
-    "hazard_of",
-    "predicted",
-    "terciles_of",
-]
-
 QUANTITIES = ("mean_kl", "mean_kl_before_flip", "matched_mean_kl", "smallest_margin")
 """What the step of the first flip is held against: the free protocol's KL (the paper's), that of the steps up to the flip, the
 matched protocol's, and the smallest margin of the decode."""

@@ -23,18 +23,6 @@ from kvinterp.models.checkpoint import reason
 from kvinterp.models.door import quiet_transformers
 from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopP, run
 
-__all__ = [
-    "attractors_of",
-    "curves_of",
-    "cycles_of",
-    "deltas_of",
-    "embedder_named",
-    "facts_of",
-    "played",
-    "spoken",
-    "tokens_of",
-]
-
 TEXT = "{text}"
 """Where a template takes the text."""
 ARM = ["model", "arm", "temperature"]

@@ -22,8 +22,6 @@ from kvinterp.paths.decode import Collected, Step, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
 
-__all__ = ["Likelihood", "Written", "likelihoods", "prefilled", "write"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Written:

@@ -16,8 +16,6 @@ from kvinterp.errors import InputError
 from kvinterp.models import ModelInfo
 from kvinterp.policies import Chain, Policy, policy_named
 
-__all__ = ["DESIGNS", "FACTORS", "GRID", "Design", "designed", "effects", "factorial", "is_seeded", "reseeded"]
-
 GRID = (
     "q8_0",
     "q4_0",

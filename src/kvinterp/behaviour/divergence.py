@@ -18,19 +18,6 @@ from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnem
 from kvinterp.metrics.statistics import typical
 from kvinterp.metrics.survival import survival_by_step
 
-__all__ = [
-    "accuracy_of",
-    "behaviour_tables",
-    "conditions",
-    "divergence_of",
-    "examples_of",
-    "growth_of",
-    "kl_by_step_of",
-    "strategy_pairs_of",
-    "survival_of",
-    "with_free_steps",
-]
-
 DECODE = ["model", "strategy", "seed", "example"]
 """What tells decodes apart."""
 RESAMPLES = 1000

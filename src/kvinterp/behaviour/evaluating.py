@@ -27,8 +27,6 @@ from kvinterp import metrics
 from kvinterp.behaviour.harness import PathLM
 from kvinterp.errors import InputError, KvinterpError
 
-__all__ = ["changed", "compared", "evaluated", "manager_of"]
-
 FEWSHOT_SEED = 1234
 """Seeds the choice of worked examples, as in the harness."""
 

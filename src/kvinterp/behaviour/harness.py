@@ -25,8 +25,6 @@ from kvinterp.models import Adapter
 from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopK, TopP, path_named
 from kvinterp.progress import counting
 
-__all__ = ["PathLM", "strategy_of"]
-
 MOST_TOKENS = 256
 """How many tokens are written where a task does not say: as many as the harness's own class writes."""
 

@@ -16,8 +16,6 @@ from scipy import stats
 
 from kvinterp import metrics
 
-__all__ = ["AGAIN", "CONTROL", "METRICS", "Measure", "contrasted", "observed", "scored"]
-
 CONTROL, AGAIN = "control", "control again"
 """No policy, and no policy with other draws of the sampling: what differs between them is the floor of every difference."""
 _RESAMPLES = 1000

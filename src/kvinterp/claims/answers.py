@@ -26,8 +26,6 @@ from kvinterp.claims.base import (
 )
 from kvinterp.claims.behaviour import decodes_of, of_greedy_copies
 
-__all__ = ["CLAIMS"]
-
 SMALLEST = 0.011
 """The smallest difference in accuracy that the paper reports as significant: LLaMA-2 under top-p, 2.8% against 1.7%."""
 ALMOST = 8 / 9

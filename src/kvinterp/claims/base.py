@@ -20,33 +20,6 @@ from scipy import stats
 
 from kvinterp import metrics
 
-__all__ = [
-    "FAILS",
-    "HOLDS",
-    "ISSUE",
-    "LEAST",
-    "NEWS",
-    "OPEN",
-    "PAPER",
-    "Claim",
-    "Found",
-    "NotTestableError",
-    "Tables",
-    "average",
-    "check_enough",
-    "inside",
-    "larger",
-    "larger_of_intervals",
-    "never",
-    "of_models",
-    "pooled",
-    "ratio",
-    "smaller",
-    "smaller_of_intervals",
-    "table",
-    "told_again",
-]
-
 HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not testable here"
 """The verdicts."""
 PAPER, NEWS, ISSUE = "FP16 paper", "news", "transformers issue"

@@ -31,8 +31,6 @@ from kvinterp.claims.base import (
     told_again,
 )
 
-__all__ = ["CLAIMS", "decodes_of", "of_greedy_copies"]
-
 
 def decodes_of(tables: Tables, protocol: str, *columns: str) -> pd.DataFrame:
     """The decodes of a protocol, with ``unit``: the prompt, which all models, strategies and seeds share; and ``condition``."""

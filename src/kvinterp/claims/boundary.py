@@ -12,8 +12,6 @@ from kvinterp import metrics
 from kvinterp.claims.base import PAPER, Claim, Found, NotTestableError, Tables, larger, larger_of_intervals
 from kvinterp.claims.behaviour import decodes_of
 
-__all__ = ["CLAIMS"]
-
 RESAMPLES = 500
 FEWEST = 10
 """Fewer examples that flip, or that do not, are no correlation and no ranking."""

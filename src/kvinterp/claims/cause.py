@@ -29,8 +29,6 @@ from kvinterp.claims.base import (
     told_again,
 )
 
-__all__ = ["CLAIMS"]
-
 
 def _rung(tables: Tables, dtype: str, kernels: str = "native", protocol: str = "matched") -> pd.DataFrame:
     columns = ("model", "id", "dtype", "kernels", "protocol", "failed", "flipped", "mean_kl", "max_abs_logit")

@@ -34,8 +34,6 @@ from kvinterp.claims.base import (
     told_again,
 )
 
-__all__ = ["CLAIMS"]
-
 BARE = "relative_l2_without_top3"
 """What is left of a drift beside the stream's size and its three largest dimensions."""
 SHARP = 2.0

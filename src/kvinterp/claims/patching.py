@@ -19,8 +19,6 @@ from kvinterp.claims.base import (
     told_again,
 )
 
-__all__ = ["CLAIMS"]
-
 MOST = 0.5
 """What recovers more than half of the distance is said to carry most of the divergence."""
 

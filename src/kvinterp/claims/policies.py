@@ -22,8 +22,6 @@ from kvinterp.claims.base import (
     table,
 )
 
-__all__ = ["CLAIMS"]
-
 ERRORS, DRIFT = "cache-error paper", "drift post"
 EIGHT_BITS, FOUR_BITS = ("q8_0", "int8"), ("q4_0", "int4")
 """Arms on K and V, of which the first that was run is judged; q8_0 is Ollama's."""

@@ -13,8 +13,6 @@ from kvinterp import metrics
 from kvinterp.claims import answers, behaviour, boundary, cause, layers, patching, policies
 from kvinterp.claims.base import FAILS, HOLDS, OPEN, Claim, Found, NotTestableError, Tables
 
-__all__ = ["CLAIMS", "COLUMNS", "claims_of"]
-
 LEVEL = 0.05
 """The chance that any verdict of a table which rests on a test is wrong, to each side."""
 CLAIMS: tuple[Claim, ...] = (

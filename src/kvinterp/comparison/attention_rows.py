@@ -17,8 +17,6 @@ from torch import Tensor
 
 from kvinterp import metrics
 
-__all__ = ["COLUMNS", "OF_ALL", "AttentionRows", "within"]
-
 STEPS = 3
 """Most steps of an example whose rows are kept."""
 OF_EXAMPLE, OF_ALL = 2**15, 2**19

@@ -31,8 +31,6 @@ from kvinterp.paths import ExecutionPath, path_named
 from kvinterp.reading.lens import said_of_attribution
 from kvinterp.recording import Trace
 
-__all__ = ["LogitAttribution", "logit_attribution"]
-
 WRITERS = ("embed", "attn", "mlp")
 """The parts that layers write."""
 REST = ("additions", "scale", "softcap", "unembedding", "residual")

@@ -16,8 +16,6 @@ from kvinterp import metrics
 from kvinterp.metrics.inference import Test, corrected, mann_whitney, wilcoxon
 from kvinterp.metrics.massive import SUFFIX
 
-__all__ = ["CONTRASTS", "GROWING", "amplification_of", "head_correlations_of", "layer_tests_of", "means_of", "pairs_of"]
-
 CONTRASTS = {
     "previous layer": "the drift at a layer against that at the layer before",
     "layer 0": "the drift at a layer against that at layer 0",

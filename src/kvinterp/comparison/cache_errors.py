@@ -19,8 +19,6 @@ from torch import Tensor
 from kvinterp.comparison.table import Table
 from kvinterp.metrics import KINDS, OF_KIND
 
-__all__ = ["CACHE_ERRORS", "CacheErrors"]
-
 CACHE_ERRORS = {
     "aggregated": "K/V errors by step and by position separately (kv_steps, kv_positions)",
     "whole": "besides these every position at every step (kv), which is quadratic in the steps",

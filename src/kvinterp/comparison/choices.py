@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Choices", "chance"]
-
 
 def chance(logits: Tensor, tokens: Tensor) -> Tensor:
     """The probability of each row's token under the softmax of its logits, float64; no temperature, no cut.

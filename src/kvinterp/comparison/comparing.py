@@ -38,7 +38,7 @@ from kvinterp.inputs import (
     whole_numbers,
 )
 from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import listed_names, places_of, sites_of
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
@@ -52,8 +52,6 @@ from kvinterp.provenance import provenance
 from kvinterp.reading.vocabulary import PROTOCOLS
 
 log = logging.getLogger("kvinterp")
-
-__all__ = ["compare", "failures_kept"]
 
 
 @overload

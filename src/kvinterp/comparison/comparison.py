@@ -19,8 +19,6 @@ from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, wrap
 from kvinterp.reading.where import where
 
-__all__ = ["COLUMNS", "PARTS", "TABLES", "Comparison", "Origin"]
-
 TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv", "tokens", "attention_rows")
 PARTS = (*TABLES, "failures")
 """The tables of a comparison, and with them the list of what could not be compared."""

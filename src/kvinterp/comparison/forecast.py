@@ -10,8 +10,6 @@ from kvinterp.comparison.tables import Differences
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.models.sites import CACHE_SITES, RESIDUAL_SITES
 
-__all__ = ["Forecast", "forecast", "say"]
-
 log = logging.getLogger("kvinterp")
 
 MUCH = 2**30

@@ -28,8 +28,6 @@ from kvinterp.recording import Trace
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["LogitLens", "OfTwoPaths", "beside", "logit_lens"]
-
 
 @dataclasses.dataclass(repr=False)
 class OfTwoPaths(Kept):

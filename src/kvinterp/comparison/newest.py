@@ -8,12 +8,10 @@ from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.sites import LAYOUTS, ROWS
 from kvinterp.policies import Place
 from kvinterp.recording import SiteHook
-
-__all__ = ["NewestActivations"]
 
 
 class NewestActivations(SiteHook):

@@ -10,8 +10,6 @@ from kvinterp.models.hook_names import hook_of, listed_names, places_of
 from kvinterp.models.sites import CACHE_SITES, RESIDUAL_SITES, expand_sites
 from kvinterp.recording import SiteHook
 
-__all__ = ["COMPARED", "DEFAULT_RECORD", "recordable"]
-
 DEFAULT_RECORD = ("resid_post", "pattern", "kv")
 COMPARED = (*RESIDUAL_SITES, "pattern", *CACHE_SITES)
 """All sites that can be compared."""

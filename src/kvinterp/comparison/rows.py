@@ -10,8 +10,6 @@ import pandas as pd
 
 from kvinterp.comparison.comparison import Comparison
 
-__all__ = ["DECIDED", "failed", "of_example"]
-
 DECIDED = ("probability_a", "probability_b", "boundary_a", "boundary_b")
 """The columns of the steps that say what decided a token."""
 

@@ -14,8 +14,6 @@ from kvinterp.data import Prompt
 from kvinterp.errors import unknown
 from kvinterp.kept import Kept, signed
 
-__all__ = ["Comparisons"]
-
 
 @dataclasses.dataclass(repr=False)
 class Comparisons(Kept):

@@ -10,8 +10,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-__all__ = ["Table"]
-
 
 class Table:
     """Blocks of numbers with named dimensions, to become one tidy frame.

@@ -19,11 +19,9 @@ from kvinterp import metrics
 from kvinterp.comparison.attention_rows import COLUMNS, AttentionRows
 from kvinterp.comparison.cache_errors import CacheErrors, Span
 from kvinterp.comparison.table import Table
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.sites import RESIDUAL_SITES, ROWS
 from kvinterp.shapes import Flag, Measure
-
-__all__ = ["Differences"]
 
 _CACHED = {"cache_k": "K", "cache_k_pre": "K before RoPE", "cache_v": "V"}
 """What a cache site is called in the tables."""

@@ -16,12 +16,10 @@ from kvinterp.comparison.rows import of_example
 from kvinterp.comparison.tables import Differences
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_choice, check_instance
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.paths.vocabulary import padding_of
 from kvinterp.recording import Trace
-
-__all__ = ["compare_traces"]
 
 
 def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comparison:

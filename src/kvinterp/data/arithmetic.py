@@ -16,8 +16,6 @@ from random import Random
 from kvinterp.data.example import Example, Prompt
 from kvinterp.data.words import OBJECTS, PEOPLE, THINGS
 
-__all__ = ["draw", "score"]
-
 LIMIT = 99
 _FINAL = re.compile(r"####\s*(-?\d+)")
 

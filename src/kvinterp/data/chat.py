@@ -16,8 +16,6 @@ from kvinterp.data.rendering import SECONDS, UNBOUNDED
 from kvinterp.data.tokenizing import ids_of, kept_of
 from kvinterp.errors import InputError, returning, shown
 
-__all__ = ["chat_tokens", "prompt_ids", "rendered"]
-
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], model: str, **how: Any) -> str:
     """Messages as the text that the tokenizer's chat template makes of them.

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from kvinterp.data.example import Prompt
 from kvinterp.data.tasks import TASKS, stream
 
-__all__ = ["Loop", "loop_at_end", "outside_share", "task_words", "words"]
-
 LONGEST, TIMES, COVERED = 24, 3, 8
 """The longest period looked for, how often it must be seen, and how many elements that must cover: ``111`` is a number."""
 _WORD = re.compile(r"[^\W\d_]+|\d|[^\w\s]")

@@ -16,8 +16,6 @@ from typing import Any, Literal, get_args
 
 from kvinterp.errors import InputError, unexpected, unknown
 
-__all__ = ["MOST", "Example", "Prompt", "Split", "check_characters", "check_split", "distinct", "draws", "split_of"]
-
 Split = Literal["train", "heldout"]
 MOST = 100_000
 """The most problems that are made at once, which takes some twenty seconds."""

@@ -17,8 +17,6 @@ from typing import Any
 from kvinterp.data.example import Example, Prompt
 from kvinterp.errors import InputError, unexpected
 
-__all__ = ["CHATS", "MOST", "FewShot", "behind", "cut_at", "sampled"]
-
 CHATS = ("none", "template", "turns")
 """How a model is asked: the bare text; one message in its chat template; the worked examples as turns of the chat."""
 MOST = 1_000_000

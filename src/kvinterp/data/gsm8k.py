@@ -24,8 +24,6 @@ from kvinterp.data.jsonl import ids_of, lines_of, normalised, number_of
 from kvinterp.errors import InputError, shown, unexpected, unknown
 from kvinterp.files import is_file
 
-__all__ = ["ANSWERS", "Gsm8k", "extracted", "score"]
-
 QUESTION = "{question}"
 """Where a format takes the question."""
 ANSWERS = {"strict": re.compile(r"#### (-?[0-9.,]+)"), "flexible": re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")}

@@ -15,9 +15,6 @@ from kvinterp.data.example import Example, Prompt
 from kvinterp.data.words import ADJECTIVES, CATEGORIES, PEOPLE, PLACES, THINGS
 from kvinterp.errors import unknown
 
-__all__ = ["MOST", "draw", "score"]
-
-
 MOST = {"train": 110_917, "heldout": 12_283}
 """How many different instructions there are; a test makes them all."""
 

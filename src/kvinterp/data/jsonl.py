@@ -19,8 +19,6 @@ from kvinterp.data.few_shot import MOST, FewShot, sampled
 from kvinterp.errors import InputError, shown
 from kvinterp.files import bytes_of, is_file
 
-__all__ = ["Jsonl", "ids_of", "lines_of", "normalised", "number_of", "prompts_of"]
-
 log = logging.getLogger("kvinterp")
 
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")

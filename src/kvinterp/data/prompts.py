@@ -19,8 +19,6 @@ from kvinterp.errors import InputError, unknown
 from kvinterp.files import is_file
 from kvinterp.spec import check_length
 
-__all__ = ["Prompt", "load_prompts"]
-
 NATURAL = "natural"
 """The name of the prompts that come with the package: 48, in turn a chat question, an opening of a book whose copyright has
 expired, and a word problem behind four worked ones, with its answer."""

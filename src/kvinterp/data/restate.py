@@ -14,8 +14,6 @@ from random import Random
 from kvinterp.data.example import Example, Prompt
 from kvinterp.data.words import ADJECTIVES, JOBS, OBJECTS, PEOPLE, PLACES, THINGS
 
-__all__ = ["draw", "score"]
-
 
 def score(prompt: Prompt, completion: str) -> bool:
     """Tells whether every fact of the prompt is in the completion as a whole word or phrase."""

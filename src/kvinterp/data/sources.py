@@ -15,8 +15,6 @@ from kvinterp.data.gsm8k import Gsm8k
 from kvinterp.data.jsonl import Jsonl
 from kvinterp.data.tasks import TASKS
 
-__all__ = ["SOURCES", "Arithmetic", "Generated", "Instructions", "Restate", "names_source", "source_named"]
-
 
 @dataclass(frozen=True)
 class Generated(FewShot):

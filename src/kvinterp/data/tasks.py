@@ -12,8 +12,6 @@ from kvinterp.data.example import Example, Prompt, Split, distinct, draws
 from kvinterp.data.few_shot import cut_at
 from kvinterp.errors import unknown
 
-__all__ = ["JUDGES", "TASKS", "Task", "score", "stream"]
-
 
 @dataclass(frozen=True)
 class Task:

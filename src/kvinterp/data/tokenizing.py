@@ -15,8 +15,6 @@ from typing import Any
 from kvinterp.bounded import within
 from kvinterp.errors import InputError, shown
 
-__all__ = ["SECONDS", "ids_of", "kept_of"]
-
 SECONDS = 10.0
 """How long tokenising may take, beside a second for each 20,000 characters: the slowest in Python takes less than that."""
 _CHARACTERS = 20_000

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ADJECTIVES", "CATEGORIES", "JOBS", "OBJECTS", "PEOPLE", "PLACES", "THINGS"]
-
 #: Name and the pronoun that stands for it.
 PEOPLE: tuple[tuple[str, str], ...] = (
     ("Mia", "She"),

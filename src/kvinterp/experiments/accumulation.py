@@ -21,8 +21,6 @@ from kvinterp.progress import each
 from kvinterp.reading.numbers import between
 from kvinterp.reading.results import only
 
-__all__ = ["Accumulation", "accumulation_error"]
-
 MEASURES = {"mean_relative": "the terms' magnitudes", "relative_to_result": "the result"}
 """What an error is relative to."""
 WIDTHS = (64, 128, 256)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError
-from kvinterp.experiments.base import NOTHING, Experiment, How, Outcome, argument, option, shared
+from kvinterp.experiments.base import NOTHING, Experiment, How, Outcome
+from kvinterp.experiments.options import argument, option, shared
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
     from kvinterp.models import Adapter
     from kvinterp.progress import Tell
-
-__all__ = ["Audit"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError
-from kvinterp.experiments.options import OPTION, SHARED, argument, model, option, shared
+from kvinterp.experiments.options import OPTION
 from kvinterp.experiments.outcome import How, Outcome, records
 
 if TYPE_CHECKING:
@@ -28,20 +28,6 @@ if TYPE_CHECKING:
     from kvinterp.findings import Chart
     from kvinterp.models import Adapter
     from kvinterp.progress import Tell
-
-__all__ = [
-    "NOTHING",
-    "OPTION",
-    "SHARED",
-    "Experiment",
-    "How",
-    "Outcome",
-    "argument",
-    "model",
-    "numbered",
-    "option",
-    "shared",
-]
 
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""

@@ -19,10 +19,10 @@ from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare, failures_kept
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Outcome, option, shared
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.circumstances import tried
 from kvinterp.experiments.of_models import OfModels
-from kvinterp.experiments.options import DRAWS, sampled
+from kvinterp.experiments.options import DRAWS, option, sampled, shared
 from kvinterp.findings import Chart, Panel, finding
 from kvinterp.inputs import check_choice
 from kvinterp.models import Adapter
@@ -32,8 +32,6 @@ from kvinterp.paths.lanes import Memory, Suffixed
 from kvinterp.progress import each
 from kvinterp.reading.numbers import between, counted, number
 from kvinterp.reading.results import judged, only
-
-__all__ = ["Behaviour", "decodes_of"]
 
 TRUTH = "recompute@float64"
 NULLS = ("same path twice", "longer suffix")

@@ -16,14 +16,12 @@ import pandas as pd
 
 from kvinterp.behaviour.boundary import boundary_tables
 from kvinterp.cells import Made, joined
-from kvinterp.experiments.base import Outcome, option
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.behaviour import Behaviour
-from kvinterp.experiments.options import withheld
+from kvinterp.experiments.options import option, withheld
 from kvinterp.findings import Chart, Panel, finding
 from kvinterp.reading.numbers import between, counted, number
 from kvinterp.reading.results import only
-
-__all__ = ["Boundary"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,14 +16,13 @@ import pandas as pd
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Experiment, Outcome, argument, option, shared
+from kvinterp.experiments.base import Experiment, Outcome
+from kvinterp.experiments.options import argument, option, shared
 from kvinterp.experiments.outcome import records
 
 if TYPE_CHECKING:
     from kvinterp.models import Adapter
     from kvinterp.policies import Policy
-
-__all__ = ["Chain"]
 
 CONTROL, NULL = "cached", "cached, other seeds"
 _NO_POLICY = "no policy was given; give one with --policy, or leave it out"

@@ -17,8 +17,6 @@ from kvinterp.experiments.options import OPTION
 if TYPE_CHECKING:
     from kvinterp.experiments.base import Experiment
 
-__all__ = ["check_choices", "check_handed", "handed", "is_read"]
-
 _TEXTS = ("prompts", "texts", "text", "instructions", "problems", "strings", "template", "system")
 """Choices that are texts, or name some: as long as a user's own."""
 _ONE_OF = {"strategies": "strategy"}

@@ -12,8 +12,6 @@ import torch
 from kvinterp.models import Adapter
 from kvinterp.provenance import provenance
 
-__all__ = ["circumstances", "tried"]
-
 
 def circumstances(adapter: Adapter) -> dict[str, Any]:
     """Provenance (versions, device, threads, kernels, weights), and the digests of config, buffers and tokenizer.

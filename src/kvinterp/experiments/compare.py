@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import KvinterpError
-from kvinterp.experiments.base import Experiment, Outcome, model, numbered, option, shared
-from kvinterp.experiments.options import DRAWS, sampled
+from kvinterp.experiments.base import Experiment, Outcome, numbered
+from kvinterp.experiments.options import DRAWS, model, option, sampled, shared
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from kvinterp.cells import Cell, Made
     from kvinterp.comparison import Comparison
-
-__all__ = ["Compare"]
 
 log = logging.getLogger("kvinterp")
 

@@ -17,19 +17,6 @@ from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome
 from kvinterp.findings import labels_of
 
-__all__ = [
-    "PRESETS",
-    "Part",
-    "cells_table",
-    "claims_table",
-    "labelled",
-    "of_part",
-    "read_choice",
-    "tables_of_part",
-    "united",
-    "way_of",
-]
-
 PRESETS: dict[str, dict[str, Any]] = {
     "zoo": {
         "models": ("zoo:llama-mini", "zoo:mistral-mini", "zoo:gemma2-mini"),

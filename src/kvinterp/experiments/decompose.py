@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
-from kvinterp.experiments.base import Experiment, Outcome, model, numbered, option, shared
-
-__all__ = ["Decompose"]
+from kvinterp.experiments.base import Experiment, Outcome, numbered
+from kvinterp.experiments.options import model, option, shared
 
 
 @dataclasses.dataclass(frozen=True)

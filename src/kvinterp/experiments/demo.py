@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.experiments.base import Experiment, How, Outcome, option
+from kvinterp.experiments.base import Experiment, How, Outcome
 from kvinterp.experiments.compare import Compare, places
+from kvinterp.experiments.options import option
 
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
     from kvinterp.results import Result
-
-__all__ = ["FLIPS", "SMOKE", "Demo"]
 
 log = logging.getLogger("kvinterp")
 

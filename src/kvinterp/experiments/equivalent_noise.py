@@ -12,15 +12,14 @@ import pandas as pd
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
-from kvinterp.experiments.base import Experiment, Outcome, argument, option, shared
+from kvinterp.experiments.base import Experiment, Outcome
+from kvinterp.experiments.options import argument, option, shared
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvinterp.models import Adapter
     from kvinterp.policies import Policy
-
-__all__ = ["POLICIES", "EquivalentNoise", "bits_of", "error_of_policy", "pooled", "usable"]
 
 POLICIES = (
     *("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "hadamard+q8_0", "hadamard+q4_0", "int8", "int4"),

@@ -14,11 +14,10 @@ import pandas as pd
 
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Experiment, Outcome, model, option, shared
+from kvinterp.experiments.base import Experiment, Outcome
+from kvinterp.experiments.options import model, option, shared
 from kvinterp.experiments.outcome import records
 from kvinterp.files import is_folder
-
-__all__ = ["Eval"]
 
 
 @dataclasses.dataclass(frozen=True)

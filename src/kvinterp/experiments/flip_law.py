@@ -20,16 +20,15 @@ from kvinterp import metrics
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
+from kvinterp.experiments.base import Experiment, Outcome
 from kvinterp.experiments.circumstances import tried
+from kvinterp.experiments.options import SHARED, model, option, shared
 from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.inputs import check_whole
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run
 from kvinterp.provenance import provenance
 from kvinterp.reading.numbers import counted
-
-__all__ = ["FlipLaw", "law_of", "steps_of"]
 
 LEADER = "recompute"
 WIDE = "float32 unembedding"

@@ -16,13 +16,11 @@ from kvinterp.behaviour.divergence import conditions
 from kvinterp.cells import Cell, Made, loaded
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
-from kvinterp.experiments.base import Outcome, option
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.of_models import OfModels
-from kvinterp.experiments.options import DRAWS, sampled
+from kvinterp.experiments.options import DRAWS, option, sampled
 from kvinterp.findings import Chart, Panel, finding, median_of
 from kvinterp.reading.numbers import between, counted
-
-__all__ = ["Flips", "correlations_of", "flips_of"]
 
 KLS = {"mean_kl": "free, all steps", "mean_kl_before_flip": "free, up to the flip", "matched_mean_kl": "matched, all steps"}
 """Which KL is set against the step of the flip."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from kvinterp.cells import Cell, Made
 
-__all__ = ["FUNCTIONS", "prompts_of"]
-
 
 class _OfFunction(Experiment):
     """What a function found: it has no cells, since nothing but the function makes it."""

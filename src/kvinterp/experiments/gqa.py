@@ -23,8 +23,6 @@ from kvinterp.models import wrap
 from kvinterp.progress import each
 from kvinterp.reading.numbers import listed
 
-__all__ = ["Gqa", "gqa_spread"]
-
 REACHED = "median query heads that one KV head's error reaches"
 DRIFTS = {
     "attn_out": "median relative L2 of the layer's attention output",

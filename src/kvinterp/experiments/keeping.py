@@ -24,8 +24,6 @@ from kvinterp.kept import Held, Kept
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["card", "experiment", "experiment_of", "figures", "latex", "load", "outcome_of", "report", "save", "sentences"]
-
 _SENTENCES, _DOTS = 4, 80
 """How many sentences a card has, and how many dots an inch its picture."""
 _MADE = ("model", "kind", "dtype", "attention", "protocol", "strategy", "seed", "max_new_tokens", "kernels", "sizes")

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvinterp.cells import Cell, Made, loaded
-from kvinterp.experiments.base import Experiment, Outcome, option, shared
-
-__all__ = ["Kernels"]
+from kvinterp.experiments.base import Experiment, Outcome
+from kvinterp.experiments.options import option, shared
 
 
 @dataclasses.dataclass(frozen=True)

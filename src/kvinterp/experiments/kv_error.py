@@ -13,16 +13,14 @@ import pandas as pd
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Experiment, Outcome, argument, option, shared
+from kvinterp.experiments.base import Experiment, Outcome
 from kvinterp.experiments.equivalent_noise import error_of_policy, pooled, usable
-from kvinterp.experiments.options import DRAWS, sampled
+from kvinterp.experiments.options import DRAWS, argument, option, sampled, shared
 from kvinterp.experiments.outcome import records
 
 if TYPE_CHECKING:
     from kvinterp.behaviour.designs import Design
     from kvinterp.models import Adapter
-
-__all__ = ["READINGS", "STRING", "KvError", "behaviour_of", "strings_of"]
 
 READINGS = ("stored", "exact")
 """What attention reads in the prefill: what the cache keeps, as in llama.cpp, or what was computed."""

@@ -23,8 +23,6 @@ from kvinterp.paths import kernels_named
 from kvinterp.progress import each
 from kvinterp.reading.numbers import listed
 
-__all__ = ["KvWrite", "kv_write_error"]
-
 
 @dataclasses.dataclass(frozen=True)
 class KvWrite(OfModels):

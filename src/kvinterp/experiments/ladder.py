@@ -14,15 +14,14 @@ from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.cells import loaded
 from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.data import load_prompts
-from kvinterp.experiments.base import Outcome, option
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.of_models import OfModels
+from kvinterp.experiments.options import option
 from kvinterp.findings import Chart, Panel, median_of
 from kvinterp.models import dtype_named
 from kvinterp.progress import each
 from kvinterp.reading.numbers import counted, listed
 from kvinterp.reading.results import only
-
-__all__ = ["LADDER", "Ladder", "precision_ladder"]
 
 LADDER = (
     ("float16", "native"),

@@ -30,9 +30,9 @@ from kvinterp.comparison.by_layer import (
 )
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Outcome, numbered, option, shared
+from kvinterp.experiments.base import Outcome, numbered
 from kvinterp.experiments.of_models import OfModels, shown_sites
-from kvinterp.experiments.options import DRAWS, sampled
+from kvinterp.experiments.options import DRAWS, option, sampled, shared
 from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.inputs import check_known, encode_all
 from kvinterp.metrics.massive import SUFFIX
@@ -40,8 +40,6 @@ from kvinterp.models import Adapter
 from kvinterp.paths import run
 from kvinterp.reading.numbers import between, counted
 from kvinterp.reading.results import only
-
-__all__ = ["EVERY_STEP", "ONE_STEP", "LayerDrift", "null_drift", "of_example", "tables_of"]
 
 EVERY_STEP, ONE_STEP, NULL = "every decode step", "decode step 1", "same-path null"
 """Which rows a mean is of: all that a path decodes after the prefill, or those of the paper; and what is held against them."""

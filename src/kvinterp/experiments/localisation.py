@@ -21,15 +21,14 @@ from kvinterp.cells import Cell, Made, joined, loaded, stacked
 from kvinterp.comparison import Comparison, compare
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Outcome, numbered, option, shared
+from kvinterp.experiments.base import Outcome, numbered
 from kvinterp.experiments.of_models import OfModels
+from kvinterp.experiments.options import option, shared
 from kvinterp.inputs import check_known, encode_all
 from kvinterp.kept import flat
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
 from kvinterp.provenance import provenance
-
-__all__ = ["SETS", "Localisation", "chosen_of"]
 
 SETS: dict[str, dict[str, str]] = {
     "paper": {name: PRESETS["paper"][name] for name in ("site", "over", "direction", "steps", "protocol", "distance")},

@@ -21,8 +21,9 @@ from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
+from kvinterp.experiments.base import Experiment, Outcome
 from kvinterp.experiments.circumstances import tried
+from kvinterp.experiments.options import SHARED, model, option, shared
 from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.inputs import check_whole
 from kvinterp.models import dtype_named
@@ -30,8 +31,6 @@ from kvinterp.paths import Cached, Recompute, path_named, run
 from kvinterp.policies import policy_named
 from kvinterp.provenance import provenance
 from kvinterp.reading.numbers import counted, number
-
-__all__ = ["Mitigate", "costs_of", "interactions_of", "pareto"]
 
 TRUTH = "recompute@float64"
 

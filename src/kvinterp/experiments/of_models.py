@@ -21,14 +21,13 @@ from kvinterp.cells import Cell, Made, imported, joined, loaded
 from kvinterp.comparison import recordable
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import SHARED, Experiment, Outcome, argument, option, shared
+from kvinterp.experiments.base import Experiment, Outcome
+from kvinterp.experiments.options import SHARED, argument, option, shared
 from kvinterp.findings import findings_of
 from kvinterp.inputs import encode
 from kvinterp.models import Adapter
 from kvinterp.models.threads import own_threads
 from kvinterp.provenance import provenance
-
-__all__ = ["FEW", "OfModels", "Place", "encoded", "newest_at", "shown_sites"]
 
 FEW = 4
 """Of how many prompts the experiments are that take one forward after another of the same tokens."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["DRAWS", "OPTION", "SHARED", "argument", "model", "option", "sampled", "shared", "withheld"]
-
 OPTION = "option"
 """The key in a field's metadata under which its option stands."""
 

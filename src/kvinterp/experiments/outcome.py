@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from kvinterp.cells import Engine
     from kvinterp.progress import Tell
 
-__all__ = ["How", "Outcome", "records"]
-
 
 @dataclasses.dataclass(repr=False)
 class Outcome(Kept):

@@ -9,10 +9,8 @@ from typing import Any, ClassVar
 
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
-from kvinterp.experiments.base import Experiment, Outcome, model, numbered, option, shared
-
-__all__ = ["Patch"]
-
+from kvinterp.experiments.base import Experiment, Outcome, numbered
+from kvinterp.experiments.options import model, option, shared
 
 _UNLESS_GIVEN = {
     "site": "kv",

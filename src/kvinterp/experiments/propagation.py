@@ -18,8 +18,6 @@ from kvinterp.models import wrap
 from kvinterp.progress import each
 from kvinterp.reading.numbers import between, listed
 
-__all__ = ["Propagation", "propagation"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Propagation(OfModels):

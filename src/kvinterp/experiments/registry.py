@@ -9,8 +9,6 @@ from pathlib import Path
 
 from kvinterp.experiments.base import Experiment
 
-__all__ = ["experiment_named", "experiments", "question_of"]
-
 _OTHERS = (
     "base",
     "choices",

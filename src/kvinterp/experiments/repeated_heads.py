@@ -23,15 +23,14 @@ from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.comparison.by_layer import pairs_of
 from kvinterp.data import load_prompts
 from kvinterp.errors import UnsupportedError
-from kvinterp.experiments.base import Outcome, option
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.of_models import OfModels, shown_sites
+from kvinterp.experiments.options import option
 from kvinterp.findings import Chart, Panel, finding, median_of
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.paths import run
 from kvinterp.progress import each
 from kvinterp.reading.numbers import counted
-
-__all__ = ["RepeatedHeads", "repeated_heads", "with_repeated_heads"]
 
 TRUTH = "recompute@float64"
 CHANGE, ALIKE = "median change of the RMS logit difference, heads repeated most less as they are", "every measure alike"

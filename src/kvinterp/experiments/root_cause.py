@@ -13,14 +13,14 @@ from kvinterp.cells import stacked
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.accumulation import Accumulation
-from kvinterp.experiments.base import Outcome, option
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.choices import handed
 from kvinterp.experiments.flips import Flips
 from kvinterp.experiments.gqa import Gqa
 from kvinterp.experiments.kv_write import KvWrite
 from kvinterp.experiments.ladder import Ladder
 from kvinterp.experiments.of_models import OfModels
-from kvinterp.experiments.options import DRAWS, sampled
+from kvinterp.experiments.options import DRAWS, option, sampled
 from kvinterp.experiments.propagation import Propagation
 from kvinterp.experiments.repeated_heads import RepeatedHeads
 from kvinterp.findings import COLUMNS, Chart
@@ -28,8 +28,6 @@ from kvinterp.reading.numbers import between
 
 if TYPE_CHECKING:
     from kvinterp.cells import Cell, Made
-
-__all__ = ["RootCause"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, unknown
-from kvinterp.experiments.base import OPTION, SHARED, Experiment, How, Outcome, option, shared
+from kvinterp.experiments.base import OPTION, Experiment, How, Outcome
 from kvinterp.experiments.choices import check_handed, handed
 from kvinterp.experiments.composed import (
     PRESETS,
@@ -33,6 +33,7 @@ from kvinterp.experiments.composed import (
     united,
     way_of,
 )
+from kvinterp.experiments.options import SHARED, option, shared
 from kvinterp.experiments.registry import experiment_named
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
     from kvinterp.cells import Cell, Made
     from kvinterp.models import Adapter
-
-__all__ = ["EXPERIMENTS", "PRESETS", "Part", "Study"]
 
 log = logging.getLogger("kvinterp")
 

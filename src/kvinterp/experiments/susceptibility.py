@@ -24,13 +24,12 @@ from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import SHARED, Experiment, Outcome, model, option, shared
+from kvinterp.experiments.base import Experiment, Outcome
+from kvinterp.experiments.options import SHARED, model, option, shared
 from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.inputs import check_choice, check_whole
 from kvinterp.provenance import provenance
 from kvinterp.reading.numbers import counted, short
-
-__all__ = ["Susceptibility", "binned", "calibration_of", "certificates_of", "flip_rates_of", "predicted", "thresholds_of"]
 
 NOISE = {"normal": "normal(0,{size:g},seed={seed})", "uniform": "uniform(-{size:g},{size:g},seed={seed})"}
 """The policies of noise by name, each of one size: a standard deviation, or half a width."""

@@ -11,8 +11,6 @@ from typing import Any
 
 import pandas as pd
 
-__all__ = ["Chart", "Panel"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Panel:

@@ -17,8 +17,6 @@ from kvinterp.reading.results import decoded, site_of
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
 
-__all__ = ["headline_of", "rows_of_comparison"]
-
 
 def rows_of_comparison(comparison: Comparison) -> list[dict[str, Any]]:
     """The findings of one comparison, of the steps at which both paths hold the same text unless they say otherwise."""

@@ -15,8 +15,6 @@ import pandas as pd
 from kvinterp import metrics
 from kvinterp.reading.numbers import ends_said, number
 
-__all__ = ["COLUMNS", "bare", "finding", "findings_of", "labels_of", "line", "lines_of", "median_of", "value"]
-
 COLUMNS = (
     "finding",
     "estimate",

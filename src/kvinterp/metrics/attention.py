@@ -8,8 +8,6 @@ from kvinterp.metrics.base import Metric, float64_pair
 from kvinterp.metrics.divergence import kl_terms
 from kvinterp.shapes import Measure, Pattern
 
-__all__ = ["pattern_entropy", "pattern_kl"]
-
 #: Where half the log-ratio goes by the difference of the probabilities, and from where on by their logarithms.
 _NEAR = 0.5
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from kvinterp.errors import InputError
 from kvinterp.shapes import Flag, Measure
 
-__all__ = ["KINDS", "Fills", "Kind", "Metric", "float64_pair"]
-
 #: What a metric compares, see :mod:`kvinterp.shapes`.
 Kind = Literal["logits", "residual", "pattern", "kv"]
 

@@ -13,8 +13,6 @@ from kvinterp.errors import InputError
 from kvinterp.metrics.inference import Column, Test, columns, flags, nothing, welch
 from kvinterp.metrics.statistics import clustered_interval
 
-__all__ = ["correlation", "gee", "restricted_correlation", "slope", "terciles"]
-
 METHODS = ("pearson", "spearman")
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from kvinterp.metrics.base import Metric, float64_pair
 from kvinterp.shapes import Measure, Residual
 
-__all__ = ["cosine_distance", "cosine_similarity", "l2_distance", "relative_l2", "residual_drift"]
-
 
 def residual_drift(a: Residual, b: Residual) -> dict[str, Measure]:
     """Length and direction of the difference of two residual streams, with the shared work done once.

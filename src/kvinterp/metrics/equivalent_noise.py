@@ -12,8 +12,6 @@ import pandas as pd
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-__all__ = ["SUMS", "error_sums", "noise_of_sums"]
-
 SUMS = ("elements", "nonzero", "x2", "ex", "e1", "e2", "e3", "e4", "flipped", "zeroed")
 """What is summed over elements: their count, those that are not 0, moments, and how many change sign or become 0."""
 

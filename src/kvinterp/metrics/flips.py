@@ -19,8 +19,6 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, shown
 
-__all__ = ["EXACT", "counted", "first_order", "foretold", "verdict_of"]
-
 EXACT = "exact"
 """Where logits are not rounded to a grid."""
 LEAST = 5

@@ -19,20 +19,6 @@ from scipy import stats
 from kvinterp.errors import InputError, NonFiniteError
 from kvinterp.metrics.statistics import FEWEST, clustered_interval
 
-__all__ = [
-    "Column",
-    "Test",
-    "corrected",
-    "mann_whitney",
-    "mcnemar",
-    "mean_of",
-    "rate_of",
-    "share_of",
-    "sign_flips",
-    "welch",
-    "wilcoxon",
-]
-
 Column: TypeAlias = Sequence[Any] | np.ndarray | pd.Series | pd.Index
 """One number, flag or name for each observation."""
 CORRECTIONS = ("bonferroni", "holm", "bh")

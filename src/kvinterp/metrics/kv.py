@@ -9,8 +9,6 @@ from torch import Tensor
 from kvinterp.metrics.base import Metric, float64_pair
 from kvinterp.shapes import HeadVectors, Measure
 
-__all__ = ["max_ulp_error", "mean_ulp_error", "relative_error", "ulp_error", "units_in_last_place"]
-
 #: The bits of a float64's exponent: with only these left, a normal number is the power of two at or under it.
 _EXPONENT_BITS = 0x7FF0_0000_0000_0000
 

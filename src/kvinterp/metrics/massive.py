@@ -17,8 +17,6 @@ from kvinterp.metrics.drift import METRICS as WHOLE
 from kvinterp.metrics.drift import residual_drift
 from kvinterp.shapes import Measure, Residual
 
-__all__ = ["COUNT", "SUFFIX", "residual_drift_without_largest"]
-
 COUNT = 3
 """How many dimensions are left out."""
 SUFFIX = f"_without_top{COUNT}"

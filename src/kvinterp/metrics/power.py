@@ -7,8 +7,6 @@ from scipy import optimize, stats
 
 from kvinterp.errors import InputError, unexpected
 
-__all__ = ["detectable_difference", "detectable_mean", "mcnemar_power", "mean_power"]
-
 
 def mcnemar_power(n: int, only_a: float, only_b: float, alpha: float = 0.05) -> float:
     """The chance that McNemar's exact test of ``n`` pairs rejects.

@@ -10,8 +10,6 @@ from kvinterp.errors import InputError
 from kvinterp.metrics.inference import Column, Test, columns, flags, nothing, rate_of
 from kvinterp.metrics.statistics import clustered_interval
 
-__all__ = ["auc", "brier", "calibration", "roc"]
-
 
 def roc(score: Column, event: Column) -> pd.DataFrame:
     """The receiver operating characteristic: how many events and how many others lie at or above each threshold.

@@ -8,9 +8,6 @@ from torch import Tensor
 
 from kvinterp.shapes import Measure
 
-__all__ = ["TO_SEE_A_DIFFERENCE", "recovery", "recovery_percent", "why_undefined"]
-
-
 TO_SEE_A_DIFFERENCE = (
     "To see a difference try another dtype, kernels that differ by construction (split_k(4,float16), as in "
     "cached[kernels=split_k(4,float16)]), longer prompts or more steps, or another kind of model."

@@ -12,8 +12,6 @@ from kvinterp.metrics.base import KINDS, Kind, Metric
 from kvinterp.shapes import Flag, Measure
 from kvinterp.spec import modules_of
 
-__all__ = ["OF_KIND", "REGISTRY", "measured"]
-
 
 def _discover() -> dict[str, Metric]:
     found: dict[str, Metric] = {}

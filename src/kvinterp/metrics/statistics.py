@@ -15,17 +15,6 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, NonFiniteError
 
-__all__ = [
-    "FEWEST",
-    "FEWEST_RESAMPLED",
-    "Interval",
-    "Typical",
-    "clustered_interval",
-    "kl_statistics",
-    "mean_error",
-    "typical",
-]
-
 #: One number for each step, prompt or whatever is counted, where the caller has them.
 Values: TypeAlias = Shaped[Tensor, " count"] | Shaped[np.ndarray, " count"]
 Flags: TypeAlias = Bool[Tensor, " count"] | Bool[np.ndarray, " count"]

@@ -11,8 +11,6 @@ from scipy import stats
 from kvinterp.errors import InputError
 from kvinterp.metrics.inference import Column, Test, columns, flags, nothing
 
-__all__ = ["cox", "survival_by_step"]
-
 _MANY = 100
 """Clusters from which on the sandwich is wide enough."""
 

@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvinterp.models.adapter import Adapter, ModelInfo, Tap, dtype_named
+    from kvinterp.models.adapter import Adapter, ModelInfo, dtype_named
+    from kvinterp.models.hooks import Tap
     from kvinterp.models.load import KINDS, load_model, wrap
     from kvinterp.models.sites import SITES, expand_sites
 

@@ -20,23 +20,11 @@ from torch import Tensor, nn
 from kvinterp.data.tokenizing import ids_of
 from kvinterp.errors import InputError, UnsupportedError, in_one_line, returning, unknown
 from kvinterp.models.apart import check_apart
-from kvinterp.models.attaching import Attaching, Listener, Site
+from kvinterp.models.attaching import Attaching
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
-from kvinterp.models.hooks import Tap, remove_own_hooks
+from kvinterp.models.hooks import remove_own_hooks
 from kvinterp.models.mark import Mark, mark_of, settings_of, weights_hash
 from kvinterp.models.sites import layout_of
-
-__all__ = [
-    "Adapter",
-    "CacheRead",
-    "KVStore",
-    "Listener",
-    "ModelInfo",
-    "ModuleState",
-    "Site",
-    "Tap",
-    "dtype_named",
-]
 
 DTYPES = {
     "float16": torch.float16,

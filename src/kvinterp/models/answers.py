@@ -12,8 +12,6 @@ from kvinterp.errors import InputError, unexpected
 from kvinterp.inputs import check_unread, given_list, whole_number
 from kvinterp.models import Adapter
 
-__all__ = ["LOGIT_DIFFERENCE", "answer_pair", "logit_difference"]
-
 LOGIT_DIFFERENCE = "logit_difference"
 """The distance that is of two answers."""
 

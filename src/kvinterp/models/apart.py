@@ -10,8 +10,6 @@ from torch import nn
 
 from kvinterp.errors import UnsupportedError
 
-__all__ = ["check_apart"]
-
 _DEPTH = 4
 """Functions that call functions that call a module."""
 

@@ -16,8 +16,6 @@ from kvinterp.models.hooks import Closing, Tap, tap_hooks
 if TYPE_CHECKING:
     from kvinterp.models.adapter import ModelInfo
 
-__all__ = ["Attaching", "Listener", "Site"]
-
 Site = tuple[str, int]
 """A site's name and the layer."""
 

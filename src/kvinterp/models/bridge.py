@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.adapter import Adapter, KVStore, Tap
+from kvinterp.models.adapter import Adapter, KVStore
 from kvinterp.models.caches import CacheKind, check_plain
 from kvinterp.models.hook_names import HOOKS
+from kvinterp.models.hooks import Tap
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
@@ -23,8 +24,6 @@ from kvinterp.models.native import (
     transformers_facts,
 )
 from kvinterp.models.transformers_cache import OnTransformersCache, TransformersCache, model_cache
-
-__all__ = ["BridgeAdapter", "build_bridge"]
 
 
 def build_bridge(model: nn.Module, name: str) -> nn.Module:

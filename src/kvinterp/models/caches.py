@@ -27,26 +27,6 @@ from torch import Tensor
 from kvinterp import spec
 from kvinterp.errors import InputError, UnsupportedError, unknown
 
-__all__ = [
-    "BACKENDS",
-    "CACHE_KINDS",
-    "CacheKind",
-    "Dynamic",
-    "KVStore",
-    "MadeBy",
-    "Named",
-    "Offloaded",
-    "OwnCache",
-    "Preallocated",
-    "Quantized",
-    "Static",
-    "cache_named",
-    "cache_read",
-    "check_plain",
-    "installed",
-    "taken",
-]
-
 KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
 
 

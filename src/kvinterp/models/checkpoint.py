@@ -16,8 +16,6 @@ from typing import Any
 from kvinterp.errors import InputError, shown
 from kvinterp.files import bytes_of, is_file, is_there, opened
 
-__all__ = ["INDEX", "WEIGHTS", "check_config", "check_files", "read_object", "reason", "stored_tensors"]
-
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -18,8 +18,6 @@ from kvinterp.models.gguf_file import is_gguf
 from kvinterp.models.native import layer_windows
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights
 
-__all__ = ["convert_checkpoint", "hooked_class", "hooked_from_transformers", "lay_out_for_products"]
-
 CONVERTED = {
     "LlamaForCausalLM": "convert_llama_weights",
     "MistralForCausalLM": "convert_mistral_weights",

@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["DERIVED", "SDPA", "FusedMode", "derived_attention", "sdpa_arguments"]
-
 SDPA = torch.nn.functional.scaled_dot_product_attention
 DERIVED = ("attn_scores", "pattern")
 """The sites that are derived where attention is SDPA."""

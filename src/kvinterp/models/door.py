@@ -16,8 +16,6 @@ from kvinterp.models.checkpoint import check_config, check_files, read_object, r
 from kvinterp.models.finding import reach
 from kvinterp.models.gguf_file import as_given, header_of, is_gguf
 
-__all__ = ["check_hooked_code", "code_refused", "config_of", "loading", "quiet_transformers", "too_large", "weights_of"]
-
 log = logging.getLogger("kvinterp")
 
 

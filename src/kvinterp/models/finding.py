@@ -12,8 +12,6 @@ from kvinterp.models import real, zoo
 from kvinterp.models.checkpoint import reason
 from kvinterp.models.gguf_file import is_gguf
 
-__all__ = ["cached_folder", "check_reached", "local_folder", "reach"]
-
 NAMED = ("zoo:", "real:")
 """What the names of models begin with that kvinterp knows itself."""
 HUB_SECONDS = 2.0

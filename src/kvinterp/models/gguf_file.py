@@ -20,8 +20,6 @@ from typing import Any, BinaryIO
 
 from kvinterp.errors import InputError, UnsupportedError, shown
 
-__all__ = ["GgufHeader", "as_given", "header_of", "is_gguf"]
-
 _PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _EXACT = {"F64", "F32", "F16", "BF16"}

@@ -18,8 +18,6 @@ from torch import nn
 
 from kvinterp.errors import InputError
 
-__all__ = ["Hold", "hold_of"]
-
 _HOLDS: weakref.WeakKeyDictionary[nn.Module, Hold] = weakref.WeakKeyDictionary()
 _MAKING = threading.Lock()
 

@@ -7,10 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvinterp.errors import InputError, shown, unknown
 from kvinterp.inputs import Model, chosen_layers
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.sites import expand_sites, listed_names
-
-__all__ = ["HOOKS", "hook_of", "listed_names", "place_of", "places_of", "site_of", "sites_of"]
 
 HOOKS = {
     "resid_pre": "hook_resid_pre",

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo, Tap
+from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo
 from kvinterp.models.caches import CacheKind, OwnCache, check_plain
 from kvinterp.models.hook_names import HOOKS
+from kvinterp.models.hooks import Tap
 from kvinterp.models.leading import lead
-
-__all__ = ["HookedAdapter"]
 
 
 def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -17,19 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from kvinterp.models.derived import FusedMode
 
-__all__ = [
-    "Closing",
-    "Tap",
-    "first_of",
-    "hooks_suspended",
-    "in_order",
-    "own_hook",
-    "put_first",
-    "remove_own_hooks",
-    "stream_hook",
-    "tap_hooks",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Tap:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["lead"]
-
 
 class _Led:
     """A method of a user's cache, and who may replace what it hands to attention, in order."""

@@ -20,8 +20,6 @@ from kvinterp.models.finding import cached_folder, local_folder, reach
 from kvinterp.models.gguf_file import as_given, header_of, is_gguf
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights, check_runs
 
-__all__ = ["ATTENTION", "KINDS", "check_loadable", "device_named", "load_model", "wrap"]
-
 KINDS = {
     "hooked": "TransformerLens HookedTransformer: every activation has a hook; TransformerLens 3 only",
     "bridge": "TransformerLens TransformerBridge: the same hooks over a transformers model",

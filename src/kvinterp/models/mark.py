@@ -21,8 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Mark", "mark_of", "settings_of", "weights_hash"]
-
 Mark = tuple[str, tuple[tuple[Any, ...], ...]]
 """The hash of what is no tensor; and for each tensor its name, where and how it lies, how often torch saw it changed, its sum;
 and the user's own hooks."""

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Adapter, KVStore, ModelInfo, ModuleState, Tap
+from kvinterp.models.adapter import Adapter, KVStore, ModelInfo, ModuleState
 from kvinterp.models.caches import CacheKind, Dynamic
 from kvinterp.models.derived import DERIVED
-from kvinterp.models.hooks import hooks_suspended
+from kvinterp.models.hooks import Tap, hooks_suspended
 from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
 from kvinterp.models.transformers_cache import (
     CACHES,
@@ -32,17 +32,6 @@ from kvinterp.models.transformers_cache import (
     is_attention_only,
     model_cache,
 )
-
-__all__ = [
-    "NativeAdapter",
-    "cast_transformers",
-    "decoder_layers",
-    "keeps_only_keys_and_values",
-    "layer_windows",
-    "plain_experts",
-    "text_config",
-    "transformers_facts",
-]
 
 _STATE = re.compile("state|cache")
 

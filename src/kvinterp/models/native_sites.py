@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.adapter import Adapter, ModelInfo, Site
+from kvinterp.models.adapter import Adapter, ModelInfo
+from kvinterp.models.attaching import Site
 from kvinterp.models.hooks import Tap, hooks_suspended, tap_hooks
-
-__all__ = ["Checked", "NativeSites", "check_sites"]
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "fc2")

@@ -23,8 +23,6 @@ from kvinterp.errors import InputError
 from kvinterp.models.adapter import Adapter
 from kvinterp.models.hooks import own_hook
 
-__all__ = ["Passes", "WatchesPasses"]
-
 log = logging.getLogger("kvinterp")
 
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from kvinterp.errors import InputError, KvinterpError, shown, unknown
 
-__all__ = ["REAL", "Real", "fetch", "names", "path"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Real:

@@ -21,20 +21,6 @@ from collections.abc import Sequence
 
 from kvinterp.inputs import check_known, given_list
 
-__all__ = [
-    "ATTENDED_SITES",
-    "CACHE_SITES",
-    "GROUPS",
-    "LAYOUTS",
-    "RESIDUAL_SITES",
-    "ROWS",
-    "SITES",
-    "Layout",
-    "expand_sites",
-    "layout_of",
-    "listed_names",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:

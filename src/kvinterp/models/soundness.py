@@ -17,9 +17,6 @@ from kvinterp.models.door import too_large
 from kvinterp.models.gguf_file import is_gguf
 from kvinterp.models.hooks import hooks_suspended
 
-__all__ = ["check_finite", "check_loaded", "check_plain_weights", "check_runs"]
-
-
 _ELSEWHERE = re.compile(
     # Buffers that older versions saved, and that are computed.
     r"(^|\.)(attn|attention|self_attn)(\.attention)?\.(bias|masked_bias)$"

@@ -19,8 +19,6 @@ import torch
 from kvinterp.errors import InputError, returning
 from kvinterp.models.adapter import Adapter
 
-__all__ = ["SMALL", "VARIABLE", "own_threads", "threads_for"]
-
 SMALL = 5_000_000
 """Parameters of a model too small for more than one thread."""
 

@@ -30,17 +30,6 @@ from kvinterp.models.adapter import Adapter, CacheRead, KVStore
 from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, taken
 from kvinterp.models.leading import lead
 
-__all__ = [
-    "CACHES",
-    "OnTransformersCache",
-    "StoreLayer",
-    "TransformersCache",
-    "check_used",
-    "is_attention_only",
-    "model_cache",
-]
-
-
 CACHES = ("past_key_values", "cache_params", "state")
 """What transformers models call the cache they take and return."""
 

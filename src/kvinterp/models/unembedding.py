@@ -18,8 +18,6 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter
 from kvinterp.models.threads import own_threads
 
-__all__ = ["FrozenNorm", "Unembedding", "head_outputs"]
-
 ROWS = 256
 """Streams a forward."""
 _LINEAR = 1e-5

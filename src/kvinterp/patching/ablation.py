@@ -16,10 +16,8 @@ from kvinterp.draws import draws
 from kvinterp.errors import InputError
 from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.sites import LAYOUTS
-
-__all__ = ["ABLATIONS", "ZERO", "Ablation"]
 
 ABLATIONS = {
     "zero": "zeros",

@@ -16,8 +16,6 @@ from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch
 from kvinterp.policies import Place
 
-__all__ = ["patched"]
-
 CONTEXT = "kv.patched"
 
 

@@ -21,8 +21,6 @@ from kvinterp.patching.side_by_side import DISTANCES, check_finite
 from kvinterp.patching.sweeping import DIRECTIONS
 from kvinterp.recording import Trace
 
-__all__ = ["DONORS", "EVERY", "MEASURED", "Asked", "PatchAnswer", "answer_of"]
-
 EVERY = "every"
 MEASURED = ("kl", "l2")
 """What is measured of every patch: KL in nats, and the L2 distance of the logits."""

@@ -32,8 +32,6 @@ from kvinterp.paths import Runner, path_named, run
 from kvinterp.paths.decode import fed_to_all, lockstep
 from kvinterp.recording import Trace
 
-__all__ = ["PatchBench"]
-
 
 class PatchBench:
     """Answers one patch after another on one model, in the matched protocol.

@@ -10,14 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Listener, Site
+from kvinterp.models.attaching import Listener, Site
 from kvinterp.patching.hook import PatchHook
 from kvinterp.paths import ExecutionPath, Runner
 from kvinterp.paths.batches import batched_alike
 from kvinterp.policies import Place
 from kvinterp.recording import PathHook
-
-__all__ = ["OneBatch", "PatchesByRow", "by_row", "together"]
 
 
 def together(

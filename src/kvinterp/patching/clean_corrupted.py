@@ -26,8 +26,6 @@ from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.side_by_side import DISTANCES, check_finite
 from kvinterp.paths import path_named, run
 
-__all__ = ["ActivationPatching", "activation_patching", "check_aligned"]
-
 OVER = {
     "positions": "one block of positions of one layer at a time, all its heads",
     "heads": "one head of one layer at a time, at all positions",

@@ -41,8 +41,6 @@ from kvinterp.progress import each
 from kvinterp.provenance import provenance
 from kvinterp.reading.vocabulary import ANEW, PARTS
 
-__all__ = ["Decomposition", "check_splittable", "decompose", "measured"]
-
 
 @dataclasses.dataclass(repr=False)
 class Decomposition(Kept):

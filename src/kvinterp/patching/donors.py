@@ -20,7 +20,7 @@ from kvinterp.inputs import (
     token_ids,
 )
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import site_of
 from kvinterp.models.sites import LAYOUTS, ROWS
 from kvinterp.patching.ablation import Ablation
@@ -28,8 +28,6 @@ from kvinterp.patching.patch import PATCH_SITES, Patch, stored_sites
 from kvinterp.paths import run
 from kvinterp.recording import Recorder, Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
-
-__all__ = ["check_donor", "donor_trace", "mean_donor", "resample_donor", "rows_of"]
 
 
 def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation) -> None:

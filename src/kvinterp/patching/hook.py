@@ -14,7 +14,7 @@ from torch import Tensor
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Listener, Site
+from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.patching.ablation import Ablation
 from kvinterp.patching.donors import check_donor, rows_of
@@ -22,8 +22,6 @@ from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
 from kvinterp.patching.resid_mid import carry_on
 from kvinterp.policies import Place
 from kvinterp.recording import PathHook
-
-__all__ = ["PatchHook", "Window"]
 
 Window = Callable[[str, int], "tuple[int, Tensor]"]
 """Given a site and layer, the donor's tensor at this step and the absolute position of its first row."""

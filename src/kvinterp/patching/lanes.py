@@ -11,15 +11,13 @@ from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import ExecutionPath, path_named
 from kvinterp.paths.decode import Lane
 from kvinterp.recording import PathHook, SiteHook
-
-__all__ = ["Donor", "PureLane", "Until", "two_paths"]
 
 
 def two_paths(

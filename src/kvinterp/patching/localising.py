@@ -38,8 +38,6 @@ from kvinterp.provenance import provenance
 from kvinterp.reading.vocabulary import PARTS
 from kvinterp.recording import PathHook
 
-__all__ = ["Cause", "localise"]
-
 PLACES_OF = {"fresh": ("row", "unembedding"), "anew": ("prompt",), "kept": ("kv",)}
 """The places that a part can be made at; there are no decoded rows yet."""
 COLUMNS = ["place", "layer", "l2", "share"]

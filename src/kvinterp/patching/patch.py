@@ -14,8 +14,6 @@ from kvinterp.models.sites import CACHE_SITES, SITES
 from kvinterp.patching.ablation import ZERO, Ablation
 from kvinterp.recording import Trace
 
-__all__ = ["PATCHED_CACHE", "PATCH_SITES", "Patch", "Positions", "stored_sites"]
-
 Positions = str | tuple[int, int]
 PATCH_SITES = {
     **{site: text for site, text in SITES.items() if site not in (*CACHE_SITES, "attn_scores")},

@@ -10,8 +10,6 @@ from kvinterp.inputs import check_choice
 from kvinterp.patching.asking import EVERY, MEASURED, Asked
 from kvinterp.patching.bench import PatchBench
 
-__all__ = ["VIEWS", "PatchMap", "blocks_of"]
-
 VIEWS = {
     "layer by step": ("layer", "step"),
     "layer by head": ("layer", "head"),

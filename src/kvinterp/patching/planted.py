@@ -10,14 +10,12 @@ from torch import Tensor
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_known, check_number, check_whole
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.paths import ExecutionPath
 from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
 from kvinterp.recording import LOGITS, PathHook
-
-__all__ = ["ONE_ROW", "PLACES", "PLANTED", "Plant", "PlantHook", "Planted", "nudged"]
 
 PLACES = {
     "kv": "K and V as the cached path keeps them at a layer",

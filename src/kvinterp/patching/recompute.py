@@ -25,8 +25,6 @@ from kvinterp.paths.model_cache import path_store, uncached
 from kvinterp.paths.store import Store
 from kvinterp.recording import PathHook
 
-__all__ = ["PureRecompute"]
-
 
 class PureRecompute:
     """One recompute path: prefix to logits, remembered; and patched, from the first patched block on.

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Listener, Site
-
-__all__ = ["carry_on"]
+from kvinterp.models.attaching import Listener, Site
 
 
 def carry_on(adapter: Adapter, listeners: dict[Site, Listener]) -> None:

@@ -16,8 +16,8 @@ from kvinterp import metrics
 from kvinterp.errors import NonFiniteError
 from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.adapter import Site
 from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
+from kvinterp.models.attaching import Site
 from kvinterp.models.sites import layout_of
 from kvinterp.patching.by_row import OneBatch, PatchesByRow, together
 from kvinterp.patching.hook import PatchHook, Window
@@ -28,8 +28,6 @@ from kvinterp.paths import ExecutionPath, Runner
 from kvinterp.paths.decode import Lane, lockstep
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.recording import PathHook
-
-__all__ = ["DISTANCES", "Advanced", "PlannedLane", "Setting", "advance_beside", "check_finite", "not_the_same"]
 
 DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": metrics.kl_divergence,

@@ -32,7 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.caches import Dynamic
 from kvinterp.patching.lanes import Donor
 from kvinterp.patching.planted import Plant
@@ -43,8 +43,6 @@ from kvinterp.paths.store import PassThrough
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.policies import Identity, Place
 from kvinterp.recording import PathHook
-
-__all__ = ["DIFFERENCES", "KeysValues", "Rows", "Shown", "Split", "StreamRunner", "leading_part"]
 
 DIFFERENCES = {
     "total": ("cached", "recompute"),

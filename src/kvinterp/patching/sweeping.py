@@ -44,8 +44,6 @@ from kvinterp.paths import ExecutionPath
 from kvinterp.progress import each
 from kvinterp.provenance import autocast, provenance
 
-__all__ = ["DIRECTIONS", "DISTANCES", "PRESETS", "SWEEPS", "Sweep", "highest_kl", "sweep"]
-
 log = logging.getLogger("kvinterp")
 
 SWEEPS = {

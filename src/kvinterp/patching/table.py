@@ -15,8 +15,6 @@ from kvinterp import metrics
 from kvinterp.kept import Kept, signed
 from kvinterp.patching.side_by_side import Advanced, PlannedLane, Setting
 
-__all__ = ["Sweep", "Tables"]
-
 LABELS = ["sweep", "site", "layer", "head", "positions"]
 """The columns that say which patch a row is about."""
 OVER_EXAMPLES = ("mean", "median", "low_quartile", "high_quartile", "interval_low", "interval_high")

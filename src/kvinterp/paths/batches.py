@@ -20,8 +20,6 @@ from kvinterp.paths.path import ExecutionPath
 from kvinterp.provenance import autocast
 from kvinterp.recording import Recorder
 
-__all__ = ["batched", "batched_alike", "in_batches"]
-
 log = logging.getLogger("kvinterp")
 Done = TypeVar("Done")
 

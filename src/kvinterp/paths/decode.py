@@ -12,8 +12,6 @@ from torch import Tensor
 
 from kvinterp.paths.vocabulary import padding_of
 
-__all__ = ["Collected", "Lane", "Step", "fed_to_all", "greedy", "length_of", "lockstep"]
-
 Choose = Callable[[Tensor, int], Tensor]
 """Given logits ``[batch, vocab]`` and the step, the token of each row."""
 

@@ -18,8 +18,6 @@ from kvinterp.paths.vocabulary import padding_of, shown_tokens, sound_rows
 from kvinterp.policies import Identity, Place
 from kvinterp.recording import SiteHook
 
-__all__ = ["first_nonfinite"]
-
 
 class _FiniteHook(SiteHook):
     """Stops at the first residual stream that is not finite."""

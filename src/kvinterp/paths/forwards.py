@@ -7,11 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Listener, ModuleState, Site
+from kvinterp.models.adapter import ModuleState
+from kvinterp.models.attaching import Listener, Site
 from kvinterp.paths.kernels.base import KernelMode
 from kvinterp.recording import LOGITS
-
-__all__ = ["HookedForwards"]
 
 Made = TypeVar("Made")
 

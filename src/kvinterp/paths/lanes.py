@@ -20,8 +20,6 @@ from kvinterp.paths.loops import Runner
 from kvinterp.paths.model_cache import path_store, uncached
 from kvinterp.paths.path import ExecutionPath
 
-__all__ = ["Memory", "Suffixed"]
-
 SUFFIX = 8
 """Tokens that :class:`Suffixed` puts behind the prefix."""
 

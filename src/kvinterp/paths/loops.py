@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.adapter import Listener, Site
+from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.sites import ATTENDED_SITES
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.model_cache import Stores, path_store, uncached
@@ -28,8 +28,6 @@ from kvinterp.paths.smoothing import Recomputed, Smoothed
 from kvinterp.paths.store import Store, policy_listeners
 from kvinterp.policies import Chain, Place
 from kvinterp.recording import LOGITS, PathHook
-
-__all__ = ["Runner"]
 
 Loop = Generator[Float[Tensor, "batch vocab"], Int[Tensor, " batch"], None]
 Begin = Callable[[], None]

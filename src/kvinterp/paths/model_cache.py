@@ -24,17 +24,6 @@ from kvinterp.paths.store import Growing, PassThrough, ReadListener, Store, poli
 from kvinterp.provenance import autocast
 from kvinterp.recording import PathHook, Recorder
 
-__all__ = [
-    "CHECKED_NUMBERS",
-    "CHECKED_SITES",
-    "Stores",
-    "growing_store",
-    "own_store",
-    "path_store",
-    "same_bits",
-    "uncached",
-]
-
 log = logging.getLogger("kvinterp")
 
 CHECKED_SITES = ("q", "k", "v", "z", "attn_out", "mlp_out", "resid_post")

@@ -16,8 +16,6 @@ from kvinterp.models.caches import CacheKind, Dynamic, Preallocated, Quantized, 
 from kvinterp.paths.kernels import Kernels, Native, kernels_named
 from kvinterp.policies import Identity, Policy, policy_named
 
-__all__ = ["Cached", "ExecutionPath", "Recompute", "path_named", "path_read"]
-
 FORMS = ("cached", "recompute")
 OPTIONS = ("chunk", "refresh", "smooth", "prefill", "cache", "cache_dtype", "kernels")
 PREFILLS = ("exact", "stored")

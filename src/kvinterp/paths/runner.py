@@ -33,8 +33,6 @@ from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.provenance import provenance
 from kvinterp.recording import Recorder, Trace
 
-__all__ = ["run"]
-
 
 def run(
     model: Any,

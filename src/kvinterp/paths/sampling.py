@@ -14,8 +14,6 @@ from kvinterp.draws import draws
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_seed, whole_number
 
-__all__ = ["STRATEGIES", "Drawing", "Greedy", "Strategy", "TopK", "TopP", "drawing", "strategy_named", "uniforms"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:

@@ -18,8 +18,6 @@ from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
 from kvinterp.recording import PathHook
 
-__all__ = ["Recomputed", "Smoothed"]
-
 
 class Recomputed(PathHook):
     """Keeps the keys and values that attention last read in each layer of the path it looks into."""

@@ -15,11 +15,9 @@ from torch.nn.functional import pad
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import ModelInfo
-from kvinterp.models.adapter import Listener, Site
+from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.caches import KeysValues, OwnCache, taken
 from kvinterp.policies import Place, Policy
-
-__all__ = ["Growing", "PassThrough", "ReadListener", "Store", "policy_listeners"]
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of another number of rows than others in the same call."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from kvinterp.models import Adapter
 
-__all__ = ["end_tokens", "padding_of", "shown_tokens", "sound_rows"]
-
 
 def end_tokens(adapter: Adapter, device: torch.device) -> Tensor:
     """The token ids that end a sequence, as a tensor."""

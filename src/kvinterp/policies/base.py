@@ -16,8 +16,6 @@ from kvinterp.models.adapter import ModelInfo
 from kvinterp.models.caches import KeysValues, taken
 from kvinterp.spec import name_of, text_of
 
-__all__ = ["KV", "Chain", "Place", "Policy", "Selective", "running"]
-
 KV = KeysValues
 
 

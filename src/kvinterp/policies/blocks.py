@@ -11,8 +11,6 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import zoo
 from kvinterp.policies.base import Place
 
-__all__ = ["Memory", "Settled", "affine", "check_blocks", "cut"]
-
 
 def check_blocks(policy: object, block: int, width: int, name: str) -> None:
     """Raises UnsupportedError where ``width``, a model's ``head_dim``, is no multiple of a policy's block along it."""

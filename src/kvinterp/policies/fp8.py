@@ -14,8 +14,6 @@ from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled
 
-__all__ = ["Fp8"]
-
 FORMATS = {"e4m3": (torch.float8_e4m3fn, 464.0, math.nan), "e5m2": (torch.float8_e5m2, 61440.0, math.inf)}
 """By name: the dtype, the magnitude halfway between its largest and what would come next, and what stands for more than that.
 

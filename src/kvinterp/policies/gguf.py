@@ -17,8 +17,6 @@ from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective
 from kvinterp.policies.blocks import check_blocks, cut
 
-__all__ = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
-
 BLOCK = 32
 SOURCE = "llama.cpp: ggml-quants.c, as in gguf 0.19 quants.py"
 

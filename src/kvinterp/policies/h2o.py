@@ -10,8 +10,6 @@ from torch import Tensor
 from kvinterp.policies.base import Place
 from kvinterp.policies.scored import Scored, share
 
-__all__ = ["H2O"]
-
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Scored):

@@ -13,8 +13,6 @@ from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, check_blocks, cut
 
-__all__ = ["Hadamard"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard(Selective):

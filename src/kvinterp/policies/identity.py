@@ -6,8 +6,6 @@ import dataclasses
 
 from kvinterp.policies.base import Policy
 
-__all__ = ["Identity"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Identity(Policy):

@@ -13,8 +13,6 @@ from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective
 from kvinterp.policies.blocks import affine, check_blocks, cut
 
-__all__ = ["Int4", "Int8"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Selective):

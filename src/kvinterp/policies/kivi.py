@@ -13,8 +13,6 @@ from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled, affine, check_blocks, cut
 
-__all__ = ["Kivi"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Kivi(Selective):

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from kvinterp.policies.scored import Budgeted
 
-__all__ = ["Knorm"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Knorm(Budgeted):

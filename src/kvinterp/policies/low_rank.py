@@ -13,8 +13,6 @@ from kvinterp.inputs import check_whole
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective, running
 
-__all__ = ["LowRank"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LowRank(Selective):

@@ -32,8 +32,6 @@ from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective, running
 from kvinterp.spec import name_of
 
-__all__ = ["Normal", "Uniform"]
-
 PRESERVED = ("nothing", "sign", "magnitude", "mean", "sign+mean", "magnitude+mean")
 AT_ONCE = 64
 """Positions whose errors are drawn together: at every step anew, drawing would take longer than a small model's step."""

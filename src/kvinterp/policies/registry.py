@@ -7,8 +7,6 @@ from kvinterp import spec
 from kvinterp.inputs import check_text
 from kvinterp.policies.base import Chain, Policy
 
-__all__ = ["POLICIES", "policy_named"]
-
 POLICIES = spec.plugins_of(folder, Policy)
 
 

@@ -17,8 +17,6 @@ from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, running
 from kvinterp.spec import name_of
 
-__all__ = ["Budgeted", "Scored", "rows_left", "share"]
-
 
 def share(policy: Policy, field: str, least: float = 0.0) -> float:
     """A field of a policy; InputError where it is no share from ``least`` up to, and not reaching, 1."""

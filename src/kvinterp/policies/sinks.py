@@ -12,8 +12,6 @@ from torch import Tensor
 from kvinterp.inputs import check_whole
 from kvinterp.policies.base import Place, Policy
 
-__all__ = ["Sinks"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Sinks(Policy):

@@ -13,8 +13,6 @@ from kvinterp.inputs import check_whole
 from kvinterp.policies.base import Place
 from kvinterp.policies.scored import Budgeted
 
-__all__ = ["Snapkv"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Snapkv(Budgeted):

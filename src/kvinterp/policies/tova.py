@@ -10,8 +10,6 @@ from torch import Tensor
 from kvinterp.policies.base import Place
 from kvinterp.policies.scored import Budgeted
 
-__all__ = ["Tova"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Tova(Budgeted):

@@ -19,8 +19,6 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.inputs import check_whole
 from kvinterp.policies.base import Place, Selective
 
-__all__ = ["Truncate"]
-
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

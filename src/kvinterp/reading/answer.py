@@ -13,8 +13,6 @@ from kvinterp.reading.vocabulary import PROTOCOLS
 if TYPE_CHECKING:
     from kvinterp.results import Result
 
-__all__ = ["matched", "notes_of", "question_of"]
-
 
 def question_of(results: Sequence[Result]) -> str:
     """What was asked."""

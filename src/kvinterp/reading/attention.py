@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvinterp.recording import Trace
 
-__all__ = ["DERIVED", "cropped", "heads_shown", "largest_row", "nats", "pooled", "scale_of", "what_is_compared"]
-
 DERIVED = (
     "Attention ran in a fused kernel (SDPA), which shows no pattern: these are derived beside it, from the queries and "
     "keys that it was given."

@@ -10,8 +10,6 @@ from scipy import stats
 from kvinterp import metrics
 from kvinterp.reading.numbers import between, counted, ends_said, machines_of, number
 
-__all__ = ["said_of_chains", "similarity_named"]
-
 _SHOWN = 8
 """Of so many arms a sentence each; the table holds all."""
 

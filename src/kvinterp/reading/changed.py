@@ -14,18 +14,6 @@ if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
     from kvinterp.results import Result
 
-__all__ = [
-    "boundary_of",
-    "changed_said",
-    "closest",
-    "flips_of",
-    "flips_said",
-    "kept_said",
-    "no_boundary",
-    "none_changed_said",
-    "square_said",
-]
-
 
 def flips_of(comparison: Comparison) -> pd.DataFrame:
     """The steps at which the paths chose different tokens on the same text, with ``id``; by example and step."""

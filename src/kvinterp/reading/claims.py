@@ -10,8 +10,6 @@ import pandas as pd
 from kvinterp.claims import FAILS, HOLDS, OPEN
 from kvinterp.reading.numbers import counted, ends_said, listed, number, upper
 
-__all__ = ["claim_said", "claims_said", "how_decided"]
-
 
 def claims_said(claims: pd.DataFrame) -> list[str]:
     """A table of claims in sentences: how it was decided, how many hold, then each that was decided, and why others were not.

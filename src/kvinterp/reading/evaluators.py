@@ -7,8 +7,6 @@ from typing import Any
 
 from kvinterp.reading.numbers import counted, ends_said, listed, machine_of, number
 
-__all__ = ["said_of_eval", "score_named"]
-
 _SHOWN = 12
 """Of so many scores a sentence each; the table holds all."""
 

@@ -10,8 +10,6 @@ import numpy as np
 from kvinterp.behaviour.scores import AGAIN, METRICS
 from kvinterp.reading.numbers import counted, ends_said, listed, machine_of, number, upper
 
-__all__ = ["said_of_equivalent_noise", "said_of_kv_error"]
-
 _SIGNIFICANT = 0.05
 
 

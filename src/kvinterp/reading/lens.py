@@ -11,8 +11,6 @@ from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.reading.numbers import against, counted, machine_of, number
 from kvinterp.reading.results import only
 
-__all__ = ["said_of_attribution", "said_of_lens"]
-
 
 def said_of_lens(overview: pd.DataFrame, provenance: Mapping[str, Any]) -> list[str]:
     """What a lens found; ``overview`` has a row a layer."""

@@ -12,8 +12,6 @@ from kvinterp.reading.patching import said_of_decomposition
 from kvinterp.reading.results import only
 from kvinterp.reading.vocabulary import RECOVERED
 
-__all__ = ["all_layers", "localisation_title", "said_of_localisation"]
-
 _SAID = {
     "paper": "as the paper has it, resid_post of the cached path into the recompute path at the first cached step, free",
     "residual": "resid_post into the recompute path, the newest position of every step",

@@ -11,28 +11,6 @@ import pandas as pd
 
 from kvinterp import metrics
 
-__all__ = [
-    "against",
-    "between",
-    "counted",
-    "ends_said",
-    "every",
-    "listed",
-    "machine_of",
-    "machines_of",
-    "models_on",
-    "most",
-    "number",
-    "percent",
-    "power",
-    "sentence",
-    "share",
-    "short",
-    "typical_interval",
-    "typical_said",
-    "upper",
-]
-
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 

@@ -15,19 +15,6 @@ from kvinterp.reading.vocabulary import ANEW, PARTS, RECOVERED
 if TYPE_CHECKING:
     from kvinterp.patching import Asked, PatchAnswer
 
-__all__ = [
-    "PATCHED",
-    "asked_said",
-    "layer_title",
-    "map_said",
-    "recovery_said",
-    "recovery_title",
-    "said_of_decomposition",
-    "said_of_sweep",
-    "split_title",
-    "step_title",
-]
-
 _DISTANCES = {**RECOVERED, "l2": "L2 distance of the logits"}
 _SHORT = {**RECOVERED, "l2": "L2"}
 

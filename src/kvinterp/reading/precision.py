@@ -13,8 +13,6 @@ from kvinterp.reading.results import unit_roundoff
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
 
-__all__ = ["Fall", "fall_of", "ladder_said", "ladder_title"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Fall:

@@ -16,22 +16,6 @@ if TYPE_CHECKING:
     from kvinterp.data import Prompt
     from kvinterp.results import Result
 
-__all__ = [
-    "decoded",
-    "drift_medians",
-    "grouped",
-    "judged",
-    "kind_of",
-    "leading",
-    "model_of",
-    "only",
-    "place_of",
-    "right_answers",
-    "site_of",
-    "unit_roundoff",
-    "with_protocol",
-]
-
 
 def model_of(result: Result) -> str:
     """The model's name without ``zoo:``."""

@@ -10,8 +10,6 @@ import pandas as pd
 from kvinterp.reading.claims import claims_said
 from kvinterp.reading.numbers import counted, listed, machines_of
 
-__all__ = ["judged_anew", "said_of_study"]
-
 
 def said_of_study(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> list[str]:
     """Sentences about a whole study, from its tables and its summary."""

@@ -8,8 +8,6 @@ import pandas as pd
 
 from kvinterp.reading.numbers import every, most, short
 
-__all__ = ["attention_title", "drift_title", "kl_title", "kv_title"]
-
 
 def kl_title(frames: Mapping[str, pd.DataFrame]) -> str:
     """Of KL by step; ``frames`` are tables of steps by label, of which the first is told."""

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from kvinterp.models import KINDS
 from kvinterp.reading.numbers import sentence
 
-__all__ = ["ANEW", "EMBEDDING", "ONE_BY_ONE", "PARTS", "PROTOCOLS", "RECOVERED", "glossary"]
-
 PROTOCOLS = {
     "matched": "both paths are fed the same tokens at every step: the difference is of how they compute, and not of their texts",
     "free": "each path is fed its own tokens: after the first flip the two contexts differ",

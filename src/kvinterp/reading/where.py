@@ -13,8 +13,6 @@ from kvinterp.reading.numbers import against, counted, every, machine_of, most, 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
 
-__all__ = ["let_go", "where"]
-
 _STREAMS = {"resid_pre", "resid_mid", "resid_post"}
 
 

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import HOOKS, hook_of
 from kvinterp.models.sites import LAYOUTS
-
-__all__ = ["activation_cache", "is_activation_cache", "records_of"]
 
 
 def activation_cache(

@@ -13,8 +13,6 @@ from kvinterp.models.passes import Passes, WatchesPasses
 from kvinterp.models.sites import CACHE_SITES
 from kvinterp.recording.recorder import Recorder
 
-__all__ = ["record"]
-
 CONTEXT = "kv.record"
 
 

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_choice, check_instance, chosen_heads, chosen_layers, chosen_steps, is_among
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import place_of, places_of
 from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.policies import Place
 from kvinterp.recording.hook import SiteHook
-
-__all__ = ["Recorder"]
 
 WITH_ROWS = (*CACHE_SITES, *ATTENDED_SITES)
 """Beside these the positions of the rows are recorded where a policy may let go of some."""

@@ -16,10 +16,8 @@ from torch import Tensor
 from kvinterp.errors import InputError, shown
 from kvinterp.files import bytes_of, is_file, read_sealed, sealed, write_whole
 from kvinterp.inputs import check_instance, is_among
-from kvinterp.models.adapter import Site
+from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import place_of
-
-__all__ = ["Trace"]
 
 _ABOUT, _TENSORS = "trace.json", "trace.safetensors"
 

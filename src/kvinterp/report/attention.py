@@ -26,8 +26,6 @@ from kvinterp.recording import Trace
 from kvinterp.report.attention_page import AttentionPage, ShownHead, View, page_of, readable
 from kvinterp.report.page import Text, fragment
 
-__all__ = ["AttentionComparison", "assembled_pattern", "attention_comparison"]
-
 Square = Float[Tensor, "head query key"]
 
 #: Cells the browser draws without a wait: 32 heads, three patterns each, 48 positions a side, and a little.

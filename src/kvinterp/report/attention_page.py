@@ -21,8 +21,6 @@ from kvinterp.reading import attention as say
 from kvinterp.recording import Trace
 from kvinterp.report.page import render
 
-__all__ = ["AttentionPage", "ShownHead", "View", "page_of", "readable"]
-
 
 @dataclasses.dataclass(frozen=True)
 class View:

@@ -17,30 +17,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 from kvinterp.reading.numbers import percent, power
 from kvinterp.report.style import CMAP, line_of, series_of
 
-__all__ = [
-    "Height",
-    "beside",
-    "broken",
-    "color_bar",
-    "headed",
-    "legend_below",
-    "legend_outside",
-    "log_norm",
-    "log_ticks",
-    "mapped",
-    "medians",
-    "on_lines",
-    "percents",
-    "place_title",
-    "powers_of_two",
-    "quartiles",
-    "shift_of",
-    "spread",
-    "stacked",
-    "whole_numbers",
-    "zero_aware",
-]
-
 Height = Callable[[Any], Any]
 """From values to heights on an axis, see :func:`zero_aware`."""
 

@@ -16,8 +16,6 @@ from kvinterp.report.axes import broken, legend_outside, place_title, whole_numb
 from kvinterp.report.ink import ink_on
 from kvinterp.report.style import SERIES, line_of, looks, of_models, sheet
 
-__all__ = ["chain_figures"]
-
 
 def chain_figures(found: Mapping[str, Any]) -> dict[str, Figure]:
     """The figures ``chain_curves``, ``chain_deltas`` and ``chain_map``.

@@ -34,8 +34,6 @@ from kvinterp.report.axes import (
 from kvinterp.report.ink import ink_on
 from kvinterp.report.style import line_of, of_models, series_of, sheet
 
-__all__ = ["DIVERGING", "drawn"]
-
 #: White at 0, orange below, blue above: told apart by the colour-blind; in grey the sign in each cell tells.
 DIVERGING = LinearSegmentedColormap.from_list("recovery", ["#8f3a00", "#e08a4a", "#ffffff", "#4a90c2", "#003f6b"])
 _GREY = "#808080"

@@ -42,8 +42,6 @@ from kvinterp.report.svg import picture
 from kvinterp.report.tokens import SCRIPTS, SHEETS, called, changes
 from kvinterp.results import Result
 
-__all__ = ["ladder_of", "overview_of", "write_report"]
-
 _TEXTS = 12
 
 

@@ -11,8 +11,6 @@ from kvinterp.reading.patching import layer_title, split_title
 from kvinterp.report.axes import legend_outside, medians, place_title, quartiles, stacked, whole_numbers, zero_aware
 from kvinterp.report.style import made_with, sheet
 
-__all__ = ["decomposition_figure"]
-
 _PARTS = {
     "total": "total: cached against recompute",
     "fresh": "fresh: this step's row, computed alone",

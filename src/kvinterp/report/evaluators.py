@@ -11,8 +11,6 @@ from kvinterp.reading.evaluators import score_named
 from kvinterp.report.axes import broken, on_lines
 from kvinterp.report.style import of_models, series_of, sheet
 
-__all__ = ["scores_figure"]
-
 _PANELS = 24
 
 

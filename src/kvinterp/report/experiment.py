@@ -17,8 +17,6 @@ from kvinterp.report.page import Answer, Column, Folded, Pairs, Table, Text, ren
 from kvinterp.report.svg import picture
 from kvinterp.report.tokens import SCRIPTS, SHEETS
 
-__all__ = ["last_parts", "made_with_parts", "said", "shown", "write_experiment"]
-
 _ROWS = 40
 """Rows of a table that the page shows; the file has them all."""
 

@@ -36,20 +36,6 @@ from kvinterp.report.axes import (
 from kvinterp.report.ink import ink_on
 from kvinterp.report.style import CMAP, line_of, series_of, sheet, signed, small_print
 
-__all__ = [
-    "FIGURES",
-    "draw_attention",
-    "draw_drift",
-    "draw_kl",
-    "draw_kv",
-    "draw_ladder",
-    "figure_named",
-    "figure_of",
-    "figures",
-    "overview",
-    "precision_ladder",
-]
-
 Labelled = Mapping[str, Comparison]
 
 FIGURES = {

@@ -11,8 +11,6 @@ from kvinterp.findings.rows import bare, place, value
 from kvinterp.reading.numbers import ends_said, number
 from kvinterp.report.page import Column, Interval, Table
 
-__all__ = ["findings_table"]
-
 _DRAWN = ("low", "estimate", "high", "null")
 _WIDE = 100
 """Above this ratio of the largest to the smallest a scale is logarithmic."""

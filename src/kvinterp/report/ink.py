@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-__all__ = ["DARK", "INK", "contrast", "ink_on", "luminance", "on_dark", "on_dark_hex"]
-
 DARK = "#15181c"
 """The page's ground in the dark; the light one is white (``static/page.css``)."""
 INK = "#e8eaed"

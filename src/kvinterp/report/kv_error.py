@@ -18,14 +18,6 @@ from kvinterp.reading.results import only
 from kvinterp.report.axes import legend_outside, on_lines, place_title
 from kvinterp.report.style import SERIES, Series, of_models, series_of, sheet
 
-__all__ = [
-    "bits_figure",
-    "contrasts_figure",
-    "equivalent_noise_figure",
-    "kv_error_figures",
-    "scores_figure",
-]
-
 
 def kv_error_figures(result: tuple[Mapping[str, pd.DataFrame], Mapping[str, Any]]) -> dict[str, Figure]:
     """The figures ``kv_error``, ``kv_error_noise`` and, where there are contrasts, ``kv_error_contrasts``.

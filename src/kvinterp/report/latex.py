@@ -9,8 +9,6 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from kvinterp.errors import visible
 
-__all__ = ["latex_number", "latex_of", "latex_text", "markdown_of", "numeric"]
-
 _SPECIAL = {
     "\\": r"\textbackslash{}",
     **{c: f"\\{c}" for c in "&%$#_{}"},

@@ -17,8 +17,6 @@ from kvinterp.reading.results import only
 from kvinterp.report.axes import color_bar, log_norm, mapped, medians, place_title, shift_of, whole_numbers, zero_aware
 from kvinterp.report.style import line_of, of_models, sheet
 
-__all__ = ["attribution_figure", "attribution_figures", "lens_figure", "lens_figures"]
-
 
 def lens_figures(lens: LogitLens) -> dict[str, Figure]:
     """:func:`lens_figure` by the name of its file; nothing where no step was decoded after the prefill."""

@@ -18,8 +18,6 @@ from kvinterp.report.decomposition import decomposition_figure
 from kvinterp.report.recovery import DIVERGING, recovery_figure, write_recovery
 from kvinterp.report.style import of_models, sheet
 
-__all__ = ["localisation_figures", "recovery_map"]
-
 _WRITTEN_LAYERS = 8
 """So many layers of a model have their numbers written."""
 

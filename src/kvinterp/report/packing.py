@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["packed", "signed_codes", "three_digits"]
-
 _LEAST, _MOST = -40, 31
 _SIGNED_LEAST, _SIGNED_MOST = -24, 11
 

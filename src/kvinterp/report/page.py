@@ -17,23 +17,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvinterp.report.script import script, styles
 
-__all__ = [
-    "Answer",
-    "Bullets",
-    "Column",
-    "Folded",
-    "Interval",
-    "Links",
-    "Packed",
-    "Pairs",
-    "Picture",
-    "Section",
-    "Table",
-    "Text",
-    "fragment",
-    "render",
-]
-
 # Parts: each is shown by the macro that bears its name -----------------------------------------------------------------
 
 

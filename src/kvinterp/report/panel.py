@@ -24,8 +24,6 @@ from kvinterp.report.panel_picture import picture
 from kvinterp.report.panel_shown import answer_shown, choices, map_shown, plain
 from kvinterp.report.script import script, styles
 
-__all__ = ["PatchAnswer", "PatchBench", "PatchPanel", "patch_panel"]
-
 PROMPT = "Question: Nora has 88 boxes and Jack has 53. How many more boxes does Nora have than Jack?\nAnswer:"
 OTHER = PROMPT.replace("88", "78")
 """Of as many tokens."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from markupsafe import Markup
 
-__all__ = ["picture"]
-
 WHITE, MORE, LESS = (255, 255, 255), (176, 74, 0), (0, 90, 158)
 """The colours of the light panel; each cell brings the colour of its own text, so that it reads on any page."""
 

@@ -11,8 +11,6 @@ from kvinterp.patching.asking import EVERY, MEASURED
 from kvinterp.patching.patch_map import blocks_of
 from kvinterp.reading.patching import asked_said, map_said, recovery_said
 
-__all__ = ["answer_shown", "choices", "map_shown", "plain"]
-
 UNITS = {"kl": "nats", "l2": "in logits"}
 
 

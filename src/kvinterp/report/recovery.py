@@ -25,14 +25,6 @@ from kvinterp.report.axes import mapped, percents, place_title, stacked, whole_n
 from kvinterp.report.ink import ink_on
 from kvinterp.report.style import SERIES, made_with, sheet
 
-__all__ = [
-    "DIVERGING",
-    "recovery_figure",
-    "step_figure",
-    "sweep_figures",
-    "write_recovery",
-]
-
 #: White at 0, orange below, blue above: told apart by the colour-blind; in grey the sign in each cell tells.
 DIVERGING = LinearSegmentedColormap.from_list("recovery", ["#8f3a00", "#e08a4a", "#ffffff", "#4a90c2", "#003f6b"])
 _HEADS = ("heads", "kv-heads")

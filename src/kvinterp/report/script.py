@@ -12,8 +12,6 @@ from markupsafe import Markup
 
 from kvinterp.errors import unknown
 
-__all__ = ["script", "styles"]
-
 
 def script(*names: str) -> Markup:
     """The code of several scripts as one module, fit to stand inside a page.

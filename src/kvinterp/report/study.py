@@ -17,8 +17,6 @@ from kvinterp.report.latex import latex_of, markdown_of
 from kvinterp.report.page import Answer, Bullets, Column, Links, Table, Text, render
 from kvinterp.report.svg import picture
 
-__all__ = ["write_study"]
-
 TITLE = "What of the FP16 paper's claims holds here"
 _PRINTED = 60
 """Rows of a table that is set in LaTeX too."""

@@ -22,24 +22,6 @@ from matplotlib.figure import Figure
 from kvinterp.files import write_whole
 from kvinterp.reading.numbers import against, machine_of
 
-__all__ = [
-    "CMAP",
-    "SERIES",
-    "Series",
-    "drawn_as",
-    "keeping",
-    "kept",
-    "line_of",
-    "looks",
-    "made_with",
-    "of_models",
-    "png",
-    "save",
-    "sheet",
-    "signed",
-    "small_print",
-]
-
 RC: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,

@@ -26,8 +26,6 @@ from kvinterp.report.ink import on_dark, on_dark_hex
 from kvinterp.report.page import Picture
 from kvinterp.report.style import drawn_as, kept
 
-__all__ = ["inline", "picture"]
-
 _SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 _FONTS = "font-family:'DejaVu Sans', Verdana, 'Bitstream Vera Sans', Arial, sans-serif"
 _MANY = 1000

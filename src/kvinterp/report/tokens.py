@@ -29,8 +29,6 @@ from kvinterp.report.packing import packed, signed_codes, three_digits
 from kvinterp.report.page import Column, Links, Packed, Table, Text, fragment, render
 from kvinterp.results import Result
 
-__all__ = ["SCRIPTS", "SHEETS", "called", "changes", "flips_shown", "packed_comparison", "tokens_fragment"]
-
 SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)
 """What a page with these parts runs, and its styles."""
 

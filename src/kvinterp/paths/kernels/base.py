@@ -14,21 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Listener, Site
-from kvinterp.models.derived import SDPA, sdpa_arguments
+from kvinterp.models.attaching import Listener, Site
 from kvinterp.spec import name_of, text_of
-
-__all__ = [
-    "MATMUL",
-    "SDPA",
-    "Functions",
-    "KernelMode",
-    "Kernels",
-    "Operations",
-    "drops_out",
-    "refuse_opaque_attention",
-    "sdpa_arguments",
-]
 
 
 @dataclasses.dataclass(frozen=True)

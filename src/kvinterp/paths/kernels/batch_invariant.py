@@ -14,20 +14,17 @@ import torch
 from torch import Tensor
 
 from kvinterp.models import Adapter
+from kvinterp.models.derived import SDPA, sdpa_arguments
 from kvinterp.paths.kernels import fixed_order
 from kvinterp.paths.kernels.base import (
     MATMUL,
-    SDPA,
     Functions,
     KernelMode,
     Kernels,
     Operations,
     drops_out,
     refuse_opaque_attention,
-    sdpa_arguments,
 )
-
-__all__ = ["BatchInvariant"]
 
 aten: Any = torch.ops.aten
 

@@ -21,18 +21,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "attention",
-    "depthwise_convolution",
-    "in_fixed_pieces",
-    "layer_norm",
-    "log_softmax",
-    "product",
-    "softmax",
-    "sum_over",
-    "wide",
-]
-
 LANES = 16
 _BLOCK = 1 << 19
 """Most elements of an intermediate product: about 2 MB in float32, so that it stays in the processor's cache."""

@@ -16,20 +16,11 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Listener
+from kvinterp.models.attaching import Listener
+from kvinterp.models.derived import SDPA, sdpa_arguments
 from kvinterp.paths.kernels import fixed_order
-from kvinterp.paths.kernels.base import (
-    SDPA,
-    Functions,
-    KernelMode,
-    Kernels,
-    drops_out,
-    refuse_opaque_attention,
-    sdpa_arguments,
-)
+from kvinterp.paths.kernels.base import Functions, KernelMode, Kernels, drops_out, refuse_opaque_attention
 from kvinterp.paths.kernels.split_k import ACCUMULATE, check_layers, check_parts
-
-__all__ = ["FlashDecoding", "merged_attention"]
 
 
 @dataclasses.dataclass(frozen=True)

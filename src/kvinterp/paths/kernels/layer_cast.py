@@ -12,8 +12,6 @@ from kvinterp.models import Adapter
 from kvinterp.paths.kernels import fixed_order
 from kvinterp.paths.kernels.base import KernelMode, Kernels, Operations
 
-__all__ = ["LayerCast"]
-
 aten: Any = torch.ops.aten
 
 

@@ -7,8 +7,6 @@ import dataclasses
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels.base import KernelMode, Kernels
 
-__all__ = ["Native"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Native(Kernels):

@@ -7,8 +7,6 @@ from kvinterp import spec
 from kvinterp.inputs import check_text
 from kvinterp.paths.kernels.base import Kernels
 
-__all__ = ["KERNELS", "kernels_named"]
-
 KERNELS = spec.plugins_of(folder, Kernels)
 
 

@@ -10,20 +10,10 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, unknown
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import Listener
+from kvinterp.models.attaching import Listener
+from kvinterp.models.derived import SDPA, sdpa_arguments
 from kvinterp.paths.kernels import fixed_order
-from kvinterp.paths.kernels.base import (
-    SDPA,
-    Functions,
-    KernelMode,
-    Kernels,
-    Operations,
-    drops_out,
-    refuse_opaque_attention,
-    sdpa_arguments,
-)
-
-__all__ = ["ACCUMULATE", "OPERATIONS", "SplitK", "check_layers", "check_parts"]
+from kvinterp.paths.kernels.base import Functions, KernelMode, Kernels, Operations, drops_out, refuse_opaque_attention
 
 aten: Any = torch.ops.aten
 OPERATIONS = {

@@ -16,8 +16,6 @@ from kvinterp.models import Adapter
 from kvinterp.paths.kernels import fixed_order
 from kvinterp.paths.kernels.base import KernelMode, Kernels, Operations
 
-__all__ = ["WideUnembedding"]
-
 aten: Any = torch.ops.aten
 _PRODUCTS = {aten.mm.default: 1, aten.addmm.default: 2, aten.bmm.default: 1}
 """The operations that an unembedding can be, and which argument of each is the weights."""
