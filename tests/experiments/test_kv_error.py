@@ -106,11 +106,11 @@ def test_equivalent_noise_writes_a_table_a_figure_and_a_page(tmp_path: Path) -> 
         path.name for path in outcome.files
     }
     assert len(pd.read_parquet(tmp_path / "equivalent_noise.parquet")) == 3 * 4 * 2 * 4
-    said = asked.sentences(outcome)
-    assert said[1] == "identity, 16 bits: exactly no error."
-    assert "exactly no error in the" in said[2]
-    assert said[2].endswith("of rows that are kept.")
-    assert said[3].startswith("uniform(-1,1), 16 bits: K 0.5")
+    assert asked.headline(outcome)[1] == "No error at all: identity and sinks(2,8)."
+    of = outcome.tables["findings"].set_index(["finding", "policy", "tensor"])["estimate"]
+    assert of["root mean square of the error", "identity", "K"] == 0
+    assert 0 < of["rows kept", "sinks(2,8)", "V"] < 1
+    assert of["root mean square of the error", "uniform(-1,1)", "K"] == pytest.approx(3**-0.5, rel=0.1)
 
 
 # kv-error --------------------------------------------------------------------------------------------------------------
@@ -164,10 +164,11 @@ def test_kv_error_end_to_end(tmp_path: Path) -> None:
     assert {"K against V, prefill=stored", "K against V, prefill=exact", "uniform(-2,2): stored against exact"} <= contrasts
     assert CONTROL in set(outcome.tables["examples"]["policy"])
     said = " ".join(asked.sentences(outcome))
-    assert "control against control" in said
-    assert "K against V" in said
+    assert "control again, prefill=exact: perplexity of reference answers, of control 100%" in said
+    assert "the floor: only the draws of the sampling differ" in said
+    assert "K against V, prefill=stored: difference in problems solved" in said
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert page.count("<svg ") == 3
+    assert page.count("<figure") == 3
     # The command that makes the tables judges its source's claims.
     claims = pd.read_parquet(tmp_path / "claims.parquet")
     assert set(claims["source"]) == {"cache-error paper"}

@@ -153,14 +153,16 @@ class Experiment(abc.ABC):
         if said is None and "findings" in outcome.tables:
             from kvinterp.findings import lines_of
 
-            said = [*self.headline(outcome), *lines_of(outcome.tables["findings"])]
+            said = [*self._headed(outcome), *lines_of(outcome.tables["findings"])]
         if said is None and self.READING:
             said = imported(self.READING)(outcome.summary)
-            if "claims" in outcome.tables:
-                from kvinterp.reading.claims import claims_said
-
-                said = [*said, *claims_said(outcome.tables["claims"])]
         return list(said or ())
+
+    def _headed(self, outcome: Outcome) -> list[str]:
+        """What leads: the headline, and what its tables say of a source's claims."""
+        from kvinterp.reading.claims import claims_said
+
+        return [*self.headline(outcome), *(claims_said(outcome.tables["claims"]) if "claims" in outcome.tables else ())]
 
     def read(self, folder: Path) -> Outcome:
         """A finished result as it is in its folder.
@@ -433,7 +435,7 @@ class Experiment(abc.ABC):
             if not self.PAGE:
                 return files
             findings = outcome.tables.get("findings")
-            said = self.sentences(outcome) if findings is None else self.headline(outcome)
+            said = self.sentences(outcome) if findings is None else self._headed(outcome)
             found = (said, outcome.tables, files, outcome.choices, about, self.lead(outcome), findings)
             return [*files, write_experiment(folder.parent, self.asks(), *found)]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import pandas as pd
 
 from kvinterp.cells import Cell, Made, joined, loaded
@@ -14,6 +15,8 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
 from kvinterp.experiments.base import Experiment, Outcome
 from kvinterp.experiments.options import argument, option, shared
+from kvinterp.findings import Chart, Panel, finding, findings_of
+from kvinterp.reading.numbers import counted, listed, number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +38,6 @@ class EquivalentNoise(Experiment):
     """How large, how skewed and how heavy-tailed is the error of a policy on real K and V, and at how many bits?"""
 
     TABLES: ClassVar = ("equivalent_noise",)
-    FIGURES: ClassVar = "kvinterp.report.kv_error:equivalent_noise_figure"
-    READING: ClassVar = "kvinterp.reading.kv_error:said_of_equivalent_noise"
     UNIT: ClassVar = "policies"
 
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
@@ -78,9 +79,60 @@ class EquivalentNoise(Experiment):
         of_policies = {"policies": wholes.to_dict("records"), "places": places.to_dict("records")}
         return self.again({"equivalent_noise": table}, {"settings": settings, **about, **of_policies})
 
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The table, with each policy's K and V as a whole."""
-        return Outcome((tables["equivalent_noise"], pd.DataFrame(summary["policies"]), summary), tables, summary)
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """The smallest and the largest error."""
+        table = _smallest_first(outcome)
+        last = table.iloc[-1]
+        none = sorted(set(table["policy"]) - set(table.loc[table["relative_rms"] > 0, "policy"]))
+        lines = [
+            f"Of {counted(table['policy'].nunique(), 'policy')}, {last['policy']} makes the largest error: "
+            f"{number(last['relative_rms'])} times the root mean square of {last['tensor']} "
+            f"({counted(outcome.summary['prompts'], 'prompt')})."
+        ] if last["relative_rms"] > 0 else []  # fmt: skip
+        return [*lines, *([f"No error at all: {listed(none)}."] if none else [])]
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Size, bias, flipped signs and zeros of the error of every policy on K and on V, smallest first."""
+        rows, prompts = [], outcome.summary["prompts"]
+        for row in _smallest_first(outcome).to_dict("records"):
+            of = {"policy": row["policy"], "tensor": row["tensor"]}
+            rows.append(finding("root mean square of the error", row["relative_rms"], (row["low"], row["high"]), prompts,
+                                measure="of the tensor's own", note=f"stored in {number(row['bits'])} bits", **of))  # fmt: skip
+            if row["bias"]:
+                rows.append(finding("bias", row["bias"], n=prompts, measure="of the tensor's own root mean square", **of))
+            for name, what in SHARES.items():
+                if row[name] not in (0, 1):
+                    rows.append(finding(what, row[name], n=prompts, measure="%", **of))
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Size, bias and flipped signs of the error of every policy, smallest first."""
+        table = _smallest_first(outcome)
+        places = outcome.tables["equivalent_noise"].groupby(["policy", "tensor"])
+        table["line"] = [f"{row.policy} ({number(row.bits)} bits)" for row in table.itertuples()]
+        panels = []
+        for name, (label, scale) in QUANTITIES.items():
+            ends = places[name].agg(["min", "max"]).set_axis(["low", "high"], axis=1).reset_index()
+            of = table.drop(columns=["low", "high"]).merge(ends, on=["policy", "tensor"])
+            panels.append(Panel(of, name, "line", "dots", color="tensor", label=label, scale=scale))
+        return {"equivalent_noise": Chart("The error of each policy on K and V (lines: the layers and heads)", panels)}
+
+
+SHARES = {"sign_flips": "signs flipped", "zeroed": "values made 0", "share_kept": "rows kept"}
+QUANTITIES = {
+    "relative_rms": ("root mean square of the error, relative to that of K or V", "zero"),
+    "bias": ("mean of the error, relative to the same", "linear"),
+    "sign_flips": ("share of signs flipped", "linear"),
+}
+
+
+def _smallest_first(outcome: Outcome) -> pd.DataFrame:
+    """The policies' K and V as a whole."""
+    table = pd.DataFrame(outcome.summary["policies"])
+    largest = table.groupby("policy")["relative_rms"].transform("max")
+    return table.iloc[np.lexsort((table["tensor"], table["policy"], largest))].reset_index(drop=True)
 
 
 # One policy ------------------------------------------------------------------------------------------------------------
@@ -152,13 +204,13 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
             "a run: measure it with kvinterp kv-error."
         )
     rows = []
-    for number, prompt in enumerate(prompts):
-        for layer, exact, seen in _read_back(adapter, prompt, reseeded(policy, number), max_new_tokens):
+    for index, prompt in enumerate(prompts):
+        for layer, exact, seen in _read_back(adapter, prompt, reseeded(policy, index), max_new_tokens):
             positions, read = seen
             for tensor, x, y in zip(("K", "V"), exact, read, strict=True):
                 kept = x if positions is None else x.gather(2, positions[..., None].expand(*positions.shape, x.shape[3]))
                 sums = {name: values[0].tolist() for name, values in error_sums(kept, y).items()}
-                place = {"policy": str(policy), "bits": bits_of(policy, adapter, tensor.lower(), layer), "prompt": number}
+                place = {"policy": str(policy), "bits": bits_of(policy, adapter, tensor.lower(), layer), "prompt": index}
                 counts = {"rows": x.shape[2], "rows_kept": y.shape[2]}
                 if not bool(torch.isfinite(y).all()):
                     raise NonFiniteError(

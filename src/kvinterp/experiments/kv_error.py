@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
+from kvinterp.behaviour.scores import AGAIN
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
@@ -17,6 +18,8 @@ from kvinterp.experiments.base import Experiment, Outcome
 from kvinterp.experiments.equivalent_noise import error_of_policy, pooled, usable
 from kvinterp.experiments.options import DRAWS, argument, option, sampled, shared
 from kvinterp.experiments.outcome import records
+from kvinterp.findings import Chart, Panel, finding, findings_of
+from kvinterp.reading.numbers import counted, number
 
 if TYPE_CHECKING:
     from kvinterp.behaviour.designs import Design
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 
 READINGS = ("stored", "exact")
 """What attention reads in the prefill: what the cache keeps, as in llama.cpp, or what was computed."""
+SHARES = ("loops", "outside")
+"""Scores of which the control has little or nothing, so that percent of it say little."""
+ANSWERS = ("instructions", "next_token", "problems")
+SIGNIFICANT = 0.05
 STRING = 10
 """Words of a string whose last one is guessed."""
 _NOISE_PROMPTS, _NOISE_TOKENS = 4, 16
@@ -41,8 +48,6 @@ class KvError(Experiment):
 
     TABLES: ClassVar = ("scores", "contrasts", "examples", "noise", "claims")
     CLAIMS: ClassVar = "cache-error paper"
-    FIGURES: ClassVar = "kvinterp.report.kv_error:kv_error_figures"
-    READING: ClassVar = "kvinterp.reading.kv_error:said_of_kv_error"
 
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
     design: str = option("grid", "grid, factorial, tensors, layers, heads, several with commas, all, or none.")
@@ -158,7 +163,7 @@ class KvError(Experiment):
         cells = []
         arms = [(CONTROL, "identity", ["exact"]), (AGAIN, "identity", ["exact"])]
         arms += [(text, text, self.chosen_readings()) for text in policies]
-        for number, (label, text, readings) in enumerate(arms):
+        for place, (label, text, readings) in enumerate(arms):
             once = not sampled(self.strategy) and not is_seeded(policy_named(text))
             for reading in readings:
                 for repeat in range(1 if once else self.repeats):
@@ -166,12 +171,12 @@ class KvError(Experiment):
                     draw = repeat + self.repeats * (label == AGAIN)
                     what = {"label": label, "policy": text, "reading": reading, "repeat": repeat, "draw": draw}
                     told = f"{label}, prefill={reading}" * (repeat == 0)
-                    key = f"run-{number}-{reading}-{repeat}"
+                    key = f"run-{place}-{reading}-{repeat}"
                     cells.append(Cell(key, f"{__name__}:measured", {**shared, **what}, told))
-        for number, text in enumerate(policies):
+        for place, text in enumerate(policies):
             if not policy_named(text).sites:
                 more = {"model": self.named(), "prompts": self.problems, "policy": text}
-                cells.append(Cell(f"noise-{number}", f"{__name__}:noise", more, f"equivalent noise of {text}"))
+                cells.append(Cell(f"noise-{place}", f"{__name__}:noise", more, f"equivalent noise of {text}"))
         return cells
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
@@ -202,9 +207,87 @@ class KvError(Experiment):
         tables = {"scores": scores, "contrasts": contrasts, "examples": runs, "noise": noise}
         return self.again(tables, summary)
 
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The tables, with the summary that their figures are signed with."""
-        return Outcome((tables, summary), tables, summary)
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How many policies change a score, and how large an error changes none."""
+        scores = outcome.tables["scores"]
+        scores = scores[scores["policy"] != AGAIN]
+        changed = set(scores.loc[scores["q"] < SIGNIFICANT, "policy"])
+        lines = [
+            f"{len(changed)} of {counted(scores['policy'].nunique(), 'policy')} change a score of behaviour "
+            f"({counted(int(scores['prompts'].max()), 'prompt')} at most, false discovery rate {SIGNIFICANT:.0%})."
+        ]  # fmt: skip
+        spared = scores[~scores["policy"].isin(changed)].dropna(subset=["relative_rms"])
+        if len(spared):
+            most = spared.loc[spared["relative_rms"].idxmax()]
+            lines[0] += (
+                f" The largest error that is not shown to change any is {most['policy']}, {number(most['relative_rms'])} "
+            )
+            lines[0] += "times the root mean square of K and V."
+        if failed := outcome.summary["failed"]:
+            lines.append(f"{counted(failed, 'run')} of a prompt gave NaN or Inf logits and counts as wrong.")
+        return lines
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Every score as percent of control (a share where the control has little of it), then the designs' contrasts."""
+        from kvinterp.behaviour.scores import METRICS
+
+        rows: list[dict[str, Any]] = []
+        for row in outcome.tables["scores"].sort_values("q", kind="stable").to_dict("records"):
+            meaning, more = METRICS[row["metric"]].meaning, {"n": row["prompts"], "p": row["p"], "p_corrected": row["q"]}
+            more |= {"measure": "%", "policy": row["policy"], "reading": f"prefill={row['reading']}"}
+            more["verdict"] = "differs from control" if row["q"] < SIGNIFICANT else ""
+            if row["policy"] == AGAIN:
+                more["note"] = "the floor: only the draws of the sampling differ"
+            if row["metric"] in SHARES or pd.isna(row["percent"]):
+                # The ends of a share are those of its difference from control, which is paired.
+                ends = row["control"] + row["low"], row["control"] + row["high"]
+                rows.append(finding(meaning, row["value"], ends, null=row["control"], **more))
+            else:
+                ends = row["percent_low"] / 100, row["percent_high"] / 100
+                rows.append(finding(f"{meaning}, of control", row["percent"] / 100, ends, null=1, **more))
+        for row in outcome.tables["contrasts"].to_dict("records"):
+            meaning = METRICS[row["metric"]].meaning
+            what = f"log of {meaning}" if row["metric"] == "perplexity" else meaning
+            rows.append(finding(f"{row['contrast']}: difference in {what}", row["difference"], (row["low"], row["high"]),
+                                row["prompts"], null=0, p=row["p"]))  # fmt: skip
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Every policy's scores; percent of control against the error in K and V; the contrasts of the designs."""
+        from kvinterp.behaviour.scores import METRICS
+
+        scores, contrasts = outcome.tables["scores"], outcome.tables["contrasts"]
+        titles = {name: measure.meaning for name, measure in METRICS.items()}
+        percent = scores.assign(low=scores["percent_low"], high=scores["percent_high"])
+        shares = scores.assign(**{end: scores["control"] + scores[end] for end in ("low", "high")})
+        by: dict[str, Any] = {"y": "policy", "kind": "dots", "color": "reading", "facet": "metric", "titles": titles}
+        by |= {"names": {name: f"prefill={name}" for name in dict.fromkeys(scores["reading"])}}
+        found = {"kv_error": Chart("What each policy does to behaviour", [
+            Panel(only_these(percent, ANSWERS), "percent", label="% of control", level=100, scale="linear", **by),
+            Panel(only_these(percent, ["perplexity"]), "percent", label="% of control", level=100, scale="log", **by),
+            Panel(only_these(shares, SHARES), "value", label="share", scale="share", **by),
+        ])}  # fmt: skip
+        known = only_these(percent, ANSWERS)
+        known = known[(known["relative_rms"] > 0) & known["percent"].notna()]
+        if len(known):
+            full = known["bits"].max()
+            known = known.assign(of=[f"{bits:g} bits" if bits < full else "noise" for bits in known["bits"]])
+            at: dict[str, Any] = {"x": "relative_rms", "y": "percent", "kind": "points", "xscale": "log", "color": "of"}
+            at |= {"scale": "linear", "level": 100, "facet": "metric", "titles": titles}
+            found["kv_error_noise"] = Chart("Does the size of the error foretell what it does?", [
+                Panel(mine, label=f"% of control,\nprefill={reading}", xlabel="root mean square of the error, relative", **at)
+                for reading, mine in known.groupby("reading", sort=False)
+            ])  # fmt: skip
+        if len(contrasts):
+            of: dict[str, Any] = {"x": "difference", "y": "contrast", "kind": "dots", "scale": "linear", "level": 0}
+            found["kv_error_contrasts"] = Chart("Contrasts of the designs", [
+                Panel(only_these(contrasts, ["instructions", "problems"]), label="difference of shares", facet="metric",
+                      titles=titles, **of),
+                Panel(only_these(contrasts, ["perplexity"]), label="difference of the logarithm of perplexity", **of),
+            ])  # fmt: skip
+        return found
 
     def _contrasts(self, designs: Mapping[str, Design]) -> Iterator[tuple[str, dict[tuple[str, str], float]]]:
         readings = self.chosen_readings()
@@ -215,6 +298,11 @@ class KvError(Experiment):
         if len(readings) > 1:
             for text in dict.fromkeys(text for design in designs.values() for text in design.policies):
                 yield f"{text}: stored against exact", {(text, "stored"): 1.0, (text, "exact"): -1.0}
+
+
+def only_these(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """The rows of some metrics."""
+    return table[table["metric"].isin(list(names))]
 
 
 _PASSED = ("instructions", "problems", "texts", "strings", "strategy", "max_new_tokens")

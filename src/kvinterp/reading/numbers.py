@@ -70,8 +70,9 @@ def listed(names: Sequence[str]) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """``1 step``, ``6 steps``."""
-    return f"{count} {what}{'s' * (count != 1)}"
+    """``1 step``, ``6 steps``, ``2 policies``."""
+    many = f"{what.removesuffix('cy')}cies" if what.endswith("cy") else f"{what}s"
+    return f"{count} {what if count == 1 else many}"
 
 
 def every(count: int, what: str) -> str:

@@ -59,7 +59,7 @@ def drawn(chart: Chart, provenances: Sequence[Mapping[str, Any]]) -> Figure:
         inner: FigureBase = figure.subfigures(1, 1, squeeze=False)[0, 0]
         told: list[str] = []
         for part, panel, (facets, rows, columns) in zip(stacked(inner, heights), chart.panels, grids, strict=True):  # type: ignore[arg-type]
-            grid = part.subplots(rows, columns, squeeze=False, sharey=panel.kind == "dots")
+            grid = part.subplots(rows, columns, squeeze=False, sharey=panel.kind != "map")
             for axes in grid.flat[len(facets) :]:
                 axes.set_visible(False)
             (_map if panel.kind == "map" else _series)(part, grid, panel, facets)
@@ -123,9 +123,8 @@ def _series(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) 
             draw(axes, mine[mine[panel.color] == each] if panel.color else mine, panel, height, index, name, shift, lines)
         _levelled(axes, panel, height)
         _titled(axes, panel, facet)
-        (axes.set_xlabel if not sideways else axes.set_ylabel)("" if sideways else panel.xlabel or panel.x)
+        axes.set_xlabel(broken(panel.label if sideways else panel.xlabel or panel.x, 36 if len(facets) > 1 else 80))
         if sideways:
-            axes.set_xlabel(broken(panel.label, 36 if len(facets) > 1 else 80))
             on_lines(axes)
         else:
             _along(axes, panel, among)
