@@ -29,9 +29,10 @@ from kvinterp.behaviour.chains import (
     tokens_of,
 )  # fmt: skip
 from kvinterp.data import Prompt
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.chain import Chain
+from kvinterp.findings import lines_of
 from kvinterp.models import Adapter
-from kvinterp.reading.chains import said_of_chains
 from support import Case
 
 TEXT = "Max met Omar in Rome. Paul owns 12 pens."
@@ -177,19 +178,19 @@ def test_arms_are_compared_chain_by_chain() -> None:
     )
     curve = curves_of(many).query("arm == 'bad' and hop == 1").iloc[0]
     assert curve["similarity_low"] <= curve["similarity"] <= curve["similarity_high"]
-    summary = {
-        "provenance": {"m": {"device": "d", "threads": 1}}, "hops": 1, "embedder": "counts", "control": "cached",
-        "null": "cached, other seeds", "cycles": [], "attractors": [],
-        "deltas": [{k: None if pd.isna(v) else v for k, v in row.items()} for row in deltas.to_dict("records")],
-    }  # fmt: skip
-    said = " ".join(said_of_chains(summary))
-    assert "1 better, 1 worse, 1 with the very same last text. Other seeds alone: 0" in said
-    assert "The null: other seeds alone change m's final similarity" in said
-    assert "a stand-in that knows no synonyms" in said
-    assert "sign test" not in said, "of one variant"
-    for row in summary["deltas"]:
-        row["same_text"] = row["chains"]
-    assert "every last text is, to the letter, the one without a policy (3 chains)" in " ".join(said_of_chains(summary))
+    empty = {"cycles": cycles_of(chains), "attractors": attractors_of(chains)}
+    outcome = Outcome({}, {"chains": chains, "curves": curves_of(chains), "deltas": deltas, **empty}, {})
+    outcome.summary = {"hops": 1, "embedder": "counts"}
+    (said,) = Chain().headline(outcome)
+    assert "bad changes the last similarity to the first text most, by -0.133 on m at temperature" in said
+    assert ", where other seeds alone change it by 0 (" in said
+    assert "word counts, which knows no synonyms" in said
+    found = " ".join(lines_of(Chain().findings(outcome)))
+    assert "1 better, 1 worse, 1 with the same last text, of 3." in found
+    assert "the null: only the seeds differ" in found
+    outcome.tables["deltas"] = deltas.assign(same_text=deltas["chains"])
+    assert "every last text is the same, to the letter" in " ".join(lines_of(Chain().findings(outcome)))
+    assert Chain().headline(outcome)[0].startswith("No policy changes a last text, to the letter")
 
 
 # The experiment -----------------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_sorting
 
 from kvinterp.claims import COLUMNS
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.demo import SMOKE
+from kvinterp.experiments.eval import Eval
 from kvinterp.experiments.registry import experiment_named
 from kvinterp.models import zoo
-from kvinterp.report.evaluators import scores_figure
-from kvinterp.report.experiment import write_experiment
 from kvinterp.report.study import write_study
 from kvinterp.report.style import keeping, save, sheet
 from synthetic import ABOUT
@@ -87,12 +87,12 @@ def eval_of(folder: Path) -> Path:
         for task, better in ((EVIL, True), ("kv_reads", None))
         for path in paths
     ]
-    about = {**ABOUT, "model": NAME}
-    with keeping():
-        drawn = scores_figure({"results": rows, "paths": paths, "provenance": about})
-        files = [save(drawn, folder / "figures" / "eval_scores.png")]
-        tables = {"results": pd.DataFrame(rows)}
-        return write_experiment(folder, "What does it cost?", [f"{NAME} is 3."], tables, files, {"path": paths[1]}, about)
+    table = pd.DataFrame(rows).assign(difference=float("nan"), changed=0)
+    tables = {"results": table}
+    held = {path: {"requests": 8, "answered_by_prefill": 0, "truncated": 0} for path in paths}
+    outcome = Outcome(tables, tables, {"paths": paths, "counts": held, "provenance": {**ABOUT, "model": NAME}})
+    outcome.choices = {"path": paths[1]}
+    return Eval().with_findings(outcome) and Eval().drawn_into(outcome, folder / "figures")[-1]
 
 
 @dataclasses.dataclass(frozen=True)

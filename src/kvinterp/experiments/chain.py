@@ -19,6 +19,9 @@ from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome
 from kvinterp.experiments.options import argument, option, shared
 from kvinterp.experiments.outcome import records
+from kvinterp.findings import Chart, Panel, finding, findings_of
+from kvinterp.reading.numbers import between, counted, number
+from kvinterp.reading.results import only
 
 if TYPE_CHECKING:
     from kvinterp.models import Adapter
@@ -39,8 +42,6 @@ class Chain(Experiment):
     TABLES: ClassVar = ("chains", "curves", "deltas", "cycles", "attractors", "claims")
     CLAIMS: ClassVar = "drift post"
     DRAWN: ClassVar = ("chain_",)
-    FIGURES: ClassVar = "kvinterp.report.chains:chain_figures"
-    READING: ClassVar = "kvinterp.reading.chains:said_of_chains"
     UNIT: ClassVar = "sets of chains"
 
     models: tuple[str, ...] = argument(("zoo:gqa2-mini",), "zoo:NAME, checkpoint folders, GGUF files or hub ids.")
@@ -127,13 +128,13 @@ class Chain(Experiment):
                         continue  # Nothing is drawn.
                     count = self.seeds if temperature else 1
                     seeds = [seed + (count if arm == NULL else 0) for seed in range(count)]
-                    for number, text in enumerate(texts):
+                    for item, text in enumerate(texts):
                         settings = {
-                            "model": self.named(model), "arm": arm, "path": path, "temperature": temperature, "number": number,
+                            "model": self.named(model), "arm": arm, "path": path, "temperature": temperature, "number": item,
                             "text": text.text, "facts": list(facts_of(text)), "seeds": seeds, **more,
                         }  # fmt: skip
-                        told = f"chains of {model} on {arm}, temperature {temperature:g}" * (number == 0)
-                        key = f"chain-{place}-{turn}-{degree}-{number}"
+                        told = f"chains of {model} on {arm}, temperature {temperature:g}" * (item == 0)
+                        key = f"chain-{place}-{turn}-{degree}-{item}"
                         found.append(Cell(key, f"{__name__}:measured", settings, told))
         return found
 
@@ -158,12 +159,86 @@ class Chain(Experiment):
         rows = {name: records(tables[name]) for name in ("deltas", "cycles", "attractors")}
         chosen = {name: getattr(self, name) for name in ("hops", "seeds", "embedder")}
         summary = {**rows, **chosen, "control": CONTROL, "null": NULL, "provenance": about, "settings": settings}
-        return self.again(tables, summary)
+        return Outcome(tables, tables, summary)
 
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The tables, with what their figures say besides."""
-        more = {"provenance": summary["provenance"], "embedder": summary["embedder"]}
-        return Outcome({**tables, **more}, tables, summary)
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """The arm that ends farthest from no policy, beside what other seeds alone change."""
+        deltas = outcome.tables["deltas"]
+        arms = deltas[~deltas["arm"].isin((CONTROL, NULL))]
+        texts = counted(outcome.tables["chains"]["text"].nunique(), "text")
+        measured_by = f"{counted(outcome.summary['hops'], 'hop')}, {texts}, {similarity_named(outcome.summary['embedder'])}"
+        if arms.empty:
+            ends = between(list(only(deltas, arm=CONTROL)["similarity"]))
+            return [f"Without a policy, chains end at a similarity of {ends} to the first text ({measured_by})."]
+        row = arms.loc[arms["delta"].abs().idxmax()]
+        if not (arms["same_text"] < arms["chains"]).any():
+            return [f"No policy changes a last text, to the letter ({measured_by})."]
+        null = only(deltas, arm=NULL, model=row["model"], temperature=row["temperature"])
+        alone = f", where other seeds alone change it by {number(null['delta'].iloc[0])}" if len(null) else ""
+        return [
+            f"{row['arm']} changes the last similarity to the first text most, by {number(row['delta'])} on {row['model']} at "
+            f"temperature {row['temperature']:g}{alone} ({measured_by})."
+        ]
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Where the chains of each arm end beside those without a policy, which come back to a text, what draws their lengths."""
+        tables, rows = outcome.tables, []
+        texts = tables["chains"].groupby("model")["text"].nunique()
+        for row in tables["deltas"].to_dict("records"):
+            of = {"model": row["model"], "temperature": row["temperature"], "arm": row["arm"]}
+            more: dict[str, Any] = {"n": int(texts[row["model"]]), "unit": "texts"}
+            if row["arm"] == CONTROL:
+                half = f"{row['halved']} of {counted(row['chains'], 'chain')} fall to a half"
+                rows += [
+                    finding("similarity of the last text to the first", row["similarity"], note=half, **more, **of),
+                    finding("facts kept", row["facts"], measure="%", **more, **of),
+                ]  # fmt: skip
+                continue
+            same = row["same_text"] == row["chains"]
+            note = f"{row['better']} better, {row['worse']} worse, {row['same_text']} with the same last text, of {row['chains']}"
+            more |= {"verdict": "every last text is the same, to the letter"} if same else {}
+            more |= {"note": "the null: only the seeds differ" if row["arm"] == NULL else note}
+            ends = row["delta_low"], row["delta_high"]
+            rows.append(finding("last similarity, less that without a policy", row["delta"], ends, null=0, **more, **of))
+        for (model, temperature), mine in tables["cycles"].groupby(["model", "temperature"], sort=False):
+            again = mine["period"].notna()
+            fixed = f"{int((mine['period'] == 1).sum())} of them to a fixed point" if again.any() else ""
+            rows.append(finding("chains that come back to a text, to the letter", again.mean(), n=len(mine), unit="chains",
+                                measure="%", note=fixed, model=model, temperature=temperature))  # fmt: skip
+        drawn = only(tables["attractors"], arm=CONTROL, of="words").dropna(subset=["strength", "position"])
+        for row in drawn[drawn["strength"].between(0, 2, inclusive="neither")].to_dict("records"):
+            rows.append(finding(f"pull to {number(row['position'])} words (1: in one hop)", row["strength"],
+                                (row["strength_low"], row["strength_high"]), row["pairs"], "hops", model=row["model"],
+                                temperature=row["temperature"], note="successive hops taken as independent"))  # fmt: skip
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Similarity by hop, the final difference of every arm beside no policy, and a map of them."""
+        tables = {name: _placed(outcome.tables[name]) for name in ("curves", "deltas")}
+        notes = [f"{similarity_named(outcome.summary['embedder'])}"]
+        curves = tables["curves"].rename(columns={"similarity_low": "low", "similarity_high": "high"})
+        deltas = tables["deltas"].rename(columns={"delta_low": "low", "delta_high": "high"})
+        deltas = deltas[deltas["arm"] != CONTROL].assign(what="a policy")
+        deltas.loc[deltas["arm"] == NULL, "what"] = "other seeds, the null"
+        deltas["line"] = deltas["arm"] + ", " + deltas["place"]
+        less = "last similarity less that without a policy"
+        panel = Panel(curves, "hop", "similarity", color="arm", facet="place", columns=2, ends="band", scale="share",
+                      label="similarity to the\nfirst text (mean)", xlabel="hop (0 is the text itself)")  # fmt: skip
+        drawn = {"chain_curves": Chart("How far a text drifts", [panel], notes)}
+        if len(deltas):
+            dots = Panel(
+                deltas, "delta", "line", "dots", color="what", scale="linear", level=0, label=f"{less}, 95% interval"
+            )
+            drawn["chain_deltas"] = Chart("What each policy changes", [dots], notes)
+            order = [arm for arm in dict.fromkeys(curves["arm"]) if arm in set(deltas["arm"])]
+            cells = deltas.sort_values("arm", key=lambda arm: arm.map(order.index), kind="stable")
+            chart = Chart(
+                "What each policy changes", [Panel(cells, "arm", "place", "map", "delta", scale="linear", label=less)]
+            )
+            drawn["chain_map"] = chart
+        return drawn
 
     def check(self) -> None:
         """Models, template, temperatures, texts and policies too."""
@@ -196,6 +271,20 @@ class Chain(Experiment):
                 raise InputError(f"--temperatures {self.temperatures!r}: expected numbers from 0 on, as in 0.7,0.")
             TopP(1.0, temperature)
         return list(dict.fromkeys(temperatures))
+
+
+def similarity_named(embedder: str) -> str:
+    """What similarity is measured with."""
+    known = {
+        "counts": "similarity is the cosine of word counts, which knows no synonyms",
+        "model": "similarity is the cosine of the model's own last residual stream, averaged over positions",
+    }
+    return known.get(embedder, f"similarity is the cosine of embeddings by {embedder}")
+
+
+def _placed(table: pd.DataFrame) -> pd.DataFrame:
+    """With the name of model and temperature."""
+    return table.assign(place=table["model"] + ", temperature " + table["temperature"].map("{:g}".format))
 
 
 def measured(

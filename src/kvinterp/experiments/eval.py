@@ -18,6 +18,9 @@ from kvinterp.experiments.base import Experiment, Outcome
 from kvinterp.experiments.options import model, option, shared
 from kvinterp.experiments.outcome import records
 from kvinterp.files import is_folder
+from kvinterp.findings import Chart, Panel, finding, findings_of
+from kvinterp.reading.numbers import counted, listed, number
+from kvinterp.reading.results import only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +29,6 @@ class Eval(Experiment):
 
     TABLES: ClassVar = ("results", "samples", "changed")
     DRAWN: ClassVar = ("eval_scores",)
-    FIGURES: ClassVar = "kvinterp.report.evaluators:scores_figure"
-    READING: ClassVar = "kvinterp.reading.evaluators:said_of_eval"
     UNIT: ClassVar = "tasks"
 
     model: str = model()
@@ -78,12 +79,12 @@ class Eval(Experiment):
             tried(adapter, paths)
         return [
             Cell(
-                f"task-{number}-{turn}",
+                f"task-{place}-{turn}",
                 f"{__name__}:measured",
                 {"model": self.named(), "task": name, "path": path, **more},
                 f"{name} on {path}",
             )
-            for number, name in enumerate(self._names())
+            for place, name in enumerate(self._names())
             for turn, path in enumerate(paths)
         ]
 
@@ -96,7 +97,6 @@ class Eval(Experiment):
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The scores, each with its interval and beside the other path's."""
         from kvinterp.behaviour.evaluating import changed, compared
-        from kvinterp.reading.evaluators import said_of_eval
 
         tables, paths = joined(made), self.paths()
         results = compared(tables["results"], tables["samples"], paths[0] if len(paths) > 1 else "")
@@ -114,13 +114,59 @@ class Eval(Experiment):
             "provenance": abouts[0]["provenance"],
             "settings": settings,
         }
-        summary["reading"] = said_of_eval(summary)
-        samples = tables["samples"]
-        return self.again({"results": results, "samples": samples, "changed": changed(samples, paths)}, summary)
+        tables = {"results": results, "samples": tables["samples"], "changed": changed(tables["samples"], paths)}
+        return Outcome(tables, tables, summary)
 
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The tables; the figure is of the summary."""
-        return Outcome(summary, tables, summary)
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """The first score on both paths, and which requests never read the cache."""
+        summary, results = outcome.summary, outcome.tables["results"]
+        first, asked = summary["paths"][0], summary["paths"][-1]
+        row = only(results, path=asked).iloc[0]
+        lines = [f"{asked} scores {number(row['value'])} in {score_named(row)} ({counted(row['documents'], 'document')})."]
+        other = only(results, path=first, task=row["task"], metric=row["metric"], filter=row["filter"])
+        if first != asked and len(other):
+            same = "every document's score is the same" if not row["changed"] else f"{int(row['changed'])} score otherwise"
+            lines[0] = f"{lines[0][:-1]}, {first} {number(other['value'].iloc[0])}: {same}."
+        counts = summary["counts"]
+        if alone := counts[asked]["answered_by_prefill"]:
+            of = counted(counts[asked]["requests"], "request")
+            lines.append(
+                f"{alone} of {of} never read the cache: no policy touched them (--through feeds their last tokens)."
+            )
+        if cut := {path: held["truncated"] for path, held in counts.items() if held["truncated"]}:
+            said = listed([f"{count} on {path}" for path, count in cut.items()])
+            lines.append(f"Contexts were cut from the left to fit the model's: {said}.")
+        return lines
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Each score on each path, and the difference on the same documents."""
+        rows, first = [], outcome.summary["paths"][0]
+        for row in outcome.tables["results"].to_dict("records"):
+            more: dict[str, Any] = {"n": row["documents"], "unit": "documents", "path": row["path"]}
+            rows.append(finding(score_named(row), row["value"], (row["low"], row["high"]), **more))
+            if row["path"] == first or pd.isna(row["difference"]):
+                continue
+            note = "every document's score is the same on both"
+            if row["changed"]:
+                note = f"{counted(int(row['changed']), 'document')} with another score"
+            if row["changed"] and not pd.isna(row["p"]):
+                note = f"{counted(int(row['better']), 'document')} only {row['path']} has right, {int(row['worse'])} only {first}"
+            rows.append(finding(f"{score_named(row)}, less that on {first}", row["difference"],
+                                (row["difference_low"], row["difference_high"]), null=0, note=note, p=row["p"],
+                                test="" if pd.isna(row["p"]) else "McNemar's exact, not corrected,", **more))  # fmt: skip
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Each score in its own unit, a line a path."""
+        panels = []
+        for _, mine in outcome.tables["results"].groupby(["task", "metric", "filter"], sort=False):
+            row = mine.iloc[0]
+            better = {True: ", higher is better", False: ", lower is better"}.get(row["higher_is_better"], "")
+            label = f"{score_named(row)}{better}, {row['documents']} documents"
+            panels.append(Panel(mine, "value", "path", "dots", scale="linear", label=label))
+        return {"eval_scores": Chart("What each path scores, with 95% intervals over documents", panels[:24])}
 
     def _names(self) -> list[str]:
         return list(dict.fromkeys(name.strip() for name in self.tasks.split(",") if name.strip()))
@@ -138,6 +184,12 @@ class Eval(Experiment):
         if self.include is not None and not is_folder(Path(self.include)):
             raise InputError(f"--include {self.include} is no folder: give one that holds task files (YAML).")
         _harness().manager_of(names, self.include, self.unsafe_code)
+
+
+def score_named(row: Mapping[str, Any]) -> str:
+    """A score's name: task, metric, and the filter where there is one."""
+    kept = "" if row["filter"] == "none" else f" ({row['filter']})"
+    return f"{row['task']}, {row['metric']}{kept}"
 
 
 _PASSED = (

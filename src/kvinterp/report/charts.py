@@ -118,7 +118,8 @@ def _series(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) 
         height = _scaled(axes, panel, values)
         mine = _of(panel, facet)
         for index, (each, name) in enumerate(names.items()):
-            shift = (index - (len(names) - 1) / 2) * 0.08 if panel.xscale == "whole" or sideways else 0.0
+            apart = sideways or (panel.xscale == "whole" and panel.ends == "bars")
+            shift = (index - (len(names) - 1) / 2) * min(0.08, 0.4 / len(names)) * apart
             draw = _dots if sideways else _line
             draw(axes, mine[mine[panel.color] == each] if panel.color else mine, panel, height, index, name, shift, lines)
         _levelled(axes, panel, height)
@@ -250,7 +251,7 @@ def _map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> 
     bar = target.colorbar(image, ax=list(grid.flat), pad=0.02, aspect=30, extend=beyond)
     if panel.scale == "signed":
         percents(bar.ax.yaxis)
-    bar.set_label(panel.label)
+    bar.set_label(broken(panel.label, 24))
     bar.ax.grid(visible=False)
 
 
