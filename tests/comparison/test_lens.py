@@ -12,7 +12,6 @@ import kvinterp as kv
 from kvinterp.comparison.attribution import REST
 from kvinterp.errors import InputError
 from kvinterp.models.unembedding import Unembedding
-from kvinterp.reading.lens import said_of_attribution, said_of_lens
 from support import TINY
 
 ASKED = "12 + 30 ="
@@ -119,8 +118,8 @@ def test_they_are_kept_and_shown_as_any_result(model: Any, tmp_path: Any) -> Non
 def test_nothing_is_said_where_nothing_differs(model: Any) -> None:
     lens = kv.logit_lens(model, ASKED, "recompute", "recompute", max_new_tokens=2)
     found = kv.logit_attribution(model, ASKED, "recompute", "recompute", max_new_tokens=2)
-    assert "equal behind every layer" in said_of_lens(lens.overview(), lens.provenance)[0]
-    assert "nothing wrote a difference" in said_of_attribution(found.overview(), found.provenance)[0]
+    assert "equal behind every layer" in lens.sentences()[0]
+    assert "nothing wrote a difference" in found.sentences()[0]
     assert (found.table.loc[found.table["part"].isin(["attn", "mlp", "head", *REST]), "l2"] < 1e-4).all()
     for each in (lens, found):
         assert each.figures()

@@ -9,10 +9,9 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
-import synthetic
+from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.localisation import SETS, Localisation, chosen_of
 from kvinterp.patching import decompose, highest_kl, sweep
-from kvinterp.reading.localisation import localisation_title, said_of_localisation
 
 pytestmark = pytest.mark.bits
 
@@ -61,7 +60,7 @@ def test_its_parts_are_those_of_sweep_and_decompose(tmp_path: Any) -> None:
     assert {"localisation", "localisation_paper_0_gqa2_mini", "localisation_decomposition_0_gqa2_mini"} == {
         path.stem for path in outcome.files if path.suffix == ".png"
     }
-    assert any("the 1 of 2 examples of the highest mean KL" in line for line in Localisation().sentences(outcome))
+    assert any("the highest of 2 examples" in line for line in Localisation(part=parts).sentences(outcome))
 
 
 def rows(part: str, values: list[float], defined: int = 4, sweep: str = "single", **more: Any) -> list[dict[str, Any]]:
@@ -71,44 +70,23 @@ def rows(part: str, values: list[float], defined: int = 4, sweep: str = "single"
     return [{**told, "layer": layer, "median": value, "mean": value} for layer, value in enumerate(values)]
 
 
-def said(by_layer: list[dict[str, Any]], distance: str = "l2") -> str:
-    chosen = [{"model": "m", "example": n, "flip_index": np.nan, "of": 9, "mean_kl": 1e-6} for n in range(5)]
-    parts = dict.fromkeys(row["part"] for row in by_layer)
-    sweeps = [{"model": "m", "part": part, "distance": distance} for part in parts]
-    summary = {"chosen": chosen, "sweeps": sweeps, "decompositions": [], "by_layer": by_layer}
-    return "\n".join(said_of_localisation({**summary, "provenance": {"m": synthetic.ABOUT}}))
-
-
-def test_what_is_said_of_recoveries() -> None:
-    text = said(rows("kv-into-cached", [0.0, 0.2]) + rows("kv-into-cached", [0.0, 0.9], sweep="cumulative"))
-    assert "one layer at a time 0\u202f% to 20\u202f%, most at layer 1" in text
-    assert "all layers together 90\u202f% (95% interval −10\u202f% to 100\u202f%, mean 90\u202f%)" in text
-    assert "(4 examples, 1 without a difference left out)" in text
-    assert "keeps nothing between steps" not in text
-    from_0 = said(rows("k-into-recompute", [0.7, 0.1], sweep="cumulative-from"))
-    assert "all layers together 70\u202f%" in from_0
-    assert "one layer at a time" not in from_0
-    assert "keeps nothing between steps" in said(rows("paper", [0.0, 0.0]), "kl")
-    # NaN where it was measured; a summary that is read again has null, of which no page could be made.
-    for none in (np.nan, None):
-        whole = rows("kv-into-cached", [0.0, 0.9], sweep="cumulative", interval_low=none, interval_high=none)
-        assert "all layers together 90\u202f% (mean 90\u202f%) (4" in said(whole)
+def said(by_layer: list[dict[str, Any]], *parts: str) -> str:
+    return "\n".join(Localisation(part=parts).headline(Outcome(None, {}, {"by_layer": by_layer})))
 
 
 def test_where_nothing_differs_nothing_is_said_to_recover() -> None:
-    text = said(rows("paper", [np.nan, np.nan], defined=0), "kl")
-    assert "No patch has anything to recover" in text
-    assert "%" not in text.replace("95%", "")
-    assert "no difference to recover" in localisation_title(pd.DataFrame(rows("paper", [np.nan], defined=0)))
+    assert "no difference to recover" in said(rows("paper", [np.nan, np.nan], defined=0), "paper")
 
 
-def test_the_title_is_of_all_layers_together() -> None:
-    table = pd.DataFrame(
-        rows("paper", [0.5, -0.2], sweep="cumulative") + rows("kv-into-cached", [0.1, 0.8], sweep="cumulative")
+def test_the_headline_is_of_all_layers_together() -> None:
+    both = rows("paper", [0.5, -0.2], sweep="cumulative") + rows("kv-into-cached", [0.1, 0.8], sweep="cumulative")
+    first, second = said(both, "paper", "kv-into-cached").splitlines()
+    assert first == (
+        "All layers together recover, at the median: the paper's patch −20\u202f%; K and V put into the cached path 80\u202f%."
     )
-    assert localisation_title(table) == (
-        "All layers together, median recovery: the paper's patch −20\u202f%; K and V put into the cached path 80\u202f%"
-    )
+    assert "keeps nothing between steps" in second
+    from_0 = said(rows("kv-into-cached", [0.7, 0.1], sweep="cumulative-from"), "kv-into-cached")
+    assert from_0.endswith("K and V put into the cached path 70\u202f%.")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,17 @@ import pandas as pd
 import pytest
 
 from kvinterp.errors import InputError
-from kvinterp.patching import Decomposition, Sweep
-from kvinterp.report.decomposition import decomposition_figure
-from kvinterp.report.recovery import DIVERGING, recovery_figure, step_figure, sweep_figures
+from kvinterp.findings import findings_of, lines_of
+from kvinterp.findings.of_patching import (
+    NOTHING,
+    headline_of_decomposition,
+    headline_of_sweep,
+    rows_of_decomposition,
+    rows_of_sweep,
+)
+from kvinterp.patching import ANEW, PARTS, Decomposition, Sweep
+from kvinterp.report.charts import DIVERGING
+from kvinterp.report.patching import decomposition_figure, recovery_figure, step_figure, sweep_figures
 from kvinterp.report.style import save
 from synthetic import ABOUT
 
@@ -32,13 +42,15 @@ def _sweep(
             "example": example,
             "recovery": value,
             "defined": bool(np.isfinite(value)),
+            "equal": not np.isfinite(value),
+            "why": "" if np.isfinite(value) else "the paths' logits are bitwise equal: take others.",
             "d_before": 1e-7,
             "d_after": 1e-7 * (1 - value),
         }
         for (layer, head), group in values.items()
         for example, value in enumerate(group)
     ]
-    controls = pd.DataFrame([{"control": name, "recovery": share} for name, share in (("self", 0.0), ("floor", 1.0))])
+    controls = pd.DataFrame([{"control": name, "recovery": share, "steps": 1} for name, share in (("self", 0.0), ("floor", 1.0))])
     provenance = {
         "site": site,
         "sweep": kind,
@@ -53,10 +65,6 @@ def _sweep(
     return Sweep(pd.DataFrame(rows), pd.DataFrame(), controls, provenance)
 
 
-def _title(axes: Any) -> str:
-    return axes.get_title(loc="left").replace("\n", " ").replace("\u202f", " ")
-
-
 def _texts(axes: Any) -> list[str]:
     return [text.get_text().replace("\u202f", " ") for text in axes.texts]
 
@@ -69,12 +77,11 @@ def test_a_heatmap_shows_medians_and_marks_what_leaves_its_range() -> None:
     np.testing.assert_array_equal(shown, [[0.5, -3.0], [0.0, np.nan]])
     assert axes.images[0].norm(0) == 0.5, "white is 0"
     assert (axes.images[0].norm.vmin, axes.images[0].norm.vmax) == (-1, 1)
-    assert _texts(axes) == ["50 %", "−300 %▼", "0 %", "n/a"]
-    title = _title(axes)
-    assert "layer 0, head 0 recovers most, median 50 %" in title
-    assert "▼ below −100 %" in title
+    assert _texts(axes) == ["50 %", "−300 %", "0 %", "n/a"]
+    (said,) = headline_of_sweep(_sweep({place: group for place, group in values.items() if group[0] == group[0]}))
+    assert said == "Layer 0, head 0 recovers most: 50\u202f% of the KL (z, into-recompute, 3 prompts)."
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("query head", "layer")
-    assert "median recovery" in figure.axes[1].get_ylabel() + figure.axes[2].get_ylabel()
+    assert any("median recovery" in each.get_ylabel() for each in figure.axes[1:])
 
 
 def test_kv_heads_are_called_so() -> None:
@@ -99,27 +106,25 @@ def test_many_heads_are_marked_by_sign_alone() -> None:
 
 def test_layers_show_every_example_their_median_and_what_is_beyond() -> None:
     values = {(0, -1): [0.2, 0.4, 0.6], (1, -1): [0.9, -25.0, 0.8], (2, -1): [-200.0, -300.0, -400.0]}
-    figure = recovery_figure(_sweep(values, "single", "resid_post"))
-    axes = figure.axes[0]
-    assert axes.get_ylim() == (-1.15, 1.15)
-    points = np.concatenate([line.get_ydata() for line in axes.lines if line.get_marker() == "o"])
-    assert sorted(points) == [0.2, 0.4, 0.6, 0.8, 0.9]
-    medians = [float(line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "_"]
-    assert medians == [0.4, 0.8]
-    assert "▼ 1: −2500 %" in _texts(axes)
-    assert "−3.0e4 %" in _texts(axes)
-    figure.canvas.draw()
-    assert next(label.get_text() for label in figure.axes[1].get_xticklabels()).startswith("own tensors")
-    assert "layer 1 recovers most, median 80 %" in _title(axes)
+    sweep = _sweep(values, "single", "resid_post")
+    axes = recovery_figure(sweep).axes[0]
+    assert axes.get_ylim()[1] > 1.05
+    points, medians = (line.get_ydata() for line in axes.lines if len(line.get_ydata()) in (9, 3))
+    assert sorted(points) == [-1.05] * 4 + [0.2, 0.4, 0.6, 0.8, 0.9], "what is beyond stands at the edge"
+    assert medians.tolist() == [0.4, 0.8, -1.05]
+    assert _texts(axes) == ["▼ −3.0e4 %"], "with its number"
+    assert headline_of_sweep(sweep)[0].startswith("Layer 1 recovers most: 80\u202f% of the KL")
+    together = _sweep(values, "cumulative", "resid_post")
+    assert headline_of_sweep(together)[0].startswith("Layers 0 to 1 together recover most: 80\u202f%")
 
 
 def test_blocks_are_labelled_by_their_positions() -> None:
     sweep = _sweep({(-1, 0): [0.1], (-1, 1): [0.7]}, "blocks", "kv", positions=["0:16", "16:32"])
     figure = recovery_figure(sweep)
     figure.canvas.draw()
-    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
-    assert [label for label in labels if label] == ["0:16", "16:32"]
-    assert "block 16:32 recovers most" in _title(figure.axes[0])
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["16:32", "0:16"]
+    assert headline_of_sweep(sweep)[0].startswith("Positions 16:32 recover most")
+    assert "layer" not in " ".join(lines_of(findings_of(rows_of_sweep(sweep))))
 
 
 def test_steps_become_a_heatmap_of_layer_by_step() -> None:
@@ -139,48 +144,62 @@ def test_steps_become_a_heatmap_of_layer_by_step() -> None:
     axes = figure.axes[0]
     shown = np.ma.filled(axes.images[0].get_array(), np.nan)
     np.testing.assert_allclose(shown, [[nothing, 0.2, -3.0], [nothing, 1.0, 0.7]])
-    assert _texts(axes) == ["n/a", "20 %", "−300 %▼", "n/a", "100 %", "70 %"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("decode step", "layer patched")
+    assert _texts(axes) == ["n/a", "20 %", "−300 %", "n/a", "100 %", "70 %"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("decode step", "layer")
     assert [label.get_text() for label in axes.get_xticklabels() if label.get_text()] == ["1", "2", "3"]
-    assert "layer 1 recovers half or more at 2 of 2 steps" in _title(axes)
     sweep.steps = sweep.steps[sweep.steps["step"] == 2]
     with pytest.raises(InputError, match="no layer by step to draw"):
         step_figure(sweep)
 
 
 def test_equal_paths_and_empty_sweeps_are_said() -> None:
-    figure = recovery_figure(_sweep({(0, -1): [float("nan")]}, "single", "resid_post"))
-    said = _title(figure.axes[0])
-    assert "nothing can be recovered" in said
-    assert "try another dtype" in said
-    assert "split_k(4,float16)" in said
-    assert _texts(figure.axes[0]) == ["n/a"]
-    poor = recovery_figure(_sweep({(0, -1): [-0.2]}, "single", "resid_post"))
-    assert "none recovers" in poor.axes[0].get_title(loc="left")
+    equal = _sweep({(0, -1): [float("nan")]}, "single", "resid_post")
+    assert recovery_figure(equal).axes
+    assert headline_of_sweep(equal) == [
+        "1 of 1 prompt: recovery is undefined, for the paths' logits are bitwise equal: take others.",
+        "There is no difference to recover.",
+    ]
+    assert "has no number" in lines_of(findings_of(rows_of_sweep(equal)))[0]
+    poor = _sweep({(0, -1): [-0.2]}, "single", "resid_post")
+    assert headline_of_sweep(poor)[0].startswith("No place recovers a twentieth. Layer 0 recovers most: −20\u202f%")
     empty = _sweep({(0, -1): [0.1]}, "single")
     empty.recovery = empty.recovery.iloc[:0]
     with pytest.raises(InputError, match="no row to draw"):
         recovery_figure(empty)
 
 
+def test_a_sweep_says_by_both_distances_and_what_no_patch_reaches() -> None:
+    sweep = _sweep({(0, -1): [0.2, 0.4, 0.6, float("nan")]}, "single", "kv")
+    sweep.provenance["distances"] = ["kl", "l2"]
+    sweep.recovery["recovery_l2"] = sweep.recovery["recovery"] / 2
+    numbers = {"steps": 1, "d_before": 4.0, "d_after": 1.0, "d_before_l2": 4.0, "d_after_l2": 2.0, "recovery": 0.75}
+    sweep.controls = pd.DataFrame([{"control": "together", **numbers}, {"control": "floor", **numbers}])
+    found = "\n".join(lines_of(findings_of(rows_of_sweep(sweep))))
+    assert (
+        "median recovery of the KL 40% (n = 3 prompts): 20\u202f% of the L2 of the logits; 1 prompt without a difference"
+        in found
+    )
+    assert "KL left with all swept layers patched together 25%" in found
+    assert "L2 of the logits left with the last residual patched, mean 2 (" in found
+    assert "control, all layers together: recovery 75%" in found
+
+
 def _decomposition(scale: float = 1.0) -> Decomposition:
-    anew, fresh = {2: 2e-8, 3: 4e-8}, {1: 5e-8}
-    parts = {"total": lambda s: 1e-7 * s, "anew": lambda s: anew.get(s, 0), "fresh": lambda s: fresh.get(s, 0)}
+    sizes: dict[str, Any] = {
+        "total": lambda s: 1e-7 * s,
+        "anew": lambda s: {2: 2e-8, 3: 4e-8}.get(s, 0),
+        "fresh": lambda s: {1: 5e-8}.get(s, 0),
+    }
     most = ["none", "fresh", "anew", "spread"] if scale else ["none"] * 4
-    rows = [
-        {
-            "example": e,
-            "step": s,
-            "total_l2": s * scale,
-            "most": most[s],
-            **dict.fromkeys(("null", "alone", "kept"), 0.0),
-            **{name: part(s) * scale for name, part in parts.items()},
-        }
-        for e in range(2)
-        for s in range(4)
-    ]
+    names = ("total", "null", *PARTS, *ANEW, "cache")
+    rows = []
+    for example, step in itertools.product(range(2), range(4)):
+        row = {name: sizes.get(name, lambda s: 0.0)(step) * scale for name in names}
+        row |= {f"{name}_l2": row[name] for name in names} | {f"null_{name}_l2": 0.5 for name in ("fresh", "anew", "cache")}
+        rows.append({"example": example, "step": step, "most": most[step], "share": 1.0, **row, "total_l2": step * scale})
     layers = [{**row, "layer": layer} for row in rows for layer in range(3)]
-    return Decomposition(pd.DataFrame(rows), pd.DataFrame(layers), {"suffix": 8, **PROVENANCE})
+    about = {"suffix": 8, "paths": {"cached": "cached", "recompute": "recompute"}, **PROVENANCE}
+    return Decomposition(pd.DataFrame(rows), pd.DataFrame(layers), about)
 
 
 def test_exact_zeros_of_the_split_stand_in_their_own_strip() -> None:
@@ -202,15 +221,25 @@ def test_exact_zeros_of_the_split_stand_in_their_own_strip() -> None:
     assert "nats" in above.get_ylabel()
     assert below.get_xlabel() == "layer"
     # Step 1: fresh; step 2: anew; at step 3 no part is as long as the others together.
-    assert _title(above) == ("More than all other parts together, of 6 steps that differ: fresh at 2, anew at 2; none at 2")
-    assert _title(below).startswith("At the median step")
+    first, second = headline_of_decomposition(_decomposition())
+    assert first == "The logits differ at 6 of 6 decode steps of 2 prompts; most of it is fresh at 2, anew at 2."
+    assert second == "A cache as such contributes nothing at 4 of the 6, and no more than its null at 2 more."
+    found = "\n".join(lines_of(findings_of(rows_of_decomposition(_decomposition()))))
+    assert re.search(r"fresh: mean L2 of the logits 1.7\W*×\W*10⁻⁸ \(n = 6 steps, null 0.5\)", found)
+    assert "most of the difference at 2 steps; no cache makes it" in found
+    assert PARTS["alone"] not in found, "a part that is not there"
 
 
 def test_a_split_of_nothing_says_so() -> None:
-    figure = decomposition_figure(_decomposition(0.0))
-    said = _title(figure.axes[0])
-    assert "nothing to split" in said
-    assert "try another dtype" in said
+    equal = _decomposition(0.0)
+    assert decomposition_figure(equal).axes
+    said = headline_of_decomposition(equal)
+    assert said[0] == "The paths' logits are bitwise equal at all 6 decode steps of 2 prompts."
+    assert "try another dtype" in said[1]
+    assert not list(rows_of_decomposition(equal))
+    short = _decomposition()
+    short.steps = short.steps[short.steps["step"] == 0]
+    assert headline_of_decomposition(short) == [NOTHING]
     empty = _decomposition()
     empty.steps = empty.steps.iloc[:0]
     with pytest.raises(InputError, match="no step to draw"):

@@ -19,7 +19,6 @@ from kvinterp.findings import findings_of, lines_of
 from kvinterp.findings.of_comparison import headline_of, rows_of_comparison
 from kvinterp.reading.answer import notes_of, question_of
 from kvinterp.reading.numbers import share
-from kvinterp.reading.patching import layer_title, recovery_title, split_title
 from kvinterp.reading.precision import ladder_said, ladder_title
 from kvinterp.reading.titles import drift_title, kl_title, kv_title
 from kvinterp.report import compare
@@ -350,51 +349,6 @@ def test_the_title_of_the_cache(inside: list[float], decoded: list[float], wante
 )
 def test_the_title_of_the_kl(steps: pd.DataFrame, title: str) -> None:
     assert title in kl_title({"one": steps})
-
-
-def recovery(*medians: float) -> pd.DataFrame:
-    rows = [
-        {"layer": layer, "head": -1, "positions": "", "example": example, "recovery": value, "defined": value == value}
-        for layer, value in enumerate(medians)
-        for example in (0, 1)
-    ]
-    return pd.DataFrame(rows)
-
-
-@pytest.mark.parametrize(
-    ("frame", "wanted", "unwanted"),
-    [
-        (recovery(0.1, 0.8), ["layer 1 recovers most, median 80 % of 2 examples"], ["as do", "left out"]),
-        (recovery(0.8, 0.8), ["layer 0 recovers most (as do 1 others)"], []),
-        (recovery(-3.0, -1.0), ["none recovers 1 %"], ["most"]),
-        (recovery(np.nan), ["the KL is 0 in every example"], ["bitwise", "most"]),
-        (recovery(0.5).iloc[:1], ["of 1 example"], ["examples"]),
-    ],
-)
-def test_the_title_of_a_recovery(frame: pd.DataFrame, wanted: list[str], unwanted: list[str]) -> None:
-    title = recovery_title(frame, "single", "kl")
-    checked(title, wanted, unwanted)
-
-
-@pytest.mark.parametrize(
-    ("most", "title"),
-    [
-        (["fresh", "anew"], "More than all other parts together, of 2 steps that differ: fresh at 1, anew at 1"),
-        (["fresh", "spread"], "of 2 steps that differ: fresh at 1; none at 1"),
-        (["spread", "spread"], "No part is more than all others together at any of 2 steps that differ"),
-        (["none", "none"], "bitwise equal at every step: there is nothing to split. To see a difference try"),
-    ],
-)
-def test_the_title_of_a_split(most: list[str], title: str) -> None:
-    steps = pd.DataFrame({"step": [1, 2], "most": most, "total_l2": [float(part != "none") for part in most]})
-    assert title in split_title(steps)
-
-
-def test_the_title_of_a_split_by_layer() -> None:
-    zero = line(0, 0, 0)
-    there = {"fresh": zero, "alone": zero, "anew": line(0, 1e-3, 0), "kept": zero}
-    assert layer_title(there) == ("At the median step anew is first above 0 at layer 1; the other parts are 0")
-    assert layer_title(dict.fromkeys(there, zero)) == "At the median step every part is 0 in every layer"
 
 
 # A token that flips ----------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from browser import EVIL
 from matplotlib.image import imread
 from PIL import Image
 
+from kvinterp.report.charts import DIVERGING
 from kvinterp.report.ink import DARK, INK, contrast, ink_on, luminance, on_dark, on_dark_hex
-from kvinterp.report.recovery import DIVERGING
 from kvinterp.report.style import CMAP, SERIES, drawn_as, keeping, save, sheet
 from kvinterp.report.svg import _address, _pictures, inline, picture
 

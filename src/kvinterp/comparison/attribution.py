@@ -28,7 +28,6 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import answer_pair
 from kvinterp.models.unembedding import Unembedding, head_outputs
 from kvinterp.paths import ExecutionPath, path_named
-from kvinterp.reading.lens import said_of_attribution
 from kvinterp.recording import Trace
 
 WRITERS = ("embed", "attn", "mlp")
@@ -54,7 +53,6 @@ class LogitAttribution(OfTwoPaths):
 
     VERB: ClassVar = "logit-attribution"
     TABLE: ClassVar = "attribution"
-    SAID: ClassVar = staticmethod(said_of_attribution)
 
     def overview(self) -> pd.DataFrame:
         """One row a part: means over the steps after the prefill."""

@@ -22,7 +22,6 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.provenance import provenance
-from kvinterp.reading.lens import said_of_lens
 from kvinterp.recording import Trace
 
 if TYPE_CHECKING:
@@ -31,12 +30,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(repr=False)
 class OfTwoPaths(Kept):
-    """One table of two paths fed the same tokens, and what it says."""
+    """One table of two paths fed the same tokens."""
 
     TABLE: ClassVar = ""
     """What its table is called."""
-    SAID: ClassVar[Any]
-    """Given the overview and the provenance, the sentences of both."""
 
     table: pd.DataFrame
     provenance: dict[str, Any]
@@ -48,12 +45,8 @@ class OfTwoPaths(Kept):
         return f"<{of}: {paths['a']} against {paths['b']}, {steps} steps>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-        """Its table with what it was made with, and what it says."""
-        summary = {
-            "reading": type(self).SAID(self.overview(), self.provenance),
-            "paths": self.provenance["paths"],
-            "provenance": self.provenance,
-        }
+        """Its table with what it was made with."""
+        summary = {"paths": self.provenance["paths"], "provenance": self.provenance}
         return signed({self.TABLE: self.table}, self.provenance), summary
 
     @classmethod
@@ -75,7 +68,6 @@ class LogitLens(OfTwoPaths):
 
     VERB: ClassVar = "logit-lens"
     TABLE: ClassVar = "lens"
-    SAID: ClassVar = staticmethod(said_of_lens)
 
     def overview(self) -> pd.DataFrame:
         """One row a layer: mean and largest KL over the steps after the prefill, and at how many the top token differs."""

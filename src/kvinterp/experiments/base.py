@@ -62,11 +62,6 @@ class Experiment(abc.ABC):
     """What the names of its figures begin with, where it is not the command's."""
     RESULT: ClassVar[str] = ""
     """The import name of the class of its result, which is read from tables and summary; ``""``: the tables are its result."""
-    FIGURES: ClassVar[str] = ""
-    """The import name of what draws its figures: given the result, and of tables alone the provenance too, it returns them by
-    name; or the one there is, whose name is that in ``DRAWN``."""
-    READING: ClassVar[str] = ""
-    """The import name of what says in sentences what the summary holds, where that has no ``reading``."""
     CLAIMS: ClassVar[str] = ""
     """The source whose claims its tables decide: they are judged among what it found; ``""``: none."""
     STEPS: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
@@ -147,15 +142,11 @@ class Experiment(abc.ABC):
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """What was found, a sentence a line."""
-        from kvinterp.cells import imported
-
         said = outcome.summary.get("reading")
-        if said is None and "findings" in outcome.tables:
+        if said is None and "findings" in self.with_findings(outcome).tables:
             from kvinterp.findings import lines_of
 
             said = [*self._headed(outcome), *lines_of(outcome.tables["findings"])]
-        if said is None and self.READING:
-            said = imported(self.READING)(outcome.summary)
         return list(said or ())
 
     def _headed(self, outcome: Outcome) -> list[str]:
@@ -209,17 +200,11 @@ class Experiment(abc.ABC):
 
     def drawings(self, outcome: Outcome) -> dict[str, Figure]:
         """Its figures by name; nothing is written."""
-        from kvinterp.cells import imported
+        from kvinterp.report.charts import drawn
 
-        if not self.FIGURES:
-            from kvinterp.report.charts import drawn
-
-            about = outcome.summary.get("provenance") or {}
-            models = list(about.values()) if all(isinstance(one, Mapping) for one in about.values()) else [about]
-            return {name: drawn(chart, models) for name, chart in self.charts(outcome).items()}
-        signed = (outcome.summary["provenance"],) if outcome.result is outcome.tables else ()
-        found = imported(self.FIGURES)(outcome.result, *signed)
-        return dict(found) if isinstance(found, Mapping) else {self.drawn()[0]: found}
+        about = outcome.summary.get("provenance") or {}
+        models = list(about.values()) if all(isinstance(one, Mapping) for one in about.values()) else [about]
+        return {name: drawn(chart, models) for name, chart in self.charts(outcome).items()}
 
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
         """Prints what the command prints.

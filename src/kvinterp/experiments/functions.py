@@ -7,8 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import pandas as pd
+
 from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.outcome import Outcome
+from kvinterp.findings import Chart, findings_of
+from kvinterp.findings.of_patching import (
+    charts_of_attribution,
+    charts_of_lens,
+    headline_of_attribution,
+    headline_of_lens,
+    rows_of_attribution,
+    rows_of_lens,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,6 +31,20 @@ class _OfFunction(Experiment):
     """What a function found: it has no cells, since nothing but the function makes it."""
 
     VERB: ClassVar = ""
+    SHOWN: ClassVar[tuple[Any, ...]] = ()
+    """Given what was found: the headline, the findings and the charts."""
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """What was found, in at most two lines."""
+        return list(self.SHOWN[0](outcome.result)) if self.SHOWN else super().headline(outcome)
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame | None:
+        """What was found, a row each."""
+        return findings_of(self.SHOWN[1](outcome.result)) if self.SHOWN else None
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """What there is to see."""
+        return dict(self.SHOWN[2](outcome.result)) if self.SHOWN else {}
 
     @classmethod
     def verb(cls) -> str:
@@ -52,7 +77,7 @@ class _LogitLens(_OfFunction):
 
     VERB: ClassVar = "logit-lens"
     RESULT: ClassVar = "kvinterp.comparison:LogitLens"
-    FIGURES: ClassVar = "kvinterp.report.lens:lens_figures"
+    SHOWN: ClassVar = (headline_of_lens, rows_of_lens, charts_of_lens)
 
 
 class _LogitAttribution(_OfFunction):
@@ -60,7 +85,7 @@ class _LogitAttribution(_OfFunction):
 
     VERB: ClassVar = "logit-attribution"
     RESULT: ClassVar = "kvinterp.comparison:LogitAttribution"
-    FIGURES: ClassVar = "kvinterp.report.lens:attribution_figures"
+    SHOWN: ClassVar = (headline_of_attribution, rows_of_attribution, charts_of_attribution)
 
 
 class _Several(_OfFunction):

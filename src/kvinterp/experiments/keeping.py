@@ -121,6 +121,7 @@ def _written(found: Kept, folder: Path, existing: str, figures: str) -> Path:
 
     outcome = outcome_of(found, folder)
     experiment = experiment_of(outcome.verb)()
+    experiment.with_findings(outcome)
     names = [*(f"{name}.parquet" for name in outcome.tables), *outcome.texts, "report.html", SUMMARY]
     names += [f"figures/{name}*" for name in experiment.drawn()]
     place = ResultFolder(folder, outcome.settings, names, existing, {"verb": outcome.verb, **outcome.choices})
@@ -210,9 +211,7 @@ def figures(found: Kept) -> dict[str, Figure]:
 def sentences(found: Kept) -> list[str]:
     """Does what :meth:`Kept.sentences` says."""
     outcome = outcome_of(found)
-    said = outcome.summary.get("reading")
-    lines = experiment_of(outcome.verb)().sentences(outcome) if said is None else said
-    return [line for line in lines if line]
+    return [line for line in experiment_of(outcome.verb)().sentences(outcome) if line]
 
 
 def latex(found: Kept, table: str | None = None) -> str:

@@ -70,8 +70,6 @@ class LayerDrift(OfModels):
         "drift_examples",
     )
     DRAWN: ClassVar = ("layer_drift",)
-    FIGURES: ClassVar = ""
-    READING: ClassVar = ""
     UNIT: ClassVar = "examples"
 
     dtype: str = shared("dtype")

@@ -24,11 +24,21 @@ from kvinterp.errors import InputError
 from kvinterp.experiments.base import Outcome, numbered
 from kvinterp.experiments.of_models import OfModels
 from kvinterp.experiments.options import option, shared
+from kvinterp.findings import Chart, Panel, findings_of, median_of
+from kvinterp.findings.of_patching import (
+    charts_of_decomposition,
+    charts_of_sweep,
+    of_model,
+    rows_of_decomposition,
+    rows_of_sweep,
+)
 from kvinterp.inputs import check_known, encode_all
 from kvinterp.kept import flat
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
 from kvinterp.provenance import provenance
+from kvinterp.reading.numbers import counted, percent
+from kvinterp.reading.vocabulary import RECOVERED
 
 SETS: dict[str, dict[str, str]] = {
     "paper": {name: PRESETS["paper"][name] for name in ("site", "over", "direction", "steps", "protocol", "distance")},
@@ -53,8 +63,6 @@ class Localisation(OfModels):
 
     TABLES: ClassVar = ("chosen", "recovery", "recovery_by_layer", "steps", "controls", "decomposition", "layers")
     DRAWN: ClassVar = ("localisation",)
-    FIGURES: ClassVar = "kvinterp.report.localisation:localisation_figures"
-    READING: ClassVar = "kvinterp.reading.localisation:said_of_localisation"
     UNIT: ClassVar = "examples"
 
     dtype: str = shared("dtype")
@@ -125,6 +133,60 @@ class Localisation(OfModels):
         told: dict[str, Made] = {name: ({}, {"model": name, "parts": each}) for name, each in summary["told"].items()}
         return Outcome(_found(own, told), tables, summary)
 
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """What the paper's patch and K and V recover with all layers together."""
+        table, said = pd.DataFrame(outcome.summary["by_layer"]), []
+        for part, name in (("paper", "the paper's patch"), ("kv-into-cached", "K and V put into the cached path")):
+            known = table[(table["part"] == part) & (table["defined"] > 0)] if len(table) else table
+            found = (
+                [whole["median"] for _, mine in known.groupby("model") for whole in _all_layers(mine)] if len(known) else []
+            )
+            if found:
+                low, high = percent(min(found)), percent(max(found))
+                said.append(f"{name} {low if low == high else f'{low} to {high}'}")
+        lines = [f"All layers together recover, at the median: {'; '.join(said)}." if said else
+                 "There is no difference to recover, or neither the paper's patch nor K and V were asked for."]  # fmt: skip
+        if "paper" in self.part and said:
+            lines.append("The recompute path keeps nothing between steps: that the paper's patch recovers nothing would not say "
+                         "where the difference is.")  # fmt: skip
+        return lines
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Of each model: which examples, what each patch recovers, and the split."""
+        rows = []
+        for model, mine in outcome.tables["chosen"].groupby("model", sort=False):
+            flips, of = int(mine["flip_index"].notna().sum()), int(mine["of"].iloc[0])
+            note = f"the highest of {counted(of, 'example')}; {flips} flip a token"
+            more = {"unit": "examples", "measure": "nats", "model": model, "note": note}
+            rows.append(median_of("mean KL of an example that is patched, free protocol", mine["mean_kl"], **more))
+        sweeps, splits = outcome.result
+        for (model, part), found in sweeps.items():
+            rows += [{"model": model, "part": part, **row} for row in rows_of_sweep(found)]
+        for model, split in splits.items():
+            rows += [{"model": model, **row, "part": f"split, {row['part']}"} for row in rows_of_decomposition(split)]
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """The map of all patches, and of each model the paper's patch by example and the split."""
+        sweeps, splits = outcome.result
+        drawn: dict[str, Chart] = {}
+        if sweeps:
+            table = pd.DataFrame(outcome.summary["by_layer"])
+            of = {part: RECOVERED[found.provenance["distance"]] for (_, part), found in sweeps.items()}
+            table["patch"] = [f"{row.part}, {row.sweep} ({of[row.part]})" for row in table.iloc[::-1].itertuples()][::-1]
+            panel = Panel(table, "layer", "patch", "map", "median", facet="model", scale="signed", label="median recovery")
+            drawn["localisation"] = Chart("What each patch recovers, layer by layer", [panel], ["in brackets: of what"])
+        papers = {model: swept for (model, part), swept in sweeps.items() if part == "paper"}
+        for place, (model, swept) in enumerate(papers.items()):
+            for chart in list(charts_of_sweep(swept, of_model(swept.provenance)).values())[:1]:
+                drawn[_named("localisation_paper", place, model)] = chart
+        for place, (model, split) in enumerate(splits.items()):
+            for chart in charts_of_decomposition(split, of_model(split.provenance)).values():
+                drawn[_named("localisation_decomposition", place, model)] = chart
+        return drawn
+
     def _given(self, model: str) -> dict[str, Any]:
         paths = {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}
         return {"model": self.named(model), "prompts": self.prompts, "paths": paths, "max_new_tokens": self.max_new_tokens}
@@ -133,6 +195,19 @@ class Localisation(OfModels):
         ranked = {key: made[key][0]["table"] for key in made if key.startswith(_RANKED)}
         numbered = [table.assign(number=int(key.split("-")[2])) for key, table in ranked.items()]
         return chosen_of(pd.concat(numbered, ignore_index=True), self.count)
+
+
+def _all_layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """The row of a sweep in which every layer is patched together, where there is one."""
+    places = rows["sweep"].eq("cumulative") & rows["layer"].eq(rows["layer"].max())
+    places |= rows["sweep"].eq("cumulative-from") & rows["layer"].eq(0)
+    return rows[places].to_dict("records")[:1]
+
+
+def _named(name: str, place: int, model: str) -> str:
+    """The name of a figure of one model: its place, and what of its name every file system takes."""
+    bare = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in model.rpartition(":")[2])
+    return f"{name}_{place}_{bare[-40:]}"
 
 
 def _found(

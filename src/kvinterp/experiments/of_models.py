@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvinterp.cells import Cell, Made, imported, joined, loaded
+from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.comparison import recordable
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
@@ -35,7 +35,7 @@ FEW = 4
 
 @dataclasses.dataclass(frozen=True)
 class OfModels(Experiment):
-    """An experiment on some models; READING and FIGURES are given its tables by name and the provenance of each model."""
+    """An experiment on some models."""
 
     DRAWN: ClassVar = ("root_cause",)
 
@@ -87,8 +87,7 @@ class OfModels(Experiment):
         """The tables, and what they say."""
         tables = self.tables(made)
         about = {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
-        said = {"reading": imported(self.READING)(tables, about)} if self.READING else {}
-        return Outcome(tables, tables, {**said, "provenance": about})
+        return Outcome(tables, tables, {"provenance": about})
 
     def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
         """What its tables come to, a finding each."""

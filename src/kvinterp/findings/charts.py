@@ -20,8 +20,8 @@ class Panel:
         table: Tidy. Where it has columns ``low`` and ``high`` they are an interval.
         x: The column of the horizontal axis.
         y: The column of the vertical axis.
-        kind: ``line``; ``points``; ``step``, a line that changes at once; ``dots``, a line of the panel for each ``y``;
-            ``map``, a cell for each x and y.
+        kind: ``line``; ``points``; ``step``, a line that changes at once; ``medians``, a faint point a row and a line of the
+            medians; ``dots``, a line of the panel for each ``y``; ``map``, a cell for each x and y.
         color: The column that tells lines apart; of a map, the column of what its cells show.
         names: What the legend calls each value of ``color``; those not named are left out. All, as they are, unless given.
         facet: The column that tells panels apart.
@@ -30,7 +30,7 @@ class Panel:
         xlabel: What the horizontal axis says; the column's name unless given. Of dots, use ``label``.
         ends: How the interval is drawn: ``bars``, ``band`` or ``none``.
         scale: Of the values: ``zero``, logarithmic with a place for exact zeros; ``linear``; ``share``, 0 to 1; ``signed``,
-            -1 to 1; ``log``; ``counts``, logarithmic above 1.
+            -1 to 1 with what is beyond at the edge; ``log``; ``counts``, logarithmic above 1.
         xscale: Of the horizontal axis: ``whole`` numbers, ``linear``, ``log``, ``doubling`` or ``share``.
         level: Where a grey line is: a value, or ``equal``, where both axes say the same.
         columns: So many panels stand beside each other at most.

@@ -3,9 +3,8 @@
 from kvinterp.report import backend as _  # noqa: F401  # before anything else imports matplotlib
 from kvinterp.report.attention import attention_comparison
 from kvinterp.report.compare import overview_of, write_report
-from kvinterp.report.decomposition import decomposition_figure
 from kvinterp.report.figures import FIGURES, figures, overview, precision_ladder
-from kvinterp.report.recovery import recovery_figure, step_figure, sweep_figures
+from kvinterp.report.patching import decomposition_figure, recovery_figure, step_figure, sweep_figures
 from kvinterp.report.style import save
 
 __all__ = [

@@ -13,7 +13,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure, FigureBase
 
 from kvinterp.findings import Chart, Panel
-from kvinterp.reading.numbers import short
+from kvinterp.reading.numbers import percent, short
 from kvinterp.report.axes import (
     Height,
     beside,
@@ -40,6 +40,8 @@ _GREY = "#808080"
 _WRITTEN = 96
 """So many cells of a map have their numbers written."""
 _SHARE = (-0.03, 1.03)
+_EDGE = 1.12
+_ON_WHITE = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
 
 
 def drawn(chart: Chart, provenances: Sequence[Mapping[str, Any]]) -> Figure:
@@ -141,7 +143,12 @@ def _line(
     axes: Axes, table: pd.DataFrame, panel: Panel, height: Height, index: int, name: str, shift: float, _: list[Any]
 ) -> None:
     table = table.dropna(subset=[panel.y])
-    x, look = table[panel.x].to_numpy(float) + shift, line_of(index)
+    look = line_of(index)
+    if panel.kind == "medians":
+        faint = {"markersize": 2.6, "alpha": 0.35, "markeredgewidth": 0, "color": look["color"]}
+        axes.plot(table[panel.x] + shift, height(table[panel.y]), series_of(index).marker, **faint)
+        table = table.groupby(panel.x)[panel.y].median().reset_index()
+    x = table[panel.x].to_numpy(float) + shift
     if {"low", "high"} <= set(table) and panel.ends != "none":
         low, high = height(table["low"]), height(table["high"])
         if panel.ends == "band":
@@ -157,6 +164,7 @@ def _line(
     elif len(table) > 40:
         look |= {"markevery": max(1, len(table) // 20)}
     axes.plot(x, height(table[panel.y]), **look, label=name)
+    _beyond(axes, panel, x, table[panel.y].to_numpy(float))
 
 
 def _dots(
@@ -167,6 +175,16 @@ def _dots(
     if {"low", "high"} <= set(table) and panel.ends != "none":
         axes.hlines(y, height(table["low"]), height(table["high"]), color=series.color, linewidth=1.4)
     axes.plot(height(table[panel.x]), y, **look, label=name)
+    _beyond(axes, panel, y, table[panel.x].to_numpy(float))
+
+
+def _beyond(axes: Axes, panel: Panel, places: np.ndarray, values: np.ndarray) -> None:
+    """The numbers of what lies beyond a signed scale, at its edge."""
+    for place, value in zip(places, values, strict=True) if panel.scale == "signed" else ():
+        if abs(value) > 1:
+            text = f"{'▲' if value > 0 else '▼'} {percent(value)}"
+            at = (0.86 * np.sign(value), place) if panel.kind == "dots" else (place, 0.92 * np.sign(value))
+            axes.annotate(text, at, ha="center", va="center", fontsize=6.5, zorder=5, bbox=_ON_WHITE)
 
 
 def _scaled(axes: Axes, panel: Panel, values: np.ndarray) -> Height:
@@ -176,7 +194,10 @@ def _scaled(axes: Axes, panel: Panel, values: np.ndarray) -> Height:
     if panel.scale == "zero":
         return zero_aware(axes, [values], along)
     if panel.scale in ("share", "signed"):
-        limits(*(_SHARE if panel.scale == "share" else (-1.05, 1.05)))
+        limits(*(_SHARE if panel.scale == "share" else (-_EDGE, _EDGE)))
+    if panel.scale == "signed":
+        percents(axis)
+        return lambda given: np.clip(np.asarray(given, dtype=float), -1.05, 1.05)
     if panel.scale == "log":
         (axes.set_xscale if along == "x" else axes.set_yscale)("log")
         log_ticks(axis)
@@ -247,7 +268,7 @@ def _map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> 
     if not signed:
         color_bar(target, image, list(grid.flat), panel.label)
         return
-    beyond: Any = "both" if np.nanmax(np.abs(values)) > limit else "neither"
+    beyond: Any = "both" if (np.abs(values) > limit).any() else "neither"
     bar = target.colorbar(image, ax=list(grid.flat), pad=0.02, aspect=30, extend=beyond)
     if panel.scale == "signed":
         percents(bar.ax.yaxis)
@@ -267,12 +288,12 @@ def _ticked(axis: Any, values: Sequence[Any]) -> None:
         axis.set_ticks(range(len(values)), [broken(str(each), 34) for each in values], fontsize=7.5, **turned)
 
 
-def _written(axes: Axes, row: int, column: int, value: float, limit: float, room: bool, percent: bool) -> None:
+def _written(axes: Axes, row: int, column: int, value: float, limit: float, room: bool, share: bool) -> None:
     """The number in a cell, or where there is no room a sign alone."""
     if not np.isfinite(value):
         axes.text(column, row, "n/a" if room else "×", ha="center", va="center", fontsize=6, color="#555555")
         return
-    text = f"{100 * value:.0f} %" if percent and abs(value) < 10 else short(value)
-    shown = text.replace("-", "−") if room else "−" if value < -0.005 * limit else ""
+    text = percent(value) if share else short(value).replace("-", "−")
+    shown = text if room else "−" if value < -0.005 * limit else ""
     color = ink_on(DIVERGING(min(1.0, max(0.0, (value / limit + 1) / 2))))
     axes.text(column, row, shown, ha="center", va="center", fontsize=6.5, color=color)
