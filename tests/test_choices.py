@@ -120,7 +120,14 @@ def prepare(folder: Path) -> None:
             "doc_to_target": "{{text}}",
             "metric_list": [{"metric": "word_perplexity"}],
         }
-        for task, more in {"chooses": chooses, "reads": reads}.items():
+        samples = {
+            "output_type": "generate_until",
+            "doc_to_text": "{{text}}",
+            "doc_to_target": "{{answer}}",
+            "generation_kwargs": {"do_sample": True, "temperature": 5.0, "until": ["###"], "max_gen_toks": 6},
+            "metric_list": [{"metric": "exact_match"}],
+        }
+        for task, more in {"chooses": chooses, "reads": reads, "samples": samples}.items():
             # JSON is YAML.
             (own / f"{task}.yaml").write_text(json.dumps({"task": f"choices_{task}", **common, **more}))
 

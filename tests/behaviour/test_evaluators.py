@@ -314,13 +314,14 @@ def test_documents_are_compared_one_by_one() -> None:
     assert many["difference_low"] < -1 / 6 < many["difference_high"]
     assert second["p"] == 1.0
     assert (second["low"], second["high"]) == pytest.approx((0.0433, 0.7772), abs=1e-4)  # Exact for 2 of 6.
-    counts = {path: {"requests": 6, "answered_by_prefill": 0, "truncated": 0} for path in right}
+    counts = {path: {"requests": 6, "answered_by_prefill": 0, "truncated": 0, "sampled": 0} for path in right}
     tables = {"results": pd.DataFrame([first, second]).assign(higher_is_better=True)}
     outcome = Outcome(tables, tables, {"paths": ["cached", "other"], "counts": counts})
     (said,) = Eval().headline(outcome)
     assert said == "other scores 0.333 in t, acc (6 documents), cached 0.5: 3 score otherwise."
     found = " ".join(lines_of(Eval().findings(outcome)))
     assert "p = 1): 1 document only other has right, 2 only cached." in found
+    assert "--seed 3 changed nothing" in " ".join(Eval(seed=3).headline(outcome))
     counts["cached"] |= {"answered_by_prefill": 5, "truncated": 2}
     outcome.summary["paths"] = ["cached"]
     said = " ".join(Eval().headline(outcome))

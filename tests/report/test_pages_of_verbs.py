@@ -89,7 +89,7 @@ def eval_of(folder: Path) -> Path:
     ]
     table = pd.DataFrame(rows).assign(difference=float("nan"), changed=0)
     tables = {"results": table}
-    held = {path: {"requests": 8, "answered_by_prefill": 0, "truncated": 0} for path in paths}
+    held = {path: {"requests": 8, "answered_by_prefill": 0, "truncated": 0, "sampled": 0} for path in paths}
     outcome = Outcome(tables, tables, {"paths": paths, "counts": held, "provenance": {**ABOUT, "model": NAME}})
     outcome.choices = {"path": paths[1]}
     return Eval().with_findings(outcome) and Eval().drawn_into(outcome, folder / "figures")[-1]

@@ -43,7 +43,7 @@ class PathLM(TemplateLM):
 
     Attributes:
         counts: ``requests``, those ``answered_by_prefill`` (with an exact prefill what a policy did to the cache played no part
-            in them) and those ``truncated`` because they did not fit the model's context.
+            in them), those ``truncated`` because they did not fit the model's context, and those ``sampled``.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PathLM(TemplateLM):
         self.adapter, self.tokenizer, self.path = adapter, adapter.tokenizer, path_named(path)
         self.through, self.batch_size, self.seed, self._progress = through, batch_size, seed, progress
         self._device = adapter.device
-        self.counts: collections.Counter[str] = collections.Counter(requests=0, answered_by_prefill=0, truncated=0)
+        self.counts: collections.Counter[str] = collections.Counter(requests=0, answered_by_prefill=0, truncated=0, sampled=0)
 
     # Text and tokens ---------------------------------------------------------------------------------------------------
 
@@ -147,8 +147,10 @@ class PathLM(TemplateLM):
         prompts = [tokens[-room:] for tokens in encoded]
         through = self.through if most == 1 else 0
         self._count([(len(prompt), prefilled(self.path, len(prompt), through), most) for prompt in prompts])
+        strategy = strategy_of(how)
+        self.counts["sampled"] += len(contexts) * (strategy != Greedy())
         made = write(
-            self.adapter, self.path, prompts, most, strategy=strategy_of(how), seed=self.seed, examples=list(contexts),
+            self.adapter, self.path, prompts, most, strategy=strategy, seed=self.seed, examples=list(contexts),
             stops=how["until"], through=through, batch_size=self.batch_size, done=done,
         )  # fmt: skip
         return {number: each.text for number, each in zip(contexts, made, strict=True)}

@@ -49,7 +49,7 @@ class Eval(Experiment):
     fewshot: int | None = option(None, "Worked examples in front; the task's own number unless given.", min=0)
     chat: str = option("none", "'template': prompts are messages, in the tokenizer's chat template; or 'none'.")
     system: str | None = option(None, "The system message.")
-    seed: int = option(0, "Seeds what tasks sample.")
+    seed: int = option(0, "Seeds the texts that tasks sample.")
     unsafe_code: bool = option(False, "Run the code of --include, and of tasks that execute what the model writes.")
     batch_size: int = option(1, "Most requests a batch; used where it keeps the bits.", decides="nothing", min=1)
     kind: str = shared("kind")
@@ -135,6 +135,8 @@ class Eval(Experiment):
             lines.append(
                 f"{alone} of {of} never read the cache: no policy touched them (--through feeds their last tokens)."
             )
+        if self.seed and not counts[asked].get("sampled"):
+            lines.append(f"No request of these tasks samples: --seed {self.seed} changed nothing.")
         if cut := {path: held["truncated"] for path, held in counts.items() if held["truncated"]}:
             said = listed([f"{count} on {path}" for path, count in cut.items()])
             lines.append(f"Contexts were cut from the left to fit the model's: {said}.")
