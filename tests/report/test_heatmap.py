@@ -50,7 +50,9 @@ def _sweep(
         for (layer, head), group in values.items()
         for example, value in enumerate(group)
     ]
-    controls = pd.DataFrame([{"control": name, "recovery": share, "steps": 1} for name, share in (("self", 0.0), ("floor", 1.0))])
+    controls = pd.DataFrame(
+        [{"control": name, "recovery": share, "steps": 1} for name, share in (("self", 0.0), ("floor", 1.0))]
+    )
     provenance = {
         "site": site,
         "sweep": kind,
@@ -73,10 +75,10 @@ def test_a_heatmap_shows_medians_and_marks_what_leaves_its_range() -> None:
     values = {(0, 0): [0.5, 0.1, 0.6], (0, 1): [-3.0, -2.0, -4.0], (1, 0): [0.0, 0.0, 0.0], (1, 1): [float("nan")] * 3}
     figure = recovery_figure(_sweep(values))
     axes = figure.axes[0]
-    shown = np.ma.filled(axes.images[0].get_array(), np.nan)
+    shown = np.ma.filled(axes.images[-1].get_array(), np.nan)
     np.testing.assert_array_equal(shown, [[0.5, -3.0], [0.0, np.nan]])
-    assert axes.images[0].norm(0) == 0.5, "white is 0"
-    assert (axes.images[0].norm.vmin, axes.images[0].norm.vmax) == (-1, 1)
+    assert axes.images[-1].norm(0) == 0.5, "white is 0"
+    assert (axes.images[-1].norm.vmin, axes.images[-1].norm.vmax) == (-1, 1)
     assert _texts(axes) == ["50 %", "−300 %", "0 %", "n/a"]
     (said,) = headline_of_sweep(_sweep({place: group for place, group in values.items() if group[0] == group[0]}))
     assert said == "Layer 0, head 0 recovers most: 50\u202f% of the KL (z, into-recompute, 3 prompts)."
@@ -142,7 +144,7 @@ def test_steps_become_a_heatmap_of_layer_by_step() -> None:
     figure = step_figure(sweep)
     figure.canvas.draw()
     axes = figure.axes[0]
-    shown = np.ma.filled(axes.images[0].get_array(), np.nan)
+    shown = np.ma.filled(axes.images[-1].get_array(), np.nan)
     np.testing.assert_allclose(shown, [[nothing, 0.2, -3.0], [nothing, 1.0, 0.7]])
     assert _texts(axes) == ["n/a", "20 %", "−300 %", "n/a", "100 %", "70 %"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("decode step", "layer")

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,21 +16,12 @@ from matplotlib.text import Text
 from PIL import Image
 
 from kvinterp.comparison import Comparison
+from kvinterp.findings.of_comparison import ladder_of_comparisons, rows_of_comparison
 from kvinterp.report.axes import zero_aware
-from kvinterp.report.figures import (
-    draw_attention,
-    draw_drift,
-    draw_kl,
-    draw_kv,
-    figure_of,
-    figures,
-    overview,
-    precision_ladder,
-)
+from kvinterp.report.figures import FIGURES, figure_named, figures, overview, precision_ladder
 from kvinterp.report.style import looks, save, small_print
 from synthetic import comparison
 
-DRAWN = {"kl": draw_kl, "drift": draw_drift, "attention": draw_attention, "kv": draw_kv}
 MADE = {
     "usual": comparison((0, 1, 2)),
     "flipped": comparison((0, 1), flip=2, steps=9),
@@ -43,7 +35,7 @@ MADE = {
 
 def figure_with(drawn: str, made: Comparison, label: str = "") -> Figure:
     """A figure with one of the four alone in it."""
-    return figure_of(DRAWN[drawn], {label: made}, (5.6, 3.9))
+    return figure_named(drawn, {label: made})
 
 
 def inside(figure: Figure) -> bool:
@@ -56,15 +48,16 @@ def inside(figure: Figure) -> bool:
 
 @pytest.mark.each
 @pytest.mark.parametrize("what", MADE)
-@pytest.mark.parametrize("drawn", DRAWN)
+@pytest.mark.parametrize("drawn", FIGURES)
 def test_nothing_is_cut_off(drawn: str, what: str) -> None:
     assert inside(figure_with(drawn, MADE[what], "matched"))
 
 
-def test_without_a_step_of_the_same_text_the_figure_of_k_and_v_says_so() -> None:
+def test_without_a_step_of_the_same_text_k_and_v_have_no_figure_and_a_finding_says_so() -> None:
     """In the free protocol a token may flip at step 0, after which nothing is of the same text."""
     made = comparison((0, 1), flip=0, protocol="free")
-    assert "step after the prefill at which both" in _title(figure_with("kv", made))
+    assert "kv_by_position" not in figures({"": made})
+    assert any("no step after the prefill at which both" in row["note"] for row in rows_of_comparison(made))
 
 
 def test_the_overview_holds_all_four_and_cuts_nothing_off() -> None:
@@ -72,7 +65,8 @@ def test_the_overview_holds_all_four_and_cuts_nothing_off() -> None:
     many = {f"gemma2-mini kind {n}": MADE["usual"] for n in range(4)}
     figure = overview({"matched": MADE["usual"], "free": MADE["flipped"]}, many, usual, usual)
     assert inside(figure)
-    assert len(figure.subfigs) == 4
+    titles = " ".join(_title(axes) for axes in figure.axes)
+    assert all(what in titles for what in ("KL at each step", "residual stream", "Attention KL", "K", "V"))
 
 
 def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:
@@ -96,72 +90,51 @@ def test_no_strip_where_nothing_is_zero() -> None:
         assert "exactly 0" not in [tick.get_text() for tick in axes.get_yticklabels()]
 
 
-@pytest.mark.parametrize(
-    ("drawn", "title"),
-    [
-        ("kl", "The paths are bitwise equal at all 10 steps"),
-        ("drift", "The median difference of resid_post is 0 at every layer"),
-        ("attention", "Every attention pattern is exactly equal"),
-        ("kv", "K and V are exactly equal everywhere in this prompt and what it decoded"),
-    ],
-)
-def test_titles_say_when_nothing_differs(drawn: str, title: str) -> None:
-    figure = figure_with(drawn, MADE["equal"])
-    assert _title(figure) == title
-
-
-def test_titles_say_where_the_difference_is() -> None:
-    usual = MADE["usual"]
-    assert _title(figure_with("kl", usual, "matched")) == "The paths differ at 12 of 15 steps, first at step 1"
-    means = usual.heads[usual.heads["step"] > 0].groupby(["layer", "head"])["kl"].mean()
-    layer, head = means.idxmax()
-    title = _title(figure_with("attention", usual))
-    assert (
-        title
-        == f"Attention differs most in layer {layer}, head {head} (and as much at 1 other place) ({short(means.max())} nats)"
-    )
-    medians = usual.layers[usual.layers["step"] > 0].groupby("layer")["relative_l2"].median()
-    expected = (
-        f"The median difference of resid_post is first above 0 at layer 1; at layer 2 it is {short(medians.iloc[-1])}"
-    )
-    assert _title(figure_with("drift", usual)) == expected
-    assert _title(figure_with("kv", usual)).startswith("This prompt's K and V are exactly equal, decoded")
+def test_equal_paths_stand_in_the_strip_of_exact_zeros_and_leave_maps_white() -> None:
+    drawn = figures({"": MADE["equal"]})
+    for name in ("kl_by_step", "drift_by_layer"):
+        axes = drawn[name].axes[0]
+        drawn[name].draw_without_rendering()
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["exactly 0"]
+    for name in ("attention_by_head", "kv_by_position"):
+        assert drawn[name].axes[0].images[-1].get_array().mask.all()
+        assert {text.get_text() for text in drawn[name].axes[0].texts} == {"0"}
 
 
 def test_the_first_flip_is_marked_where_it_happens() -> None:
-    figure = figure_with("kl", MADE["flipped"], "free")
+    figure = figure_with("kl_by_step", MADE["flipped"], "free")
     axes = figure.axes[0]
     marks = [line for line in axes.lines if line.get_marker() == "X"]
     assert marks
     assert all(set(np.round(line.get_xdata())) == {2} for line in marks)
-    assert "first flipped token" in [text.get_text() for text in axes.get_legend().get_texts()]
-    plain = figure_with("kl", MADE["usual"], "matched").axes[0]
-    assert "first flipped token" not in [text.get_text() for text in plain.get_legend().get_texts()]
+    assert "first flipped token" in axes.get_legend_handles_labels()[1]
+    plain = figure_with("kl_by_step", MADE["usual"], "matched").axes[0]
+    assert "first flipped token" not in plain.get_legend_handles_labels()[1]
 
 
 def test_the_line_of_kl_is_the_median_over_examples() -> None:
     usual = MADE["usual"]
-    axes = figure_with("kl", usual, "matched").axes[0]
-    line = next(line for line in axes.lines if line.get_label() == "matched, median")
+    axes = figure_with("kl_by_step", usual, "matched").axes[0]
+    line = next(line for line in axes.lines if line.get_label() == "matched")
     medians = usual.steps.groupby("step")["kl"].median().to_numpy()
     np.testing.assert_array_equal(np.asarray(line.get_ydata())[1:], medians[1:])
     assert np.asarray(line.get_ydata())[0] < medians[1:].min() / 2
 
 
 def test_the_heatmap_leaves_equal_heads_white() -> None:
-    axes = figure_with("attention", MADE["usual"]).axes[0]
-    image = axes.images[0].get_array()
+    axes = figure_with("attention_by_head", MADE["usual"]).axes[0]
+    image = axes.images[-1].get_array()
     assert image.mask[0].all()
     assert not image.mask[1:].any()
     assert [text.get_text() for text in axes.texts][:2] == ["0", "0"]
 
 
 def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> None:
-    figure = figure_with("kv", MADE["usual"])
-    panels = [axes for axes in figure.axes if axes.images and axes.get_ylabel().endswith("layer")]
-    assert [axes.get_ylabel() for axes in panels] == ["K: layer", "V: layer"]
+    figure = figure_with("kv_by_position", MADE["usual"])
+    panels = [axes for axes in figure.axes if axes.images and axes.get_ylabel() == "layer"]
+    assert [_title(axes) for axes in panels] == ["K", "V"]
     for axes in panels:
-        assert axes.images[0].get_extent()[:2] == [-0.5, 7.5]
+        assert [label.get_text() for label in axes.get_xticklabels()] == [f"{place}" for place in range(8)]
         assert {line.get_xdata()[0] for line in axes.lines} == {3.5}
         assert axes.images[-1].get_array().mask[:, :4].all()
 
@@ -169,8 +142,18 @@ def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> No
 def test_a_window_that_holds_no_early_position_is_drawn_from_its_first() -> None:
     kv = MADE["usual"].kv_positions
     late = dataclasses.replace(MADE["usual"], kv_positions=kv[kv["position"] >= 3])
-    axes = figure_with("kv", late).axes[0]
-    assert axes.images[0].get_extent()[:2] == [2.5, 7.5]
+    axes = figure_with("kv_by_position", late).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "4", "5", "6", "7"]
+
+
+def test_a_position_that_no_row_was_held_at_is_hatched_and_no_zero() -> None:
+    kv = MADE["usual"].kv_positions
+    gone = dataclasses.replace(MADE["usual"], kv_positions=kv[kv["position"] != 5])
+    axes = figure_with("kv_by_position", gone).axes[0]
+    assert axes.patch.get_hatch()
+    ground = axes.images[0].get_array()
+    assert np.ma.getmaskarray(np.ma.masked_invalid(ground))[:, 5].all(), "the hatched ground shows there"
+    assert np.isfinite(np.ma.filled(ground, np.nan)[:, 4]).all()
 
 
 def test_figures_leave_out_what_was_not_recorded() -> None:
@@ -182,41 +165,41 @@ def test_figures_leave_out_what_was_not_recorded() -> None:
     assert list(figures({"matched": usual})) == ["kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position"]
 
 
-def test_the_ladder_says_whether_the_difference_falls() -> None:
+def test_the_ladder_has_every_dtype_beside_its_unit_roundoff() -> None:
     falling = [
         comparison(size=size, dtype=dtype) for size, dtype in ((1e-2, "float16"), (1e-6, "float32"), (0.0, "float64"))
     ]
-    assert _title(precision_ladder({"m": falling})) == "The difference falls with every step up in precision"
-    stuck = [*falling[:2], comparison(size=1e-5, dtype="float64")]
-    figure = precision_ladder({"m": falling, "n": stuck})
-    assert _title(figure) == "n: the difference does not fall from float32 to float64"
-    assert inside(figure)
+    (panel,) = ladder_of_comparisons({"m": falling}).panels
+    table = panel.table.set_index(["line", "dtype"])["size"]
+    assert table["unit roundoff"].to_dict() == {"float16": 2**-11, "float32": 2**-24, "float64": 2**-53}
+    assert table["m", "float64"] == 0
+    assert inside(precision_ladder({"m": falling, "n": falling[:2]}))
 
 
 def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:
-    path = save(figure_with("kl", MADE["usual"], "matched"), tmp_path / "new" / "kl.png")
+    path = save(figure_with("kl_by_step", MADE["usual"], "matched"), tmp_path / "new" / "kl.png")
     with Image.open(path) as image:
-        assert image.size == (896, 624)
+        assert image.size[0] == 1152
         (about,) = json.loads(image.info["Description"])
     assert about == MADE["usual"].provenance
     assert [p.name for p in path.parent.iterdir()] == ["kl.png"]
 
 
 def test_the_same_tables_give_the_same_picture(tmp_path: Path) -> None:
-    one, two = (save(figure_with("kv", MADE["usual"]), tmp_path / f"{n}.png") for n in (1, 2))
+    one, two = (save(figure_with("kv_by_position", MADE["usual"]), tmp_path / f"{n}.png") for n in (1, 2))
     assert one.read_bytes() == two.read_bytes()
 
 
 def test_a_dollar_in_a_name_is_no_mathematics() -> None:
-    figure = figure_with("kl", MADE["dollars"], "a$b$")
+    figure = figure_with("kl_by_step", MADE["dollars"], "a$b$")
     written = [text for text in figure.findobj(Text) if "$" in text.get_text()]
     assert len(written) >= 2
     assert not any(text.get_parse_math() for text in written)
 
 
 def test_small_print_names_each_value_once() -> None:
-    text = small_print([MADE["usual"].provenance, {**MADE["usual"].provenance, "protocol": "free"}], 200)
-    assert "matched, greedy, seed 0 / free, greedy, seed 0" in text
+    text = small_print([MADE["usual"].provenance, {**MADE["usual"].provenance, "protocol": "free"}], width=200)
+    assert "matched, greedy, seed 0; free, greedy, seed 0" in text
     assert text.count("zoo:mistral-mini") == 1
     assert "cached against recompute" in text
     assert "torch 2.0" in text
@@ -241,9 +224,5 @@ def test_drawing_leaves_the_users_settings_and_pyplot_alone() -> None:
     assert made.returncode == 0, made.stderr
 
 
-def short(value: float) -> str:
-    return f"{value:.1e}".replace("e-0", "e-")
-
-
-def _title(figure: Figure) -> str:
-    return figure.axes[0].get_title(loc="left").replace("\n", " ")
+def _title(axes: Any) -> str:
+    return str(axes.get_title(loc="left")).replace("\n", " ")

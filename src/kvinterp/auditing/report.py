@@ -13,12 +13,13 @@ import pandas as pd
 
 from kvinterp.errors import InputError
 from kvinterp.files import Record, check_writable, digest_of, refuse_foreign, sealed, told, write_whole
+from kvinterp.findings.of_comparison import ladder_chart
 from kvinterp.locks import Lock
 from kvinterp.models.adapter import DTYPES
 from kvinterp.reading import verdict as say
 from kvinterp.reading.vocabulary import EMBEDDING
 from kvinterp.report.axes import legend_below
-from kvinterp.report.figures import draw_ladder
+from kvinterp.report.charts import drawn
 from kvinterp.report.page import Answer, Bullets, Column, Links, Pairs, Picture, Table, Text, render
 from kvinterp.report.style import png, series_of, sheet
 from kvinterp.report.svg import inline
@@ -242,10 +243,7 @@ def ladder_figure(evidence: Mapping[str, Mapping[str, Any]]) -> Figure | None:
             ("block_error", "largest block error given equal inputs (relative)"),
         )
     }
-    with sheet(5.6, 3.7) as figure:
-        axes = draw_ladder(figure, units, lines)
-        axes.set(xlabel="dtype of weights and arithmetic", ylabel="relative difference")
-    return figure
+    return drawn(ladder_chart({"unit roundoff": units, **lines}, "relative difference"), [])
 
 
 def _rung_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,9 @@ class PathLM(TemplateLM):
         self.adapter, self.tokenizer, self.path = adapter, adapter.tokenizer, path_named(path)
         self.through, self.batch_size, self.seed, self._progress = through, batch_size, seed, progress
         self._device = adapter.device
-        self.counts: collections.Counter[str] = collections.Counter(requests=0, answered_by_prefill=0, truncated=0, sampled=0)
+        self.counts: collections.Counter[str] = collections.Counter(
+            requests=0, answered_by_prefill=0, truncated=0, sampled=0
+        )
 
     # Text and tokens ---------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ class Panel:
         scale: Of the values: ``zero``, logarithmic with a place for exact zeros; ``linear``; ``share``, 0 to 1; ``signed``,
             -1 to 1 with what is beyond at the edge; ``log``; ``counts``, logarithmic above 1.
         xscale: Of the horizontal axis: ``whole`` numbers, ``linear``, ``log``, ``doubling`` or ``share``.
-        level: Where a grey line is: a value, or ``equal``, where both axes say the same.
+        level: Where a grey line is: a value, of a map one of x, or ``equal``, where both axes say the same.
+        mark: The column that says which rows get a cross, and the cross's name in the legend.
         columns: So many panels stand beside each other at most.
     """
 
@@ -50,6 +51,7 @@ class Panel:
     scale: str = "zero"
     xscale: str = "whole"
     level: float | str | None = None
+    mark: tuple[str, str] = ("", "")
     columns: int = 6
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
+from kvinterp.findings.charts import Chart, Panel
 from kvinterp.findings.rows import finding, median_of
 from kvinterp.metrics.statistics import mean_error
 from kvinterp.reading.numbers import counted, every, most, number
-from kvinterp.reading.results import decoded, site_of
+from kvinterp.reading.results import decoded, site_of, unit_roundoff
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -89,6 +90,9 @@ def _of_attention(comparison: Comparison) -> Iterator[dict[str, Any]]:
 
 def _of_cache(comparison: Comparison) -> Iterator[dict[str, Any]]:
     rows = comparison.same_text(comparison.kv_positions)
+    if rows.empty and len(comparison.kv_positions):
+        note = "there is no step after the prefill at which both paths hold the same text"
+        yield finding("K and V vectors that differ", np.nan, note=note)
     prompt = rows["example"].map(comparison.examples.set_index("example")["prompt_tokens"])
     for name, part in (("prompt", rows[rows["position"] < prompt]), ("decoded tokens", rows[rows["position"] >= prompt])):
         count, differing = int(part["vectors"].sum()), int(part["differing"].sum())
@@ -142,3 +146,116 @@ def headline_of(comparisons: list[Comparison]) -> list[str]:
         equal if differing.empty else apart,
         f"{token} {int(flips.min())}." if token else f"No token changes in {decodes}.",
     ]
+
+
+# Charts ----------------------------------------------------------------------------------------------------------------
+
+NAMES = {
+    "kl_by_step": "KL by step",
+    "drift_by_layer": "drift by layer",
+    "attention_by_head": "attention KL by layer and head",
+    "kv_by_position": "K and V error by position",
+}
+
+
+def charts_of_comparisons(comparisons: Mapping[str, Comparison]) -> dict[str, Chart]:
+    """One chart of each kind that the tables can give, by the names in :data:`NAMES`.
+
+    Args:
+        comparisons: Comparisons of one model by what tells them apart; all share the charts of KL and drift, the first gives
+            those of attention and of K and V.
+    """
+    label, first = next(iter(comparisons.items()))
+    drawn = {
+        "kl_by_step": (_kl_by_step(comparisons), "KL at each step (points: prompts; lines: medians)"),
+        "drift_by_layer": (_drift_by_layer(comparisons), "Difference of the residual stream (median, quartiles)"),
+        "attention_by_head": (_attention_by_head(first), "Attention KL by layer and head (mean)"),
+        "kv_by_position": (_kv_by_position(first), "Error of K and V by position (dashes: the prompt ends)"),
+    }
+    of = f", {label}" if label and len(comparisons) == 1 else ""
+    return {name: Chart(f"{title}{of}", panels) for name, (panels, title) in drawn.items() if panels}
+
+
+def _kl_by_step(comparisons: Mapping[str, Comparison]) -> list[Panel]:
+    frames = [one.steps.assign(label=label) for label, one in comparisons.items() if len(one.steps)]
+    if not frames:
+        return []
+    table = pd.concat(frames, ignore_index=True)
+    table["first"] = table["flipped"] & ~table["after_flip"]
+    return [Panel(table, "step", "kl", "medians", color="label", mark=("first", "first flipped token"), label="KL (nats)",
+                  xlabel="decode step (0 is the token the prefill decides)")]  # fmt: skip
+
+
+def _drift_by_layer(comparisons: Mapping[str, Comparison]) -> list[Panel]:
+    lines = []
+    for label, one in comparisons.items():
+        frame = _later(one, one.layers)
+        for site, mine in frame.groupby("site", sort=False) if len(frame) else ():
+            line = mine.groupby("layer")["relative_l2"].quantile([0.25, 0.5, 0.75]).unstack()
+            name = label if frame["site"].nunique() == 1 else ", ".join(filter(None, (label, str(site))))
+            lines.append(line.set_axis(["low", "median", "high"], axis=1).reset_index().assign(line=name, site=site))
+    if not lines:
+        return []
+    table = pd.concat(lines, ignore_index=True)
+    sites = list(dict.fromkeys(table["site"]))
+    what = sites[0] if len(sites) == 1 else "the residual stream"
+    return [Panel(table, "layer", "median", color="line", label=f"relative L2 difference\nof {what}")]
+
+
+def _attention_by_head(comparison: Comparison) -> list[Panel]:
+    frame = _later(comparison, comparison.heads)
+    if frame.empty:
+        return []
+    means = frame.groupby(["layer", "head"])["kl"].mean().reset_index()
+    derived = "\n(derived)" * ("pattern" in comparison.derived)
+    return [Panel(means, "head", "layer", "map", "kl", label=f"mean KL of attention (nats){derived}", xlabel="query head")]
+
+
+def _kv_by_position(comparison: Comparison) -> list[Panel]:
+    rows = comparison.same_text(comparison.kv_positions)
+    if rows.empty:
+        return []
+    drawn = comparison.examples[comparison.examples["example"].isin(rows["example"])]
+    example = int(drawn.sort_values("steps", kind="stable")["example"].iloc[-1])
+    prompt = int(comparison.examples.set_index("example")["prompt_tokens"].loc[example])
+    table = mean_error(rows[rows["example"] == example], ("tensor", "layer", "position")).rename("error").reset_index()
+    positions = range(table["position"].min(), table["position"].max() + 1)
+    # Positions that no row was held at by both are there, without a value.
+    places = pd.MultiIndex.from_product([dict.fromkeys(table["tensor"]), dict.fromkeys(table["layer"]), positions],
+                                        names=["tensor", "layer", "position"])  # fmt: skip
+    table = table.set_index(list(places.names)).reindex(places).reset_index()
+    return [Panel(table, "position", "layer", "map", "error", facet="tensor", columns=1, label="mean relative error",
+                  level=prompt if prompt in positions else None,
+                  xlabel=f"absolute cache position (prompt {example}; white: exactly equal)")]  # fmt: skip
+
+
+def _later(comparison: Comparison, frame: pd.DataFrame) -> pd.DataFrame:
+    """The steps from 1 on at which both paths hold the same text; step 0 where there is no other."""
+    found = decoded(comparison, frame)
+    return found if len(found) else comparison.same_text(frame)
+
+
+def ladder_of_comparisons(rungs: Mapping[str, Sequence[Comparison]]) -> Chart:
+    """Largest logit difference by dtype, with each dtype's unit roundoff beside it.
+
+    Args:
+        rungs: For each model its comparisons, one a dtype, on the same prompts.
+    """
+    units = {one.provenance["dtype"]: unit_roundoff(one.provenance["dtype"]) for group in rungs.values() for one in group}
+    lines = {
+        model: {one.provenance["dtype"]: float(one.steps["max_abs_logit"].max()) for one in group if len(one.steps)}
+        for model, group in rungs.items()
+    }
+    return ladder_chart({"unit roundoff": units, **lines}, "largest logit difference")
+
+
+def ladder_chart(lines: Mapping[str, Mapping[str, float]], label: str) -> Chart:
+    """Differences by dtype.
+
+    Args:
+        lines: Of each line its difference by dtype; the first has all dtypes, in the order that is drawn.
+        label: What differs.
+    """
+    rows = [{"line": line, "dtype": dtype, "size": size} for line, found in lines.items() for dtype, size in found.items()]
+    panel = Panel(pd.DataFrame(rows), "size", "dtype", "dots", color="line", label=label)
+    return Chart("Does the difference fall with precision?", [panel])

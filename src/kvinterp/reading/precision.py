@@ -107,22 +107,3 @@ def ladder_said(rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
                 "does not explain: ask kvinterp audit."
             )
     return said
-
-
-def ladder_title(rungs: Mapping[str, Sequence[Comparison]]) -> str:
-    """The figure's title."""
-    falls = _falls(rungs)
-    if not falls:
-        return "Largest logit difference by dtype"
-    if all(fall.falls for fall in falls):
-        return "The difference falls with every step up in precision"
-    if not any(size for fall in falls for _, size in fall.sizes):
-        return "The paths are bitwise equal in every dtype"
-    stuck = [(fall.model, *step) for fall in falls for step in fall.stuck]
-    if stuck:
-        model, (coarse, _), (fine, _) = stuck[0]
-        return f"{model}: the difference does not fall from {coarse} to {fine}"
-    begins = [fall.model for fall in falls if fall.begins]
-    if begins:
-        return f"Wherever there is a difference it falls; {listed(begins)}: none in a coarser dtype"
-    return "Wherever there is a difference it falls with precision"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
@@ -15,27 +14,12 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from kvinterp.reading.numbers import percent, power
-from kvinterp.report.style import CMAP, line_of, series_of
+from kvinterp.report.style import CMAP
 
 Height = Callable[[Any], Any]
 """From values to heights on an axis, see :func:`zero_aware`."""
 
 # Titles, ticks and legends ---------------------------------------------------------------------------------------------
-
-
-def place_title(axes: Axes, text: str, beside: float = 0.9) -> None:
-    """A title that says what is seen, broken where it would leave the figure.
-
-    Args:
-        axes: Where it goes, flush with the left spine.
-        text: The sentence.
-        beside: Inches left of the axes and right of it that the title cannot have.
-    """
-    target = axes.get_figure(root=False)
-    assert target is not None, "axes are made by a figure"
-    inches = target.bbox.width / target.dpi - beside
-    # Ten characters an inch: what bold DejaVu Sans needs at 10 points.
-    axes.set_title(broken(text, max(20, int(inches * 10))))
 
 
 def headed(figure: Figure, text: str) -> None:
@@ -82,11 +66,6 @@ def log_ticks(axis: Any) -> None:
     """A logarithmic axis whose ticks are plain numbers: text is not parsed for mathematics."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def shift_of(index: int, count: int) -> float:
-    """How far a point is moved sideways, so that those of one place are all seen."""
-    return 0.0 if count == 1 else (index - (count - 1) / 2) * min(0.16, 0.5 / count)
 
 
 def legend_below(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
@@ -166,7 +145,7 @@ def log_norm(values: np.ndarray) -> LogNorm:
 def color_bar(target: FigureBase, image: Any, axes: Any, label: str) -> None:
     """The colour bar of a logarithmic scale."""
     bar = target.colorbar(image, ax=axes, pad=0.02, aspect=30)
-    bar.set_label(label)
+    bar.set_label(broken(label, 20))
     bar.ax.grid(visible=False)
     bar.ax.yaxis.set_minor_locator(NullLocator())
     low, high = np.log10([image.norm.vmin, image.norm.vmax])
@@ -174,47 +153,6 @@ def color_bar(target: FigureBase, image: Any, axes: Any, label: str) -> None:
     few = len(decades) < 2
     bar.ax.yaxis.set_major_locator(FixedLocator([10**low, 10**high] if few else decades))
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1e}" if few else power(value)))
-
-
-# Marks -----------------------------------------------------------------------------------------------------------------
-
-
-def medians(
-    axes: Axes,
-    table: pd.DataFrame,
-    column: str,
-    height: Height,
-    index: int,
-    label: str,
-    *,
-    size: float,
-    alpha: float,
-    shift: float = 0.0,
-    by: str = "step",
-) -> None:
-    """A faint point a row of a column, and by step or layer the line of the medians, both moved sideways."""
-    series = series_of(index)
-    look: dict[str, Any] = {"color": series.color, "markersize": size, "alpha": alpha, "markeredgewidth": 0, "zorder": 2}
-    axes.plot(table[by] + shift, height(table[column]), series.marker, **look)
-    middle = table.groupby(by)[column].median()
-    axes.plot(middle.index + shift, height(middle), **line_of(index), label=label, zorder=3)
-
-
-def quartiles(
-    axes: Axes, table: pd.DataFrame, height: Height, index: int, shift: float, label: str, ends: str = ""
-) -> None:
-    """A line of medians by layer, with the quartiles (columns 0.25, 0.5 and 0.75) as bars; ``ends`` marks the bars' ends."""
-    color, x = series_of(index).color, table.index + shift
-    low, middle, high = (height(table[q]) for q in (0.25, 0.5, 0.75))
-    axes.vlines(x, low, high, color=color, linewidth=1.4, zorder=2)
-    if ends:
-        axes.plot(x, low, ends, x, high, ends, color=color, markersize=6, zorder=2)
-    axes.plot(x, middle, **line_of(index), label=label, zorder=3)
-
-
-def spread(table: pd.DataFrame, column: str) -> np.ndarray:
-    """How far the ends of an interval (columns low and high) are from a column, as ``Axes.errorbar`` takes it."""
-    return np.abs(table[["low", "high"]].to_numpy(float).T - table[column].to_numpy(float))
 
 
 def mapped(axes: Axes, values: np.ndarray, norm: Any, cmap: Any = None, **how: Any) -> Any:

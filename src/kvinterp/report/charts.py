@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap, Normalize
 from matplotlib.figure import Figure, FigureBase
 
 from kvinterp.findings import Chart, Panel
@@ -32,10 +33,11 @@ from kvinterp.report.axes import (
     zero_aware,
 )
 from kvinterp.report.ink import ink_on
-from kvinterp.report.style import line_of, of_models, series_of, sheet
+from kvinterp.report.style import CMAP, line_of, of_models, series_of, sheet
 
 #: White at 0, orange below, blue above: told apart by the colour-blind; in grey the sign in each cell tells.
 DIVERGING = LinearSegmentedColormap.from_list("recovery", ["#8f3a00", "#e08a4a", "#ffffff", "#4a90c2", "#003f6b"])
+_CMAP = colormaps[CMAP]
 _GREY = "#808080"
 _WRITTEN = 96
 """So many cells of a map have their numbers written."""
@@ -70,7 +72,7 @@ def drawn(chart: Chart, provenances: Sequence[Mapping[str, Any]]) -> Figure:
                 legend_outside(part, grid.flat[0], 2 if max(map(len, labels)) > 24 else 4)
             told = labels
         headed(figure, chart.title)
-    return of_models(figure, provenances, chart.notes)
+        return of_models(figure, provenances, chart.notes)
 
 
 def _grid(panel: Panel) -> tuple[list[Any], int, int]:
@@ -147,6 +149,11 @@ def _line(
     if panel.kind == "medians":
         faint = {"markersize": 2.6, "alpha": 0.35, "markeredgewidth": 0, "color": look["color"]}
         axes.plot(table[panel.x] + shift, height(table[panel.y]), series_of(index).marker, **faint)
+        column, told = panel.mark
+        if column and table[column].any():
+            crossed, known = table[table[column]], axes.get_legend_handles_labels()[1]
+            cross: dict[str, Any] = {"linestyle": "none", "marker": "X", "color": "#000000", "markersize": 6, "zorder": 5}
+            axes.plot(crossed[panel.x] + shift, height(crossed[panel.y]), label="" if told in known else told, **cross)
         table = table.groupby(panel.x)[panel.y].median().reset_index()
     x = table[panel.x].to_numpy(float) + shift
     if {"low", "high"} <= set(table) and panel.ends != "none":
@@ -252,10 +259,18 @@ def _map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> 
     for axes, facet in zip(grid.flat, facets, strict=False):
         table = _of(panel, facet).pivot_table(index=panel.y, columns=panel.x, values=panel.color, dropna=False)
         cells = table.reindex(index=rows, columns=columns).to_numpy(float)
-        image = mapped(axes, cells, norm, DIVERGING if signed else None)
-        if signed:
-            for (row, column), value in np.ndenumerate(cells):
-                _written(axes, row, column, value, limit, cells.size <= _WRITTEN, panel.scale == "signed")
+        # Where there is no value the ground is hatched; an exact zero is white.
+        axes.patch.set(hatch="//////", facecolor="#ededed", edgecolor="#a0a0a0", linewidth=0)
+        mapped(axes, np.where(np.isnan(cells), np.nan, 1.0), None, ListedColormap(["#ffffff"]))
+        image = mapped(
+            axes, cells if signed else np.ma.masked_where(~(cells > 0), cells), norm, DIVERGING if signed else _CMAP
+        )
+        room = cells.size <= _WRITTEN
+        for (row, column), value in np.ndenumerate(cells) if signed or room else ():
+            color = DIVERGING(min(1.0, max(0.0, (value / limit + 1) / 2))) if signed else _CMAP(norm(value))
+            _written(axes, row, column, value, limit, room, panel.scale == "signed", color)
+        if panel.level is not None:
+            axes.axvline(columns.index(panel.level) - 0.5, color="#000000", linewidth=1.1, linestyle=(0, (3, 1.5)))
         _ticked(axes.xaxis, columns)
         _ticked(axes.yaxis, rows)
         axes.set_xlabel(panel.xlabel or panel.x.replace("_", " "))
@@ -266,13 +281,14 @@ def _map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> 
         if _numbers(rows):
             row_of_axes[0].set_ylabel(panel.y.replace("_", " "))
     if not signed:
-        color_bar(target, image, list(grid.flat), panel.label)
+        if (values > 0).any():
+            color_bar(target, image, list(grid.flat), panel.label)
         return
     beyond: Any = "both" if (np.abs(values) > limit).any() else "neither"
     bar = target.colorbar(image, ax=list(grid.flat), pad=0.02, aspect=30, extend=beyond)
     if panel.scale == "signed":
         percents(bar.ax.yaxis)
-    bar.set_label(broken(panel.label, 24))
+    bar.set_label(broken(panel.label, 20))
     bar.ax.grid(visible=False)
 
 
@@ -281,19 +297,22 @@ def _numbers(values: Sequence[Any]) -> bool:
 
 
 def _ticked(axis: Any, values: Sequence[Any]) -> None:
-    if _numbers(values) and values == list(range(len(values))):
-        whole_numbers(axis, 10)
+    if _numbers(values) and len(values) > 16:
+        stride = math.ceil(len(values) / 12)
+        axis.set_ticks(range(0, len(values), stride), [f"{each:g}" for each in values[::stride]])
+    elif _numbers(values):
+        axis.set_ticks(range(len(values)), [f"{each:g}" for each in values])
     else:
         turned = {"rotation": 30, "ha": "right"} if axis.axis_name == "x" and max(map(len, map(str, values))) > 4 else {}
         axis.set_ticks(range(len(values)), [broken(str(each), 34) for each in values], fontsize=7.5, **turned)
 
 
-def _written(axes: Axes, row: int, column: int, value: float, limit: float, room: bool, share: bool) -> None:
+def _written(axes: Axes, row: int, column: int, value: float, limit: float, room: bool, share: bool, color: Any) -> None:
     """The number in a cell, or where there is no room a sign alone."""
+    how: dict[str, Any] = {"ha": "center", "va": "center"}
     if not np.isfinite(value):
-        axes.text(column, row, "n/a" if room else "×", ha="center", va="center", fontsize=6, color="#555555")
+        axes.text(column, row, "n/a" if room else "×", fontsize=6, color="#555555", **how)
         return
     text = percent(value) if share else short(value).replace("-", "−")
     shown = text if room else "−" if value < -0.005 * limit else ""
-    color = ink_on(DIVERGING(min(1.0, max(0.0, (value / limit + 1) / 2))))
-    axes.text(column, row, shown, ha="center", va="center", fontsize=6.5, color=color)
+    axes.text(column, row, shown, fontsize=6.5, color=ink_on(color) if value else "#000000", **how)

@@ -20,7 +20,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvinterp.files import write_whole
-from kvinterp.reading.numbers import against, machine_of
 
 RC: Any = {
     "font.family": "DejaVu Sans",
@@ -175,7 +174,6 @@ def drawn_as(figure: Figure, name: str) -> bytes:
 # The small print -------------------------------------------------------------------------------------------------------
 
 _VERSIONS = {
-    "weights": "weights",
     "torch": "torch",
     "transformers": "transformers",
     "TransformerLens": "transformer_lens",
@@ -183,52 +181,31 @@ _VERSIONS = {
 }
 
 
-def _lines(parts: Sequence[str], width: int) -> str:
-    return "\n".join(textwrap.wrap(" · ".join(parts), width))
-
-
-def small_print(provenances: Sequence[Mapping[str, Any]], width: int) -> str:
-    """What comparisons were made with, by their provenance, in lines of a width; where they differ, each value once."""
-    columns = [
-        [
-            against(a),
-            *_model(a),
-            f"{a['protocol']}, {a['strategy']}, seed {a.get('seed', 'unknown')}",
-            *(a[name] for name in _VERSIONS.values()),
-            machine_of(a),
-        ]
-        for a in provenances
-    ]
-    parts = []
-    for title, column in zip((*[""] * 5, *_VERSIONS, ""), zip(*columns, strict=True), strict=True):
-        values = list(dict.fromkeys(column))
-        # Six hashes would fill the picture; the file's own text fields hold them all.
-        many = title == "weights" and len(values) > 2
-        parts.append(f"{title} ".lstrip() + (f"({len(values)} different)" if many else " / ".join(values)))
-    return _lines(parts, width)
-
-
-def made_with(figure: Figure, provenance: Mapping[str, Any], more: Sequence[str]) -> None:
-    """Signs a figure of patching with the provenance of its sweep or decomposition, and what more is said of it."""
-    paths = provenance.get("paths", {"cached": "cached", "recompute": "recompute"})
-    parts = [
-        f"{paths['cached']} and {paths['recompute']}",
-        *(provenance[name] for name in ("direction", "protocol") if name in provenance),
-        *more,
-        *_model(provenance),
-        *(f"{title} {provenance[name]}" for title, name in _VERSIONS.items()),
-        f"{provenance['device']}, threads: {provenance['threads']}",
-    ]
-    signed(figure, _lines(parts, 134), [dict(provenance)])
-
-
 def of_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> Figure:
-    """Signs a figure of some models with more that is said of it, what each model was, and the machine."""
-    models = "; ".join(" ".join((*_model(provenance), f"weights {provenance['weights']}")) for provenance in provenances)
-    versions = [f"{title} {provenances[0][name]}" for title, name in _VERSIONS.items() if title != "weights"]
-    machine = f"{provenances[0]['device']}, threads: {provenances[0]['threads']}"
-    signed(figure, _lines((*more, models, *versions, machine), 130), provenances)
+    """Signs a figure with more that is said of it, and what it was made with, each value once."""
+    signed(figure, small_print(provenances, more), provenances)
     return figure
+
+
+def small_print(provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = (), width: int = 130) -> str:
+    """What stands below a figure, in lines of a width."""
+    columns: dict[str, list[str]] = {
+        "paths": [],
+        "how": [],
+        "model": [],
+        **{title: [] for title in _VERSIONS},
+        "machine": [],
+    }
+    for about in provenances:
+        how = [about[name] for name in ("direction", "protocol", "strategy") if name in about]
+        columns["paths"].append(" against ".join(about.get("paths", {}).values()))
+        columns["how"].append(", ".join([*how, *([f"seed {about['seed']}"] if "seed" in about else [])]))
+        columns["model"].append(" ".join((*_model(about), f"weights {about['weights']}")))
+        for title, name in _VERSIONS.items():
+            columns[title].append(f"{title} {about[name]}")
+        columns["machine"].append(f"{about['device']}, threads: {about['threads']}")
+    said = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns.values()]
+    return "\n".join(textwrap.wrap(" · ".join(filter(None, (*more, *said))), width))
 
 
 def _model(provenance: Mapping[str, Any]) -> tuple[str, str, str]:
