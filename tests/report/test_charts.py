@@ -1,0 +1,105 @@
+"""Charts are data: what is drawn are the table's numbers, zeros and what leaves the range included; nothing is cut off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvinterp.findings import Chart, Panel, finding, findings_of, median_of
+from kvinterp.findings.rows import line
+from kvinterp.report.charts import drawn
+from synthetic import ABOUT
+
+TABLE = pd.DataFrame(
+    {
+        "x": [0, 1, 2, 0, 1, 2],
+        "y": [0.5, 0.0, 0.25, 0.75, 1.0, 0.125],
+        "low": [0.25, 0.0, 0.125, 0.5, 1.0, 0.0625],
+        "high": [1.0, 0.5, 0.5, 1.0, 1.0, 0.25],
+        "arm": ["cached"] * 3 + ["recompute"] * 3,
+        "model": ["m"] * 3 + ["n"] * 3,
+    }
+)
+SCALES = ("zero", "linear", "share", "signed", "log", "counts")
+
+
+def figure_of(**how: Any) -> Any:
+    figure = drawn(Chart("What there is", [Panel(TABLE, **{"x": "x", "y": "y", "label": "size", **how})]), [ABOUT])
+    figure.draw_without_rendering()
+    return figure
+
+
+def inside(figure: Any) -> bool:
+    box, page = figure.get_tightbbox(), figure.bbox_inches
+    return bool(box.x0 >= -0.02 and box.y0 >= -0.02 and box.x1 <= page.width + 0.02 and box.y1 <= page.height + 0.02)
+
+
+@pytest.mark.parametrize("facet", ["", "model"])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("kind", ["line", "points", "step", "medians", "dots"])
+def test_every_kind_on_every_scale_shows_its_numbers_and_cuts_nothing_off(kind: str, scale: str, facet: str) -> None:
+    given = {"x": "y", "y": "x"} if kind == "dots" else {}
+    figure = figure_of(kind=kind, scale=scale, color="arm", facet=facet, **given)
+    assert inside(figure)
+    axes = [each for each in figure.axes if each.lines]
+    shown = np.concatenate(
+        [
+            each.get_xdata() if kind == "dots" else each.get_ydata()
+            for one in axes
+            for each in one.lines
+            if len(each.get_ydata()) == 3
+        ]
+    )
+    wanted = TABLE["y"][TABLE["y"] > 0] if scale in ("zero", "log") else TABLE["y"]
+    assert set(wanted.round(9)) <= set(np.asarray(shown, dtype=float).round(9))
+
+
+@pytest.mark.parametrize("scale", ["zero", "linear", "signed"])
+def test_a_map_has_a_cell_for_each_place(scale: str) -> None:
+    figure = figure_of(kind="map", x="x", y="arm", color="y", scale=scale)
+    assert inside(figure)
+    cells = np.ma.filled(figure.axes[0].images[-1].get_array(), 0.0)
+    np.testing.assert_allclose(cells, TABLE["y"].to_numpy().reshape(2, 3))
+
+
+def test_what_is_beyond_a_signed_scale_stands_at_its_edge_with_its_number() -> None:
+    table = pd.DataFrame({"x": [0, 1], "y": [-30.0, 0.5]})
+    figure = drawn(Chart("Recovery", [Panel(table, "x", "y", scale="signed")]), [ABOUT])
+    assert [text.get_text().replace("\u202f", " ") for text in figure.axes[0].texts] == ["▼ −3000 %"]
+
+
+def test_a_sign_that_means_mathematics_elsewhere_is_written_as_it_is() -> None:
+    about = {**ABOUT, "model": "a$b_{c}$"}
+    figure = drawn(Chart("a$b$ costs", [Panel(TABLE, "x", "y", label="$y$")], ["$n$"]), [about])
+    from matplotlib.text import Text
+
+    written = [text for text in figure.findobj(Text) if "$" in text.get_text()]
+    assert len(written) == 3
+    assert not any(text.get_parse_math() for text in written)
+
+
+# Findings --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (finding("mean KL", 2e-5, n=1, measure="nats", model="m"), "m: mean KL 2.0 × 10⁻⁵ nats (n = 1 prompt)."),
+        (finding("flips", 0.125, (0.0, 0.5), 8, "steps", "%"), "flips 12.5% (95% interval 0% to 50%, n = 8 steps)."),
+        (finding("size", float("nan"), note="nothing was recorded"), "size has no number: nothing was recorded."),
+        (finding("gap", 2.0, n=3, null=1.0, p=0.01, p_corrected=0.02, test="t", verdict="larger", layer=3),
+         "layer 3: gap 2 (n = 3 prompts, null 1, t p = 0.01, corrected 0.02): larger."),
+        (median_of("error", [0.0, 0.0, 1.0]), "error 0 (n = 3 prompts): 2 of them exactly 0."),
+    ],
+)  # fmt: skip
+def test_a_finding_is_one_line(found: dict[str, Any], said: str) -> None:
+    assert line(found).replace("\u00a0", " ") == said
+
+
+def test_labels_come_first_and_one_that_does_not_apply_is_not_said() -> None:
+    table = findings_of([finding("a", 1.0, model="m", layer=2), finding("b", 2.0, model="m")])
+    assert list(table.columns[:2]) == ["model", "layer"]
+    assert line(table.to_dict("records")[1]).startswith("m: b 2")
