@@ -165,5 +165,5 @@ def one_path_is_nearer(tables: Tables) -> Found:
         # All agree: Clopper and Pearson's interval, since there is no spread.
         return Found.of(metrics.share_of(shares), holds=test.p)
     # A tenth to either side is what still passes for no direction.
-    near_half = inside(cached, units, 0.4, 0.6, of="share")
+    near_half = inside(cached, units, (0.4, 0.6), of="share")
     return near_half.but(holds=test.p, fails=near_half.holds)

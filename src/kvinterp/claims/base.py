@@ -80,8 +80,7 @@ class Found:
     def through(self, function: Callable[[float], float]) -> Found:
         """With the effect and its ends on another scale; the p-values are of the same statement."""
         # Added to 0, a negative zero is a plain one.
-        with np.errstate(divide="ignore"):
-            matched, *ends = (0.0 + float(function(value)) for value in (self.matched, self.low, self.high))
+        matched, *ends = (0.0 + float(function(value)) for value in (self.matched, self.low, self.high))
         return self.but(matched=matched, low=float(np.min(ends)), high=float(np.max(ends)))
 
 
@@ -92,15 +91,17 @@ class Ask:
     Attributes:
         rule: Judges numbers against bounds: one of the rules below.
         read: Reads the numbers and their units out of tables.
-        bounds: The rule's bounds, by their names.
+        bound: What the number is held against; None where the rule counts cases.
         paper: Reads the number under the source's protocol; tables that do not hold it leave it out.
+        options: What else the rule is given, by name.
         scale: Takes the effect to the unit in which it is told.
     """
 
     rule: Callable[..., Found]
     read: Callable[[Tables], Sequence[Any]]
-    bounds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bound: float | tuple[float, float] | None = None
     paper: Callable[[Tables], float] | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scale: Callable[[float], float] | None = None
 
     def __call__(self, tables: Tables) -> Found:
@@ -109,7 +110,8 @@ class Ask:
         Raises:
             NotTestableError: They cannot tell.
         """
-        found = self.rule(*self.read(tables), **self.bounds)
+        bounds = () if self.bound is None else (self.bound,)
+        found = self.rule(*self.read(tables), *bounds, **self.options)
         found = found.through(self.scale) if self.scale else found
         with contextlib.suppress(NotTestableError):
             paper = self.paper(tables) if self.paper else np.nan
@@ -147,18 +149,16 @@ class Claim:
     construction: str = ""
 
 
-def told_again(claims: Sequence[Claim], of: str, source: str = "news", section: str = "summary", **told: str) -> Claim:
+def told_again(claims: Sequence[Claim], of: str, **told: str) -> Claim:
     """A claim that another source makes too: the same test, counted once.
 
     Args:
         claims: Where the first is.
         of: Its id.
-        source: The other source.
-        section: Where it stands there.
-        told: What else differs: id, claim, value.
+        told: What else differs: id, claim, value; the source is the news' summary unless given.
     """
     (first,) = (claim for claim in claims if claim.id == of)
-    return dataclasses.replace(first, source=source, section=section, **told)  # type: ignore[arg-type]
+    return dataclasses.replace(first, **{"source": "news", "section": "summary", **told})  # type: ignore[arg-type]
 
 
 def check(testable: Any, otherwise: str) -> None:
@@ -262,13 +262,12 @@ def ratio(above: metrics.Column, below: metrics.Column, units: Units, than: floa
     check_enough(
         len(kept), "; ".join(filter(None, (said, f"the number of independent units that have a ratio is {len(kept)}")))
     )
-    with np.errstate(divide="ignore"):
-        return larger(kept["a"] / kept["b"], kept.index, than, claimed).but(why=said)
+    return larger(kept["a"] / kept["b"], kept.index, than, claimed).but(why=said)
 
 
-def inside(values: metrics.Column, units: Units, low: float, high: float, of: str = "median") -> Found:
+def inside(values: metrics.Column, units: Units, bounds: tuple[float, float], of: str = "median") -> Found:
     """A number lies between two bounds: two one-sided tests, both of which must reject."""
-    one, other = larger(values, units, low, of=of), smaller(values, units, high, of=of)
+    one, other = larger(values, units, bounds[0], of=of), smaller(values, units, bounds[1], of=of)
     outside = min(1.0, 2 * min(one.fails, other.fails))
     return one.but(holds=max(one.holds, other.holds), fails=outside)
 

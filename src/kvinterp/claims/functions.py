@@ -29,7 +29,22 @@ from kvinterp.claims.base import (
     smaller,
     smaller_of_intervals,
 )
-from kvinterp.claims.rows import BARE, FREE, MATCHED, Column, Pair, greedy_copies, interval, rows, rung, score
+from kvinterp.claims.rows import (
+    BARE,
+    FREE,
+    GREEDY_FLIPS,
+    MATCHED,
+    Column,
+    Pair,
+    Rows,
+    greedy_copies,
+    interval,
+    of_gemma,
+    preferred,
+    rows,
+    rung,
+    score,
+)
 
 LEVEL = 0.05
 """That of each test of several which one verdict rests on."""
@@ -42,7 +57,7 @@ SMALL = 1.05
 
 def greedy_parts_too(tables: Tables) -> Found:
     """Some greedy decode parts, while a path run twice does not."""
-    flips, units = Column("decodes", "flip_index.notna()", f"{MATCHED} and strategy == 'greedy'")(tables)
+    flips, units = GREEDY_FLIPS(tables)
     again = rows(tables, "nulls", "null == 'same path twice'")
     parts = never(flips, units).but(paper=float(flips.mean()))
     if again["differing_steps"].any():
@@ -52,14 +67,9 @@ def greedy_parts_too(tables: Tables) -> Found:
     return parts.but(verdict={FAILS: HOLDS, HOLDS: FAILS}[parts.verdict])
 
 
-def same_again(tables: Tables) -> Found:
-    """A path run twice computes the same."""
-    return _of_null(tables, "same path twice")
-
-
 def recompute_agrees_with_itself(tables: Tables) -> Found:
     """The recompute path computes the same row among more rows, which it must if the cache is what makes the difference."""
-    found = _of_null(tables, "longer suffix")
+    found = of_null(tables, "longer suffix")
     check(
         rows(tables, "decodes", MATCHED)["max_abs_logit"].any(),
         "there is no difference to put down to anything",
@@ -67,7 +77,8 @@ def recompute_agrees_with_itself(tables: Tables) -> Found:
     return found
 
 
-def _of_null(tables: Tables, name: str) -> Found:
+def of_null(tables: Tables, name: str) -> Found:
+    """A path computes the same again."""
     nulls = rows(tables, "nulls", f"null == {name!r} and steps > 0")
     n, steps, differing = int(nulls["n"].max()), int(nulls["steps"].sum()), int(nulls["differing_steps"].sum())
     if differing:
@@ -161,30 +172,28 @@ def _errors(means: np.ndarray, rows: np.ndarray, squares: np.ndarray) -> float:
 
 # In which layers and heads the paths part --------------------------------------------------------------------------------
 
-DECODED = f"{MATCHED} and step > 0"
-"""Step 0 is the prefill's, the same computation on both paths."""
 SHARP = 2.0
 """A jump is a layer whose drift is more than twice that of the layer before."""
 NEARLY_ALL = 0.95
 """The share of the layers that counts as nearly every one."""
 
 
-def _by_layer(tables: Tables, where: str = DECODED) -> pd.DataFrame:
+def _by_layer(tables: Tables, *of: Rows) -> pd.DataFrame:
     """A row a model and example, a column a layer: the mean over steps."""
-    return Column("layer_drift", BARE, where, within=("model", "unit", "layer")).wide(tables, "layer")
+    # Step 0 is the prefill's, the same computation on both paths.
+    return Column("layer_drift", BARE, f"{MATCHED} and step > 0", of, ("model", "unit", "layer")).wide(tables, "layer")
 
 
 def gemma_is_flat(tables: Tables) -> Found:
     """No layer of the Gemma model drifts much more than another."""
-    gemma = "model.str.lower().str.contains('gemma')"
-    every = _by_layer(tables, f"{DECODED} and {gemma}")
+    every = _by_layer(tables, of_gemma)
     by = every[(every > 0).all(axis=1)]
     check(by.shape[1] > 1 and len(by), "no example of the Gemma model drifts in all layers")
     spread = np.log(by.max(axis=1) / by.min(axis=1))
     found = smaller(spread, by.index.get_level_values("unit"), np.log(SHARP)).through(np.exp)
     left_out = len(every) - len(by)
     why = f"{left_out} of {len(every)} do not drift in every layer, and are left out" if left_out else ""
-    means = Column("layer_drift", "l2", f"{FREE} and step > 0 and {gemma}", within=("layer",)).rows(tables)["value"]
+    means = Column("layer_drift", "l2", f"{FREE} and step > 0", (of_gemma,), ("layer",)).rows(tables)["value"]
     return found.but(why=why, paper=float(means.max() / means.min()) if means.min() > 0 else np.nan)
 
 
@@ -206,7 +215,7 @@ def layers_are_significant(tables: Tables) -> Found:
     why = f"no layer is tested against the one before over {LEAST} examples, pair by pair"
     check(paired["n"].min() >= LEAST, why)
     papers = tests[tests["test"].str.contains("itney") & (tests["measure"] == "l2")]
-    bare = paired[paired["measure"] == BARE] if BARE in set(paired["measure"]) else paired
+    bare = preferred(paired, paired["measure"] == BARE)
     share, same = float(bare["significant"].mean()), _same_as_before(tables)
     why = f"{bare['significant'].sum()} of {len(bare)} layers, corrected by Benjamini and Hochberg over all of them; "
     why += f"{same.sum()} of {len(same)} are shown to be within a tenth of the layer before"
@@ -263,17 +272,8 @@ def float32_flips_nothing(tables: Tables) -> Found:
     return found
 
 
-def order_is_the_cause(tables: Tables) -> Found:
-    """One fixed order of additions leaves no difference."""
-    return _fixed_order(tables, HOLDS, FAILS)
-
-
-def format_is_the_cause(tables: Tables) -> Found:
-    """Float16 in one fixed order of additions still differs."""
-    return _fixed_order(tables, FAILS, HOLDS)
-
-
-def _fixed_order(tables: Tables, if_gone: str, if_left: str) -> Found:
+def fixed_order(tables: Tables, if_gone: str, if_left: str) -> Found:
+    """What one fixed order of additions leaves of a difference: the verdict if nothing, and if something."""
     differs, left = (
         rung("float16", "max_abs_logit > 0", kernels).rows(tables).groupby("unit")["value"].max()
         for kernels in ("native", "batch_invariant")

@@ -58,7 +58,7 @@ def _looked(look: Callable[[Tables], Found], tables: Tables) -> Found:
         return Found(verdict=OPEN, why=str(reason))
     except (KeyError, pd.errors.UndefinedVariableError) as missing:
         return Found(verdict=OPEN, why=f"a table that it reads has no such column: {missing}")
-    if found.verdict or np.isfinite(found.holds) or np.isfinite(found.fails):
+    if found.verdict or np.isfinite([found.holds, found.fails]).any():
         return found
     return found.but(verdict=OPEN, why=found.why or "there is no spread to test against")
 

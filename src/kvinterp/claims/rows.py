@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from kvinterp.claims.base import Found, NotTestableError, Tables, check
 
+Rows: TypeAlias = Callable[[pd.DataFrame], pd.DataFrame]
+"""Leaves some of the rows that it is given."""
 MATCHED, FREE = "protocol == 'matched'", "protocol == 'free'"
 BARE = "relative_l2_without_top3"
 """What is left of a drift beside the stream's size and its three largest dimensions."""
@@ -54,7 +56,7 @@ class Column:
     table: str
     value: str
     where: str = ""
-    of: tuple[Callable[[pd.DataFrame], pd.DataFrame], ...] = ()
+    of: tuple[Rows, ...] = ()
     within: tuple[str, ...] = ()
     how: str = "mean"
 
@@ -100,6 +102,11 @@ class Column:
         return float(np.average(found["value"], weights=greedy_copies(found)))
 
 
+FLIPS = Column("decodes", "flip_index.notna()", MATCHED)
+GREEDY_FLIPS = Column("decodes", "flip_index.notna()", f"{MATCHED} and strategy == 'greedy'")
+"""Whether a token flips in a decode."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """Two numbers of whatever has both."""
@@ -129,8 +136,7 @@ class Pair:
 
     def of_means(self, tables: Tables) -> float:
         """The mean of the first as a multiple of that of the second, over all rows of each."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return float(np.divide(self.above.mean(tables), self.below.mean(tables)))
+        return float(np.divide(self.above.mean(tables), self.below.mean(tables)))
 
 
 def greedy_copies(decodes: pd.DataFrame) -> pd.Series:
@@ -149,7 +155,7 @@ def last_layer(found: pd.DataFrame) -> pd.DataFrame:
     return found[found["layer"] == found.groupby("model")["layer"].transform("max")]
 
 
-def interval(found: pd.DataFrame, value: str, low: str = "low", high: str = "high", n: str = "n") -> Found:
+def interval(found: pd.DataFrame, value: str) -> Found:
     """The mean of several numbers that have intervals, without a verdict.
 
     Its interval has the mean ends of theirs: no shorter than it should be, however the numbers depend on each other. Its n is the
@@ -158,10 +164,10 @@ def interval(found: pd.DataFrame, value: str, low: str = "low", high: str = "hig
     Raises:
         NotTestableError: No row has all three.
     """
-    known = found[np.isfinite(found[[value, low, high]].astype(float)).all(axis=1)]
-    check(len(known), f"no row has a number of {value}, {low} and {high}")
-    mean = known[[value, low, high]].mean()
-    return Found(mean[value], mean[low], mean[high], int(known[n].min()))
+    known = found.dropna(subset=[value, "low", "high"])
+    check(len(known), f"no row has a number of {value}, low and high")
+    middle, low, high = known[[value, "low", "high"]].mean()
+    return Found(middle, low, high, known["n"].min())
 
 
 # Of one table ----------------------------------------------------------------------------------------------------------
@@ -184,9 +190,7 @@ def over_the_floor(tables: Tables) -> float:
     return float(np.log10(Column("decodes", "mean_kl", FREE).mean(tables) / floor))
 
 
-def patched(
-    sweep: str, protocol: str, *of: Callable[[pd.DataFrame], pd.DataFrame], site: str = "resid_post", **more: Any
-) -> Column:
+def patched(sweep: str, protocol: str, *of: Rows, site: str = "resid_post", **more: Any) -> Column:
     """Recoveries of a site; the residual stream is patched into the recompute path, K and V into the cached one."""
     direction = "into-cached" if site == "kv" else "into-recompute"
     where = f"site == {site!r} and sweep == {sweep!r} and direction == {direction!r} and {protocol} and defined"
@@ -217,7 +221,7 @@ def score(tables: Tables, policy: str, metric: str = "instructions") -> tuple[Fo
     """A policy's score as a share of the control's, with its interval."""
     found = rows(tables, "scores", f"policy == {policy!r} and metric == {metric!r}")
     # llama.cpp, which the source used, computes the prompt on what it has stored.
-    row = _of_those(found, found["reading"] == "stored").iloc[0]
+    row = preferred(found, found["reading"] == "stored").iloc[0]
     found = Found(row["percent"], row["percent_low"], row["percent_high"], int(row["prompts"]), flags=row["control"])
     return (found.through(lambda percent: percent / 100),)
 
@@ -227,10 +231,11 @@ def effect(tables: Tables, factor: str) -> tuple[Found]:
     found = rows(tables, "contrasts", f"metric == 'instructions' and contrast.str.match('{factor}(, |$)')")
     control = float(rows(tables, "scores", "metric == 'instructions'")["control"].max())
     check(control > 0, "the control follows no instruction")
-    row = _of_those(found, found["contrast"].str.contains("prefill=stored")).iloc[0]
+    row = preferred(found, found["contrast"].str.contains("prefill=stored")).iloc[0]
     found = Found(row["difference"], row["low"], row["high"], int(row["prompts"]), flags=control)
     return (found.through(lambda difference: difference / control),)
 
 
-def _of_those(found: pd.DataFrame, those: pd.Series) -> pd.DataFrame:
+def preferred(found: pd.DataFrame, those: pd.Series) -> pd.DataFrame:
+    """Some of the rows where there are any of these, all otherwise."""
     return found[those] if those.any() else found

@@ -6,15 +6,15 @@ rule says it, it is a function of :mod:`kvinterp.claims.functions`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from kvinterp.claims import answers, functions
 from kvinterp.claims.base import (
+    FAILS,
+    HOLDS,
     MANY,
     Ask,
     Claim,
@@ -31,10 +31,13 @@ from kvinterp.claims.base import (
 )
 from kvinterp.claims.rows import (
     BARE,
+    FLIPS,
     FREE,
+    GREEDY_FLIPS,
     MATCHED,
     Column,
     Pair,
+    Rows,
     below_last,
     effect,
     flipped,
@@ -55,8 +58,6 @@ ERRORS, DRIFT = "cache-error paper", "drift post"
 
 _DECODED = "the paper's models and 700 problems on its GPU, greedy once, both protocols: kvinterp study --preset paper"
 
-_GREEDY = Column("decodes", "flip_index.notna()", f"{MATCHED} and strategy == 'greedy'")
-_FLIPS = Column("decodes", "flip_index.notna()", MATCHED)
 _ABOVE = Column("decodes", "mean_kl > kl_bound", f"{FREE} and flip_index.notna() and mean_kl.notna() and kl_bound.notna()")
 
 
@@ -73,12 +74,12 @@ _PATHS = (
         "diverges-always", PAPER, "abstract, 6.1", "Cached and recomputed decoding write different texts in every run.",
         "100% of 31,500", "share of decodes that part",
         f"does not hold with one decode that never parts; holds with none in at least {MANY} examples",
-        _DECODED, Ask(always, _FLIPS, paper=_FLIPS.papers_mean),
+        _DECODED, Ask(always, FLIPS, paper=FLIPS.papers_mean),
     ),
     Claim(
         "diverges-greedy", PAPER, "abstract, 6.1", "So they do in every run under greedy decoding.",
         "100%", "share of greedy decodes that part", "as diverges-always, greedy decodes alone",
-        _DECODED, Ask(always, _GREEDY, paper=_GREEDY.papers_mean),
+        _DECODED, Ask(always, GREEDY_FLIPS, paper=GREEDY_FLIPS.papers_mean),
     ),
     Claim(
         "not-sampling", PAPER, "4.2, 6.1", "Greedy decoding parts too, so sampling is not the cause.",
@@ -91,7 +92,7 @@ _PATHS = (
         "always", "share of steps at which a path run twice differs",
         f"does not hold with one differing step; holds with none in {MANY} examples",
         "each path twice on the paper's GPU, with and without deterministic algorithms",
-        functions.same_again,
+        partial(functions.of_null, name="same path twice"),
     ),
     Claim(
         "cache-is-the-source", PAPER, "3.4", "The execution path with a cache is exactly what makes the difference.",
@@ -108,26 +109,26 @@ _PATHS = (
         "kl-large", PAPER, "6.1, table 1", "Rounding moves the two distributions more than 10 nats apart on average.",
         "10.68 to 12.83 nats", "median KL in nats (its protocol: mean, free, greedy counted as often as there are seeds)",
         "holds where the matched median is above 10 nats, does not where it is below", _DECODED,
-        Ask(larger, _kl(MATCHED), {"than": 10.0}, _kl(FREE).papers_mean),
+        Ask(larger, _kl(MATCHED), 10.0, _kl(FREE).papers_mean),
     ),
     Claim(
         "kl-not-text", PAPER, "6.1", "Mean KL over all steps measures redistribution by rounding, not other texts.",
         "10.68 to 12.83 nats", "share of diverging decodes whose mean KL is more than their largest logit difference allows",
         "holds where fewer than half exceed half the square of it (measured while inputs are the same), does not where more do",
         "the largest logit difference beside every mean KL, on the paper's GPU",
-        Ask(smaller, _ABOVE, {"than": 0.5, "of": "share"}, _ABOVE.mean),
+        Ask(smaller, _ABOVE, 0.5, _ABOVE.mean, options={"of": "share"}),
     ),
     Claim(
         "kl-persists", PAPER, "6.1, figure 1", "KL stays high to the last step and does not approach zero.",
         "about 10 nats", "median KL over the last quarter of the steps, nats (its protocol: mean, free)",
         "holds where the matched median is above 1 nat, does not where it is below", _DECODED,
-        Ask(larger, _kl(MATCHED, "late_kl"), {"than": 1.0}, _kl(FREE, "late_kl").papers_mean),
+        Ask(larger, _kl(MATCHED, "late_kl"), 1.0, _kl(FREE, "late_kl").papers_mean),
     ),
     Claim(
         "kl-accumulates", PAPER, "6.1, figure 1", "Rounding errors accumulate over the decode steps instead of cancelling.",
         "", "KL over the last quarter of the steps as a multiple of the first's, median (its protocol: free, means)",
         "holds above 1, does not where it is shown to be below 1.5", _DECODED,
-        Ask(ratio, _growth(MATCHED), {"than": 1.0, "claimed": 1.5}, _growth(FREE).of_means),
+        Ask(ratio, _growth(MATCHED), 1.0, _growth(FREE).of_means, options={"claimed": 1.5}),
     ),
     Claim(
         "js-confirms", PAPER, "4.3, 6.1", "JS goes the way of KL, so the pattern is no artefact of KL's unbounded range.",
@@ -218,7 +219,7 @@ def _papers_jump(tables: Tables) -> float:
     return float(means.get(1, np.nan) / means.get(0, np.nan))
 
 
-def _drift(*of: Callable[[pd.DataFrame], pd.DataFrame]) -> Column:
+def _drift(*of: Rows) -> Column:
     return Column("layer_drift", BARE, f"{MATCHED} and step > 0", of, ("model", "unit"))
 
 
@@ -241,14 +242,14 @@ _LAYERS = (
         "to 362 and 902 in L2", "drift of layer 1 as a multiple of layer 0's (its protocol: absolute L2, free)",
         "of relative drift without the three largest dimensions: holds above twice, does not below",
         _STREAMS,
-        Ask(ratio, Pair(_LAYER_1, _LAYER_0), {"than": 2.0}, _papers_jump),
+        Ask(ratio, Pair(_LAYER_1, _LAYER_0), 2.0, _papers_jump),
     ),
     Claim(
         "last-layer-jumps", ISSUE, "summary, 3", "The error grows through the layers and jumps at the last one.",
         "0.031 to 0.25, normalised at the last", "drift of the last layer as a multiple of the one before",
         "of relative drift without the three largest dimensions, before the last norm: holds above twice, does not below",
         "the streams of the issue's model before its last norm",
-        Ask(ratio, Pair(_drift(last_layer), _drift(below_last, last_layer)), {"than": 2.0}),
+        Ask(ratio, Pair(_drift(last_layer), _drift(below_last, last_layer)), 2.0),
     ),
     Claim(
         "gemma-flat", PAPER, "6.2", "In Gemma the drift is flat over all layers.",
@@ -260,7 +261,7 @@ _LAYERS = (
         "decorrelated", PAPER, "6.2", "After one layer the hidden states of the two paths are nearly decorrelated.",
         "cosine 0.49, 0.015, 0.85", "cosine of the streams after layer 0, same input tokens",
         "holds below 0.9, does not above", "the input token of both paths beside every cosine",
-        Ask(smaller, _cosine(MATCHED), {"than": 0.9}, _cosine(FREE).mean),
+        Ask(smaller, _cosine(MATCHED), 0.9, _cosine(FREE).mean),
     ),
     Claim(
         "prefill-identical", PAPER, "5.2", "The prefill produces identical states on both paths, in every layer.",
@@ -287,7 +288,7 @@ _LAYERS = (
         "group-errors", PAPER, "1, 2.4", "Query heads that share K and V have correlated errors, others independent ones.",
         "", "correlation of attention errors within a KV group less that across groups (its protocol: within)",
         "holds above 0, does not where it is shown to be below 0.1", _SAME,
-        Ask(larger_of_intervals, functions.errors_of_a_group, {"than": 0.0, "claimed": 0.1}, _WITHIN.mean),
+        Ask(larger_of_intervals, functions.errors_of_a_group, 0.0, _WITHIN.mean, options={"claimed": 0.1}),
     ),
     Claim(
         "group-broadcast", PAPER, "1, 2.4", "One error in a KV head reaches every query head that shares it, and only these.",
@@ -307,7 +308,7 @@ _LAYERS = (
         "RMS logit difference by errors of one size, drawn for each KV head, as a multiple of that with K and V heads repeated "
         "(its protocol: by rounding, which repeated heads repeat)",
         "holds above 1, does not where it is shown to be below 1.1", _SAME,
-        Ask(ratio, _repeated("native+normal(0,0.01)"), {"than": 1.0, "claimed": 1.1}, _repeated("native").of_means),
+        Ask(ratio, _repeated("native+normal(0,0.01)"), 1.0, _repeated("native").of_means, options={"claimed": 1.1}),
     ),
 )  # fmt: skip
 
@@ -354,33 +355,33 @@ _CAUSES = (
         "more than 8",
         "orders of magnitude between float16's and float32's mean KL (its protocol: free KL over the float32 floor)",
         "holds where the matched ratio (median over prompts) is above eight orders, does not where it is below", _LADDER,
-        Ask(ratio, orders("mean_kl"), {"than": 1e8}, over_the_floor, np.log10),
+        Ask(ratio, orders("mean_kl"), 1e8, over_the_floor, scale=np.log10),
     ),
     Claim(
         "eight-orders-logits", NEWS, "summary", "FP32 makes the divergence smaller by eight orders of magnitude.",
         "8", "orders of magnitude between the largest logit differences (KL goes with their square)",
         "holds above eight orders, does not below", _LADDER,
-        Ask(ratio, orders("max_abs_logit"), {"than": 1e8}, over_the_floor, np.log10),
+        Ask(ratio, orders("max_abs_logit"), 1e8, over_the_floor, scale=np.log10),
     ),
     Claim(
         "float32-as-large", ISSUE, "summary, 2", "The error is as large in float32 as in bfloat16: precision is not its cause.",
         "0.125 in both", "largest logit difference in bfloat16 as a multiple of that in float32, median over prompts",
         "holds below 2, does not above", "the issue's model and prompts of its own beside the one that it gives",
-        Ask(ratio, _BFLOAT16, {"than": 0.5}, scale=np.reciprocal),
+        Ask(ratio, _BFLOAT16, 0.5, scale=np.reciprocal),
     ),
     Claim(
         "order-causes", PAPER, "abstract, 2.2", "FP16 sums taken in another order are the sole cause.",
         "sole driver",
         "share of examples that differ in float16 in one fixed order (its protocol: with the machine's own kernels)",
         "holds where a fixed order leaves no difference and the machine's own kernels make one; does not where one is left",
-        _LADDER, functions.order_is_the_cause, construction=_SAME_ORDER,
+        _LADDER, partial(functions.fixed_order, if_gone=HOLDS, if_left=FAILS), construction=_SAME_ORDER,
     ),
     Claim(
         "format-causes", PAPER, "6.3", "Not the mechanism but the format, FP16, makes the divergence: it suffices.",
         "dominant and sufficient",
         "share of examples that differ in float16 in one fixed order (its protocol: machine's own kernels)",
         "holds where float16 in a fixed order still differs, does not where it does not though other kernels do",
-        _LADDER, functions.format_is_the_cause, construction=_SAME_ORDER,
+        _LADDER, partial(functions.fixed_order, if_gone=FAILS, if_left=HOLDS), construction=_SAME_ORDER,
     ),
     Claim(
         "fp32-only-fix", PAPER, "7.4", "FP32 is the only current fix.",
@@ -394,25 +395,25 @@ _CAUSES = (
         "error over 128 positions as a multiple of that over 16 (its protocol: scores, which add over the head)",
         "of sums over positions, added in float16: holds within 0.8 to 1.25, does not outside",
         "arithmetic: it needs no hardware",
-        Ask(inside, _longer("values").quotients, {"low": 0.8, "high": 1.25}, _longer("scores").median),
+        Ask(inside, _longer("values").quotients, (0.8, 1.25), _longer("scores").median),
     ),
     Claim(
         "sums-head", PAPER, "6.3, 7.2", "The error is determined by the width of a head.",
         "", "error of a score of the widest head as a multiple of the narrowest's",
         "holds above 1.25, does not below", "arithmetic: it needs no hardware",
-        Ask(ratio, _WIDER, {"than": 1.25}),
+        Ask(ratio, _WIDER, 1.25),
     ),
     Claim(
         "born-at-writing", PAPER, "5.2", "The error originates where K and V are written, one token alone or jointly.",
         "", "share of prompts in which K or V differ where the input is bitwise the same", "holds above a half, does not below",
         "the same with the GPU's own kernels",
-        Ask(larger, _WRITTEN, {"than": 0.5, "of": "share"}),
+        Ask(larger, _WRITTEN, 0.5, options={"of": "share"}),
     ),
     Claim(
         "compounds", PAPER, "5.2", "One layer's rounding compounds over the layers.",
         "", "error at the last layer as a multiple of that at layer 0, relative to the stream (its protocol: absolute L2)",
         "holds above 1, does not below", "the same on the paper's models",
-        Ask(larger, _grown("relative_growth"), {"than": 1.0}, _grown("l2_growth").geometric_mean),
+        Ask(larger, _grown("relative_growth"), 1.0, _grown("l2_growth").geometric_mean),
     ),
 )  # fmt: skip
 
@@ -461,7 +462,7 @@ _FLIPPED = (
         "flips-at-once", PAPER, "4.4", "The step of the first flip is heavily skewed towards the first steps.",
         "", "share of first flips in the first eighth of the steps",
         "holds above a half, does not below", _TIMES,
-        Ask(larger, _EARLY, {"than": 0.5, "of": "share"}, _EARLY.mean),
+        Ask(larger, _EARLY, 0.5, _EARLY.mean, options={"of": "share"}),
     ),
 )  # fmt: skip
 
@@ -479,7 +480,7 @@ _CARRIERS = (
         "residual-single", PAPER, "abstract, 6.5", "Patching the residual stream of one layer recovers almost nothing.",
         "below 1% (median)", "median recovery over layers (its protocol: one position and step, free; control: all, matched)",
         "holds below 5%, does not above", _PATCHED,
-        Ask(smaller, patched("single", MATCHED, **_EACH), {"than": 0.05}, patched("single", FREE).median),
+        Ask(smaller, patched("single", MATCHED, **_EACH), 0.05, patched("single", FREE).median),
     ),
     Claim(
         "residual-all", PAPER, "abstract, 6.5", "Patching the residual stream of all layers makes the paths differ more.",
@@ -487,26 +488,26 @@ _CARRIERS = (
         "median recovery, all layers (its protocol: mean, one position and step, free; control: all but the last layer, matched)",
         "holds below 0, does not above; the last layer's stream is all that the unembedding reads, and recovers everything",
         _PATCHED,
-        Ask(smaller, patched("cumulative", MATCHED, below_last, last_layer), {"than": 0.0},
+        Ask(smaller, patched("cumulative", MATCHED, below_last, last_layer), 0.0,
             patched("cumulative", FREE, last_layer).mean),
     ),
     Claim(
         "gemma-partial", PAPER, "6.5", "In Gemma one layer's residual stream recovers something.",
         "+5.75% (median)", "median recovery over layers of the Gemma model", "holds above 0, does not below",
         _PATCHED,
-        Ask(larger, patched("single", MATCHED, of_gemma, **_EACH), {"than": 0.0}, patched("single", FREE, of_gemma).median),
+        Ask(larger, patched("single", MATCHED, of_gemma, **_EACH), 0.0, patched("single", FREE, of_gemma).median),
     ),
     Claim(
         "cache-carries", PAPER, "abstract, 6.5, 7.3", "The state of the cache is what carries the divergence.",
         "by elimination", "recovery with K and V of all layers put into the cached path",
         "holds above a half, does not below", _PATCHED,
-        Ask(larger, patched("cumulative", MATCHED, last_layer, site="kv"), {"than": 0.5}),
+        Ask(larger, patched("cumulative", MATCHED, last_layer, site="kv"), 0.5),
     ),
     Claim(
         "earlier-rows-carry", PAPER, "1, 6.5", "Errors written at each step stay in the cache and affect all later ones.",
         "", "share of what earlier rows hold, of that and of computing the newest row alone (L2 of logits)",
         "holds above a half, does not below", _PATCHED,
-        Ask(larger, Column("decomposition", "state_l2 / (fresh_l2 + state_l2)", "step > 0"), {"than": 0.5}),
+        Ask(larger, Column("decomposition", "state_l2 / (fresh_l2 + state_l2)", "step > 0"), 0.5),
     ),
 )  # fmt: skip
 
@@ -519,29 +520,29 @@ _POLICIES = (
     Claim(
         "q8-instructions", ERRORS, "table 1", "8-bit quantisation keeps nearly all of instruction following.",
         "98%", "instructions followed, as a share of the control's", "holds above 90%, does not below",
-        _ERRORS, Ask(larger_of_intervals, partial(score, policy="q8_0"), {"than": 0.9}),
+        _ERRORS, Ask(larger_of_intervals, partial(score, policy="q8_0"), 0.9),
     ),
     Claim(
         "q4-words", ERRORS, "6.1, table 2", "4-bit quantisation guesses more next words than no quantisation.",
         "115%", "words guessed, as a share of the control's", "holds above 100%, does not below",
-        _ERRORS, Ask(larger_of_intervals, partial(score, policy="q4_0", metric="next_token"), {"than": 1.0}),
+        _ERRORS, Ask(larger_of_intervals, partial(score, policy="q4_0", metric="next_token"), 1.0),
     ),
     Claim(
         "uniform-noise", ERRORS, "table 3", "Uniform noise within the value's own size costs instruction following.",
         "83%", "instructions followed, as a share of the control's", "holds below 95%, does not above",
-        _ERRORS, Ask(smaller_of_intervals, partial(score, policy="uniform(-1,1)"), {"than": 0.95}),
+        _ERRORS, Ask(smaller_of_intervals, partial(score, policy="uniform(-1,1)"), 0.95),
     ),
     Claim(
         "flipped-signs", ERRORS, "5.5, 6.4", "At the same magnitude, errors that flip signs are catastrophic.",
         "", "effect of flipped signs at a matched mean square on instructions followed, as a share of the control's",
         "holds where it costs more than half, does not where it costs less; the source gives no bound",
-        _ERRORS, Ask(smaller_of_intervals, partial(effect, factor="flips"), {"than": -0.5}),
+        _ERRORS, Ask(smaller_of_intervals, partial(effect, factor="flips"), -0.5),
     ),
     Claim(
         "skewed-errors", ERRORS, "5.5", "At the same magnitude, errors with a mean other than zero are catastrophic.",
         "", "effect of a shifted mean at a matched mean square on instructions followed, as a share of the control's",
         "holds where it costs more than half, does not where it costs less; the source gives no bound",
-        _ERRORS, Ask(smaller_of_intervals, partial(effect, factor="shift"), {"than": -0.5}),
+        _ERRORS, Ask(smaller_of_intervals, partial(effect, factor="shift"), -0.5),
     ),
     Claim(
         "kept-within-bounds", ERRORS, "7", "Errors up to uniform(-1.5,1.5) or normal(0,0.5) keep 80% of the accuracy.",
