@@ -68,10 +68,10 @@ class Column:
         """
         found = rows(tables, self.table, self.where)
         found = found.assign(value=found.eval(self.value, engine="python").astype(float))
-        found = found[np.isfinite(found["value"])]
-        check(len(found), f"no row of table {self.table} has a number of {self.value}")
         for leave in self.of:
             found = leave(found)
+        found = found[np.isfinite(found["value"])]
+        check(len(found), f"no row of table {self.table} has a number of {self.value}")
         return found.groupby(list(self.within))["value"].agg(self.how).reset_index() if self.within else found
 
     def wide(self, tables: Tables, *across: str) -> pd.DataFrame:
@@ -150,9 +150,9 @@ def flipped(found: pd.DataFrame) -> pd.DataFrame:
     return found[found["flip_index"].notna()]
 
 
-def last_layer(found: pd.DataFrame) -> pd.DataFrame:
-    """The rows of each model's last layer."""
-    return found[found["layer"] == found.groupby("model")["layer"].transform("max")]
+def last_layer(found: pd.DataFrame, back: int = 0) -> pd.DataFrame:
+    """The rows of each model's last layer, or of one that lies so many before it."""
+    return found[found["layer"] == found.groupby("model")["layer"].transform("max") - back]
 
 
 def interval(found: pd.DataFrame, value: str) -> Found:

@@ -249,7 +249,7 @@ _LAYERS = (
         "0.031 to 0.25, normalised at the last", "drift of the last layer as a multiple of the one before",
         "of relative drift without the three largest dimensions, before the last norm: holds above twice, does not below",
         "the streams of the issue's model before its last norm",
-        Ask(ratio, Pair(_drift(last_layer), _drift(below_last, last_layer)), 2.0),
+        Ask(ratio, Pair(_drift(last_layer), _drift(partial(last_layer, back=1))), 2.0),
     ),
     Claim(
         "gemma-flat", PAPER, "6.2", "In Gemma the drift is flat over all layers.",
