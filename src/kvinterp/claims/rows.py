@@ -147,7 +147,21 @@ def greedy_copies(decodes: pd.DataFrame) -> pd.Series:
 
 def flipped(found: pd.DataFrame) -> pd.DataFrame:
     """The decodes in which a token flips."""
+    check(found["flip_index"].notna().any(), "no token flips")
     return found[found["flip_index"].notna()]
+
+
+def differing(found: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose number is above 0."""
+    check((found["value"] > 0).any(), "the paths are bitwise equal: there is nothing that could be smaller")
+    return found[found["value"] > 0]
+
+
+def of_gemma(found: pd.DataFrame) -> pd.DataFrame:
+    """The rows of Gemma models."""
+    gemma = found["model"].str.lower().str.contains("gemma")
+    check(gemma.any(), "it is of Gemma models, and there is none")
+    return found[gemma]
 
 
 def last_layer(found: pd.DataFrame, back: int = 0) -> pd.DataFrame:
@@ -173,15 +187,14 @@ def interval(found: pd.DataFrame, value: str) -> Found:
 # Of one table ----------------------------------------------------------------------------------------------------------
 
 
-def rung(dtype: str, value: str, kernels: str = "native", also: str = "") -> Column:
+def rung(dtype: str, value: str, kernels: str = "native", *of: Rows) -> Column:
     """A number of each model and prompt on a rung of the ladder."""
-    where = f"failed == False and {MATCHED} and dtype == {dtype!r} and kernels == {kernels!r}{also}"
-    return Column("ladder", value, where)
+    return Column("ladder", value, f"failed == False and {MATCHED} and dtype == {dtype!r} and kernels == {kernels!r}", of)
 
 
 def orders(column: str) -> Pair:
     """What float16 and float32 make of a number, where the paths differ in float16."""
-    return Pair(rung("float16", column, also=f" and {column} > 0"), rung("float32", column))
+    return Pair(rung("float16", column, "native", differing), rung("float32", column))
 
 
 def over_the_floor(tables: Tables) -> float:
@@ -207,11 +220,6 @@ def alike(found: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
-def of_gemma(found: pd.DataFrame) -> pd.DataFrame:
-    """The rows of Gemma models."""
-    return found[found["model"].str.lower().str.contains("gemma")]
-
-
 def below_last(found: pd.DataFrame) -> pd.DataFrame:
     """The rows of all layers but each model's last."""
     return found.drop(last_layer(found).index)
@@ -222,8 +230,8 @@ def score(tables: Tables, policy: str, metric: str = "instructions") -> tuple[Fo
     found = rows(tables, "scores", f"policy == {policy!r} and metric == {metric!r}")
     # llama.cpp, which the source used, computes the prompt on what it has stored.
     row = preferred(found, found["reading"] == "stored").iloc[0]
-    found = Found(row["percent"], row["percent_low"], row["percent_high"], int(row["prompts"]), flags=row["control"])
-    return (found.through(lambda percent: percent / 100),)
+    scored = Found(row["percent"], row["percent_low"], row["percent_high"], int(row["prompts"]), flags=row["control"])
+    return (scored.through(lambda percent: percent / 100),)
 
 
 def effect(tables: Tables, factor: str) -> tuple[Found]:
@@ -232,8 +240,8 @@ def effect(tables: Tables, factor: str) -> tuple[Found]:
     control = float(rows(tables, "scores", "metric == 'instructions'")["control"].max())
     check(control > 0, "the control follows no instruction")
     row = preferred(found, found["contrast"].str.contains("prefill=stored")).iloc[0]
-    found = Found(row["difference"], row["low"], row["high"], int(row["prompts"]), flags=control)
-    return (found.through(lambda difference: difference / control),)
+    estimate = Found(row["difference"], row["low"], row["high"], int(row["prompts"]), flags=control)
+    return (estimate.through(lambda difference: difference / control),)
 
 
 def preferred(found: pd.DataFrame, those: pd.Series) -> pd.DataFrame:

@@ -18,7 +18,6 @@ from kvinterp.claims.base import (
     MANY,
     Ask,
     Claim,
-    Tables,
     always,
     inside,
     larger,
@@ -39,6 +38,7 @@ from kvinterp.claims.rows import (
     Pair,
     Rows,
     below_last,
+    differing,
     effect,
     flipped,
     last_layer,
@@ -58,7 +58,7 @@ ERRORS, DRIFT = "cache-error paper", "drift post"
 
 _DECODED = "the paper's models and 700 problems on its GPU, greedy once, both protocols: kvinterp study --preset paper"
 
-_ABOVE = Column("decodes", "mean_kl > kl_bound", f"{FREE} and flip_index.notna() and mean_kl.notna() and kl_bound.notna()")
+_ABOVE = Column("decodes", "mean_kl > kl_bound", f"{FREE} and mean_kl.notna() and kl_bound.notna()", (flipped,))
 
 
 def _kl(protocol: str, column: str = "mean_kl") -> Column:
@@ -205,18 +205,10 @@ _STREAMS = "drift without the largest three dimensions, at steps whose input tok
 _SAME = "one model with its K and V heads repeated: another ratio and the same function"
 
 
-_SHARP = "step > 0 and model.str.lower().str.contains('llama|mistral')"
 _LAYER_1, _LAYER_0 = (
-    Column("layer_drift", BARE, f"{MATCHED} and {_SHARP} and layer == {layer}", within=("model", "unit"))
+    Column("layer_drift", BARE, f"{MATCHED} and {functions.SHARP} and layer == {layer}", within=("model", "unit"))
     for layer in (1, 0)
 )
-
-
-def _papers_jump(tables: Tables) -> float:
-    """The mean L2 of layer 1 as a multiple of layer 0's."""
-    found = Column("layer_drift", "l2", f"{FREE} and {_SHARP}", within=("layer",)).rows(tables)
-    means = found.set_index("layer")["value"]
-    return float(means.get(1, np.nan) / means.get(0, np.nan))
 
 
 def _drift(*of: Rows) -> Column:
@@ -242,7 +234,7 @@ _LAYERS = (
         "to 362 and 902 in L2", "drift of layer 1 as a multiple of layer 0's (its protocol: absolute L2, free)",
         "of relative drift without the three largest dimensions: holds above twice, does not below",
         _STREAMS,
-        Ask(ratio, Pair(_LAYER_1, _LAYER_0), 2.0, _papers_jump),
+        Ask(ratio, Pair(_LAYER_1, _LAYER_0), 2.0, functions.papers_jump),
     ),
     Claim(
         "last-layer-jumps", ISSUE, "summary, 3", "The error grows through the layers and jumps at the last one.",
@@ -319,7 +311,7 @@ _SAME_ORDER = (
     "kernels of a fixed order are made to give a row the same bits alone and among others: both paths compute the same"
 )
 
-_BFLOAT16 = Pair(rung("float32", "max_abs_logit"), rung("bfloat16", "max_abs_logit", also=" and max_abs_logit > 0"))
+_BFLOAT16 = Pair(rung("float32", "max_abs_logit"), rung("bfloat16", "max_abs_logit", "native", differing))
 _WRITTEN = Column("kv_write", "relative_error > 0", "kernels == 'native'", within=("unit",), how="max")
 
 
