@@ -116,7 +116,7 @@ def test_the_claims_are_declared_whole():
         for name in ("section", "claim", "measure", "rule", "settles"):
             assert getattr(claim, name).strip(), (claim.id, name)
         assert claim.claim.endswith("."), claim.id
-        assert claim.if_equal in ("true", "false", "open")
+    assert set(worlds.IF_EQUAL) <= ids.keys()
 
 
 def test_without_tables_nothing_is_testable_and_the_reason_is_said():

@@ -457,6 +457,15 @@ _NAMED = {
     "equal paths": equal(),
     "few": FEW,
 }
+IF_EQUAL = {
+    **dict.fromkeys(("deterministic", "prefill-identical", "drift-is-rounding"), "true"),
+    **dict.fromkeys((
+        "n-is-3500", "powered", "group-broadcast", "gqa-amplifies", "gqa-self", "sums-flat", "sums-head", "compounds",
+        "q8-instructions", "q4-words", "uniform-noise", "flipped-signs", "skewed-errors", "kept-within-bounds", "exact-chains",
+        "keys-matter", "not-monotone",
+    ), "open"),
+}  # fmt: skip
+"""Of claims that would be right if both paths computed the same, or are about something else; the others would be wrong."""
 
 
 def worlds_of(claim) -> tuple[World, World, World]:

@@ -6,6 +6,7 @@ hold here, or these data cannot tell. Nothing is run here and no model is loaded
 """
 
 from kvinterp.claims.base import FAILS, HOLDS, OPEN, Claim, Found
-from kvinterp.claims.table import CLAIMS, COLUMNS, claims_of
+from kvinterp.claims.judge import COLUMNS, claims_of
+from kvinterp.claims.table import CLAIMS
 
 __all__ = ["CLAIMS", "COLUMNS", "FAILS", "HOLDS", "OPEN", "Claim", "Found", "claims_of"]

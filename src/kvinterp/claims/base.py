@@ -9,6 +9,7 @@ refutes nothing: an interval within a stated bound does.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +23,6 @@ from kvinterp import metrics
 
 HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not testable here"
 """The verdicts."""
-PAPER, NEWS, ISSUE = "FP16 paper", "news", "transformers issue"
-"""The sources of most claims; the issue is transformers#46190."""
 LEAST = metrics.FEWEST
 """Fewer independent units (examples, seeds of made-up numbers) decide nothing."""
 MANY = 30
@@ -51,6 +50,9 @@ class Found:
         fails: One-sided p-value against its being true.
         verdict: The verdict where no test is needed; empty where the p-values decide.
         why: What else is to be said: how it was decided, or why it cannot be.
+        flags: Where the effect is a mean of flags, or of their differences, as a share of something: that something.
+        p: Of ``holds`` and ``fails`` the one that counts.
+        p_corrected: The same, corrected for all tests of the table.
     """
 
     matched: float = np.nan
@@ -62,22 +64,59 @@ class Found:
     fails: float = np.nan
     verdict: str = ""
     why: str = ""
+    flags: float = 0
+    p: float = np.nan
+    p_corrected: float = np.nan
 
     @classmethod
     def of(cls, test: metrics.Test, **more: Any) -> Found:
         """The effect of a test, with its interval and its units; the verdict is the caller's."""
         return cls(test.effect, test.low, test.high, test.n, **more)
 
+    def but(self, **more: Any) -> Found:
+        """The same with something else."""
+        return dataclasses.replace(self, **more)
+
     def through(self, function: Callable[[float], float]) -> Found:
         """With the effect and its ends on another scale; the p-values are of the same statement."""
         # Added to 0, a negative zero is a plain one.
-        with np.errstate(divide="ignore"):
-            matched, *ends = (0.0 + float(function(value)) for value in (self.matched, self.low, self.high))
-        return dataclasses.replace(self, matched=matched, low=min(ends), high=max(ends))
+        matched, *ends = (0.0 + float(function(value)) for value in (self.matched, self.low, self.high))
+        return self.but(matched=matched, low=float(np.min(ends)), high=float(np.max(ends)))
 
-    def beside(self, paper: float, why: str = "") -> Found:
-        """With the number of the source's protocol, and a remark."""
-        return dataclasses.replace(self, paper=float(paper), why=why or self.why)
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ask:
+    """What a claim asks of tables, as data.
+
+    Attributes:
+        rule: Judges numbers against bounds: one of the rules below.
+        read: Reads the numbers and their units out of tables.
+        bound: What the number is held against; None where the rule counts cases.
+        paper: Reads the number under the source's protocol; tables that do not hold it leave it out.
+        options: What else the rule is given, by name.
+        scale: Takes the effect to the unit in which it is told.
+    """
+
+    rule: Callable[..., Found]
+    read: Callable[[Tables], Sequence[Any]]
+    bound: float | tuple[float, float] | None = None
+    paper: Callable[[Tables], float] | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    scale: Callable[[float], float] | None = None
+
+    def __call__(self, tables: Tables) -> Found:
+        """What the tables show.
+
+        Raises:
+            NotTestableError: They cannot tell.
+        """
+        bounds = () if self.bound is None else (self.bound,)
+        found = self.rule(*self.read(tables), *bounds, **self.options)
+        found = found.through(self.scale) if self.scale else found
+        with contextlib.suppress(NotTestableError):
+            paper = self.paper(tables) if self.paper else np.nan
+            found = found.but(paper=paper if np.isfinite(paper) else np.nan)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +132,7 @@ class Claim:
         measure: What the numbers of both columns here are.
         rule: When it holds and when it does not.
         settles: What would settle it on the source's own hardware and models.
-        look: Finds it in the tables.
-        if_equal: ``false`` where the claim would be wrong if both paths computed the same; ``true`` where it would be right;
-            ``open`` where it is about something else.
+        look: Finds it in the tables: an :class:`Ask`, or a function where no rule says it.
         construction: Why the rule gives its verdict whatever is measured, where it does: such a verdict is no evidence, and no
             first line counts it.
     """
@@ -109,70 +146,31 @@ class Claim:
     rule: str
     settles: str
     look: Callable[[Tables], Found]
-    if_equal: str = "false"
     construction: str = ""
 
 
-def told_again(claims: Sequence[Claim], of: str, source: str = NEWS, section: str = "summary", **told: str) -> Claim:
+def told_again(claims: Sequence[Claim], of: str, **told: str) -> Claim:
     """A claim that another source makes too: the same test, counted once.
 
     Args:
         claims: Where the first is.
         of: Its id.
-        source: The other source.
-        section: Where it stands there.
-        told: What else differs: id, claim, value.
+        told: What else differs: id, claim, value; the source is the news' summary unless given.
     """
     (first,) = (claim for claim in claims if claim.id == of)
-    return dataclasses.replace(first, source=source, section=section, **told)  # type: ignore[arg-type]
+    return dataclasses.replace(first, **{"source": "news", "section": "summary", **told})  # type: ignore[arg-type]
 
 
-# Tables ----------------------------------------------------------------------------------------------------------------
+def check(testable: Any, otherwise: str) -> None:
+    """Raises NotTestableError, with what is said, where something is not so."""
+    if not testable:
+        raise NotTestableError(otherwise)
 
 
-def table(tables: Tables, name: str, *columns: str) -> pd.DataFrame:
-    """A table with rows and these columns.
-
-    Raises:
-        NotTestableError: It is not there.
-    """
-    found = tables.get(name)
-    if found is None:
-        raise NotTestableError(f"there is no table {name}")
-    missing = [column for column in columns if column not in found]
-    if missing:
-        raise NotTestableError(f"table {name} has no column {' and no column '.join(missing)}")
-    if found.empty:
-        raise NotTestableError(f"table {name} has no rows")
-    return found
-
-
-def average(rows: pd.DataFrame, column: str) -> float:
-    """The mean over rows, NaN without rows."""
-    return float(rows[column].astype(float).mean()) if len(rows) else np.nan
-
-
-def known(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """The rows where all of these are finite.
-
-    Raises:
-        NotTestableError: There are none.
-    """
-    finite = np.isfinite(rows[list(columns)].astype(float)).all(axis=1)
-    if not finite.any():
-        raise NotTestableError(f"no row has a number of {' and '.join(columns)}")
-    return rows[finite]
-
-
-def of_models(rows: pd.DataFrame, *names: str) -> pd.DataFrame:
-    """The rows of models that have one of these words in their name."""
-    return rows[rows["model"].astype(str).str.lower().str.contains("|".join(names))]
-
-
-def check_enough(n: int, said: str) -> None:
+def check_enough(n: int, said: str = "") -> None:
     """Raises NotTestableError, with what is said of their number, where units are fewer than :data:`LEAST`."""
-    if n < LEAST:
-        raise NotTestableError(f"{said}, and fewer than {LEAST} decide nothing")
+    said = said or f"the number of independent units is {n}"
+    check(n >= LEAST, f"{said}, and fewer than {LEAST} decide nothing")
 
 
 # Rules -----------------------------------------------------------------------------------------------------------------
@@ -202,7 +200,7 @@ def larger(values: metrics.Column, units: Units, than: float, claimed: float | N
     """
     claimed = than if claimed is None else claimed
     means = pd.Series(np.asarray(values, float)).groupby(np.asarray(units)).mean().dropna().to_numpy()
-    check_enough(len(means), f"the number of independent units is {len(means)}")
+    check_enough(len(means))
     if of == "median":
         over = metrics.typical(means)
         # What lies on the bound itself lies on no side, unless so many do.
@@ -229,20 +227,20 @@ def larger(values: metrics.Column, units: Units, than: float, claimed: float | N
     return Found.of(test, holds=above, fails=below)
 
 
-def _of_signs(found: Found, than: float, claimed: float, flags: float = 0) -> Found:
+def _of_signs(found: Found, than: float, claimed: float) -> Found:
     """With one-sided p-values of units that are all alike: each had an even chance to lie on the other side of the bound.
 
     Of flags, and of differences of flags, it is the chance that none of so many is another where the mean is at the bound: forty
-    that never happened leave a share of a twentieth possible. ``flags`` is the share of units that one of the number stands for.
+    that never happened leave a share of a twentieth possible.
     """
     # What lies on the bound itself lies on no side: so many are asked for as before "never" is taken to hold.
     effect, below = found.matched, found.matched < claimed or (found.matched == than == claimed and found.n >= MANY)
 
     def chance(bound: float) -> float:
-        share = flags * abs(bound - effect)
+        share = found.flags * abs(bound - effect)
         return float(max(0.5**found.n, (1 - share) ** found.n if 0 < share < 1 else 0.0))
 
-    return dataclasses.replace(found, holds=chance(than) if effect > than else 1.0, fails=chance(claimed) if below else 1.0)
+    return found.but(holds=chance(than) if effect > than else 1.0, fails=chance(claimed) if below else 1.0)
 
 
 def smaller(values: metrics.Column, units: Units, than: float, claimed: float | None = None, of: str = "median") -> Found:
@@ -252,90 +250,85 @@ def smaller(values: metrics.Column, units: Units, than: float, claimed: float | 
     return found.through(turn)
 
 
-def ratio(
-    above: metrics.Column, below: metrics.Column, units: metrics.Column, than: float, claimed: float | None = None
-) -> Found:
+def ratio(above: metrics.Column, below: metrics.Column, units: Units, than: float, claimed: float | None = None) -> Found:
     """Like :func:`larger` of how many times larger one number of a unit is than another, both at least 0.
 
     Units in which both are exactly 0 have no ratio: they are left out, and it is said how many.
     """
-    pairs = (
-        pd.DataFrame({"a": np.asarray(above, float), "b": np.asarray(below, float)})
-        .groupby(np.asarray(units))
-        .mean()
-        .dropna()
-    )
+    pairs = pd.DataFrame({"a": np.asarray(above, float), "b": np.asarray(below, float)})
+    pairs = pairs.groupby(np.asarray(units)).mean().dropna()
     kept = pairs[(pairs > 0).any(axis=1)]
     said = f"in {len(pairs) - len(kept)} of {len(pairs)} units both are exactly 0" if len(kept) < len(pairs) else ""
     check_enough(
         len(kept), "; ".join(filter(None, (said, f"the number of independent units that have a ratio is {len(kept)}")))
     )
-    with np.errstate(divide="ignore"):
-        found = larger(kept["a"].to_numpy() / kept["b"].to_numpy(), kept.index, than, claimed)
-    return dataclasses.replace(found, why=said)
+    return larger(kept["a"] / kept["b"], kept.index, than, claimed).but(why=said)
 
 
-def inside(values: metrics.Column, units: Units, low: float, high: float, of: str = "median") -> Found:
+def inside(values: metrics.Column, units: Units, bounds: tuple[float, float], of: str = "median") -> Found:
     """A number lies between two bounds: two one-sided tests, both of which must reject."""
-    one, other = larger(values, units, low, of=of), smaller(values, units, high, of=of)
+    one, other = larger(values, units, bounds[0], of=of), smaller(values, units, bounds[1], of=of)
     outside = min(1.0, 2 * min(one.fails, other.fails))
-    return dataclasses.replace(one, holds=max(one.holds, other.holds), fails=outside)
+    return one.but(holds=max(one.holds, other.holds), fails=outside)
 
 
-def pooled(rows: pd.DataFrame, value: str, low: str = "low", high: str = "high", n: str = "n") -> Found:
-    """The mean of several numbers that have intervals, without a verdict.
-
-    Its interval has the mean ends of theirs: no shorter than it should be, however the numbers depend on each other. Its n is the
-    smallest of theirs.
-    """
-    there = known(rows, value, low, high)
-    return Found(average(there, value), average(there, low), average(there, high), int(there[n].min()))
-
-
-def larger_of_intervals(found: Found, than: float, claimed: float | None = None, flags: float = 0) -> Found:
+def larger_of_intervals(found: Found, than: float, claimed: float | None = None) -> Found:
     """Like :func:`larger` of a number whose 95% interval is all that is known: its error is taken from the interval's length.
 
     Args:
         found: The number.
         than: What it must be above.
         claimed: The smallest with which the claim would still be right; the bound unless given.
-        flags: Where it is a mean of flags, or of their differences, as a share of something: that something.
 
     Raises:
         NotTestableError: It is of fewer than :data:`LEAST` units, or has no interval.
     """
     claimed = than if claimed is None else claimed
-    check_enough(found.n, f"the number of independent units is {found.n}")
+    check_enough(found.n)
     # Bootstrap intervals have the normal distribution's length; with Student's tails few units count as few.
     error, spread = (found.high - found.low) / (2 * stats.norm.ppf(0.975)), stats.t(found.n - 1)
-    if not np.isfinite(error):
-        raise NotTestableError("it has no interval")
+    check(np.isfinite(error + found.matched), "it has no interval")
     if error < 1e-9:
         # What the last bits of a mean leave is no width.
-        return _of_signs(
-            dataclasses.replace(found, why="the interval has no width: all units are alike"), than, claimed, flags
-        )
+        return _of_signs(found.but(why="the interval has no width: all units are alike"), than, claimed)
     holds, fails = spread.sf((found.matched - than) / error), spread.cdf((found.matched - claimed) / error)
-    return dataclasses.replace(found, holds=float(holds), fails=float(fails))
+    return found.but(holds=float(holds), fails=float(fails))
 
 
-def smaller_of_intervals(found: Found, than: float, claimed: float | None = None, flags: float = 0) -> Found:
+def smaller_of_intervals(found: Found, than: float) -> Found:
     """The number is below a bound; see :func:`larger_of_intervals`."""
-    turned = larger_of_intervals(found.through(operator.neg), -than, None if claimed is None else -claimed, flags)
-    return turned.through(operator.neg)
+    return larger_of_intervals(found.through(operator.neg), -than).through(operator.neg)
 
 
-def never(happened: metrics.Column, units: metrics.Column) -> Found:
+def one_sided(test: metrics.Test, on_its_side: bool) -> Found:
+    """What a two-sided test says of a claim about one side, given whether the effect lies there.
+
+    Raises:
+        NotTestableError: The test has no p-value.
+    """
+    check(np.isfinite(test.p), test.why)
+    holds = test.p / 2 if on_its_side else 1 - test.p / 2
+    return Found.of(test, holds=holds, fails=1 - holds)
+
+
+def never(happened: metrics.Column, units: Units) -> Found:
     """Something never happens: one case refutes it, :data:`MANY` units without one are taken to hold it.
 
     Args:
         happened: Whether it did, row by row.
         units: What each row belongs to.
     """
-    by_unit = pd.Series(np.asarray(happened, bool)).groupby(np.asarray(units)).max()
+    by_unit = pd.Series(np.asarray(happened, bool)).groupby(np.asarray(units)).max().to_numpy(bool)
     n, count = len(by_unit), int(by_unit.sum())
-    if count:
-        why = f"it happened in {count} of {n} units"
-        return Found.of(metrics.share_of(by_unit.to_numpy()), verdict=FAILS, why=why)
-    why = "" if n >= MANY else f"it happened in none of {n} units, and fewer than {MANY} are too few to say never"
-    return Found(0.0, 0.0, metrics.share_of(np.zeros(n)).high, n, verdict=HOLDS if n >= MANY else OPEN, why=why)
+    verdict, why = FAILS, f"it happened in {count} of {n} units"
+    if not count:
+        verdict, why = (HOLDS, "") if n >= MANY else (OPEN, f"{why}, and fewer than {MANY} are too few to say never")
+    return Found.of(metrics.share_of(by_unit), verdict=verdict, why=why)
+
+
+def always(happened: metrics.Column, units: Units) -> Found:
+    """Something always happens, see :func:`never` of its not happening; the number is the share of rows in which it does."""
+    exceptions = ~np.asarray(happened, bool)
+    found, share = never(exceptions, units), metrics.rate_of(happened, units)
+    why = f"{exceptions.sum()} of {len(exceptions)} rows are exceptions" if exceptions.any() else found.why
+    return found.but(matched=share.effect, low=share.low, high=share.high, why=why)

@@ -19,18 +19,22 @@ def claims_said(claims: pd.DataFrame) -> list[str]:
     """
     if claims.empty:
         return ["No claim was looked for."]
-    known = claims[(claims["construction"] != "") & (claims["verdict"] != OPEN)]
+    decided = claims[claims["verdict"] != OPEN]
+    known = decided[decided["construction"] != ""]
     counts = claims.drop(known.index)["verdict"].value_counts()
     sources = [f"{counted(int(n), 'claim')} of the {name}" for name, n in claims["source"].value_counts(sort=False).items()]
     hold, fail, open_ = (counts.get(verdict, 0) for verdict in (HOLDS, FAILS, OPEN))
     by = f"; counted as none of these: {counted(len(known), 'verdict')} by construction" if len(known) else ""
-    lines = [
+    return [
         f"Of {listed(sources)}, {hold} hold here, {fail} do not and {open_} are not testable here{by}.",
         how_decided(claims),
+        *map(claim_said, decided.to_dict("records")),
+        # Those that could not be decided, a sentence for each reason.
+        *(
+            f"Not testable here since {why}: {listed(list(group['id']))}."
+            for why, group in claims.drop(decided.index).groupby("why", sort=False)
+        ),
     ]
-    decided = claims[claims["verdict"] != OPEN]
-    lines += [claim_said(row) for row in decided.to_dict("records")]
-    return lines + _not_testable(claims[claims["verdict"] == OPEN])
 
 
 def how_decided(claims: pd.DataFrame) -> str:
@@ -52,16 +56,16 @@ def how_decided(claims: pd.DataFrame) -> str:
 
 def claim_said(row: Mapping[str, Any]) -> str:
     """One claim of the table, what was found of it, and the verdict."""
-    said = f"{_VERDICT[row['verdict']]}: {row['claim'].rstrip('.')} ({row['source']}, {row['section']}"
-    said += f": {row['paper_value']})." if row["paper_value"] else ")."
+    value = f": {row['paper_value']}" if row["paper_value"] else ""
+    said = f"{upper(row['verdict'])}: {row['claim'].rstrip('.')} ({row['source']}, {row['section']}{value})."
     found = []
     if pd.notna(row["paper_protocol"]):
         found.append(f"{number(row['paper_protocol'])} under its protocol")
     if pd.notna(row["matched"]):
-        found.append(f"{number(row['matched'])}{_interval(row)} under the control")
+        ends = "" if row["low"] == row["high"] else ends_said(row["low"], row["high"], " (95% interval {})")
+        found.append(f"{number(row['matched'])}{ends} under the control")
     said += f" {upper(row['measure'])}: {'; '.join(found) or 'no number'}" if found or row["verdict"] != OPEN else ""
-    if row["n"]:
-        said += f", n = {int(row['n'])}"
+    said += f", n = {int(row['n'])}" if row["n"] else ""
     if pd.notna(row["p"]):
         said += f", p {_p(row['p'])}, corrected p {_p(row['p_corrected'])}"
     said += f". By construction: {row['construction']}" if row["construction"] else ""
@@ -74,15 +78,3 @@ def _p(value: float) -> str:
 
 
 _TAIL = 1e-10
-_VERDICT = {HOLDS: "Holds here", FAILS: "Does not hold here", OPEN: "Not testable here"}
-
-
-def _interval(row: Mapping[str, Any]) -> str:
-    return "" if row["low"] == row["high"] else ends_said(row["low"], row["high"], " (95% interval {})")
-
-
-def _not_testable(claims: pd.DataFrame) -> list[str]:
-    """Those that could not be decided, a sentence for each reason."""
-    return [
-        f"Not testable here since {why}: {listed(list(group['id']))}." for why, group in claims.groupby("why", sort=False)
-    ]

@@ -29,16 +29,15 @@ def said_of_study(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
 
 def judged_anew(before: pd.DataFrame, now: pd.DataFrame) -> list[str]:
     """Which verdicts are other than those that were written with the tables, since the rules are; nothing where none is."""
-    then = dict(zip(before["id"], before["verdict"], strict=True))
+    then, today = (dict(zip(claims["id"], claims["verdict"], strict=True)) for claims in (before, now))
     changed = [
-        f"{row.id} ({then[row.id]} before, {row.verdict} now)" if row.id in then else f"{row.id} (new)"
-        for row in now.itertuples()
-        if then.get(row.id) != row.verdict
+        f"{name} ({then[name]} before, {today.get(name, 'no longer asked')} now)" if name in then else f"{name} (new)"
+        for name in today | then
+        if then.get(name) != today.get(name)
     ]
-    gone = [f"{name} (no longer asked)" for name in then if name not in set(now["id"])]
-    if not changed + gone:
+    if not changed:
         return []
     return [
-        f"Judged anew, by the rules of this version of kvinterp: {counted(len(changed + gone), 'verdict')} "
-        f"other than in claims.parquet, which keeps those that were written with the tables: {listed(changed + gone)}."
+        f"Judged anew, by the rules of this version of kvinterp: {counted(len(changed), 'verdict')} "
+        f"other than in claims.parquet, which keeps those that were written with the tables: {listed(changed)}."
     ]
