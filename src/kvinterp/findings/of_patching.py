@@ -57,7 +57,7 @@ def headline_of_sweep(sweep: Sweep) -> list[str]:
     }.get(best["sweep"], "layer {layer:g}, head {head:g} recovers").format(**best)
     how = f"{best['site']}, {summary['direction']}, {counted(int(best['defined']), 'prompt')}"
     few = "No place recovers a twentieth. " if best["median"] < 0.05 else ""
-    return [*lines, f"{few}{upper(place)} most: {percent(best['median'])} of the {of} ({how})."]
+    return [f"{few}{upper(place)} most: {percent(best['median'])} of the {of} ({how}).", *lines]
 
 
 def rows_of_sweep(sweep: Sweep) -> Iterator[dict[str, Any]]:

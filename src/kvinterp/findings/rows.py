@@ -131,7 +131,9 @@ def value(found: dict[str, Any], given: float) -> str:
 
 def bare(found: dict[str, Any], given: float) -> str:
     """A number without its unit, which stands beside it already; a share in percent."""
-    return f"{100 * given:.3g}%" if found["measure"] == "%" and not pd.isna(given) else number(given)
+    if found["measure"] != "%" or pd.isna(given):
+        return number(given)
+    return f"{100 * given:.3g}%" if abs(given) < 100 else f"{number(100 * given)}%"
 
 
 def _tested(found: dict[str, Any]) -> str:
