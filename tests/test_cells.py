@@ -10,7 +10,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvinterp.cells import Cell, Parts, loaded, loading_once, remove_parts, run_cells
+from kvinterp.cells import Cell, loaded, loading_once, run_cells
+from kvinterp.store import Parts, Record
+from writing import change_cell
 
 CALLED: list[Any] = []
 
@@ -58,14 +60,14 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path, caplog: pytest.LogCa
     assert f"going on in {tmp_path}: 1 of 3 prompts are already there" in caplog.text
     assert list(made) == ["cell-0", "cell-1", "cell-2"]
     assert values(made) == values(run_cells(cells())) == [0, 2, 4]
-    remove_parts(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    Record(tmp_path).finish("go")
+    assert not Record(tmp_path).rows("select * from cell") + Record(tmp_path).rows("select * from run")
 
 
 def test_a_part_that_was_changed_is_made_again(tmp_path: Path) -> None:
     parts = Parts(tmp_path, {"verb": "x"})
     run_cells(cells(), parts)
-    (parts.folder / "cell-1.part").write_bytes(b"")
+    change_cell(tmp_path, "cell-1", lambda content: b"")
     assert values(run_cells(cells(), parts)) == [0, 2, 4]
     assert CALLED == [0, 1, 2, 1]
 

@@ -6,8 +6,7 @@ import webbrowser
 from pathlib import Path
 
 from kvinterp.errors import InputError
-from kvinterp.files import Record, is_file, is_folder
-from kvinterp.folders import SUMMARY
+from kvinterp.files import SUMMARY, is_file, is_folder
 
 _PAGES = ("report.html", "audit.html")
 
@@ -18,6 +17,8 @@ def page_of(folder: Path) -> Path:
     Raises:
         InputError: There is none, or one that kvinterp did not write.
     """
+    from kvinterp.store import Record
+
     if not is_folder(folder):
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
     for name in _PAGES:

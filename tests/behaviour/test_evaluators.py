@@ -18,7 +18,6 @@ import kvinterp as kv
 import kvinterp.behaviour as behaviour
 from command_line import wrong
 from kvinterp.behaviour.decoding import likelihoods, write
-from kvinterp.cells import Parts
 from kvinterp.data import load_prompts, score
 from kvinterp.experiments.eval import Eval
 from kvinterp.models import Adapter
@@ -26,6 +25,7 @@ from kvinterp.paths import Greedy, TopK, TopP
 from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
 from kvinterp.reading.evaluators import said_of_eval
+from kvinterp.store import Parts
 from plain import plain_loop
 from support import Case
 

@@ -62,8 +62,7 @@ class Outcome(Kept):
 
     def told(self) -> dict[str, Any]:
         """What ``--json`` prints: folder, exit code, and what ``summary.json`` holds."""
-        from kvinterp.files import read_json
-        from kvinterp.folders import SUMMARY
+        from kvinterp.files import SUMMARY, read_json
 
         # The file says more: the digests of the tables, which were written after this was made.
         written = [read_json(file) for file in self.files if file.name == SUMMARY]
