@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import kvinterp
-from kvinterp.cells import Cell, run_cells
-from kvinterp.engines import Local, Ray, Remaining, engine_named
+from kvinterp.cells import Cell, Local, run_cells
+from kvinterp.engines import Ray, Remaining, engine_named
 from kvinterp.errors import InputError, KvinterpError
 from kvinterp.provenance import machine
 from kvinterp.store import Parts, Record

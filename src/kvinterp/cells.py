@@ -15,6 +15,7 @@ import inspect
 import itertools
 import json
 import logging
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def run_cells(
         tell: Told what runs now.
         progress: ``"bar"`` or ``"none"``.
         unit: What a cell is of, in the plural.
-        engine: What does the cells; :func:`locally` unless given.
+        engine: What does the cells; :class:`Local` unless given.
 
     Raises:
         InputError: A part cannot be written, or cannot be read again.
@@ -79,33 +80,19 @@ def run_cells(
     if len(missing) < len(cells):
         log.info("going on in %s: %d of %d %s are already there", parts.path, len(cells) - len(missing), len(cells), unit)
     offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
-    (engine or locally)(missing, offered)
+    (engine or Local())(missing, offered)
     return CellsMade({cell.key: parts for cell in cells})
 
 
-class CellsMade(Mapping[str, Made]):
-    """What cells gave, read when it is asked for: of many prompts it would fill the memory."""
-
-    def __init__(self, parts: Mapping[str, Parts | _InMemory]) -> None:
-        self._parts = dict(parts)
+class CellsMade(UserDict[str, Any]):
+    """What cells gave, read from where it is kept when it is asked for: of many prompts it would fill the memory."""
 
     def __getitem__(self, key: str) -> Made:
-        parts = self._parts[key]
-        if (part := parts.read(key)) is None:
-            raise InputError(f"part {key!r} in folder {str(parts.path)!r} is not what was written: check the disk.")
+        if (part := self.data[key].read(key)) is None:
+            raise InputError(
+                f"part {key!r} in folder {str(self.data[key].path)!r} is not what was written: check the disk."
+            )
         return part
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._parts
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __or__(self, other: CellsMade) -> CellsMade:
-        return CellsMade(self._parts | other._parts)
 
 
 class _InMemory(dict[str, Made]):
@@ -117,10 +104,14 @@ class _InMemory(dict[str, Made]):
         self[key] = dict(tables), dict(about or {})
 
 
-def locally(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Local:
     """Does cells in this process, one after another."""
-    for group in groups(cells):
-        run_alike(group, offered)
+
+    def __call__(self, cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
+        """Does the cells."""
+        for group in groups(cells):
+            run_alike(group, offered)
 
 
 def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvinterp.bounded import within
-from kvinterp.cells import Cell, Engine, groups, imported, loading_once, locally, run_alike
+from kvinterp.cells import Cell, Engine, Local, groups, imported, loading_once, run_alike
 from kvinterp.errors import InputError, KvinterpError, shown
 from kvinterp.files import differences
 from kvinterp.models.checkpoint import reason
@@ -38,15 +38,6 @@ _SECONDS = 5.0
 """How long a cluster may take to answer at all."""
 _SHARES = 4
 """Into how many pieces at least a worker's share of the cells is cut, so that none waits long for the last."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Local:
-    """This process, one cell after another."""
-
-    def __call__(self, cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
-        """Does the cells."""
-        locally(cells, offered)
 
 
 @dataclasses.dataclass(frozen=True)
