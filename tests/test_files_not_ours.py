@@ -119,7 +119,7 @@ def test_a_damaged_store_is_set_aside_and_its_cells_are_made_again(
         assert Parts(tmp_path, {"verb": "patch"}).read("cell-0") is not None
     assert "is damaged: it is set aside, and what it held is made again" in caplog.text
     (aside,) = tmp_path.glob(".kvinterp.db.damaged.*")
-    assert aside.read_bytes() == content
+    assert aside.stat().st_size == len(content)
 
 
 def test_an_unfinished_result_of_another_verb_is_not_removed_without_a_word(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -377,6 +378,24 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     made = folder(tmp_path)
     made.close("interrupted")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_on_a_store_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was there first removes the empty store as it leaves, and a third one makes another: two would write."""
+    connect = sqlite3.connect
+
+    def late(place: Path, **how: Any) -> sqlite3.Connection:
+        opened = connect(place, **how)
+        opened.execute("pragma application_id").fetchone()
+        place.unlink()
+        place.touch()
+        return opened
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", late)
+        with pytest.raises(InputError, match="cannot be written"):
+            Lock(tmp_path)
+    Lock(tmp_path).release()
 
 
 # Parts that something happened to --------------------------------------------------------------------------------------

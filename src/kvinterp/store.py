@@ -77,7 +77,7 @@ _Lock = TypeVar("_Lock", bound="Lock")
 _held: weakref.WeakValueDictionary[tuple[Path, int], Lock] = weakref.WeakValueDictionary()
 
 
-def _opened(folder: Path, locking: str = "normal") -> sqlite3.Connection:
+def _opened(folder: Path) -> sqlite3.Connection:
     for name in _OLDER:
         if is_there(folder / name):
             raise InputError(f"folder {str(folder)!r} holds {name!r} of an earlier version of kvinterp: {_MOVE}")
@@ -87,7 +87,6 @@ def _opened(folder: Path, locking: str = "normal") -> sqlite3.Connection:
         raise _not_ours(folder)
     db = sqlite3.connect(place, timeout=0, check_same_thread=False)
     try:
-        db.execute(f"pragma locking_mode={locking}")
         if not place.stat().st_size:
             db.executescript(_SCHEMA)
         if db.execute("pragma application_id").fetchone() != (_APPLICATION,):
@@ -102,12 +101,6 @@ def _not_ours(folder: Path) -> InputError:
     return InputError(f"folder {str(folder)!r} holds {FILE!r}, which this version of kvinterp did not write: {_MOVE}")
 
 
-def _written_by_another(folder: Path) -> InputError:
-    return InputError(
-        f"folder {str(folder)!r} is being written by another process: wait until it is done, or choose another folder with --out."
-    )
-
-
 @contextlib.contextmanager
 def _answers(folder: Path) -> Iterator[None]:
     """Turns what SQLite says about a folder's store into one sentence."""
@@ -117,7 +110,10 @@ def _answers(folder: Path) -> Iterator[None]:
         except sqlite3.Error as error:
             # Its codes are not to be had in Python 3.10.
             if "is locked" in str(error):
-                raise _written_by_another(folder) from error
+                raise InputError(
+                    f"folder {str(folder)!r} is being written by another process: wait until it is done, or choose another "
+                    "folder with --out."
+                ) from error
             if "is not a database" in str(error):
                 raise _not_ours(folder) from error
             raise OSError(str(error)) from error
@@ -180,14 +176,12 @@ class Lock:
 
 
 def _taken(folder: Path) -> sqlite3.Connection:
-    db, place = _opened(folder, "exclusive"), folder / FILE
+    db, place = _opened(folder), folder / FILE
     try:
-        inode = place.stat().st_ino
-        db.execute("begin exclusive")
-        db.commit()
-        # Whoever had it may have removed it meanwhile: a lock on a file without a name keeps nobody out.
-        if not place.exists() or place.stat().st_ino != inode:
-            raise _written_by_another(folder)
+        db.execute("pragma locking_mode=exclusive")
+        # With a change: SQLite makes none in a file that has lost its name meanwhile, and a lock on that would keep nobody out;
+        # and a journal which a killed process left is taken over, and gone at the end.
+        db.executescript(f"begin exclusive; pragma application_id={_APPLICATION}; commit")
         # Whoever was half-way through a file when killed is gone.
         sweep_partials(folder)
         if _is_sound(db):
