@@ -380,21 +380,30 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_on_a_store_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_a_lock_on_a_store_that_was_removed_meanwhile_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever was there first removes the empty store as it leaves, and a third one makes another: two would write."""
     connect = sqlite3.connect
 
     def late(place: Path, **how: Any) -> sqlite3.Connection:
         opened = connect(place, **how)
         opened.execute("pragma application_id").fetchone()
+        content = place.read_bytes()
         place.unlink()
-        place.touch()
+        place.write_bytes(content)
         return opened
+
+    with Lock(tmp_path):
+        write_whole(tmp_path / "b.txt", "x")
 
     with monkeypatch.context() as patch:
         patch.setattr(sqlite3, "connect", late)
-        with pytest.raises(InputError, match="cannot be written"):
-            Lock(tmp_path)
+        first = Lock(tmp_path)
+    with pytest.raises(InputError, match="cannot be written"):
+        write_whole(tmp_path / "a.txt", "x")
+    assert not (tmp_path / "a.txt").exists()
+    first.release()
     Lock(tmp_path).release()
 
 

@@ -179,9 +179,8 @@ def _taken(folder: Path) -> sqlite3.Connection:
     db, place = _opened(folder), folder / FILE
     try:
         db.execute("pragma locking_mode=exclusive")
-        # With a change: SQLite makes none in a file that has lost its name meanwhile, and a lock on that would keep nobody out;
-        # and a journal which a killed process left is taken over, and gone at the end.
-        db.executescript(f"begin exclusive; pragma application_id={_APPLICATION}; commit")
+        # Of a file that has lost its name meanwhile SQLite gives a lock as well, but it makes no change there.
+        db.executescript("begin exclusive; commit")
         # Whoever was half-way through a file when killed is gone.
         sweep_partials(folder)
         if _is_sound(db):
