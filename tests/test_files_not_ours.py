@@ -17,6 +17,7 @@ from kvinterp.errors import InputError
 from kvinterp.files import digest_of, partial_name
 from kvinterp.recording import Trace
 from kvinterp.results import load_result
+from kvinterp.showing import page_of
 from kvinterp.store import Lock, Parts, Record, write_whole
 from synthetic import comparison, prompts
 from writing import Compared, cells_of, write_tables
@@ -101,6 +102,10 @@ def test_a_folder_of_an_earlier_version_is_refused_in_one_sentence(tmp_path: Pat
     with pytest.raises(InputError, match=r"of an earlier version of kvinterp: choose another folder with --out") as error:
         write_tables(tmp_path, TABLE, {}, "overwrite")
     assert "\n" not in str(error.value)
+    (tmp_path / "report.html").write_text("a page")
+    with pytest.raises(InputError, match="of an earlier version of kvinterp"):
+        page_of(tmp_path)
+    (tmp_path / "report.html").unlink()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
 
 

@@ -159,7 +159,7 @@ def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, mon
     made.close("interrupted")
     made.add(comparison((1,)))
 
-    def cut(self: Record, path: Path, digest: str) -> None:
+    def cut(self: Record, name: str, digest: str) -> None:
         """Called when a file is written and not yet in its place."""
         assert [part.stat().st_size for part in tmp_path.glob(".*partial")] != []
         raise OSError(28, "No space left on device")

@@ -23,7 +23,7 @@ def page_of(folder: Path) -> Path:
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
     for name in _PAGES:
         if is_file(folder / name):
-            if not Record(folder).holds(folder / name):
+            if not Record(folder).holds(name):
                 raise InputError(
                     f"folder {str(folder)!r} holds a {name} that kvinterp did not write or that was changed since: move it away, "
                     "and kvinterp show --rewrite makes it again."

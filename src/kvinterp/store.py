@@ -77,10 +77,14 @@ _Lock = TypeVar("_Lock", bound="Lock")
 _held: weakref.WeakValueDictionary[tuple[Path, int], Lock] = weakref.WeakValueDictionary()
 
 
-def _opened(folder: Path) -> sqlite3.Connection:
+def _refuse_older(folder: Path) -> None:
     for name in _OLDER:
         if is_there(folder / name):
             raise InputError(f"folder {str(folder)!r} holds {name!r} of an earlier version of kvinterp: {_MOVE}")
+
+
+def _opened(folder: Path) -> sqlite3.Connection:
+    _refuse_older(folder)
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / FILE
     if not all(map(is_plain, folder.glob(f"{FILE}*"))):
@@ -130,7 +134,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.db: sqlite3.Connection | None = None
+        self.db: Any = None
         self.folder, self._made = folder, list[Path]()
         with _answers(folder):
             self._made = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -221,7 +225,7 @@ class Record:
         """The store, within one transaction; it is made where there is none."""
         with _answers(self.folder):
             lock = _held.get((self.folder.resolve(), threading.get_ident()))
-            db = _opened(self.folder) if lock is None or lock.db is None else lock.db
+            db = _opened(self.folder) if lock is None else lock.db
             try:
                 with db:
                     yield db
@@ -233,6 +237,7 @@ class Record:
         """What a query gives; nothing where there is no store."""
         with _answers(self.folder):
             if not is_there(self.folder / FILE):
+                _refuse_older(self.folder)
                 return []
         with self.changed() as db:
             return db.execute(sql, given).fetchall()
@@ -260,12 +265,12 @@ class Record:
         with self.changed() as db:
             db.execute("update written set state=?", (_SETTLED,))
             db.execute("delete from run where run=?", (_RESULT,))
-            if cells == "go":
-                db.executescript("begin; delete from cell; delete from run; commit")
+            for table in ("cell", "run") if cells == "go" else ():
+                db.execute(f"delete from {table}")
 
-    def expect(self, path: Path, digest: str) -> None:
+    def expect(self, name: str, digest: str) -> None:
         """Says that a file is about to be there: before it is, so that no interruption leaves one without a name."""
-        if not _is_own_name(name := self._name(path)):
+        if not _is_own_name(name):
             return
         newest = "select rowid from written where name=:name order by rowid desc limit :kept"
         state = f"select {_NEW} from run where run='{_RESULT}'"
@@ -275,14 +280,14 @@ class Record:
             db.execute(f"delete from written where name=:name and rowid not in ({newest})", given)
             db.execute(f"update written set state=coalesce(({state}), {_SETTLED}) where name=:name", given)
 
-    def holds(self, path: Path) -> bool:
-        """Whether kvinterp wrote this file and nobody changed it since."""
-        digests = self._files().get(self._name(path), ())
-        return bool(digests) and self._is_inside(path) and digest_of(path) in digests
+    def holds(self, name: str) -> bool:
+        """Whether kvinterp wrote the file of this name and nobody changed it since."""
+        digests = self._files().get(name, ())
+        return bool(digests) and self._is_inside(name) and digest_of(self.folder / name) in digests
 
     def foreign(self, names: Iterable[str]) -> list[str]:
         """Those of the names in the folder that are there and that kvinterp did not write."""
-        return [name for name in names if is_there(self.folder / name) and not self._ours(self.folder / name)]
+        return [name for name in names if is_there(self.folder / name) and not self._ours(name)]
 
     def names(self) -> frozenset[str]:
         """The names of everything that was written."""
@@ -290,15 +295,16 @@ class Record:
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes those of the files that kvinterp wrote and nobody changed since, and the folders that this leaves empty."""
-        for path in [self.folder / name for name in self._files().keys() & set(names)]:
-            if self.holds(path):
+        for name in self._files().keys() & set(names):
+            path = self.folder / name
+            if self.holds(name):
                 path.unlink()
                 if path.parent != self.folder:
                     with contextlib.suppress(OSError):
                         path.parent.rmdir()
             if not is_there(path):
                 with self.changed() as db:
-                    db.execute("delete from written where name=?", (self._name(path),))
+                    db.execute("delete from written where name=?", (name,))
 
     def _files(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
@@ -311,15 +317,18 @@ class Record:
             found.setdefault(name, []).append(digest)
         return found
 
-    def _ours(self, path: Path) -> bool:
+    def _ours(self, name: str) -> bool:
+        if self.holds(name):
+            return True
         # A figure says itself who drew it; those that were saved on their own are in no store.
-        return self.holds(path) or (path.suffix == ".png" and self._is_inside(path) and _PNG_MARK in _beginning(path))
+        if not name.endswith(".png") or not self._is_inside(name):
+            return False
+        with (self.folder / name).open("rb") as file:
+            return _PNG_MARK in file.read(4096)
 
-    def _is_inside(self, path: Path) -> bool:
+    def _is_inside(self, name: str) -> bool:
+        path = self.folder / name
         return is_plain(path) and (path.parent == self.folder or not path.parent.is_symlink())
-
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self.folder).as_posix()
 
 
 def _object(text: Any) -> dict[str, Any] | None:
@@ -335,11 +344,6 @@ def _is_own_name(name: Any) -> bool:
     return 1 <= len(parts) <= 2 and all(map(_OWN_NAME.fullmatch, parts))
 
 
-def _beginning(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(4096)
-
-
 def write_whole(path: Path, content: str | bytes) -> str:
     """Writes a file so that it is there whole or not at all; its folder is made. In a folder with a store that knows of it.
 
@@ -353,12 +357,14 @@ def write_whole(path: Path, content: str | bytes) -> str:
     written = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     digest = hashlib.sha256(written).hexdigest()
     with told(path.parent):
-        if (record := Record.over(path)) is not None:
-            refuse_foreign(record, [path.relative_to(record.folder).as_posix()])
+        record = Record.over(path)
+        name = "" if record is None else path.relative_to(record.folder).as_posix()
+        if record is not None:
+            refuse_foreign(record, [name])
         with replaced(path) as file:
             file.write(written)
             if record is not None:
-                record.expect(path, digest)
+                record.expect(name, digest)
     return digest
 
 
@@ -483,13 +489,15 @@ def check_free(folder: Path, existing: str, names: Iterable[str], choices: Mappi
     if existing == "error" and finished:
         raise InputError(f"folder {str(folder)!r} already holds a result: {ADVICE}")
     for held in (_object(text) for (text,) in unfinished):
+        if held == choices:
+            continue
         if existing == "overwrite":
             log.warning("an unfinished result in %s is removed once this one is finished: --overwrite was given", folder)
         elif held is None:
             raise InputError(f"folder {str(folder)!r} holds an unfinished result whose settings cannot be read: {ADVICE}")
         elif held.get("verb") != choices.get("verb"):
             raise InputError(f"folder {str(folder)!r} holds an unfinished result of {held.get('verb')!r}: {ADVICE}")
-        elif held != choices:
+        else:
             raise InputError(unlike(folder, "an unfinished result", held, choices))
     if existing == "use" and finished:
         return True

@@ -91,9 +91,9 @@ def report(found: Kept, folder: str | os.PathLike[str] | None = None, existing: 
     from kvinterp.store import Lock
 
     held = found.held
-    if folder is None and held is None:
-        folder = tempfile.mkdtemp(prefix="kvinterp-")
-    place = held.folder if held is not None and folder is None else _folder(folder)
+    if folder is None:
+        folder = tempfile.mkdtemp(prefix="kvinterp-") if held is None else held.folder
+    place = _folder(folder)
     if held is None or held.folder.resolve() != place.resolve() or existing != "error":
         place = _written(found, place, existing, "drawn")
     else:

@@ -65,8 +65,7 @@ class Outcome(Kept):
         from kvinterp.files import SUMMARY, read_json
 
         # The file says more: the digests of the tables, which were written after this was made.
-        written = [read_json(file) for file in self.files if file.name == SUMMARY]
-        held = next(filter(None, written), self.summary)
+        held = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.summary
         return {"folder": self.folder and str(self.folder), "exit_code": self.exit_code, **held}
 
 
