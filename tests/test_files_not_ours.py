@@ -142,6 +142,13 @@ def test_overwriting_leaves_none_of_the_other_verbs_tables(tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == [".kvinterp.db", "decomposition.parquet", "summary.json"]
 
 
+def test_overwriting_leaves_the_other_verbs_table_that_a_user_changed(tmp_path: Path) -> None:
+    write_tables(tmp_path, TABLE, {}, about={"verb": "patch"})
+    (tmp_path / "recovery.parquet").write_text("mine")
+    write_tables(tmp_path, {"decomposition": TABLE["recovery"]}, {}, "overwrite", about={"verb": "decompose"})
+    assert (tmp_path / "recovery.parquet").read_text() == "mine"
+
+
 def test_cut_off_while_figures_are_drawn_it_is_not_finished_and_the_same_again_finishes(tmp_path: Path) -> None:
     """`patch` and `decompose`, interrupted there, were stuck: "already holds a result"."""
 

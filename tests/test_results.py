@@ -316,6 +316,16 @@ def test_prompts_outlive_an_overwriting_run_that_finished_nothing(tmp_path: Path
     assert (tmp_path / "prompts.jsonl").exists()
 
 
+def test_an_interrupted_run_does_not_take_the_place_of_a_finished_result(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    before = (tmp_path / "summary.json").read_bytes()
+    again = folder(tmp_path, existing="overwrite", count=2)
+    again.add(comparison((0,)))
+    assert again.close("interrupted") is None
+    assert (tmp_path / "summary.json").read_bytes() == before
+    assert len(load_result(tmp_path).comparison.examples) == 4
+
+
 def test_a_figure_that_says_kvinterp_drew_it_may_be_replaced(tmp_path: Path) -> None:
     """Figures saved beside a result are in no record; they carry the mark in their text fields."""
     (tmp_path / "figures").mkdir()
