@@ -402,7 +402,7 @@ def of_results(chosen: random.Random, results: Results) -> Case:
         [["show", "out", "--rewrite", "--no-open"], ["report", "out"], ["show", "out", "--no-open"], ["again"]]
     )
     rewrites = how[0] == "report" or "--rewrite" in how
-    judged = "refused" if rewrites and file != ".kvinterp.json" else "any"
+    judged = "refused" if rewrites and file != ".kvinterp.db" else "any"
     if file == "prompts.jsonl" or what == "version":
         judged = "any"
     arguments = [verb, *RIGHT[verb]] if how == ["again"] else how

@@ -6,7 +6,6 @@ They are forked from a process that has imported everything, so that a run takes
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
 import os
 import re
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+
+from kvinterp.store import Record
 
 MODEL = "zoo:gqa2-mini"
 SMALL = ("--prompts", "arithmetic:2", "--device", "cpu")
@@ -95,7 +96,7 @@ VERBS = {
 """Every verb that writes, as small as it goes."""
 
 _EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
-_PAGES = re.compile(r"figures|\.png|\.html|\.md|\.tex|summary\.json|verdict\.json|\.csv|\.kvinterp\.json")
+_PAGES = re.compile(r"figures|\.png|\.html|\.md|\.tex|summary\.json|verdict\.json|\.csv")
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     [
@@ -184,10 +185,10 @@ def same(one: Path, other: Path) -> None:
             tables = [_sorted(pd.read_parquet(path)) for path in (left, right)]
             pd.testing.assert_frame_equal(*tables, check_exact=True, obj=name)
             assert tables[0].attrs == tables[1].attrs, name
-        elif left.name == ".kvinterp.json":
-            records = [json.loads(path.read_text()) for path in (left, right)]
-            assert set(records[0]) == set(records[1]) == {"about", "files"}
-            assert set(records[0]["files"]) == set(records[1]["files"])
+        elif left.name == ".kvinterp.db":
+            assert [Record(folder.parent).rows("select * from run") for folder in (left, right)] == [[], []]
+            assert [Record(folder.parent).rows("select * from cell") for folder in (left, right)] == [[], []]
+            assert Record(left.parent).names() == Record(right.parent).names()
         else:
             assert _untimed(left) == _untimed(right), name
 

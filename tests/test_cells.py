@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvinterp.cells import Cell, Parts, loaded, loading_once, remove_parts, run_cells
+from kvinterp.cells import Cell, loaded, loading_once, run_cells
+from kvinterp.store import Lock, Parts, Record
+from writing import change_cell
 
 CALLED: list[Any] = []
 
@@ -58,14 +63,14 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path, caplog: pytest.LogCa
     assert f"going on in {tmp_path}: 1 of 3 prompts are already there" in caplog.text
     assert list(made) == ["cell-0", "cell-1", "cell-2"]
     assert values(made) == values(run_cells(cells())) == [0, 2, 4]
-    remove_parts(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    Record(tmp_path).finish("go")
+    assert not Record(tmp_path).rows("select * from cell") + Record(tmp_path).rows("select * from run")
 
 
 def test_a_part_that_was_changed_is_made_again(tmp_path: Path) -> None:
     parts = Parts(tmp_path, {"verb": "x"})
     run_cells(cells(), parts)
-    (parts.folder / "cell-1.part").write_bytes(b"")
+    change_cell(tmp_path, "cell-1", lambda content: b"")
     assert values(run_cells(cells(), parts)) == [0, 2, 4]
     assert CALLED == [0, 1, 2, 1]
 
@@ -87,3 +92,37 @@ def test_a_model_is_loaded_once_and_let_go_of() -> None:
         assert loaded({**named, "kind": "hooked"}) is not loaded(named)
     loaded(named)
     assert [{"name": "a", "kind": kind} for kind in ("native", "hooked", "native")] == CALLED
+
+
+KEEPING = """
+import itertools, sys
+from pathlib import Path
+import pandas as pd
+from kvinterp.store import Lock, Parts
+with Lock(Path(sys.argv[1])):
+    parts = Parts(Path(sys.argv[1]), {"verb": "x"})
+    print("began", flush=True)
+    for number in itertools.count():
+        parts.keep(f"cell-{number}", {"table": pd.DataFrame({"x": [number] * 50_000})})
+        print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.05, *(pytest.param(place / 97, marks=pytest.mark.long) for place in range(20))])
+def test_killed_while_cells_are_kept_every_one_that_was_kept_is_there(tmp_path: Path, delay: float) -> None:
+    """Whatever instruction the signal falls on, in the middle of a transaction too."""
+    command = [sys.executable, "-c", KEEPING, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "began\n"
+        time.sleep(delay)
+        process.kill()
+        kept = [int(line) for line in process.stdout.read().split("\n") if line]
+    with Lock(tmp_path / "out"):
+        parts = Parts(tmp_path / "out", {"verb": "x"})
+        there = [number for number in range(len(kept) + 2) if parts.read(f"cell-{number}") is not None]
+        # The last may have been kept before it could be said.
+        assert there in (kept, [*kept, len(kept)])
+        assert [parts.read(f"cell-{number}")[0]["table"]["x"].sum() for number in kept] == [50_000 * n for n in kept]
+        parts.keep("last", {})
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".kvinterp.db"]

@@ -22,6 +22,7 @@ from command_line import kvinterp, wrong
 from kvinterp import __version__
 from kvinterp.experiments.base import NOTHING
 from kvinterp.models import zoo
+from writing import cells_of
 
 pytestmark = pytest.mark.xdist_group("command line")
 MODEL = "zoo:mistral-mini"
@@ -68,7 +69,7 @@ def test_compare_writes_what_the_issue_promises(done: tuple[Path, Result]) -> No
         assert sorted(frame["layer"].unique()) == [0, 3], name
     figures = {p.stem for p in (out / "figures").glob("*.png")}
     assert figures == {"kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position"}
-    assert not (out / ".parts").exists()
+    assert cells_of(out) == []
 
 
 def test_the_summary_agrees_with_the_tables(done: tuple[Path, Result]) -> None:
@@ -318,12 +319,13 @@ def test_interrupted_while_the_options_are_read_nothing_was_begun() -> None:
 
 SLOW = """
 import time
-import kvinterp.cells as cells
-keep = cells.Parts.keep
+import kvinterp.store as store
+keep = store.Parts.keep
 def slow(self, *part):
     keep(self, *part)
+    (self.path / "kept").touch()
     time.sleep(120)  # the parent interrupts here
-cells.Parts.keep = slow
+store.Parts.keep = slow
 import sys
 sys.argv = ["kvinterp", *{arguments!r}]
 from kvinterp.cli import main
@@ -340,7 +342,7 @@ THREE = (
 
 def test_interrupted_after_one_prompt_it_says_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That it goes on from there is tests/experiments/test_compare.py's, and every verb's with a real signal."""
-    from kvinterp.cells import Parts
+    from kvinterp.store import Parts
 
     keep = Parts.keep
 
@@ -373,10 +375,11 @@ def test_cut_off_after_one_prompt_it_goes_on_to_the_uninterrupted_tables(tmp_pat
     process = started(SLOW.format(arguments=[*THREE, "--out", str(cut)]))
     try:
         until = time.monotonic() + 120
-        while not list(cut.glob(".parts/*/*.part")):
+        while not (cut / "kept").exists():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < until, "no part appeared"
             time.sleep(0.02)
+        (cut / "kept").unlink()
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     finally:
@@ -407,4 +410,4 @@ def _goes_on(cut: Path, whole: Path) -> None:
         one, other = (pd.read_parquet(folder / f"{name}.parquet") for folder in (cut, whole))
         pd.testing.assert_frame_equal(one, other, check_exact=True, obj=name)
     assert json.loads((cut / "summary.json").read_text()) == json.loads((whole / "summary.json").read_text())
-    assert [path.name for path in cut.glob(".*")] == [".kvinterp.json"]
+    assert [path.name for path in cut.glob(".*")] == [".kvinterp.db"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import kvinterp, wrong
-from kvinterp.files import Record, write_whole
+from kvinterp.store import Lock, write_whole
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def browser(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def paged(folder: Path, name: str) -> Path:
     """A page that kvinterp wrote."""
     folder.mkdir(exist_ok=True)
-    Record(folder).open()
-    write_whole(folder / name, "x")
+    with Lock(folder):
+        write_whole(folder / name, "x")
     return folder / name
 
 

@@ -20,7 +20,8 @@ import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.cli import app
 from kvinterp.errors import UnsupportedError, returning
-from kvinterp.files import Record, sealed, write_whole
+from kvinterp.files import sealed
+from kvinterp.store import Lock, write_whole
 from kvinterp.testing import assert_cache_consistent
 
 OPTIONS = [
@@ -242,8 +243,8 @@ COMMANDS = [("list", "kinds"), ("list", "kinds", "--json"), ("--help",), ("--ver
 
 
 def _called(arguments: tuple[str, ...], folder: Path) -> int | str | None:
-    Record(folder).open()
-    write_whole(folder / "report.html", b"a page")
+    with Lock(folder):
+        write_whole(folder / "report.html", b"a page")
     with pytest.raises(SystemExit) as left:
         app([each.replace("FOLDER", str(folder)) for each in arguments])
     return left.value.code

@@ -18,8 +18,8 @@ from command_line import kvinterp, wrong
 from kvinterp.auditing.report import put
 from kvinterp.comparison import Comparisons
 from kvinterp.errors import InputError
-from kvinterp.files import write_whole
 from kvinterp.recording import Trace
+from kvinterp.store import write_whole
 from synthetic import comparison, prompts
 from writing import resealed
 

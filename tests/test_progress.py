@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvinterp.cells import Cell, run_cells
-from kvinterp.engines import Local, Remaining
+from kvinterp.cells import Cell, Local, run_cells
+from kvinterp.engines import Remaining
 from kvinterp.progress import Lines, Pace, counting, each, listening, shown, unshared
 
 HERE = "test_progress"

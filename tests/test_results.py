@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +17,10 @@ import pytest
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
-from kvinterp.files import Record, write_whole
-from kvinterp.folders import check_free
 from kvinterp.results import load_result
+from kvinterp.store import Lock, Record, check_free, write_whole
 from synthetic import comparison, failed, prompts
-from writing import Compared, write_tables
+from writing import Compared, cells_of, change_cell, write_tables
 
 SETTINGS = {"model": "zoo:mistral-mini", "dtype": "float16", "made_with": {"threads": 1}}
 
@@ -35,12 +34,6 @@ def filled(path: Path, order: tuple[int, ...] = (0, 1, 2, 3)) -> Compared:
     for number in order:
         made.add(comparison((number,)))
     return made
-
-
-def parts_of(path: Path) -> Path:
-    """The folder of the only run that left parts there."""
-    (found,) = (place for place in (path / ".parts").iterdir() if place.is_dir())
-    return found
 
 
 def tables(path: Path) -> dict[str, pd.DataFrame]:
@@ -57,7 +50,7 @@ def test_finished_result_is_the_joined_parts_and_leaves_nothing_else(tmp_path: P
     whole = comparison((0, 1, 2, 3))
     same({name: getattr(whole, name) for name in TABLES}, tables(tmp_path / "out"))
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
-        [".kvinterp.json", "summary.json", "prompts.jsonl", *(f"{name}.parquet" for name in TABLES)]
+        [".kvinterp.db", "summary.json", "prompts.jsonl", *(f"{name}.parquet" for name in TABLES)]
     )
 
 
@@ -116,7 +109,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_tables(tmp_path: Path) -> None:
         again.add(comparison((number,)))
     again.close()
     same(tables(tmp_path / "whole"), tables(tmp_path / "cut"))
-    assert not (tmp_path / "cut" / ".parts").exists()
+    assert cells_of(tmp_path / "cut") == []
 
 
 def test_an_interrupted_run_writes_what_it_has_and_goes_on(tmp_path: Path) -> None:
@@ -144,20 +137,19 @@ def test_a_part_cut_off_while_written_is_not_there(tmp_path: Path, monkeypatch: 
 
     seen = []
 
-    def cut(frame: pd.DataFrame, file: Any, **kwargs: Any) -> None:
+    def cut(frame: pd.DataFrame, file: Any, **kwargs: Any) -> Any:
         seen.append(file)
         if len(seen) == 4:
             raise KeyboardInterrupt
-        written(frame, file, **kwargs)
+        return written(frame, file, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(pd.DataFrame, "to_parquet", cut)
         with pytest.raises(KeyboardInterrupt):
             made.add(comparison((1,)))
-    assert [p.name for p in parts_of(tmp_path).glob("*.part")] == ["example-0.part"]
+    assert cells_of(tmp_path) == ["example-0"]
     again = folder(tmp_path)
     assert again.done() == {0}
-    assert sorted(p.name for p in parts_of(tmp_path).iterdir()) == ["example-0.part", "settings.json"]
 
 
 def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,12 +159,13 @@ def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, mon
     made.close("interrupted")
     made.add(comparison((1,)))
 
-    def cut(frame: pd.DataFrame, file: Any, **kwargs: Any) -> None:
-        file.write(b"PAR1 half a file")
+    def cut(self: Record, name: str, digest: str) -> None:
+        """Called when a file is written and not yet in its place."""
+        assert [part.stat().st_size for part in tmp_path.glob(".*partial")] != []
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pd.DataFrame, "to_parquet", cut)
+        patch.setattr(Record, "expect", cut)
         with pytest.raises(InputError, match="No space left on device"):
             made.close("interrupted")
     same({n: getattr(comparison((0,)), n) for n in TABLES}, tables(tmp_path))
@@ -181,7 +174,7 @@ def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, mon
 
 def test_a_part_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
     made = filled(tmp_path, (0, 1))
-    (parts_of(tmp_path) / "example-1.part").write_bytes(b"")
+    change_cell(tmp_path, "example-1", lambda content: b"")
     assert made.done() == {0}
     assert folder(tmp_path).done() == {0}
 
@@ -278,7 +271,7 @@ def test_only_failures_still_make_a_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("existing", ["error", "overwrite", "use"])
-@pytest.mark.parametrize("name", ["prompts.jsonl", "report.html", "steps.parquet", "figures/kl_by_step.png", ".parts/mine"])
+@pytest.mark.parametrize("name", ["prompts.jsonl", "report.html", "steps.parquet", "figures/kl_by_step.png"])
 def test_a_file_kvinterp_did_not_write_is_refused_before_anything_happens(tmp_path: Path, name: str, existing: str) -> None:
     """A user's DIR/prompts.jsonl given with --out DIR was rewritten, and deleted where the run was cut off early."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -303,7 +296,7 @@ def test_overwriting_removes_what_was_written_and_nothing_else(tmp_path: Path) -
     again.add(comparison((0,)))
     again.close()
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert left - {".kvinterp.json", "summary.json", "prompts.jsonl", *(f"{name}.parquet" for name in TABLES)} == {
+    assert left - {".kvinterp.db", "summary.json", "prompts.jsonl", *(f"{name}.parquet" for name in TABLES)} == {
         "figures/mine.png", "notes.txt", "heads.parquet.mine",
     }  # fmt: skip
 
@@ -323,14 +316,24 @@ def test_prompts_outlive_an_overwriting_run_that_finished_nothing(tmp_path: Path
     assert (tmp_path / "prompts.jsonl").exists()
 
 
+def test_an_interrupted_run_does_not_take_the_place_of_a_finished_result(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    before = (tmp_path / "summary.json").read_bytes()
+    again = folder(tmp_path, existing="overwrite", count=2)
+    again.add(comparison((0,)))
+    assert again.close("interrupted") is None
+    assert (tmp_path / "summary.json").read_bytes() == before
+    assert len(load_result(tmp_path).comparison.examples) == 4
+
+
 def test_a_figure_that_says_kvinterp_drew_it_may_be_replaced(tmp_path: Path) -> None:
     """Figures saved beside a result are in no record; they carry the mark in their text fields."""
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "recovery.png").write_bytes(b"\x89PNG....tEXtSoftware\0kvinterp....")
-    check_free(tmp_path, names=["figures/recovery*"])
+    check_free(tmp_path, "error", ["figures/recovery*"], {})
     (tmp_path / "figures" / "recovery.png").write_bytes(b"\x89PNG....tEXtSoftware\0Matplotlib....")
     with pytest.raises(InputError, match=r"figures/recovery.png"):
-        check_free(tmp_path, names=["figures/recovery*"])
+        check_free(tmp_path, "error", ["figures/recovery*"], {})
 
 
 def test_tables_replace_their_own_and_no_others(tmp_path: Path) -> None:
@@ -345,8 +348,7 @@ def test_tables_replace_their_own_and_no_others(tmp_path: Path) -> None:
 
 def test_the_record_knows_a_file_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between the record and the file: the file that was there stays kvinterp's, and so would the new one."""
-    record = Record(tmp_path)
-    record.open()
+    record, lock = Record(tmp_path), Lock(tmp_path)
     write_whole(tmp_path / "a.txt", "old")
     with monkeypatch.context() as patch:
         replace = os.replace
@@ -357,14 +359,13 @@ def test_the_record_knows_a_file_before_it_is_there(tmp_path: Path, monkeypatch:
     assert record.foreign(["a.txt"]) == []
     (tmp_path / "a.txt").write_text("new")
     assert record.foreign(["a.txt"]) == []
+    lock.release()
 
 
 @pytest.mark.parametrize("name", ["a\0b", "y" * 400])
 def test_a_name_no_folder_can_have_is_one_sentence(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="cannot be written"):
         folder(tmp_path / name)
-    with pytest.raises(InputError, match="cannot be written"):
-        check_free(tmp_path / name)
 
 
 # Two at once -----------------------------------------------------------------------------------------------------------
@@ -373,7 +374,7 @@ def test_a_name_no_folder_can_have_is_one_sentence(tmp_path: Path, name: str) ->
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     """Two processes in one folder wrote each other's parts; the second one failed with a raw error."""
     code = (
-        "import sys, pathlib, kvinterp.locks as f; kept = f.Lock(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
+        "import sys, pathlib, kvinterp.store as f; kept = f.Lock(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
     )
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdin is not None
@@ -386,7 +387,34 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     other.wait()
     made = folder(tmp_path)
     made.close("interrupted")
-    assert not (tmp_path / ".kvinterp.lock").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_under_a_lock_on_a_store_that_was_removed_meanwhile_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was there first removes the empty store as it leaves, and a third one makes another: two would write."""
+    connect = sqlite3.connect
+
+    def late(place: Path, **how: Any) -> sqlite3.Connection:
+        opened = connect(place, **how)
+        opened.execute("pragma application_id").fetchone()
+        content = place.read_bytes()
+        place.unlink()
+        place.write_bytes(content)
+        return opened
+
+    with Lock(tmp_path):
+        write_whole(tmp_path / "b.txt", "x")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", late)
+        first = Lock(tmp_path)
+    with pytest.raises(InputError, match="cannot be written"):
+        write_whole(tmp_path / "a.txt", "x")
+    assert not (tmp_path / "a.txt").exists()
+    first.release()
+    Lock(tmp_path).release()
 
 
 # Parts that something happened to --------------------------------------------------------------------------------------
@@ -395,16 +423,15 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
 @pytest.mark.parametrize("content", [b"", b"null", b"x" * 64])
 def test_a_part_of_other_bytes_is_made_again(tmp_path: Path, content: bytes) -> None:
     made = filled(tmp_path, (0, 1))
-    (parts_of(tmp_path) / "example-1.part").write_bytes(content)
+    change_cell(tmp_path, "example-1", lambda _: content)
     assert made.done() == {0}
 
 
 def test_parts_under_other_names_never_duplicate_a_row(tmp_path: Path) -> None:
     filled(tmp_path / "whole").close()
     made = filled(tmp_path / "cut", (0, 1))
-    held = parts_of(tmp_path / "cut")
-    shutil.copy(held / "example-0.part", held / "example-2.part")
-    (held / "part-x").touch()
+    with Record(tmp_path / "cut").changed() as store:
+        store.execute("insert into cell select run, 'example-2', sha, content from cell where key='example-0'")
     again = folder(tmp_path / "cut")
     assert again.done() == {0, 1}
     made.add(comparison((2, 3)))
@@ -414,9 +441,11 @@ def test_parts_under_other_names_never_duplicate_a_row(tmp_path: Path) -> None:
 
 def test_unreadable_settings_are_one_sentence(tmp_path: Path) -> None:
     filled(tmp_path, (0,))
-    (parts_of(tmp_path) / "settings.json").write_text("{{{")
-    assert folder(tmp_path).done() == {0}, "the folder's own name says what made it"
-    with pytest.raises(InputError, match=r"an unfinished run whose settings cannot be read: choose .*--overwrite") as error:
+    with Record(tmp_path).changed() as store:
+        store.execute("update run set choices='{{{'")
+    with pytest.raises(
+        InputError, match=r"an unfinished result whose settings cannot be read: choose .*--overwrite"
+    ) as error:
         folder(tmp_path, dtype="float32")
     assert "\n" not in str(error.value)
     assert folder(tmp_path, existing="overwrite", dtype="float32").done() == frozenset()

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from cutting import same
-from kvinterp.cells import Cell, Made, Parts, joined
+from kvinterp.cells import Cell, joined
 from kvinterp.experiments import Compare, Experiment, Outcome
 from kvinterp.experiments.circumstances import circumstances
 from kvinterp.experiments.decompose import Decompose
 from kvinterp.experiments.patch import Patch
 from kvinterp.models import load_model, zoo
+from kvinterp.store import Made, Parts
 
 
 def edit_rope(folder: Path) -> None:

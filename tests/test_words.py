@@ -10,7 +10,6 @@ import kvinterp as kv
 from kvinterp import words
 from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
 from kvinterp.experiments.registry import experiments
-from kvinterp.folders import EXISTING
 from kvinterp.models import KINDS, SITES
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.answers import LOGIT_DIFFERENCE
@@ -18,6 +17,7 @@ from kvinterp.models.load import ATTENTION
 from kvinterp.models.sites import GROUPS
 from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
 from kvinterp.paths import STRATEGIES
+from kvinterp.store import EXISTING
 
 TABLES = {
     words.Kind: KINDS,

@@ -9,16 +9,15 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.cells import Made
 from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
 from kvinterp.experiments import Compare
 from kvinterp.experiments.compare import outcome_of
 from kvinterp.files import digest_of, sealed
-from kvinterp.folders import SUMMARY
 from kvinterp.results import Result, ResultFolder, prompts_digest
+from kvinterp.store import Made, Record
 
-NAMES = (*(f"{table}.parquet" for table in Compare.TABLES), SUMMARY, *Compare.FILES, "figures/kl_by_step*")
+NAMES = (*(f"{table}.parquet" for table in Compare.TABLES), *Compare.FILES, "figures/kl_by_step*")
 
 
 def write_tables(
@@ -30,12 +29,9 @@ def write_tables(
     about: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """What a verb does once its cells are done."""
-    folder = ResultFolder(path, about or {}, [*(f"{name}.parquet" for name in tables), SUMMARY], existing)
-    try:
+    with ResultFolder(path, about or {}, [f"{name}.parquet" for name in tables], existing) as folder:
+        folder.take_up()
         return folder.finish(tables, summary, draw=draw)
-    except BaseException:
-        folder.withdraw()
-        raise
 
 
 def resealed(path: Path, **changed: Any) -> None:
@@ -50,8 +46,8 @@ class Compared:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], asked: list[Prompt], existing: str = "error") -> None:
         chosen = {"verb": "compare", **settings, "prompts": prompts_digest(asked)}
-        self.folder, self.asked = ResultFolder(path, chosen, NAMES, existing, {"verb": "compare"}), asked
-        self.finished = self.folder.finished
+        self.folder, self.asked = ResultFolder(path, chosen, NAMES, existing), asked
+        self.finished = self.folder.take_up()
 
     def add(self, part: Comparison) -> None:
         """Keeps one batch, a part an example."""
@@ -73,8 +69,21 @@ class Compared:
         """Writes the tables, as finished or as interrupted."""
         made = self.made()
         if not made:
-            self.folder.withdraw()
+            self.folder.release()
             return None
-        outcome = outcome_of(made, self.asked, self.folder.settings, self.folder.path)
+        outcome = outcome_of(made, self.asked, self.folder.settings, self.folder.folder)
         files = self.folder.finish(outcome.tables, outcome.summary, outcome.texts, ending=ending)
+        self.folder.release()
         return outcome.result if files else None
+
+
+def cells_of(path: Path) -> list[str]:
+    """The keys of the cells of unfinished runs that the store of a folder holds."""
+    return [key for (key,) in Record(path).rows("select key from cell order by key")]
+
+
+def change_cell(path: Path, key: str, changed: Callable[[bytes], bytes]) -> None:
+    """Changes what the store of a folder holds of a cell, as a fault of the disk would."""
+    with Record(path).changed() as store:
+        ((content,),) = store.execute("select content from cell where key=?", (key,)).fetchall()
+        store.execute("update cell set content=? where key=?", (changed(content), key))

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvinterp._version import __version__
+from kvinterp.kept import Kept
 
 if TYPE_CHECKING:
     from kvinterp.auditing import KernelsTable, Verdict, kernels_table
@@ -127,6 +128,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'kvinterp' has no attribute {name!r}")
     return getattr(importlib.import_module(f"kvinterp.{_HOME[name]}"), name)
+
+
+# What finds something may not import what draws and writes it: it is handed in here, and loaded when it is asked for.
+Kept.behind = staticmethod(lambda: importlib.import_module(f"kvinterp.{_HOME['load']}"))
 
 
 def __dir__() -> list[str]:

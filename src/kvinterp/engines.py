@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvinterp.bounded import within
-from kvinterp.cells import Cell, Engine, groups, imported, loading_once, locally, run_alike
+from kvinterp.cells import Cell, Engine, Local, groups, imported, loading_once, run_alike
 from kvinterp.errors import InputError, KvinterpError, shown
 from kvinterp.files import differences
 from kvinterp.models.checkpoint import reason
@@ -38,15 +38,6 @@ _SECONDS = 5.0
 """How long a cluster may take to answer at all."""
 _SHARES = 4
 """Into how many pieces at least a worker's share of the cells is cut, so that none waits long for the last."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Local:
-    """This process, one cell after another."""
-
-    def __call__(self, cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
-        """Does the cells."""
-        locally(cells, offered)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +162,8 @@ def _check_answers(address: str) -> None:
     # Those that Ray finds, or starts, by itself; and the schemes of others.
     if place in ("", "auto", "local") or "://" in place:
         return
-    host, _, port = place.rpartition(":")
     try:
-        within(_SECONDS, lambda: _ask(host.strip("[]"), int(port)))
+        _ask(place)
     # What is no address, no name that can be found, or no machine that answers.
     except (OSError, ValueError, OverflowError) as error:
         raise InputError(
@@ -182,13 +172,18 @@ def _check_answers(address: str) -> None:
         ) from error
 
 
-def _ask(host: str, port: int) -> None:
-    """Waits for how every gRPC server greets whoever greets it: with a frame of its settings."""
-    with socket.create_connection((host, port), _SECONDS) as opened:
-        if os.environ.get("RAY_USE_TLS", "0") == "0":
-            opened.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
-            if opened.recv(9)[3:4] != b"\x04":
-                raise OSError("what answers is not Ray")
+def _ask(address: str) -> None:
+    """Waits, not for long, for how every gRPC server greets whoever greets it: with a frame of its settings."""
+
+    def greeted() -> None:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), _SECONDS) as opened:
+            if os.environ.get("RAY_USE_TLS", "0") == "0":
+                opened.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+                if opened.recv(9)[3:4] != b"\x04":
+                    raise OSError("what answers is not Ray")
+
+    within(_SECONDS, greeted)
 
 
 @contextlib.contextmanager
@@ -299,11 +294,11 @@ class _Work:
                 return ready[0]
 
     def _check_cluster(self) -> None:
-        host, _, port = self.ray.get_runtime_context().gcs_address.rpartition(":")
+        head = self.ray.get_runtime_context().gcs_address
         try:
-            within(_SECONDS, lambda: _ask(host.strip("[]"), int(port)))
+            _ask(head)
         except OSError as error:
-            raise _ClusterLostError(f"Ray's head process at {host}:{port} ended: {_GO_ON}") from error
+            raise _ClusterLostError(f"Ray's head process at {head} ended: {_GO_ON}") from error
         if not any(node["Alive"] for node in self.ray.nodes()):
             raise _ClusterLostError(f"Ray's agent (raylet) ended, so that it has no machine left: {_GO_ON}")
 

@@ -1,11 +1,7 @@
-"""Files that are there whole or not at all, and a record of which ones kvinterp wrote: no other is replaced or removed.
+"""Files that are there whole or not at all, and files of others that are read without harm.
 
 What is read back says itself what it is: a JSON file that is sealed holds the digests of the files beside it and its own, so
 that no number in it is read or printed that kvinterp did not write.
-
-A folder that holds a result has a hidden record, ``.kvinterp.json``, of the names that were written into it (and into the
-folders right under it) and of their contents. A file that is not in it, or that was changed since, belongs to somebody else.
-The record itself may come from anybody: a name in it that leads out of the folder, or to a hidden file, is refused.
 """
 
 from __future__ import annotations
@@ -19,155 +15,15 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from kvinterp.errors import InputError, shown
 
-_RECORD = ".kvinterp.json"
-_KEPT = 2
-_PNG_MARK = b"Software\0kvinterp"
-_OWN_NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*")
-PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.kvinterp-partial")
-
-
-class Record:
-    """What kvinterp wrote into a folder.
-
-    Args:
-        folder: The folder; it need not exist.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._path = folder, folder / _RECORD
-
-    @classmethod
-    def over(cls, path: Path) -> Record | None:
-        """The record that a file belongs in: of its folder or of the one above, None where neither has one."""
-        return next((cls(folder) for folder in (path.parent, path.parent.parent) if is_there(folder / _RECORD)), None)
-
-    def open(self) -> None:
-        """Begins a record where there is none; from then on :func:`write_whole` keeps it."""
-        if not is_there(self._path):
-            self._save({"files": {}})
-
-    def begin(self, about: Mapping[str, Any], leaving: Iterable[str] = ()) -> None:
-        """Says that a result is being written: until :meth:`finish` it is not finished, whatever files are there.
-
-        Args:
-            about: What the result is, as plain JSON values.
-            leaving: Names that this result takes the place of; those of a result that was cut off here are added.
-        """
-        read = self._read()
-        old = {*leaving, *read.get("leaving", ()), *read.get("written", ())}
-        self._save({"files": read["files"], "unfinished": dict(about), "written": [], "leaving": sorted(old)})
-
-    def unfinished(self) -> dict[str, Any] | None:
-        """What result is being written here, None where everything is finished."""
-        return self._read().get("unfinished")
-
-    def finish(self) -> None:
-        """Says that the result is whole, and removes what it takes the place of."""
-        read = self._read()
-        if "unfinished" in read:
-            self.remove(keep=set(read["files"]) - set(read["leaving"]) | set(read["written"]))
-            self._save({"files": self._read()["files"]})
-
-    def expect(self, path: Path, digest: str) -> None:
-        """Says that a file is about to be there: before it is, so that no interruption leaves one without a name."""
-        read, name = self._read(), self._name(path)
-        if not _is_own_name(name):
-            return
-        digests = list(dict.fromkeys([digest, *read["files"].get(name, [])]))[:_KEPT]
-        read["files"][name] = digests
-        if "unfinished" in read:
-            read["written"] = sorted({*read["written"], name})
-        self._save(read)
-
-    def holds(self, path: Path) -> bool:
-        """Whether kvinterp wrote this file and nobody changed it since."""
-        digests = self._read()["files"].get(self._name(path), [])
-        return bool(digests) and self._is_inside(path) and digest_of(path) in digests
-
-    def foreign(self, names: Iterable[str]) -> list[str]:
-        """Those of the names in the folder that are there and that kvinterp did not write."""
-        return [name for name in names if is_there(self.folder / name) and not self._ours(self.folder / name)]
-
-    def names(self) -> frozenset[str]:
-        """The names of everything that was written."""
-        return frozenset(self._read()["files"])
-
-    def remove(self, keep: Iterable[str] = ()) -> None:
-        """Removes the files that kvinterp wrote and nobody changed since, and the folders that this leaves empty.
-
-        Args:
-            keep: Names that stay.
-        """
-        read, kept = self._read(), set(keep)
-        files = read["files"]
-        for name in [name for name in files if name not in kept]:
-            path = self.folder / name
-            if self.holds(path):
-                path.unlink()
-                if path.parent != self.folder:
-                    with contextlib.suppress(OSError):
-                        path.parent.rmdir()
-            if not is_there(path):
-                del files[name]
-        if files or "unfinished" in read:
-            self._save(read)
-        else:
-            self._path.unlink(missing_ok=True)
-
-    def _ours(self, path: Path) -> bool:
-        # A figure says itself who drew it; those that were saved on their own are in no record.
-        return self.holds(path) or (path.suffix == ".png" and self._is_inside(path) and _PNG_MARK in _beginning(path))
-
-    def _is_inside(self, path: Path) -> bool:
-        return is_plain(path) and (path.parent == self.folder or not path.parent.is_symlink())
-
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self.folder).as_posix()
-
-    def _read(self) -> dict[str, Any]:
-        if self._path.is_symlink():
-            raise self._not_ours("is a link")
-        read = read_json(self._path) or {}
-        files, lists = read.get("files", {}), {name: read.get(name, []) for name in ("written", "leaving")}
-        wrong = [value for value in (files, read.get("unfinished", {})) if not isinstance(value, dict)]
-        if wrong or not all(isinstance(value, list) for value in lists.values()):
-            raise self._not_ours("cannot be read")
-        astray = next((n for n in (*files, *lists["written"], *lists["leaving"]) if not _is_own_name(n)), None)
-        if astray is not None:
-            raise self._not_ours(f"names {astray!r}, which lies outside of the folder or is hidden")
-        kept = {
-            name: [d for d in digests if isinstance(d, str)] for name, digests in files.items() if isinstance(digests, list)
-        }
-        marks = {"unfinished": read["unfinished"], **lists} if "unfinished" in read else {}
-        return {"files": kept, **marks}
-
-    def _not_ours(self, what: str) -> InputError:
-        return InputError(
-            f"the record {str(self._path)!r} {what}: kvinterp wrote no such record; choose another folder with --out, or "
-            "move it away."
-        )
-
-    def _save(self, read: Mapping[str, Any]) -> None:
-        about = "the files that kvinterp wrote here; it replaces and removes no others"
-        with told(self.folder), replaced(self._path) as partial:
-            partial.write(json.dumps({"about": about, **read}, indent=1).encode())
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file so that it is there whole or not at all; its folder is made.
-
-    Raises:
-        InputError: It cannot be written, or it would replace a file that kvinterp did not write into a result's folder.
-    """
-    with told(path.parent), whole(path) as partial:
-        # Of a file's name that is no UTF-8, which a page may show, an escape is written.
-        partial.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+SUMMARY = "summary.json"
+"""The file that every finished result has."""
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.kvinterp-partial")
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:
@@ -212,42 +68,6 @@ def check_target(path: Path, option: str, suffix: str = "") -> None:
     check_writable(path.parent, option)
 
 
-def refuse_foreign(record: Record, names: Iterable[str]) -> None:
-    """Raises where a file that kvinterp did not write has one of the names that it needs.
-
-    Args:
-        record: The folder's record.
-        names: The names, relative to the folder.
-
-    Raises:
-        InputError: There is one.
-    """
-    foreign = record.foreign(names)
-    if foreign:
-        more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
-        raise InputError(
-            f"folder {str(record.folder)!r} holds {foreign[0]!r}{more}, which kvinterp did not write or which was changed "
-            "since, and which would have to be replaced: choose another folder with --out, or move it away."
-        )
-
-
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to; at the end it becomes ``path``, and the result's record knows of it.
-
-    Raises:
-        InputError: There is a file that kvinterp did not write, in a result's folder.
-    """
-    record = Record.over(path)
-    if record is not None:
-        refuse_foreign(record, [path.relative_to(record.folder).as_posix()])
-    with replaced(path) as partial:
-        yield partial
-        if record is not None:
-            partial.seek(0)
-            record.expect(path, _digest(partial))
-
-
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """A file to write to, renamed to ``path`` at the end: there is the whole file or none.
@@ -275,7 +95,7 @@ def sweep_partials(folder: Path) -> None:
     """Removes what a killed process left half written, figures too; to be called only by who holds the folder."""
     for place in (folder, folder / "figures"):
         for path in [] if place.is_symlink() else place.glob(".*.kvinterp-partial"):
-            if PARTIAL.fullmatch(path.name) and is_plain(path):
+            if _PARTIAL.fullmatch(path.name) and is_plain(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
@@ -466,16 +286,6 @@ def _digest(file: IO[bytes]) -> str:
     while block := file.read(2**20):
         digest.update(block)
     return digest.hexdigest()
-
-
-def _beginning(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(4096)
-
-
-def _is_own_name(name: Any) -> bool:
-    parts = name.split("/") if isinstance(name, str) else []
-    return 1 <= len(parts) <= 2 and all(map(_OWN_NAME.fullmatch, parts))
 
 
 def _made_anew(path: Path) -> int:

@@ -1,13 +1,12 @@
 """What was found, as an object: shown in a notebook, kept in a folder as the command line keeps it, and read again.
 
 Only the face is here, so that whatever finds something can have it. What stands behind it
-(:mod:`kvinterp.experiments.keeping`) knows folders, figures and pages, which no finder may import; it is called by its name.
+(:mod:`kvinterp.experiments.keeping`) knows folders, figures and pages, which no finder may import; the package hands it in.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-_BEHIND = "kvinterp.experiments.keeping"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +51,8 @@ class Kept:
 
     VERB: ClassVar[str] = ""
     """The command whose folder it is kept in."""
+    behind: ClassVar[Any]
+    """A function that gives what stands behind every result; set where the package puts its rooms together."""
     held: Held | None = None
     """Where it is kept; None where it never was."""
 
@@ -79,7 +78,7 @@ class Kept:
         Raises:
             InputError: It cannot be written, or something is in the way.
         """
-        return _behind("save")(self, folder, existing)  # type: ignore[no-any-return]
+        return self.behind().save(self, folder, existing)
 
     def report(self, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
         """Writes the page with its figures, and everything beside it that :meth:`save` writes.
@@ -94,15 +93,15 @@ class Kept:
         Raises:
             InputError: It cannot be written, or something is in the way.
         """
-        return _behind("report")(self, folder, existing)  # type: ignore[no-any-return]
+        return self.behind().report(self, folder, existing)
 
     def figures(self) -> dict[str, Figure]:
         """Its figures by name, drawn anew; nothing is written."""
-        return _behind("figures")(self)  # type: ignore[no-any-return]
+        return self.behind().figures(self)
 
     def sentences(self) -> list[str]:
         """What was found, a sentence a line."""
-        return _behind("sentences")(self)  # type: ignore[no-any-return]
+        return self.behind().sentences(self)
 
     def to_latex(self, table: str | None = None) -> str:
         """A table for a paper, in the style of booktabs, three digits of numbers of any size.
@@ -113,12 +112,8 @@ class Kept:
         Raises:
             InputError: There is no table of that name.
         """
-        return _behind("latex")(self, table)  # type: ignore[no-any-return]
+        return self.behind().latex(self, table)
 
     def _repr_html_(self) -> str:
         """A card for a notebook: what it is, what was found, and one picture."""
-        return _behind("card")(self)  # type: ignore[no-any-return]
-
-
-def _behind(name: str) -> Any:
-    return getattr(importlib.import_module(_BEHIND), name)
+        return self.behind().card(self)

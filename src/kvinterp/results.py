@@ -1,9 +1,9 @@
 """A result on disk that survives an interruption.
 
-What cells gave is kept under ``DIR/.parts`` (``cells.py``). At the end it is reduced to tables, texts, figures and
+What cells gave is kept in the folder's store (``store.py``). At the end it is reduced to tables, texts, figures and
 ``summary.json``, each written beside its place and then renamed into it, the summary last. A run that was killed is taken up
-again from its parts by the same command, and gives the tables that one uninterrupted run would have given. What was there
-before is removed last, and what kvinterp did not write neither replaced nor removed (``files.py``).
+again from its cells by the same command, and gives the tables that one uninterrupted run would have given. What was there
+before is removed last, and what kvinterp did not write neither replaced nor removed.
 """
 
 from __future__ import annotations
@@ -22,27 +22,12 @@ import pandas as pd
 from pyarrow import ArrowException
 
 from kvinterp._version import __version__
-from kvinterp.cells import ADVICE, Parts, has_parts, remove_parts, unlike
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError, KvinterpError, in_one_line
-from kvinterp.files import (
-    Record,
-    bytes_with,
-    differences,
-    digest_of,
-    is_there,
-    read_json,
-    read_sealed,
-    sealed,
-    strict_json,
-    told,
-    whole,
-    write_whole,
-)
-from kvinterp.folders import SUMMARY, check_free
+from kvinterp.files import SUMMARY, bytes_with, differences, read_json, read_sealed, sealed, strict_json, told
 from kvinterp.kept import flat
-from kvinterp.locks import Lock
+from kvinterp.store import ADVICE, Lock, Parts, Record, check_free, choices_of, unlike, write_whole
 
 PROMPTS = "prompts.jsonl"
 """The file of the prompts that a result was made on."""
@@ -65,21 +50,17 @@ class Result:
     summary: dict[str, Any]
 
 
-class ResultFolder:
-    """A folder that a run fills, part by part and at the end with its files.
+class ResultFolder(Lock):
+    """A folder that a run fills, cell by cell and at the end with its files; nobody else writes there meanwhile.
 
     Args:
-        path: The folder; made where it is missing.
-        settings: Everything that decides what the tables will hold, as plain JSON values, ``verb`` among it. Only a run with
-            the same settings may go on where another stopped.
-        names: The files that will be written, beside figures.
-        existing: What to do about what is already there, see :data:`kvinterp.folders.EXISTING`.
-        mark: What is said of the result while it is written, known before a model is loaded; the settings without
-            ``made_with`` unless given.
+        folder: The folder; made where it is missing.
+        settings: What decides what the tables will hold, as far as it is known before a model is loaded, ``verb`` among it.
+        names: The files that will be written, beside the summary and figures.
+        existing: What to do about what is already there, see :data:`kvinterp.store.EXISTING`.
 
     Attributes:
-        parts: What is finished of it.
-        finished: Whether the very result is there already and is to be read; then nothing else may be called.
+        parts: What is finished of it, once it is taken up.
 
     Raises:
         InputError: The folder cannot be written, or holds something this run must not touch.
@@ -88,46 +69,38 @@ class ResultFolder:
     parts: Parts
 
     def __init__(
-        self,
-        path: str | Path,
-        settings: Mapping[str, Any],
-        names: Iterable[str] = (SUMMARY,),
-        existing: str = "error",
-        mark: Mapping[str, Any] | None = None,
+        self, folder: str | Path, settings: Mapping[str, Any], names: Iterable[str] = (), existing: str = "error"
     ) -> None:
-        self.path, self.finished = Path(path), False
+        super().__init__(Path(folder))
         self.settings: dict[str, Any] = json.loads(strict_json(settings))
-        chosen = {name: value for name, value in self.settings.items() if name != "made_with"}
-        self._mark = chosen if mark is None else json.loads(strict_json(mark))
-        self._record, names = Record(self.path), list(names)
-        check_free(self.path, existing, names, self._mark)
-        self._lock = Lock(self.path)
+        self._choices, self._existing = choices_of(self.settings), existing
         try:
-            # Asked again: until now another process may have been at work here.
-            check_free(self.path, existing, names, self._mark)
-            with told(self.path):
-                if self._adopts(existing):
-                    # What a removal that was cut off left.
-                    remove_parts(self.path)
-                    self.finished = True
-                    self.release()
-                    return
-                self._keeps = (read_json(self.path / SUMMARY) or {}).get("interrupted") is False
-                self._replaces = existing == "overwrite" or (self.path / SUMMARY).exists()
-                self.parts = Parts(self.path, self.settings, existing)
+            with told(self.folder):
+                self._there = check_free(self.folder, existing, names, self._choices)
         except BaseException:
             self.release()
             raise
 
-    def release(self) -> None:
-        """Lets other processes write here; what is finished stays."""
-        self._lock.release()
+    def take_up(self, settings: Mapping[str, Any] | None = None) -> bool:
+        """Says whether the very result is there, finished, and is to be read; else what there is of it is in ``parts``.
 
-    def withdraw(self) -> None:
-        """Lets others in; where no part was made, what this run made of the folder is gone again."""
-        with told(self.path):
-            self.parts.withdraw()
-        self.release()
+        Args:
+            settings: All that decides what the tables will hold, where that is more than was given before.
+        """
+        if settings is not None:
+            self.settings = json.loads(strict_json(settings))
+        if self._there:
+            summary = read_summary(self.folder)
+            held, whole = summary.get("settings"), not summary.get("interrupted")
+            if not isinstance(held, dict):
+                raise InputError(f"folder {str(self.folder)!r} holds a result whose settings cannot be read: {ADVICE}")
+            one, other = (settings if whole else choices_of(settings) for settings in (held, self.settings))
+            if differences(one, other):
+                raise InputError(unlike(self.folder, "a result", one, other))
+            if whole:
+                return True
+        self.parts = Parts(self.folder, self.settings, self._choices)
+        return False
 
     def finish(
         self,
@@ -144,7 +117,7 @@ class ResultFolder:
             summary: What ``summary.json`` holds, beside the digests of tables and texts and its own.
             texts: Other files by their names.
             draw: Given a folder, draws the figures into it and returns their files.
-            ending: ``"finished"``, after which the parts are removed, or ``"interrupted"``, after which they stay so that the
+            ending: ``"finished"``, after which the cells are removed, or ``"interrupted"``, after which they stay so that the
                 run can go on.
 
         Returns:
@@ -154,42 +127,19 @@ class ResultFolder:
         Raises:
             InputError: It cannot be written.
         """
-        if self._keeps and ending != "finished":
-            self.withdraw()
+        place, before, record = self.folder / SUMMARY, read_json(self.folder / SUMMARY), Record(self.folder)
+        if ending != "finished" and (before or {}).get("interrupted") is False:
             return []
-        with told(self.path):
-            self._record.begin(self._mark, self._record.names() if self._replaces else ())
-            for name, text in (texts or {}).items():
-                write_whole(self.path / name, text)
-            files = [self.path / f"{name}.parquet" for name in tables]
-            for place, table in zip(files, tables.values(), strict=True):
-                with whole(place) as file:
-                    table.to_parquet(file, index=False)
-        figures = [] if draw is None else list(draw(self.path / "figures"))
-        with told(self.path):
-            beside = [*files, *(self.path / name for name in texts or {})]
-            digests = {file.name: digest_of(file) for file in beside}
-            write_whole(self.path / SUMMARY, sealed(SUMMARY, summary, digests))
-            self._record.finish()
-            if ending == "finished":
-                remove_parts(self.path)
-        self.release()
-        return [*files, self.path / SUMMARY, *figures]
-
-    def _adopts(self, existing: str) -> bool:
-        """Whether the folder holds this very result, finished, and it may be used; raises where it holds another."""
-        marked = self._record.unfinished() is not None
-        if existing == "overwrite" or marked or has_parts(self.path) or not is_there(self.path / SUMMARY):
-            return False
-        summary = read_summary(self.path)
-        held, whole_one = summary.get("settings"), not summary.get("interrupted")
-        if not isinstance(held, dict):
-            raise InputError(f"folder {str(self.path)!r} holds a result whose settings cannot be read: {ADVICE}")
-        leave = set() if whole_one else {"made_with"}
-        one, other = ({name: v for name, v in s.items() if name not in leave} for s in (held, self.settings))
-        if differences(one, other):
-            raise InputError(unlike(self.path, "a result", one, other))
-        return whole_one
+        record.begin(self._choices, record.names() if self._existing == "overwrite" or before is not None else ())
+        digests = {name: write_whole(self.folder / name, text) for name, text in (texts or {}).items()}
+        files = [self.folder / f"{name}.parquet" for name in tables]
+        for file, table in zip(files, tables.values(), strict=True):
+            with told(self.folder):
+                digests[file.name] = write_whole(file, table.to_parquet(None, index=False))
+        figures = [] if draw is None else list(draw(self.folder / "figures"))
+        write_whole(place, sealed(SUMMARY, summary, digests))
+        record.finish("go" if ending == "finished" else "stay")
+        return [*files, place, *figures]
 
 
 def load_result(folder: str | Path) -> Result:

@@ -6,8 +6,7 @@ import webbrowser
 from pathlib import Path
 
 from kvinterp.errors import InputError
-from kvinterp.files import Record, is_file, is_folder
-from kvinterp.folders import SUMMARY
+from kvinterp.files import SUMMARY, is_file, is_folder
 
 _PAGES = ("report.html", "audit.html")
 
@@ -18,11 +17,13 @@ def page_of(folder: Path) -> Path:
     Raises:
         InputError: There is none, or one that kvinterp did not write.
     """
+    from kvinterp.store import Record
+
     if not is_folder(folder):
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
     for name in _PAGES:
         if is_file(folder / name):
-            if not Record(folder).holds(folder / name):
+            if not Record(folder).holds(name):
                 raise InputError(
                     f"folder {str(folder)!r} holds a {name} that kvinterp did not write or that was changed since: move it away, "
                     "and kvinterp show --rewrite makes it again."

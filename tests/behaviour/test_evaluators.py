@@ -18,7 +18,6 @@ import kvinterp as kv
 import kvinterp.behaviour as behaviour
 from command_line import wrong
 from kvinterp.behaviour.decoding import likelihoods, write
-from kvinterp.cells import Parts
 from kvinterp.data import load_prompts, score
 from kvinterp.experiments.base import Outcome
 from kvinterp.experiments.eval import Eval
@@ -27,6 +26,7 @@ from kvinterp.models import Adapter
 from kvinterp.paths import Greedy, TopK, TopP
 from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
+from kvinterp.store import Parts
 from plain import plain_loop
 from support import Case
 

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 import torch
 
-from kvinterp.cells import Parts
 from kvinterp.comparison import TABLES
 from kvinterp.errors import InputError
 from kvinterp.experiments import Compare, Demo
@@ -21,6 +20,7 @@ from kvinterp.models.hooks import Tap
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.native_sites import NativeSites
 from kvinterp.results import Result, load_result
+from kvinterp.store import Parts
 
 pytestmark = pytest.mark.xdist_group("compare")
 SMALL = Compare(

@@ -41,11 +41,11 @@ from kvinterp.inputs import (
     token_ids,
     whole_number,
 )
-from kvinterp.locks import Lock
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.provenance import provenance
+from kvinterp.store import Lock
 
 RUNGS = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (5, 63, 64, 65, 96, 97, 128)

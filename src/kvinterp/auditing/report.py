@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvinterp.errors import InputError
-from kvinterp.files import Record, check_writable, digest_of, refuse_foreign, sealed, told, write_whole
+from kvinterp.files import check_writable, digest_of, sealed, told
 from kvinterp.findings.of_comparison import ladder_chart
-from kvinterp.locks import Lock
 from kvinterp.models.adapter import DTYPES
 from kvinterp.reading import verdict as say
 from kvinterp.reading.vocabulary import EMBEDDING
@@ -23,6 +22,7 @@ from kvinterp.report.charts import drawn
 from kvinterp.report.page import Answer, Bullets, Column, Links, Pairs, Picture, Table, Text, render
 from kvinterp.report.style import png, series_of, sheet
 from kvinterp.report.svg import inline
+from kvinterp.store import Lock, Record, refuse_foreign, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

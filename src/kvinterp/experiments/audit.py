@@ -146,8 +146,8 @@ class Audit(Experiment):
     def answered(self, how: How) -> Outcome:
         """Audits, and writes page, tables and verdict over an earlier audit's."""
         from kvinterp.auditing.report import check_own, put
-        from kvinterp.files import check_target, write_whole
-        from kvinterp.locks import Lock
+        from kvinterp.files import check_target
+        from kvinterp.store import Lock, write_whole
 
         if how.existing == "use":
             raise InputError("existing='use' was given, and an audit is made anew each time: leave it out.")

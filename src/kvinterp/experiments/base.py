@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from kvinterp.cells import Cell, Made, Parts
+    from kvinterp.cells import Cell, CellsMade
     from kvinterp.findings import Chart
     from kvinterp.models import Adapter
     from kvinterp.progress import Tell
+    from kvinterp.results import ResultFolder
+    from kvinterp.store import Made, Parts
 
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""
@@ -314,7 +316,7 @@ class Experiment(abc.ABC):
 
         Args:
             out: A folder, in which an interrupted run can go on; None keeps everything in memory.
-            existing: What to do about what is already there, see :data:`kvinterp.folders.EXISTING`.
+            existing: What to do about what is already there, see :data:`kvinterp.store.EXISTING`.
             progress: ``"bar"`` (on a terminal or in a notebook, unless ``tell`` is given) or ``"none"``.
             figures: ``"drawn"`` or ``"none"``: whether figures and page are written too.
             tell: Told what runs now, and which share is done where that is known.
@@ -327,11 +329,10 @@ class Experiment(abc.ABC):
         """
         settled = self.settled()
         settled.check_reached()
-        from kvinterp.cells import has_parts
         from kvinterp.engines import engine_named
-        from kvinterp.folders import EXISTING
         from kvinterp.inputs import check_choice, check_known, check_unread
         from kvinterp.progress import shown
+        from kvinterp.store import EXISTING, Record
 
         check_known("way to treat an existing result", existing, EXISTING)
         check_choice("progress", progress, ("bar", "none"))
@@ -344,45 +345,41 @@ class Experiment(abc.ABC):
                     tell = held.enter_context(shown(elsewhere="nothing"))
                 return settled.answered(How(out, existing, progress, figures, tell, engine_named(engine)))
         except KeyboardInterrupt as error:
-            if out is None or not has_parts(Path(out)):
+            if out is None or not Record(Path(out)).rows("select run from cell"):
                 error.args = (NOTHING,)
             raise
 
     def answered(self, how: How) -> Outcome:
         """Does what :meth:`run` promises; an experiment that keeps its work otherwise has its own."""
-        from kvinterp.cells import loading_once
-        from kvinterp.folders import SUMMARY, check_free
-        from kvinterp.locks import Lock
+        from kvinterp.cells import CellsMade, loading_once
         from kvinterp.results import ResultFolder
 
-        out, names = how.out, [*self.names(), SUMMARY]
-        mark = {"verb": self.verb(), **self.chosen()}
         with contextlib.ExitStack() as held:
-            if out is not None:
-                held.enter_context(Lock(Path(out)))
+            folder = None
+            if how.out is not None:
                 # The cheap questions first: a typing error should not cost the loading of a model.
-                check_free(out, how.existing, names, mark)
+                folder = held.enter_context(ResultFolder(how.out, self.asked(), self.names(), how.existing))
             held.enter_context(loading_once())
             self.check()
             cells = self.cells()
             self.check_steps()
-            if out is None:
-                made = self._made(cells, None, how)
-                settings = self.asked()
+            if folder is None:
+                made, settings = self._made(cells, None, how), self.asked()
                 return self._of(self.reduce(made, settings, None), settings)
-            folder = ResultFolder(out, self.settings(), names, how.existing, mark)
-            if folder.finished:
-                return self.read(Path(out))
+            if folder.take_up(self.settings()):
+                return self.read(folder.folder)
             try:
                 made = self._made(cells, folder.parts, how)
-            except BaseException as error:
-                self._cut_off(folder, cells, error)
+            except KeyboardInterrupt:
+                done = CellsMade({cell.key: folder.parts for cell in cells if folder.parts.read(cell.key) is not None})
+                if done and self.PARTIAL == "yes":
+                    self.written(folder, self.reduce(done, folder.settings, folder.folder), ending="interrupted")
                 raise
             if how.tell is not None:
                 how.tell("writing tables, figures and page")
-            return self.written(folder, self.reduce(made, folder.settings, folder.path), how.figures)
+            return self.written(folder, self.reduce(made, folder.settings, folder.folder), how.figures)
 
-    def _made(self, cells: list[Cell], parts: Parts | None, how: How) -> Mapping[str, Made]:
+    def _made(self, cells: list[Cell], parts: Parts | None, how: How) -> CellsMade:
         """What the cells of both stages gave; the second's are added to the list, for whoever is cut off among them."""
         from kvinterp.cells import run_cells
         from kvinterp.engines import Remaining
@@ -390,13 +387,12 @@ class Experiment(abc.ABC):
         engine = how.engine if how.tell is None else Remaining(how.engine, self.UNIT, self.LOGGED)
         given = (parts, how.tell, how.progress, self.UNIT, engine)
         made = run_cells(cells, *given)
-        more = self.then(made)
-        cells += more
+        cells += (more := self.then(made))
         return made | run_cells(more, *given)
 
-    def written(self, folder: Any, outcome: Outcome, figures: str = "none", ending: str = "finished") -> Outcome:
-        """Writes it into its folder, a :class:`kvinterp.results.ResultFolder`, which is then finished."""
-        self._of(outcome, folder.settings, outcome.choices or None, folder.path)
+    def written(self, folder: ResultFolder, outcome: Outcome, figures: str = "none", ending: str = "finished") -> Outcome:
+        """Writes it into its folder, which is then finished."""
+        self._of(outcome, folder.settings, outcome.choices or None, folder.folder)
         draw = (lambda place: self.drawn_into(outcome, place)) if figures == "drawn" else None
         summary = {**outcome.summary, "choices": outcome.choices, "settings": folder.settings}
         if "reading" not in summary:
@@ -427,10 +423,3 @@ class Experiment(abc.ABC):
     def lead(self, outcome: Outcome) -> list[Any]:
         """What stands on the page right behind the answer; nothing unless an experiment says so."""
         return []
-
-    def _cut_off(self, folder: Any, cells: Sequence[Cell], error: BaseException) -> None:
-        if self.PARTIAL == "yes" and isinstance(error, KeyboardInterrupt):
-            done = folder.parts.among(cell.key for cell in cells)
-            if done:
-                self.written(folder, self.reduce(done, folder.settings, folder.path), ending="interrupted")
-        folder.withdraw()

@@ -100,8 +100,7 @@ class Demo(Experiment):
         Raises:
             InputError: The folder holds a finished demo, or comparisons made with other settings.
         """
-        from kvinterp.files import Record
-        from kvinterp.locks import Lock
+        from kvinterp.store import Lock, Record
 
         if how.out is None:
             raise InputError("a demo is a folder of comparisons: give one.")
@@ -110,14 +109,12 @@ class Demo(Experiment):
             run.check()
         with Lock(folder):
             self._check_free(folder, how.existing)
-            record = Record(folder)
-            record.open()
             results = self._runs(folder / "runs", how)
             flips = results.pop(FLIPS)
             if how.existing == "overwrite":
                 # The old page and its figures go last, when what they showed is replaced.
-                record.remove()
-                record.open()
+                record = Record(folder)
+                record.remove(record.names())
             summary = {"comparisons": {name: result.summary for name, result in {**results, FLIPS: flips}.items()}}
             outcome = Outcome([*results.values(), flips], summary=summary, folder=folder)
             if how.figures == "drawn":
@@ -144,11 +141,10 @@ class Demo(Experiment):
     @classmethod
     def held_runs(cls, folder: Path) -> tuple[Path, list[str]] | None:
         """The page of a demo's folder, made again from its comparisons, and the first line of each; None: it holds none."""
-        from kvinterp.files import Record, is_file
-        from kvinterp.folders import SUMMARY
-        from kvinterp.locks import Lock
+        from kvinterp.files import SUMMARY, is_file
         from kvinterp.report import write_report
         from kvinterp.results import load_result
+        from kvinterp.store import Lock
 
         runs = folder / "runs"
         if is_file(folder / SUMMARY) or not is_file(runs / FLIPS / SUMMARY):
@@ -157,7 +153,6 @@ class Demo(Experiment):
             name for kinds in (("hooked", "native"), ("bridge",)) for name in dataclasses.replace(cls(), kinds=kinds).plan()
         ]
         with Lock(folder):
-            Record(folder).open()
             results = [load_result(runs / name) for name in dict.fromkeys(planned) if is_file(runs / name / SUMMARY)]
             page = write_report(results, folder, load_result(runs / FLIPS))
         return page, [result.comparison.where().splitlines()[0] for result in results]
@@ -172,7 +167,7 @@ class Demo(Experiment):
 
     def _check_free(self, folder: Path, existing: str) -> None:
         from kvinterp.files import check_target, is_there, told
-        from kvinterp.folders import check_names
+        from kvinterp.store import check_names
 
         if existing == "error" and (folder / "report.html").exists():
             raise InputError(

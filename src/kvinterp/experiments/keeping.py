@@ -87,19 +87,18 @@ def save(found: Kept, folder: str | os.PathLike[str], existing: str = "error") -
 
 def report(found: Kept, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
     """Does what :meth:`Kept.report` says."""
-    from kvinterp.files import Record, is_file
-    from kvinterp.locks import Lock
+    from kvinterp.files import is_file
+    from kvinterp.store import Lock
 
     held = found.held
-    if folder is None and held is None:
-        folder = tempfile.mkdtemp(prefix="kvinterp-")
-    place = held.folder if held is not None and folder is None else _folder(folder)
+    if folder is None:
+        folder = tempfile.mkdtemp(prefix="kvinterp-") if held is None else held.folder
+    place = _folder(folder)
     if held is None or held.folder.resolve() != place.resolve() or existing != "error":
         place = _written(found, place, existing, "drawn")
     else:
         outcome = outcome_of(found)
         with Lock(place):
-            Record(place).open()
             experiment_of(outcome.verb).held(place).drawn_into(outcome, place / "figures")
     page = place / "report.html"
     if not is_file(page):
@@ -116,21 +115,16 @@ def _folder(given: Any) -> Path:
 
 
 def _written(found: Kept, folder: Path, existing: str, figures: str) -> Path:
-    from kvinterp.folders import SUMMARY
     from kvinterp.results import ResultFolder
 
     outcome = outcome_of(found, folder)
     experiment = experiment_of(outcome.verb)()
     experiment.with_findings(outcome)
-    names = [*(f"{name}.parquet" for name in outcome.tables), *outcome.texts, "report.html", SUMMARY]
+    names = [*(f"{name}.parquet" for name in outcome.tables), *outcome.texts, "report.html"]
     names += [f"figures/{name}*" for name in experiment.drawn()]
-    place = ResultFolder(folder, outcome.settings, names, existing, {"verb": outcome.verb, **outcome.choices})
-    if not place.finished:
-        try:
+    with ResultFolder(folder, outcome.settings, names, existing) as place:
+        if not place.take_up():
             experiment.written(place, outcome, figures)
-        except BaseException:
-            place.withdraw()
-            raise
     found.held = Held(folder, outcome.settings, outcome.choices)
     return folder
 
@@ -152,8 +146,7 @@ def load(folder: str | os.PathLike[str]) -> Any:
     Example:
         >>> kv.load("out/compare").where()  # doctest: +SKIP
     """
-    from kvinterp.files import is_file, is_folder
-    from kvinterp.folders import SUMMARY
+    from kvinterp.files import SUMMARY, is_file, is_folder
     from kvinterp.results import read_summary, reading
 
     place = _folder(folder)
@@ -255,7 +248,7 @@ def experiment(
     Args:
         name: The command, such as ``"behaviour"``; ``kvinterp list experiments`` has them all.
         out: A folder, in which an interrupted run goes on; None keeps everything in memory, and ``save`` writes it later.
-        existing: What to do about what is already there, see :data:`kvinterp.folders.EXISTING`.
+        existing: What to do about what is already there, see :data:`kvinterp.store.EXISTING`.
         progress: ``"bar"`` or ``"none"``.
         choices: The command's options, with underscores for hyphens.
 

@@ -62,12 +62,10 @@ class Outcome(Kept):
 
     def told(self) -> dict[str, Any]:
         """What ``--json`` prints: folder, exit code, and what ``summary.json`` holds."""
-        from kvinterp.files import read_json
-        from kvinterp.folders import SUMMARY
+        from kvinterp.files import SUMMARY, read_json
 
         # The file says more: the digests of the tables, which were written after this was made.
-        written = [read_json(file) for file in self.files if file.name == SUMMARY]
-        held = next(filter(None, written), self.summary)
+        held = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.summary
         return {"folder": self.folder and str(self.folder), "exit_code": self.exit_code, **held}
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from kvinterp import metrics
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
-from kvinterp.files import write_whole
 from kvinterp.inputs import check_choice, check_text, check_unread, check_whole, chosen_layers, encode, given_list
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import ExecutionPath, path_named, path_read, run
 from kvinterp.recording import Trace
 from kvinterp.report.attention_page import AttentionPage, ShownHead, View, page_of, readable
 from kvinterp.report.page import Text, fragment
+from kvinterp.store import write_whole
 
 Square = Float[Tensor, "head query key"]
 

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 
 from kvinterp.comparison import PARTS, TABLES, Comparison
 from kvinterp.errors import InputError
-from kvinterp.files import write_whole
 from kvinterp.findings import finding, findings_of
 from kvinterp.findings.of_comparison import headline_of, rows_of_comparison
 from kvinterp.reading.answer import matched, notes_of, question_of
@@ -41,6 +40,7 @@ from kvinterp.report.style import keeping, save
 from kvinterp.report.svg import picture
 from kvinterp.report.tokens import SCRIPTS, SHEETS, called, changes
 from kvinterp.results import Result
+from kvinterp.store import write_whole
 
 _TEXTS = 12
 

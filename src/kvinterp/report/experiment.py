@@ -9,13 +9,13 @@ from typing import Any
 import pandas as pd
 
 from kvinterp._version import __version__
-from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted, number
 from kvinterp.report.findings import findings_table
 from kvinterp.report.latex import numeric
 from kvinterp.report.page import Answer, Column, Folded, Pairs, Table, Text, render
 from kvinterp.report.svg import picture
 from kvinterp.report.tokens import SCRIPTS, SHEETS
+from kvinterp.store import write_whole
 
 _ROWS = 40
 """Rows of a table that the page shows; the file has them all."""

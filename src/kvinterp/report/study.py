@@ -9,13 +9,13 @@ from typing import Any
 import pandas as pd
 
 from kvinterp._version import __version__
-from kvinterp.files import write_whole
 from kvinterp.reading.numbers import counted, number, sentence, upper
 from kvinterp.report.experiment import last_parts, said, shown
 from kvinterp.report.findings import findings_table
 from kvinterp.report.latex import latex_of, markdown_of
 from kvinterp.report.page import Answer, Bullets, Column, Links, Table, Text, render
 from kvinterp.report.svg import picture
+from kvinterp.store import write_whole
 
 TITLE = "What of the FP16 paper's claims holds here"
 _PRINTED = 60

@@ -19,7 +19,7 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from kvinterp.files import write_whole
+from kvinterp.store import write_whole
 
 RC: Any = {
     "font.family": "DejaVu Sans",
