@@ -15,9 +15,8 @@ from kvinterp.auditing.exercises import Check
 from kvinterp.auditing.first_difference import Finding
 from kvinterp.auditing.judging import ONE_BY_ONE, Judged
 from kvinterp.auditing.ladder import LOCAL, STEPS, PrecisionRun
-from kvinterp.auditing.verdict import Evidence, judge
+from kvinterp.auditing.reading import Evidence, hint, judge, overflow
 from kvinterp.paths.kernels import Native
-from kvinterp.reading import verdict as say
 
 
 def rung(
@@ -146,7 +145,7 @@ def test_a_bug_says_what_was_tried(cause: dict[str, Any], said: str) -> None:
     [("K", 9, "new keys"), ("K", 2, "old keys"), ("Q", 9, "RoPE"), ("attention mask", 2, "window"), ("m.1.mlp", 9, "")],
 )
 def test_a_hint_follows_the_tensor(tensor: str, position: int, said: str) -> None:
-    hints = say.hint(judged(tensor=tensor, position=position), evidence(CLEAN))
+    hints = hint(judged(tensor=tensor, position=position), evidence(CLEAN))
     assert (said in hints[0]) if said else hints == []
 
 
@@ -161,6 +160,6 @@ def test_a_hint_follows_the_tensor(tensor: str, position: int, said: str) -> Non
 )
 def test_an_overflow_says_the_remedy_that_works(where: dict[str, Any], own: torch.dtype, said: str, unsaid: str) -> None:
     full = {"value": "Inf", "position": None, "module": "m.0", **where}
-    text = "\n".join(say.overflow(rung(own, nonfinite=full), []))
+    text = "\n".join(overflow(rung(own, nonfinite=full), ""))
     assert said in text
     assert unsaid not in text

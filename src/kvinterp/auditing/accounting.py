@@ -7,7 +7,7 @@ found in each part are put into the recomputation, at random signs, and the logi
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +39,6 @@ class Account:
     kernels: str
     layer: int | None = None
     position: int | None = None
-
-    room: ClassVar[float] = ROOM
 
     @property
     def holds(self) -> bool:

@@ -18,16 +18,15 @@ from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.comparing import difference
-from kvinterp.auditing.everything import Audit
 from kvinterp.auditing.exercises import exercise, served
 from kvinterp.auditing.feeding import NARROW, Runner
 from kvinterp.auditing.judging import RungJudge
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.lengths import CHUNK_NAMES
-from kvinterp.auditing.measure import climb
-from kvinterp.auditing.onset import onset
+from kvinterp.auditing.measure import climb, onset
+from kvinterp.auditing.reading import Evidence, judge
 from kvinterp.auditing.values import grid_module, on_grid
-from kvinterp.auditing.verdict import VERDICTS, Evidence, judge
+from kvinterp.auditing.verdict import VERDICTS, Audit
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
@@ -135,25 +134,23 @@ def audit(
     return result if detail == "everything" else result.verdict
 
 
+@dataclasses.dataclass
 class _Auditor:
     """Climbs the ladder and looks inside where a rung shows something; what it is given, :func:`audit` was given."""
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        plan: Plan,
-        dtypes: dict[str, torch.dtype],
-        sweep: str,
-        checks: str,
-        reach: str,
-        progress: Callable[[str], None],
-    ) -> None:
-        self.adapter, self.plan, self.dtypes = adapter, plan, dtypes
-        self.sweep, self.checks, self.reach, self.progress = sweep, checks, reach, progress
-        self.finest = min(dtypes, key=lambda name: unit_roundoff(dtypes[name]))
-        matrices = [p.shape[-1] for p in adapter.model.parameters() if p.dim() == 2]
-        terms = max([plan.length, adapter.facts.width, *matrices])
-        self.seen = Evidence(adapter.facts.name, dtype_name(adapter.dtype), terms)
+    adapter: Adapter
+    plan: Plan
+    dtypes: dict[str, torch.dtype]
+    sweep: str
+    checks: str
+    reach: str
+    progress: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.finest = min(self.dtypes, key=lambda name: unit_roundoff(self.dtypes[name]))
+        facts, matrices = self.adapter.facts, [p.shape[-1] for p in self.adapter.model.parameters() if p.dim() == 2]
+        terms = max([self.plan.length, facts.width, *matrices])
+        self.seen = Evidence(facts.name, dtype_name(self.adapter.dtype), terms)
 
     def run(self) -> Evidence:
         """Runs every rung."""

@@ -66,6 +66,12 @@ class Check:
     tensor: str = ""
     module: str = ""
 
+    @property
+    def failure(self) -> str:
+        """Of one that failed: what it showed, and where."""
+        where = "" if self.layer is None else f" First wrong: {self.tensor or 'the output'} of layer {self.layer}."
+        return f"{self.name} failed: {self.detail}{where}"
+
 
 class NotRunError(Exception):
     """Raised by an exercise that is not run on this model: why, and the option that would run it."""

@@ -125,16 +125,19 @@ class RungJudge:
             clean: The layers in which the float64 rung found nothing wrong: an error within float32's rounding is gone there.
                 None where there is no such rung; then each case is run in float64 here, where rounding must be gone.
         """
+        self.twin = twin
         for judged, sight, side, case in self.open:
             kernel = judged.cause.word == "kernel"
             try:
                 if twin is None:
                     raise RuntimeError(NO_FLOAT64)
                 wrong, proven = beyond_truth(twin, sight, self.run.unit)
-                if wrong is not None and self._another_form(twin, side, case, wrong, proven):
+                if wrong is not None and self._another_form(side, case, wrong, proven):
                     wrong = None
                 if wrong is None and clean is None and judged.cause.word == "rounding":
-                    left = self._left_in_float64(twin, side, case, judged.finding.layer)
+                    left = min(map(largest, self._with_and_without_casts(side, case, judged.finding.layer)), default=None)
+                    if left is None:
+                        raise RuntimeError(NO_FLOAT64)
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
                         judged.cause = Cause("", left=left, detail=THERE_TOO)
                     continue
@@ -148,6 +151,7 @@ class RungJudge:
             elif not kernel and wrong is not None and (wrong.error > self.limit or not gone):
                 judged.finding, judged.cause = wrong, Cause("", left=wrong.error, detail=FURTHER)
         self.open = []
+        self.release()
         return self._ordered()
 
     def _ordered(self) -> list[Judged]:
@@ -218,38 +222,28 @@ class RungJudge:
                     return True
         return False
 
-    def _another_form(self, twin: Adapter, side: PrecisionRun, case: Case, wrong: Finding, proven: bool) -> bool:
+    def _another_form(self, side: PrecisionRun, case: Case, wrong: Finding, proven: bool) -> bool:
         """Whether a block computes the same in float64 with that tensor as different: then it is held in another form.
 
         Where what it computes here is proven to be off too, the logits have to agree in float64.
         """
-        self.twin = twin
-        try:
-            tried = [self._tried(side, kernels, case, [wrong.layer]) for kernels in (Native(), WithoutCasts())]
-            limit = band(torch.float64, self.terms)
-            for sight, tensors in (found[wrong.layer] for found in tried if found and wrong.layer in found):
-                named = [f for f in tensors if (f.tensor, f.module) == (wrong.tensor, wrong.module)]
-                same = [f for f in named if f.error >= wrong.error / 2]
-                inner = [f for f in same if not sight.is_end(f)]
-                if inner and not proven and sight.error(tensors) <= limit:
-                    return True
-                if same and self._same_logits(case, same[0].error):
-                    return True
-            return False
-        finally:
-            self.release()
+        limit = band(torch.float64, self.terms)
+        for found in self._with_and_without_casts(side, case, wrong.layer):
+            if wrong.layer not in found:
+                continue
+            sight, tensors = found[wrong.layer]
+            named = [f for f in tensors if (f.tensor, f.module) == (wrong.tensor, wrong.module)]
+            same = [f for f in named if f.error >= wrong.error / 2]
+            if not proven and not all(map(sight.is_end, same)) and sight.error(tensors) <= limit:
+                return True
+            if same and self._same_logits(case, same[0].error):
+                return True
+        return False
 
-    def _left_in_float64(self, twin: Adapter, side: PrecisionRun, case: Case, layer: int) -> float:
-        """What a block's two sides differ by in float64, with or without its casts, the less; RuntimeError where neither runs."""
-        self.twin = twin
-        try:
-            tried = [self._tried(side, kernels, case, [layer]) for kernels in (Native(), WithoutCasts())]
-        finally:
-            self.release()
-        left = [largest(found) for found in tried if found is not None]
-        if not left:
-            raise RuntimeError(NO_FLOAT64)
-        return min(left)
+    def _with_and_without_casts(self, side: PrecisionRun, case: Case, layer: int) -> list[Differing]:
+        """What differs in a block of the model as it is, and of it without its casts; of those that run."""
+        tried = [self._tried(side, kernels, case, [layer]) for kernels in (Native(), WithoutCasts())]
+        return [found for found in tried if found is not None]
 
     # With the machine's kernels ---------------------------------------------------------------------------------------------
 

@@ -10,11 +10,10 @@ import torch
 
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL
-from kvinterp.reading.verdict import failed, reading_parts
 
 if TYPE_CHECKING:
-    from kvinterp.auditing.everything import Audit
     from kvinterp.auditing.ladder import PrecisionRun
+    from kvinterp.auditing.verdict import Audit
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 cannot hold, whichever way they are written."""
@@ -27,12 +26,12 @@ def junit_xml(audit: Audit) -> str:
     each with its sentence.
     """
     verdict = audit.verdict
-    first, reasons, _ = reading_parts(verdict)
+    first, reasons, _ = verdict.parts
     why = (reasons or [first])[0]
     cases = [(f"ladder {rung.name}", *_of_rung(audit, rung), rung.summary()["seconds"]) for rung in audit.rungs]
     kinds = {"failed": "failure", "not run": "skipped", "cannot tell": "skipped"}
     for check in verdict.checks:
-        said = failed(check) if check.status == "failed" else check.detail
+        said = check.failure if check.status == "failed" else check.detail
         cases.append((check.name, kinds.get(check.status, ""), said, 0.0))
     if verdict.exit_code == 0:
         cases = [(name, "skipped" if kind else "", said, seconds) for name, kind, said, seconds in cases]

@@ -15,7 +15,6 @@ from kvinterp.errors import InputError
 from kvinterp.files import Record, check_writable, digest_of, refuse_foreign, sealed, told, write_whole
 from kvinterp.locks import Lock
 from kvinterp.models.adapter import DTYPES
-from kvinterp.reading import verdict as say
 from kvinterp.reading.vocabulary import EMBEDDING
 from kvinterp.report.axes import legend_below
 from kvinterp.report.figures import draw_ladder
@@ -26,12 +25,33 @@ from kvinterp.report.svg import inline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvinterp.auditing.everything import Audit
     from kvinterp.auditing.ladder import PrecisionRun
-    from kvinterp.auditing.verdict import Verdict
+    from kvinterp.auditing.verdict import Audit, Verdict
 
 TABLES = ("steps", "local", "sweep", "chunks")
 _ABOUT = {"verb": "audit"}
+_LADDER = (
+    "Free-running: the logits of tokens fed one by one against those of the same prefix recomputed. The null "
+    "control is the same row recomputed among more rows. Given equal inputs: every block was handed the rows that the "
+    "recomputation handed it, so that its error is its own. With a fixed order of additions what is left has another reason "
+    "than the order of additions."
+)
+_FIRST_TENSORS = (
+    "Of each precision the first tensor that nothing takes away, or else the first that differs. Errors in "
+    "unit roundoffs; left is what remains once the cause is taken away."
+)
+_BLOCKS = (
+    "The largest error of each block in any row that was checked, in unit roundoffs of each precision. A "
+    "large one is no verdict by itself: what takes it away is."
+)
+_BLOCKS_ELSEWHERE = (
+    "This page was made of the verdict alone. What every block showed is on the page of kvinterp audit, and in "
+    "kv.audit(model, detail='everything')."
+)
+_CHECKS = (
+    "Error: the largest difference of the logits, cached against recomputed, relative to the largest logit. "
+    "Beside it the same between two recomputations without a cache."
+)
 NAMES = ("audit.html", *(f"{name}.csv" for name in TABLES), "verdict.json")
 
 
@@ -119,14 +139,14 @@ def save_verdict(verdict: Verdict, folder: Path) -> Path:
     """
     if not verdict.provenance:
         raise InputError("this verdict does not say what it was made with: make the audit again.")
-    return put({"audit.html": page_of(verdict, [Text(say.BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
+    return put({"audit.html": page_of(verdict, [Text(_BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
 
 
 def page(audit: Audit, said: Sequence[str] = ()) -> str:
     """The page, self-contained; whatever comes from the model is escaped."""
     verdict, own = audit.verdict, audit.provenance["dtype"]
     blocks = [
-        Text(say.BLOCKS, look="note"),
+        Text(_BLOCKS, look="note"),
         *_layers(audit, verdict.first_layer if verdict.exit_code else None),
         *_last_token(audit.rung(own), own),
         *([Text("What was claimed elsewhere", look="h2"), Bullets(said)] if said else []),
@@ -142,7 +162,7 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
         blocks: What is shown of every block: parts of a page.
         files: The tables that are written beside it.
     """
-    first, why, _ = say.reading_parts(verdict)
+    first, why, _ = verdict.parts
     figure = ladder_figure(verdict.evidence)
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
@@ -151,7 +171,7 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
         *_exercised(verdict),
         Text("The ladder", look="h2"),
         *([] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]),
-        Text(say.LADDER, look="note"),
+        Text(_LADDER, look="note"),
         _table([_rung_row(name, found) for name, found in verdict.evidence.items()]),
         Text("First tensor that differs, given equal inputs", look="h3"),
         *_first_tensors(verdict),
@@ -170,7 +190,7 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
 
 def _place(verdict: Verdict) -> list[Pairs]:
     found = {
-        "layer": say.layer_name(verdict.first_layer),
+        "layer": _layer_name(verdict.first_layer),
         "position": verdict.first_position,
         "tensor": verdict.tensor,
         "module": verdict.module,
@@ -181,7 +201,7 @@ def _place(verdict: Verdict) -> list[Pairs]:
 
 
 def _exercised(verdict: Verdict) -> list[Any]:
-    run = say.reading_parts(verdict)[2]
+    run = verdict.parts[2]
     parts: list[Any] = [Text(run)] if run else []
     detail = "what it showed, or why it was not run"
     rows = [
@@ -194,7 +214,8 @@ def _exercised(verdict: Verdict) -> list[Any]:
         }
         for check in verdict.checks
     ]
-    parts += [Text(say.CHECKS, look="note"), _table(rows, text=detail)] if rows else [Text(say.NO_CHECKS, look="note")]
+    none = Text("Nothing else was asked for: the audit was made without further checks.", look="note")
+    parts += [Text(_CHECKS, look="note"), _table(rows, text=detail)] if rows else [none]
     return [*parts, *([Text("Notes", look="h3"), Bullets(verdict.notes)] if verdict.notes else [])]
 
 
@@ -278,17 +299,35 @@ def _first_tensors(verdict: Verdict) -> list[Any]:
         rows.append(
             {
                 "rung": name,
-                "layer": say.layer_name(found["layer"]),
+                "layer": _layer_name(found["layer"]),
                 "tensor": found["tensor"],
                 "position": found["position"],
                 "error": apart,
                 "left": found["left"] / evidence["unit_roundoff"] if away else None,
-                "what takes it away": say.taken_away(found),
+                "what takes it away": _taken_away(found),
             }
         )
     if not rows:
-        return [Text(say.NO_TENSOR)]
-    return [Text(say.FIRST_TENSORS, look="note"), _table(rows, text="what takes it away")]
+        return [Text("Given equal inputs no tensor differs in any precision.")]
+    return [Text(_FIRST_TENSORS, look="note"), _table(rows, text="what takes it away")]
+
+
+def _layer_name(layer: int | None) -> str | None:
+    return "embedding" if layer == EMBEDDING else None if layer is None else str(layer)
+
+
+def _taken_away(found: Mapping[str, Any]) -> str:
+    """What takes the error of a first tensor away, see :class:`kvinterp.auditing.verdict.Verdict`."""
+    word, detail = found["taken_away_by"], found["detail"]
+    plain = {
+        "order": "a fixed order of additions",
+        "kernel": "a fixed order of additions, but it is larger than rounding: a kernel is coarse there",
+        "choice": "a fixed order of additions: rounding tips the choice between nearly equal experts",
+        "cast": f"leaving out the cast to {found['cast_to']}",
+        "unknown": f"that could not be tried: {detail}",
+        "": f"nothing: it is {detail}" if detail else "nothing",
+    }
+    return plain.get(word, f"it is {detail}")
 
 
 def _seconds(table: pd.DataFrame) -> list[Any]:
@@ -338,13 +377,17 @@ def _last_token(rung: PrecisionRun | None, own: str) -> list[Any]:
     title = Text(f"One token, free-running, in {own}", look="h2")
     differing = top[top["difference"] > 0]
     if not (layers["max_abs"] > 0).any() and differing.empty:
-        return [title, Text(say.same_everywhere(rung, where))]
+        also = "" if len(rung.differing_steps) else f" So is every logit of all {len(rung.steps)} steps."
+        return [title, Text(f"At {where}, every layer's output and every logit is the same on both paths.{also}")]
     return [
         title,
-        Text(say.one_token(where), look="note"),
+        Text(
+            f"At {where}. Layer n is hidden_states[n], what block n - 1 returned; of the last block before the final norm.",
+            look="note",
+        ),
         _issue(layers.assign(layer=(layers["layer"] + 1).astype(int)), _ISSUE_LAYERS),
         Text("Logits that differ most", look="h3"),
-        Text(say.NO_LOGIT) if differing.empty else _issue(differing, _ISSUE_TOP),
+        Text("No logit differs at this position.") if differing.empty else _issue(differing, _ISSUE_TOP),
     ]
 
 
