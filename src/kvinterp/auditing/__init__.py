@@ -6,8 +6,7 @@ To be read in this order:
   ``comparing`` (two runs of it), ``first_difference``, ``values``;
 - one precision: ``ladder`` (its notions), ``measure``, ``accounting``;
 - what takes a difference away: ``causes``, ``judging``;
-- what else a cache is used for: ``exercises``, on ``feeding`` and ``bench``: ``batches``, ``lengths``, ``generation`` and
-  ``caches``;
+- what else a cache is used for: ``exercises``, on ``bench``: ``batches`` and ``lengths``;
 - all of it: ``audit``, ``reading`` (what the evidence says), ``verdict``, and ``report`` and ``junit`` for readers;
 - beside it: ``causality``, ``building`` (models made for an audit), ``operations`` and ``shape_dependence`` (the kernels table).
 """

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.accounting import account
-from kvinterp.auditing.bench import Check, first_line
+from kvinterp.auditing.bench import NARROW, Check, Runner, first_line
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.comparing import difference
 from kvinterp.auditing.exercises import exercise, served
-from kvinterp.auditing.feeding import NARROW, Runner
 from kvinterp.auditing.judging import RungJudge
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.lengths import CHUNK_NAMES

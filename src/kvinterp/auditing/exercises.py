@@ -33,11 +33,10 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing import batches, caches, generation, lengths
-from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, attempted, one_line
+from kvinterp.auditing import batches, lengths
+from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, Seen, attempted, one_line
 from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.causes import COARSE, WithoutCasts
-from kvinterp.auditing.feeding import Seen
 from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.watch import Event
@@ -51,18 +50,18 @@ CHECKS: dict[str, Callable[[Bench], Any]] = {
     "mask and positions given": lengths.told,
     "batch": batches.side_by_side,
     "left padding": batches.left_padding,
-    "generate()": generation.generate,
-    "generate(), left padding": generation.generate_padded,
+    "generate()": batches.generate,
+    "generate(), left padding": batches.generate_padded,
     "several chunks": lengths.chunks,
     "window": lengths.window,
     "RoPE switch": lengths.rope_switch,
     "context end": lengths.context_end,
     "long prompt": lengths.long_prompt,
-    "crop and go on": caches.crop,
+    "crop and go on": lengths.crop,
     "beams reordered": batches.beams,
     "rows repeated and selected": batches.repeated_rows,
-    "StaticCache": caches.static,
-    "quantised cache": caches.quantised,
+    "StaticCache": lengths.static,
+    "quantised cache": lengths.quantised,
 }
 """What makes each check; a few make several."""
 
