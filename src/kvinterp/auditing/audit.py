@@ -109,7 +109,10 @@ def audit(
     check_known("checks", checks, CHECKS)
     check_seed(seed)
     check_callable("progress", progress)
-    allow = _allowed(allow)
+    words = f"a list of words of {', '.join(VERDICTS)}"
+    allow = (allow,) if isinstance(allow, str) else tuple(given_list("allow", allow, words))
+    for word in allow:
+        check_known("verdict to allow", word, VERDICTS)
     lengths, steps = _checked_lengths(_own_lengths(adapter) if lengths is None else lengths, steps)
     dtypes = _precisions(rungs, adapter)
     with contextlib.ExitStack() as held:
@@ -236,9 +239,13 @@ class _Auditor:
         """One rung, or None where torch cannot run the model in its dtype."""
         long = "yes" if name in (self.seen.own, "float32") else "first" if name == self.finest else "no"
         sweep = long if self.sweep == "yes" else "no"
-        try:
+
+        def own() -> PrecisionRun:
             with self._timed("own kernels", name):
-                run = climb(twin, self.plan, sweep=sweep)
+                return climb(twin, self.plan, sweep=sweep)
+
+        try:
+            run = own()
         except RuntimeError as error:
             if name == self.seen.own or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -246,8 +253,7 @@ class _Auditor:
             if twin is self.adapter or not other_attention(twin):
                 return None
             try:
-                with self._timed("own kernels", name):
-                    run = climb(twin, self.plan, sweep=sweep)
+                run = own()
             except RuntimeError:
                 return None
             self.seen.refused[name] += "; it was run with eager attention"
@@ -321,15 +327,6 @@ class _Auditor:
 
 
 # What is given ---------------------------------------------------------------------------------------------------------
-
-
-def _allowed(allow: Any) -> tuple[str, ...]:
-    """The words that shall not fail."""
-    words = f"a list of words of {', '.join(VERDICTS)}"
-    found = (allow,) if isinstance(allow, str) else tuple(given_list("allow", allow, words))
-    for word in found:
-        check_known("verdict to allow", word, VERDICTS)
-    return found
 
 
 def _precisions(rungs: Any, adapter: Adapter) -> dict[str, torch.dtype]:

@@ -15,23 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvinterp.auditing.blocks import UNMASKED, BlockModel, Masking, prompts_for
+from kvinterp.auditing.blocks import UNMASKED, BlockModel, Masking, moving, prompts_for
 from kvinterp.auditing.causes import WithoutCasts
 from kvinterp.auditing.comparing import apart, by_position
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.watch import Watch, watching
 from kvinterp.models import Adapter
-from kvinterp.models.hooks import first_of, put_first
+from kvinterp.models.native import text_config
 from kvinterp.paths.kernels import Kernels
 
 NARROW = (torch.float16, torch.bfloat16)
 """The dtypes in which rounding is not far below what a bug does."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """One forward with a block watched.
 
     Attributes:
@@ -92,10 +91,8 @@ class Runner(BlockModel):
         made: list[Tensor] = []
         batch, new = tokens.shape
         watches = [] if self.watched is None else [Watch(self, self.watched, new)]
-        with contextlib.ExitStack() as hooks, watching(watches):
-            if self.stands_in is not None:
-                block = self.blocks[self.stands_in]
-                hooks.enter_context(block.register_forward_hook(lambda _, __, out: made.append(first_of(out))))
+        looked = [] if self.stands_in is None else [self.blocks[self.stands_in]]
+        with moving(looked, lambda _, output: made.append(output)), watching(watches):
             logits, cache = super().forward(tokens, cache, start, masking, cached)
         total = new + (start if cached == "yes" else 0)
         self.seen += [Seen(cached == "yes", batch, new, total, watch) for watch in watches]
@@ -140,20 +137,22 @@ class Runner(BlockModel):
         """Moves what every block returns by as much as its rounding may, at random."""
         size, generator = self.roundoff(length), torch.Generator().manual_seed(seed)
 
-        def moved(_: nn.Module, __: Any, output: Any) -> Any:
-            made = first_of(output)
+        def moved(_: int, made: Tensor) -> Tensor:
             noise = torch.rand(made.shape, generator=generator, dtype=torch.float64).to(made.device) * 2 - 1
-            return put_first(output, (made.double() * (1 + size * noise)).to(made.dtype))
+            return (made.double() * (1 + size * noise)).to(made.dtype)
 
-        with contextlib.ExitStack() as hooks:
-            for block in self.blocks:
-                hooks.enter_context(block.register_forward_hook(moved))
+        with moving(self.blocks, moved):
             yield
 
     def roundoff(self, length: int = 1) -> float:
         """How far rounding moves a sum as long as the model is wide, or as the text is long."""
         # Sums are kept in float32 for 16-bit tensors, so that their length does not matter there.
         return self.unit * (1.0 if self.narrow else math.sqrt(max(length, self.adapter.facts.width)))
+
+    @property
+    def config(self) -> Any:
+        """The config of the model's text part; None where it has none of transformers'."""
+        return text_config(self.adapter.source) if self.kind != "hooked" else None
 
     @property
     def narrow(self) -> bool:

@@ -120,20 +120,22 @@ def _tried(bench: Bench, name: str) -> list[Check]:
         benches.append(new)
         return {one.name: one for one in _run(new, name) if one.error is not None}
 
+    def failed() -> bool:
+        return any(one.status == FAILED for one in found)
+
     # The model as it is, with room for the rounding of casts to float32.
     coarse_unit = max(bench.runner.unit, unit_roundoff(torch.float32))
     if bench.left_out:
         # The model's casts are left out all along: that this way of using the cache makes none of its own is looked at too.
-        if bench.thorough:
-            coarse = otherwise(None, coarse_unit)
-            found = [_cast_of_its_own(one, coarse.get(one.name)) for one in found]
-    elif bench.runner.narrow and any(one.status == FAILED for one in found):
+        coarse = otherwise(None, coarse_unit) if bench.thorough else {}
+        found = [_cast_of_its_own(one, coarse.get(one.name)) for one in found]
+    elif bench.runner.narrow and failed():
         fixed = otherwise(BatchInvariant())
         found = [_of_the_order(one, fixed.get(one.name), bench.beyond) for one in found]
-    elif not bench.runner.narrow and any(_suspicious(one) for one in found):
+    elif not bench.runner.narrow and any(map(_suspicious, found)):
         without, coarse = otherwise(WithoutCasts()), otherwise(None, coarse_unit)
         found = [_explained(one, without.get(one.name), coarse.get(one.name)) for one in found]
-    if any(one.status == FAILED for one in found) and bench.runner.dtype != torch.float64:
+    if failed() and bench.runner.dtype != torch.float64:
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
         again = {one.name: one for one in _run(other, name)}

@@ -118,7 +118,7 @@ def one_token(bench: Bench) -> Check:
 def told(bench: Bench) -> Check:
     """A mask of ones and the positions, given beside the tokens as some servers give them, and nothing as others do."""
     runner = bench.runner
-    if not {"attention_mask", "position_ids"} & set(runner.takes) or runner.kind != "native":
+    if not {"attention_mask", "position_ids"} & runner.takes:
         raise NotRunError(f"{type(runner.model).__name__} takes neither an attention_mask nor position_ids.")
     prompt, length = bench.short()
     tokens = runner.tokens(bench.row(0, length))
@@ -151,8 +151,7 @@ def window(bench: Bench) -> list[Check]:
 
 def rope_switch(bench: Bench) -> list[Check]:
     """Decoding over the length beyond which RoPE turns by other frequencies."""
-    config: Any = text_config(bench.runner.adapter.source) if bench.runner.kind != "hooked" else None
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(bench.runner.config, "rope_parameters", None) or {}
     found: dict[int, str] = {}
     for part in [rope, *rope.values()]:
         kind = part.get("rope_type") if isinstance(part, Mapping) else None
@@ -242,8 +241,7 @@ def _layers(layers: Sequence[int]) -> str:
 def long_prompt(bench: Bench) -> Check:
     """Prompts about the chunk sizes in which the model's own kernels work, each with tokens decoded after it."""
     runner = bench.runner
-    config = text_config(runner.adapter.source) if runner.kind != "hooked" else None
-    sizes = {n: v for n in CHUNK_NAMES if isinstance(v := getattr(config, n, None), int) and v > 2}
+    sizes = {n: v for n in CHUNK_NAMES if isinstance(v := getattr(runner.config, n, None), int) and v > 2}
     if not sizes:
         raise NotRunError(f"this model's config names no chunk ({', '.join(CHUNK_NAMES)}) that a prompt could reach over.")
     size, said = max(sizes.values()), ", ".join(f"{n}={v}" for n, v in sizes.items())

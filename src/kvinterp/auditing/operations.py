@@ -113,9 +113,7 @@ class _Collector:
         elif isinstance(found, Values):
             self.values(found)
         elif func is _F.linear:
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            self.linear(args[0], weight.shape[0], partial(_F.linear, weight=weight, bias=bias))
+            self.linear(args[0], result.shape[-1], lambda x: func(x, *args[1:], **kwargs))
         elif func is torch.addmm and args[1].dim() == 2:
             # torch takes two dimensions here and no more, so a batch reaches it as more rows.
             self.linear(args[1], args[2].shape[1], partial(_added, args[0], args[2]))
@@ -123,7 +121,7 @@ class _Collector:
             weights = args[1].detach()
             self.linear(args[0], weights.shape[2], partial(_grouped, func, weights), "expert, ")
         elif func in MATMUL and len(args) == 2 and args[1].dim() == 2 and args[0].dim() >= 2:
-            self.linear(args[0], args[1].shape[1], partial(torch.matmul, other=args[1].detach()))
+            self.linear(args[0], args[1].shape[1], lambda x: torch.matmul(x, args[1]))
         elif func in (torch.conv1d, _F.conv1d):
             groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
             if groups == args[0].shape[1]:

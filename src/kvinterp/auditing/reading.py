@@ -204,12 +204,11 @@ class _Judge:
             if narrower(dtype, self.own):
                 fail.append((name, judged))
             elif narrower(dtype, self.seen.rungs[name].dtype):
-                modules = note.setdefault((judged.cause.dtype, name), {})
-                modules |= {judged.cause.module: None} if judged.cause.module else {}
+                note.setdefault((judged.cause.dtype, name), {})[judged.cause.module or "the blocks"] = None
         if not fail or "hidden-cast" in self.allow:
             for (to, name), modules in note.items():
-                shown = ", ".join(list(modules)[:2]) + (f" and {len(modules) - 2} more" if len(modules) > 2 else "")
-                self.notes.append(f"{to} inside ({shown or 'the blocks'}): no better than {to} in {name}")
+                more = f" and {len(modules) - 2} more" if len(modules) > 2 else ""
+                self.notes.append(f"{to} inside ({', '.join([*modules][:2])}{more}): no better than {to} in {name}")
         if not fail:
             return None
         name, judged = fail[0]
@@ -225,17 +224,14 @@ class _Judge:
         name, short = next(((n, a) for n, a in self.seen.accounts.items() if not a.holds), ("", None))
         if short is None:
             return None
-        blocks = self.seen.rungs[name].local["layer"].nunique() - 2
-        by = "with a fixed order of additions" if short.kernels == "fixed order" else "with the machine's kernels"
-        room = f"({ROOM:.0f} times what was simulated)"
-        parts = f"errors of the parts' sizes change them by at most {short.explained:.1e} {room}"
+        parts = (
+            f"errors of the parts' sizes change them by at most {short.explained:.1e} ({ROOM:.0f} times what was simulated)"
+        )
         if short.explained == 0:
             parts = "given equal inputs no part differs by a bit"
-        where = "the head" if short.layer is None or short.layer >= blocks else f"the output of layer {short.layer}"
-        where += "." if short.position is None else f" at position {short.position}."
         line = (
-            f"In {name}, {by}, the logits differ by {short.found:.1e} relative, but {parts}: something between the parts is "
-            f"wrong, first seen in {where}"
+            f"In {name} ({short.kernels}) the logits differ by {short.found:.1e} relative, but {parts}: something between the "
+            f"parts is wrong, first seen in the output of layer {short.layer} at position {short.position}."
         )
         return "unexplained", (short.layer, short.position, "logits", ""), [line]
 
@@ -377,24 +373,23 @@ def overflow(own: PrecisionRun, others: str) -> list[str]:
 def _rung(rung: PrecisionRun, seen: Evidence) -> str:
     """What one precision showed: the machine's kernels, the null control, and a fixed order."""
     found, fixed = rung.summary(), rung.fixed
-    steps, equal = found["steps"], found["bitwise_equal_steps"]
-    said = f"{rung.name}: bitwise equal at all {steps} steps"
-    if equal < steps or rung.largest_error:
-        said = (
-            f"{rung.name}: a block is off by at most {_times(rung.largest_error / rung.unit)} unit roundoffs given equal "
-            f"inputs, the logits by {_times(found['max_abs_logit'])} (bitwise equal at {equal} of {steps} steps; merely among "
-            f"more rows they change by {_times(found['null_max_abs_logit'] or 0.0)})"
-        )
+    off, steps = _times(rung.largest_error / rung.unit), found["steps"]
+    said = (
+        f"{rung.name}: {found['bitwise_equal_steps']} of {steps} steps are bitwise equal, the logits are off by at most "
+        f"{_times(found['max_abs_logit'] or 0.0)} (merely among more rows {_times(found['null_max_abs_logit'] or 0.0)}), a block "
+        f"given equal inputs by {off} unit roundoffs"
+    )
     if fixed is None:
         return f"{said}."
     if fixed.largest_error == 0 and not len(fixed.differing_steps):
-        every = f"all {len(fixed.every_error)} checks and {len(fixed.steps)} steps"
-        return f"{said}; with a fixed order of additions {every} are bitwise equal."
-    words = dict.fromkeys(j.cause.word for j in seen.judged.get(rung.name, ()) if j.kernels == "fixed order")
-    why = {"cast": "a cast", "rounding": "rounding"}
-    reasons = " and ".join(why[word] for word in words if word in why)
+        checks = len(fixed.every_error)
+        return (
+            f"{said}; with a fixed order of additions all {checks} checks and {len(fixed.steps)} steps are bitwise equal."
+        )
+    reasons = {j.cause.word: None for j in seen.judged.get(rung.name, ()) if j.kernels == "fixed order"}
+    why = " and ".join(word for word in reasons if word in ("cast", "rounding"))
     left = _times(fixed.largest_error / rung.unit)
-    return f"{said}; with a fixed order {left} unit roundoffs are left" + (f", by {reasons}." if reasons else ".")
+    return f"{said}; with a fixed order {left} unit roundoffs are left" + (f" ({why})." if why else ".")
 
 
 def _exercised(seen: Evidence) -> list[str]:

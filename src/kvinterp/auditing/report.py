@@ -189,14 +189,10 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
 
 
 def _place(verdict: Verdict) -> list[Pairs]:
-    found = {
-        "layer": _layer_name(verdict.first_layer),
-        "position": verdict.first_position,
-        "tensor": verdict.tensor,
-        "module": verdict.module,
-    }
+    found = (_layer_name(verdict.first_layer), verdict.first_position, verdict.tensor, verdict.module)
     what = "first wrong" if verdict.exit_code == 1 else "first that differs"
-    known = {f"{what}: {k}": v for k, v in found.items() if v not in (None, "")}
+    named = zip(("layer", "position", "tensor", "module"), found, strict=True)
+    known = {f"{what}: {name}": value for name, value in named if value not in (None, "")}
     return [_pairs(known)] if known else []
 
 
@@ -256,12 +252,13 @@ def ladder_figure(evidence: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     units = dict(sorted(named.items(), key=lambda item: -item[1]))
     if not units:
         return None
+    shown = {
+        "relative_logit": "logits, free-running (relative)",
+        "block_error": "largest block error given equal inputs (relative)",
+    }
     lines: dict[str, dict[str, float]] = {
         label: {rung: v for rung in units if (v := evidence[rung][name]) is not None and math.isfinite(v)}
-        for name, label in (
-            ("relative_logit", "logits, free-running (relative)"),
-            ("block_error", "largest block error given equal inputs (relative)"),
-        )
+        for name, label in shown.items()
     }
     with sheet(5.6, 3.7) as figure:
         axes = draw_ladder(figure, units, lines)
