@@ -23,7 +23,7 @@ from kvinterp.auditing.judging import RungJudge
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.lengths import CHUNK_NAMES
 from kvinterp.auditing.measure import climb, onset
-from kvinterp.auditing.reading import Evidence, judge
+from kvinterp.auditing.reading import Evidence
 from kvinterp.auditing.values import grid_module, on_grid
 from kvinterp.auditing.verdict import VERDICTS, Audit
 from kvinterp.data import Prompt
@@ -129,7 +129,7 @@ def audit(
             plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
             seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, progress or (lambda _: None)).run()
             about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
-        verdict = dataclasses.replace(judge(seen, allow), provenance=about, seconds=tuple(seen.seconds))
+        verdict = dataclasses.replace(seen.judge(allow), provenance=about, seconds=tuple(seen.seconds))
         result = Audit(verdict, list(seen.rungs.values()), plan, about)
         if out is not None:
             result.save(out)
@@ -185,11 +185,8 @@ class _Auditor:
 
     def _ask_grid(self, twin: Adapter, run: PrecisionRun) -> None:
         """Whether logits that lie on a grid were put there: those of whole numbers leave it once the blocks' outputs move."""
-        runner, tokens = Runner(twin), self.plan.tokens(0, twin.device)
-        grid = getattr(torch, run.grid)
-        with runner.rounding(tokens.shape[1]):
-            moved = runner.recompute(tokens)
-        if not on_grid(moved, grid):
+        runner, tokens, grid = Runner(twin), self.plan.tokens(0, twin.device), getattr(torch, run.grid)
+        if not on_grid(runner.moved(tokens), grid):
             run.grid = ""
         elif not self.seen.grid_module:
             self.seen.grid_module = grid_module(runner, tokens, grid)
@@ -280,28 +277,20 @@ class _Auditor:
             run.unfixed = first_line(error, 160)
 
     def _affordable(self, sweep: str) -> tuple[Plan | None, str]:
+        """The first of ever smaller plans that a processor can run with a fixed order, and whether it sweeps."""
+        plan, steps, every = self.plan, self.plan.steps, self.plan.prefills
         if self.adapter.device.type != "cpu":
-            return self.plan, sweep
+            return plan, sweep
         weights, layers = sum(p.numel() for p in self.adapter.model.parameters()), len(self.adapter.blocks)
-        prompts, prefills = len(self.plan.prompts), list(self.plan.prefills)
-
-        def cost(prompts: int, prefills: list[int], sweep: str) -> float:
-            longest, steps = max(prefills) + self.plan.steps, self.plan.steps
-            rows = prompts * (2 * longest + sum(2 * p + 3 * steps for p in prefills)) + longest * (sweep != "no")
-            keys = prompts * sum((4 + 2 * steps) * p for p in prefills) + longest**2 / 2 * (sweep != "no")
-            return weights * rows + A_KEY * layers * keys
-
-        while cost(prompts, prefills, sweep) > AFFORDED:
-            if sweep != "no":
-                sweep = "no"
-            elif prompts > 1:
-                prompts = 1
-            elif len(prefills) > 1:
-                prefills.pop()
-            else:
-                return None, "no"
-        plan = dataclasses.replace(self.plan, prompts=self.plan.prompts[:prompts], prefills=tuple(prefills))
-        return (plan if plan.length > (plan.chunk or 0) + 1 else dataclasses.replace(plan, chunk=None)), sweep
+        smaller = [(plan.prompts[:1], every[:count], "no") for count in range(len(every), 0, -1)]
+        for prompts, prefills, swept in [(plan.prompts, every, sweep), (plan.prompts, every, "no"), *smaller]:
+            longest, long = max(prefills) + steps, swept != "no"
+            rows = len(prompts) * (2 * longest + sum(2 * p + 3 * steps for p in prefills)) + longest * long
+            keys = len(prompts) * sum((4 + 2 * steps) * p for p in prefills) + longest**2 / 2 * long
+            if weights * rows + A_KEY * layers * keys <= AFFORDED:
+                plan = dataclasses.replace(plan, prompts=prompts, prefills=prefills)
+                return (plan if plan.length > (plan.chunk or 0) + 1 else dataclasses.replace(plan, chunk=None)), swept
+        return None, "no"
 
     def _in(self, dtype: torch.dtype) -> Adapter:
         """The model in a dtype; a copy that is dropped with its rung, never kept on the adapter."""
@@ -309,13 +298,12 @@ class _Auditor:
 
     def _exercised(self) -> str:
         plan, runs = self.plan, self.seen.rungs.values()
-        said = [f"Prompts of {', '.join(map(str, plan.prefills))} tokens, each with the next {plan.steps} one by one"]
+        said = f"Prompts of {', '.join(map(str, plan.prefills))} tokens, each with the next {plan.steps} one by one; "
         if any(len(run.sweep) for run in runs):
-            said.append(f"positions {plan.sweep} to {plan.length - 1} one by one")
-        chunked = any((run.chunks["start"] > 0).any() for run in runs)
-        at_once = f"positions {plan.chunk} to {plan.length - 1} at once on a cache of {plan.chunk}"
-        said.append(at_once if chunked else "never several tokens at once on a cache that is not empty")
-        return f"{'; '.join(said)}."
+            said += f"positions {plan.sweep} to {plan.length - 1} one by one; "
+        if any((run.chunks["start"] > 0).any() for run in runs):
+            return f"{said}positions {plan.chunk} to {plan.length - 1} at once on a cache of {plan.chunk}."
+        return f"{said}never several tokens at once on a cache that is not empty."
 
     def _random(self) -> float:
         """The relative difference of one forward run twice, where it is beyond what rounding in another order makes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,9 +80,7 @@ class Padded:
 
     Attributes:
         tokens: ``[3, length]``.
-        mask: 0 where there is a pad.
-        positions: Counted without the pads.
-        masking: Both.
+        masking: The mask, 0 where there is a pad, and the positions, counted without the pads.
         pads: How many pads each row has.
         masked: Whether the decode steps are given the mask.
 
@@ -98,11 +96,8 @@ class Padded:
         known = getattr(text_config(self.runner.adapter.source), "pad_token_id", None)
         pad = known if isinstance(known, int) and 0 <= known < self.runner.adapter.facts.vocabulary else 0
         self.tokens = self.runner.tokens(*([pad] * p + bench.row(n, length - p) for n, p in enumerate(self.pads)))
-        self.mask = torch.ones_like(self.tokens)
-        for row, pads in zip(self.mask, self.pads, strict=True):
-            row[:pads] = 0
-        self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        self.masking = Masking(self.mask, self.positions)
+        counted = torch.arange(length, device=self.tokens.device)
+        self.masking = Masking.counted(torch.stack([counted >= pads for pads in self.pads]).to(self.tokens))
 
     @property
     def lengths(self) -> str:
@@ -110,12 +105,11 @@ class Padded:
         first, *more, last = (self.prompt - pads for pads in self.pads)
         return f"{', '.join(map(str, (first, *more)))} and {last}"
 
-    def decode(self, mask: Tensor | None = None, positions: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        """Logits from the prompt's last row on; what is given holds for the decode steps only."""
+    def decode(self, tokens: Tensor | None = None, **otherwise: Tensor) -> Tensor:
+        """Logits from the prompt's last row on; another ``mask`` or ``positions`` hold for the decode steps only."""
         tokens, prompt = self.tokens if tokens is None else tokens, self.prompt
         logits, cache = self.runner.feed(tokens[:, :prompt], None, 0, self.masking.of(0, prompt))
-        seen = (self.mask if mask is None else mask) if self.masked else None
-        later = Masking(seen, self.positions if positions is None else positions)
+        later = self.masking._replace(**otherwise, **({} if self.masked else {"mask": None}))
         made, _ = self.runner.run(tokens, singles(tokens, prompt), prompt, cache, later)
         return torch.cat([logits[:, -1:], made], 1)
 
@@ -123,15 +117,16 @@ class Padded:
         """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
         if _mixed(self.tokens, made, lambda other: self.decode(tokens=other), limit):
             return "a row reads another row's cache"
-        if self.masked and torch.equal(self.decode(mask=torch.ones_like(self.mask)), made):
+        mask: Any = self.masking.mask
+        if self.masked and torch.equal(self.decode(mask=torch.ones_like(self.tokens)), made):
             return "the attention mask is ignored in decode"
         if not self.masked and apart(self.runner.decode(self.tokens, self.prompt, self.masking)[0], made) > limit:
             return "prepare_inputs_for_generation drops the attention mask in decode"
-        counted = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.positions)
-        mixed = self.positions.clone()
-        mixed[:, self.prompt :] = counted[:, self.prompt :]
+        mixed: Any = self.masking.positions
+        mixed = mixed.clone()
+        mixed[:, self.prompt :] = torch.arange(self.prompt, self.tokens.shape[1], device=self.tokens.device)
         # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
-        wrong = self.runner.recompute(self.tokens, Masking(self.mask, mixed))[:, self.prompt - 1 :]
+        wrong = self.runner.recompute(self.tokens, Masking(mask, mixed))[:, self.prompt - 1 :]
         deaf = "position_ids" in self.runner.takes and torch.equal(self.decode(positions=mixed), made)
         return "positions ignore the padding" if deaf or apart(made, wrong) <= limit else ""
 
@@ -144,7 +139,7 @@ class Padded:
             made = prepare(
                 self.tokens,
                 next_sequence_length=1,
-                attention_mask=self.mask,
+                attention_mask=self.masking.mask,
                 use_cache=True,
                 is_first_iteration=False,
                 **{self.runner.cache_name: self.runner.new_cache()},
@@ -155,12 +150,13 @@ class Padded:
         return made.get("attention_mask") is not None
 
 
-def unpadded(runner: Runner, tokens: Tensor, mask: Tensor, positions: Tensor, first: int) -> tuple[Tensor, Tensor]:
+def unpadded(runner: Runner, tokens: Tensor, masking: Masking, first: int) -> tuple[Tensor, Tensor]:
     """Logits from position ``first`` on: each row recomputed alone and without its pads, and the batch as if it had none."""
-    pads = (mask == 0).sum(-1).tolist()
+    assert masking.mask is not None
+    pads = (masking.mask == 0).sum(-1).tolist()
     alone = [runner.recompute(tokens[n : n + 1, p:])[:, first - p :] for n, p in enumerate(pads)]
     # Ones, not None: without a mask transformers takes positions that begin anew for several texts packed into one row.
-    return torch.cat(alone), runner.recompute(tokens, Masking(torch.ones_like(mask), positions))[:, first:]
+    return torch.cat(alone), runner.recompute(tokens, Masking(torch.ones_like(tokens), masking.positions))[:, first:]
 
 
 def no_padding(off: float) -> UnclearError:
@@ -178,7 +174,7 @@ def left_padding(bench: Bench) -> Check:
     prompt, length = bench.short()
     given, first = Padded(bench, length, prompt), prompt - 1
     reference = bench.reference(given.tokens, given.masking)
-    theirs, unmasked = unpadded(runner, given.tokens, given.mask, given.positions, first)
+    theirs, unmasked = unpadded(runner, given.tokens, given.masking, first)
     null = max(reference.null, apart(reference.logits[:, first:], theirs))
     reach = apart(unmasked, theirs)
     if null > bench.beyond * reference.null and null > min(reach, bench.reach) / bench.beyond:
@@ -230,7 +226,7 @@ def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], metho
     rows = torch.tensor([2, 0, 1], device=runner.device)
     after = runner.tokens(*(bench.row(ROWS + n, length + 3)[3 + start :] for n in range(ROWS)))
     whole = torch.cat([before[rows], after], 1)
-    reference = bench.reference(whole, rows=slice(prompt, None))
+    reference = bench.reference(whole, first=prompt)
     _, cache = runner.decode(before, prompt)
     if why := lacking(cache, method):
         raise NotRunError(why)
@@ -293,29 +289,26 @@ class Call:
     logits: Tensor | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Generated:
+class Generated(NamedTuple):
     """One ``generate()``.
 
     Attributes:
         tokens: ``[batch, length]``, the prompt's and the new ones.
         logits: Of each new token, ``[batch, new, vocabulary]``.
         calls: What the forward was given.
-        mask: 0 where there is a pad, for all tokens.
-        positions: Counted without the pads.
+        masking: The mask, 0 where there is a pad, and the positions, counted without the pads, of all tokens.
     """
 
     tokens: Tensor
     logits: Tensor
     calls: list[Call]
-    mask: Tensor
-    positions: Tensor
+    masking: Masking
 
     @property
     def fed(self) -> tuple[Tensor, Masking]:
         """What the model was to be fed: all tokens but the last, with their mask where there are pads, and positions."""
-        mask = self.mask[:, :-1] if bool((self.mask == 0).any()) else None
-        return self.tokens[:, :-1], Masking(mask, self.positions[:, :-1])
+        mask, positions = self.masking.of(0, self.tokens.shape[1] - 1)
+        return self.tokens[:, :-1], Masking(mask if mask is None or bool((mask == 0).any()) else None, positions)
 
 
 def generate(bench: Bench) -> Check:
@@ -331,14 +324,14 @@ def generate_padded(bench: Bench) -> Check:
     prompt = bench.short()[0]
     given = Padded(bench, prompt, prompt)
     what = f"prompts of {given.lengths} tokens in a left-padded batch"
-    return _checked(bench, given.tokens, given.mask, what)
+    return _checked(bench, given.tokens, given.masking.mask, what)
 
 
 def _check_native(bench: Bench) -> None:
     bench.only_native(f"generate() of a {type(bench.runner.model).__name__} gives no logits")
 
 
-def _checked(bench: Bench, tokens: Tensor, mask: Tensor, what: str) -> Check:
+def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
     _check_native(bench)
     runner, first = bench.runner, tokens.shape[1] - 1
     if not hasattr(runner.model, "generate") or not runner.model.can_generate():
@@ -353,13 +346,12 @@ def _checked(bench: Bench, tokens: Tensor, mask: Tensor, what: str) -> Check:
     if all(call.tokens.shape[1] != 1 for call in made.calls[1:]):
         said = f"generate() of {what} feeds the whole prefix at every step, so there was no cached step to compare"
         raise UnclearError(f"{said}.")
-    logits, null = bench.reference(*made.fed, slice(first, None))
+    logits, null = bench.reference(*made.fed, first)
     uncached = _uncached(bench, tokens, mask)
     beside = "" if uncached is None else f" (and {uncached:.1e} with use_cache=False)"
     reach = bench.reach
-    fed, (masks, _) = made.fed
-    if masks is not None:
-        alone, unmasked = unpadded(runner, fed, masks, made.positions[:, :-1], first)
+    if made.fed[1].mask is not None:
+        alone, unmasked = unpadded(runner, *made.fed, first)
         reach, off = apart(unmasked, logits[:, first:]), apart(logits[:, first:], alone)
         if off > bench.beyond * null and off > reach / bench.beyond:
             raise no_padding(off)
@@ -394,7 +386,7 @@ def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generat
     if len(made) != bench.steps:
         raise ValueError(f"{len(made)} forwards were heard for {bench.steps} new tokens")
     whole = torch.cat([mask, torch.ones_like(out.sequences[:, tokens.shape[1] :])], 1)
-    return Generated(out.sequences, torch.stack(made, 1), calls, whole, (whole.cumsum(-1) - 1).clamp(min=0))
+    return Generated(out.sequences, torch.stack(made, 1), calls, Masking.counted(whole))
 
 
 @contextlib.contextmanager
@@ -441,7 +433,8 @@ def _cause(bench: Bench, made: Generated, theirs: Tensor, null: float, uncached:
 
 
 def _told(made: Generated) -> str:
-    mask, positions = made.mask, made.positions
+    mask: Any = made.masking.mask
+    positions: Any = made.masking.positions
     start = 0
     for call in made.calls:
         stop = start + call.tokens.shape[1]

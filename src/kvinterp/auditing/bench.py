@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -132,17 +132,16 @@ class Runner(BlockModel):
         """Logits from the prompt's last row on, the rest fed one by one: ``[batch, 1 + steps, vocabulary]``, and the cache."""
         return self.run(tokens, [prefill, *singles(tokens, prefill)], 0, cache, masking, prefill - 1)
 
-    @contextlib.contextmanager
-    def rounding(self, length: int, seed: int = 0) -> Iterator[None]:
-        """Moves what every block returns by as much as its rounding may, at random."""
-        size, generator = self.roundoff(length), torch.Generator().manual_seed(seed)
+    def moved(self, tokens: Tensor, masking: Masking = UNMASKED) -> Tensor:
+        """A recomputation in which what every block returns is moved by as much as its rounding may, at random."""
+        size, generator = self.roundoff(tokens.shape[1]), torch.Generator().manual_seed(0)
 
-        def moved(_: int, made: Tensor) -> Tensor:
+        def change(_: int, made: Tensor) -> Tensor:
             noise = torch.rand(made.shape, generator=generator, dtype=torch.float64).to(made.device) * 2 - 1
             return (made.double() * (1 + size * noise)).to(made.dtype)
 
-        with moving(self.blocks, moved):
-            yield
+        with moving(self.blocks, change):
+            return self.recompute(tokens, masking)
 
     def roundoff(self, length: int = 1) -> float:
         """How far rounding moves a sum as long as the model is wide, or as the text is long."""
@@ -405,14 +404,12 @@ class Bench:
         missing = length - len(given)
         return given + list(prompts_for(self.runner.adapter, which + 1, missing, seed=17)[which]) if missing else given
 
-    def reference(self, tokens: Tensor, masking: Masking = UNMASKED, rows: slice | None = None) -> Reference:
-        """A recomputation, and how far rounding moves it (in the given rows and where the mask is not 0)."""
+    def reference(self, tokens: Tensor, masking: Masking = UNMASKED, first: int = 0) -> Reference:
+        """A recomputation, and how far rounding moves it (from the first row on, where the mask is not 0)."""
         logits = self.runner.recompute(tokens, masking)
-        with self.runner.rounding(tokens.shape[1]):
-            moved = self.runner.recompute(tokens, masking)
+        moved = self.runner.moved(tokens, masking)
         kept = torch.ones_like(tokens, dtype=torch.bool) if masking.mask is None else masking.mask.bool()
-        if rows is not None:
-            kept[:, : rows.start or 0] = False
+        kept[:, :first] = False
         # The head's own sum comes after the last block, so that moving blocks does not show its rounding.
         return Reference(logits, apart(moved[kept], logits[kept]) + self.runner.roundoff())
 

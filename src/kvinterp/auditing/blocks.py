@@ -42,6 +42,11 @@ class Masking(NamedTuple):
     mask: Tensor | None = None
     positions: Tensor | None = None
 
+    @classmethod
+    def counted(cls, mask: Tensor) -> Masking:
+        """A mask and the positions that count its tokens alone."""
+        return cls(mask, (mask.cumsum(-1) - 1).clamp(min=0))
+
     def of(self, start: int, stop: int) -> Masking:
         """What belongs to the tokens from ``start`` to ``stop``, of what is said of all."""
         mask, positions = self

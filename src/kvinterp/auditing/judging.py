@@ -51,7 +51,7 @@ class Case:
     @classmethod
     def of(cls, row: Any, side: PrecisionRun) -> Case:
         """Of a row."""
-        return cls(*(int(row[name]) for name in ("prompt", "prefill", "start", "stop", "position")), side)
+        return cls(**{name: int(row[name]) for name in ("prompt", "prefill", "start", "stop", "position")}, side=side)
 
     def feeds(self, plan: Plan) -> list[Feed]:
         """What is fed to see it again: at most the last few of many single tokens are looked at."""
@@ -280,31 +280,25 @@ class RungJudge:
         if first.tensor == CHOICE and first.nearly_equal:
             return Cause("choice", left=0.0, detail="gone with a fixed order")
         if sight.casts:
-            found = self._tried(case, WithoutCasts(), [sight.layer])
-            left = math.inf if found is None else largest(found)
+            left = self._without_casts(case, sight.layer)
             # What only a cached step casts, and a fixed order takes away, is inside its kernel.
             if left <= self.limit and coarsest(sight.casts) in sight.both_cast:
                 return _cast(sight, first, left, "gone with the casts left out, and with a fixed order")
         if error > excused(self.dtype, self.limit):
-            without = self._without_casts(case, sight, error)
-            if without is not None:
-                return Cause(
-                    "cast", "float32", first.module, without, "gone with the casts left out, and with a fixed order"
-                )
+            # What stands before the first block or behind the last is in no block in which casts are watched.
+            watched = 0 <= sight.layer < len(self.run.layers)
+            could = not watched and error <= excused(torch.float32, band(torch.float32, self.terms))
+            left = self._without_casts(case, sight.layer) if could and self.dtype == torch.float64 else math.inf
+            if left <= self.limit:
+                return Cause("cast", "float32", first.module, left, "gone with the casts left out, and with a fixed order")
             return Cause("", left=error, detail=TOO_COARSE)
         # Float64 has nothing beside it that would tell a coarse kernel from a tensor that is hard to compute.
         return Cause("order" if self.dtype == torch.float64 else "kernel", left=0.0, detail="gone with a fixed order")
 
-    def _without_casts(self, case: Case, sight: Sight, error: float) -> float | None:
-        """What is left in float64 of what stands before the first block or behind the last, where no cast is watched, once
-        float32's are left out; None where that does not explain it.
-        """
-        watched = 0 <= sight.layer < len(self.run.layers)
-        if watched or self.dtype != torch.float64 or error > excused(torch.float32, band(torch.float32, self.terms)):
-            return None
-        found = self._tried(case, WithoutCasts(), [sight.layer])
-        left = math.inf if found is None else largest(found)
-        return left if left <= self.limit else None
+    def _without_casts(self, case: Case, layer: int) -> float:
+        """The error that is left in a block without the model's casts; inf where it does not run without."""
+        found = self._tried(case, WithoutCasts(), [layer])
+        return math.inf if found is None else largest(found)
 
     def _show_first(self) -> None:
         """The first tensor that differs with the machine's kernels, which a fixed order takes away."""

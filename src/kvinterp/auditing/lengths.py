@@ -50,16 +50,12 @@ def _too_much(bench: Bench, length: int, most: int = POSITIONS) -> str:
     facts = bench.runner.adapter.facts
     limit = most * (16 if bench.thorough else 1)
     if length > limit:
-        more = f"{REACH} goes there" if bench.thorough else f"a thorough audit runs up to {most * 16}, {REACH} all"
-        return f"{length} positions are more than the {limit} that are run; {more}"
+        return f"{length} positions are more than the {limit} that are run"
     parameters = sum(p.numel() for p in bench.runner.model.parameters())
     products = length * parameters + 2 * facts.layers * facts.width * length**2
     spent = PRODUCTS.get(bench.runner.device.type, PRODUCTS["cpu"]) * (20 if bench.thorough else 1)
     if products > spent:
-        more = " (a GPU, or --reach)" if bench.thorough else " (thorough, a GPU, or --reach)"
-        return (
-            f"a forward of {length} positions takes {products:.0e} products, more than the {spent:.0e} that are spent{more}"
-        )
+        return f"a forward of {length} positions takes {products:.0e} products, more than the {spent:.0e} that are spent"
     return ""
 
 
@@ -172,9 +168,7 @@ def context_end(bench: Bench) -> Check:
         raise NotRunError(f"the last of {size} positions is not reached: {why}.", option=REACH)
     tokens = bench.runner.tokens(bench.row(0, size))
     before = max(size - bench.steps - 1, 1)
-    errors = Errors().add(
-        bench.runner.decode(tokens, before)[0], bench.reference(tokens, rows=slice(before - 1, None)), before - 1
-    )
+    errors = Errors().add(bench.runner.decode(tokens, before)[0], bench.reference(tokens, first=before - 1), before - 1)
     return bench.settle(
         errors, f"{before} tokens and then one by one to the last of {size} positions, against recomputation"
     )
@@ -187,7 +181,7 @@ def _switch(bench: Bench, size: int, said: str) -> Check:
     before, errors = size - 1, Errors()
     tokens = bench.runner.tokens(bench.row(0, size + 2))
     for n, row in enumerate(bench.runner.decode(tokens, before)[0].unbind(1), before):
-        errors.add(row[:, None], bench.reference(tokens[:, :n], rows=slice(n - 1, None)), n - 1)
+        errors.add(row[:, None], bench.reference(tokens[:, :n], first=n - 1), n - 1)
     what = f"{said}: {before} tokens and then one by one to {size + 2}, each against the recomputation of its own prefix"
     return bench.settle(errors, what, "keys on the cache keep the frequencies that the recomputation gives up")
 
@@ -207,7 +201,7 @@ def _edge(bench: Bench, size: int, said: str) -> Check:
         raise NotRunError(f"{said}: not reached, {why}.", option=REACH)
     tokens = runner.tokens(bench.row(0, whole))
     before, full = max(size - 2, 1), size + 2
-    reference = bench.reference(tokens, rows=slice(before - 1, None))
+    reference = bench.reference(tokens, first=before - 1)
     made, cache = runner.decode(tokens, before)
     errors = Errors().add(made, reference, before - 1)
     how = f"in chunks of up to {FILL}" if full > FILL else "at once"
@@ -292,7 +286,7 @@ def static(bench: Bench) -> Check:
     listed = ", ".join(map(str, prompts))
     for prompt in prompts:
         tokens = runner.tokens(bench.row(0, prompt + bench.steps))
-        reference = bench.reference(tokens, rows=slice(prompt - 1, None))
+        reference = bench.reference(tokens, first=prompt - 1)
         errors.add(decoded(tokens, prompt, ROOM), reference, prompt - 1)
 
     def hint() -> str:
@@ -343,7 +337,7 @@ def crop(bench: Bench) -> Check:
         # Caches that record the past are cut to their size after every forward by whoever records.
         at = prompt + 1
         made, _ = runner.run(whole, singles(whole, at), at, held, then=lambda cache: cache.crop(0))
-        errors.add(made, bench.reference(whole, rows=slice(at, None)), at)
+        errors.add(made, bench.reference(whole, first=at), at)
     what = (
         f"prompts of {listed} tokens, {drafted} decode steps, {drafted - 1} of them taken back by crop() and "
         "others fed in their place, against recomputation"

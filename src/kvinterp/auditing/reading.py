@@ -37,6 +37,10 @@ HINTS = {
 }
 
 
+Reading = tuple[str, Place, list[str]]
+"""The word, the place and the lines that say why."""
+
+
 @dataclasses.dataclass
 class Evidence:
     """What an audit saw, before anyone says what it means.
@@ -55,6 +59,8 @@ class Evidence:
         exercised: The lengths and positions that were run, in a sentence.
         random: The largest relative difference of the same forward run twice.
         seconds: What took how long, as :class:`Verdict` has it.
+        allow: The words that do not fail.
+        notes: What a reader should know beside the verdict.
     """
 
     model: str
@@ -70,6 +76,8 @@ class Evidence:
     exercised: str = ""
     random: float = 0.0
     seconds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    allow: tuple[str, ...] = ()
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def caused(self, word: str) -> list[tuple[str, Judged]]:
         """The blocks whose difference this takes away (nothing, where the word is empty), each with its rung."""
@@ -80,25 +88,12 @@ class Evidence:
         judged = self.judged.get(name, [])
         return next((j for j in judged if not j.cause.word), judged[0] if judged else None)
 
+    # What it says -----------------------------------------------------------------------------------------------------
 
-Reading = tuple[str, Place, list[str]]
-"""The word, the place and the lines that say why."""
-
-
-def judge(seen: Evidence, allow: tuple[str, ...] = ()) -> Verdict:
-    """Says what the evidence means, where some words do not fail."""
-    return _Judge(seen, allow).verdict()
-
-
-class _Judge:
-    def __init__(self, seen: Evidence, allow: tuple[str, ...]) -> None:
-        self.seen, self.allow = seen, allow
-        self.own: torch.dtype = getattr(torch, seen.own)
-        self.notes = [f"in {name} the model as it is cannot be run ({why})" for name, why in seen.refused.items()]
-
-    def verdict(self) -> Verdict:
-        """The word, the place and the reading."""
-        seen, checks = self.seen, self.seen.checks
+    def judge(self, allow: tuple[str, ...] = ()) -> Verdict:
+        """Says what the evidence means, where some words do not fail."""
+        self.allow, checks = allow, self.checks
+        self.notes = [f"in {name} the model as it is cannot be run ({why})" for name, why in self.refused.items()]
         asked = (self._overflow, self._wrong_dtype, self._bug, self._failed, self._hidden_cast, self._unexplained)
         readings = (ask() for ask in (*asked, self._unknown, self._random, self._not_judged, self._benign))
         word, place, lines = next(found for found in readings if found is not None)
@@ -107,34 +102,34 @@ class _Judge:
         tried = sum(check.status in (PASSED, FAILED) for check in checks)
         uses = f"{tried} of {len(checks)} uses" if checks else "decoding token by token alone"
         first = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
-        first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {seen.model} in {seen.own}, {uses}"
-        text = "\n".join([first, *lines, *_exercised(seen), *(f"note: {note}" for note in self.notes)])
+        first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.model} in {self.own}, {uses}"
+        text = "\n".join([first, *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)])
         return Verdict(word, *place, self._evidence(), tuple(checks), tuple(self.notes), text, allowed)
 
     def _evidence(self) -> dict[str, dict[str, Any]]:
-        evidence = {name: run.summary() for name, run in self.seen.rungs.items()}
-        for name, run in self.seen.rungs.items():
-            first = self.seen.first(name)
+        evidence = {name: run.summary() for name, run in self.rungs.items()}
+        for name, run in self.rungs.items():
+            first = self.first(name)
             if first is not None:
                 finding, cause = first.finding, first.cause
                 evidence[name]["first_tensor"] = {
                     **dataclasses.asdict(finding),
                     "error_in_unit_roundoffs": finding.error / run.unit,
-                    "band": band(run.dtype, self.seen.terms),
+                    "band": band(run.dtype, self.terms),
                     "taken_away_by": cause.word,
                     "cast_to": cause.dtype,
                     "left": cause.left,
                     "detail": cause.detail,
                 }
-            if name in self.seen.accounts:
-                evidence[name]["parts_account_for_the_whole"] = dataclasses.asdict(self.seen.accounts[name])
+            if name in self.accounts:
+                evidence[name]["parts_account_for_the_whole"] = dataclasses.asdict(self.accounts[name])
         return evidence
 
     # What fails ---------------------------------------------------------------------------------------------------------
 
     def _overflow(self) -> Reading | None:
-        own = self.seen.rungs[self.seen.own]
-        others = ", ".join(r.name for r in self.seen.rungs.values() if r.nonfinite and r is not own)
+        own = self.rungs[self.own]
+        others = ", ".join(r.name for r in self.rungs.values() if r.nonfinite and r is not own)
         if not own.nonfinite:
             self.notes += [f"in {others} it overflows"] if others else []
             return None
@@ -142,11 +137,11 @@ class _Judge:
         return "overflow", (where.get("layer"), where["position"], where["value"], where["module"]), overflow(own, others)
 
     def _wrong_dtype(self) -> Reading | None:
-        rungs = (self.seen.rungs.get(name) for name in (self.seen.own, "float32"))
+        rungs = (self.rungs.get(name) for name in (self.own, "float32"))
         wide = next((r for r in rungs if r is not None and r.grid and r.unit < 1e-5), None)
         if wide is None:
             return None
-        module = self.seen.grid_module
+        module = self.grid_module
         line = (
             f"Every logit is exactly a {wide.grid} number though the model is in {wide.name}: from module "
             f"{module or 'unknown'} on, values were rounded to 16 bits."
@@ -159,12 +154,12 @@ class _Judge:
         The finest sees the smallest errors; and of its tensor the first position, which only the rung with the long decode
         may know.
         """
-        seen, every = self.seen, self.seen.caused("")
+        every = self.caused("")
         if not every:
             return None
         first = min(j.finding.layer for _, j in every)
         here = [(n, j) for n, j in every if j.finding.layer == first]
-        _, judged = min(here, key=lambda case: (case[1].fed != ONE_BY_ONE, seen.rungs[case[0]].unit))
+        _, judged = min(here, key=lambda case: (case[1].fed != ONE_BY_ONE, self.rungs[case[0]].unit))
         same = [j for _, j in here if j.finding.tensor == judged.finding.tensor]
         judged = min(same, key=lambda j: (j.fed != ONE_BY_ONE, j.finding.position))
         found, sizes = judged.finding, dict[str, float]()
@@ -179,14 +174,14 @@ class _Judge:
             + ("one side sees what the other does not" if size == torch.inf else f"a relative error of {size:.1e}")
             for name, size in sizes.items()
         )
-        clean = [name for name in sorted(seen.judged) if name not in sizes]
+        clean = [name for name in sorted(self.judged) if name not in sizes]
         said += f"; not in {', '.join(clean)}" if clean else ""
-        lines = [f"{said}. {_tried(judged)}", *hint(judged, seen), *(check.failure for check in self._failures)]
+        lines = [f"{said}. {_tried(judged)}", *hint(judged, self), *(check.failure for check in self._failures)]
         return "bug", found.place, lines
 
     @property
     def _failures(self) -> list[Check]:
-        return [check for check in self.seen.checks if check.status == FAILED]
+        return [check for check in self.checks if check.status == FAILED]
 
     def _failed(self) -> Reading | None:
         if not self._failures:
@@ -199,11 +194,11 @@ class _Judge:
         """A cast that matters in the precision that serves; those that only matter above it become notes."""
         fail: list[tuple[str, Judged]] = []
         note: dict[tuple[str, str], dict[str, None]] = {}
-        for name, judged in self.seen.caused("cast"):
+        for name, judged in self.caused("cast"):
             dtype = getattr(torch, judged.cause.dtype)
-            if narrower(dtype, self.own):
+            if narrower(dtype, getattr(torch, self.own)):
                 fail.append((name, judged))
-            elif narrower(dtype, self.seen.rungs[name].dtype):
+            elif narrower(dtype, self.rungs[name].dtype):
                 note.setdefault((judged.cause.dtype, name), {})[judged.cause.module or "the blocks"] = None
         if not fail or "hidden-cast" in self.allow:
             for (to, name), modules in note.items():
@@ -215,13 +210,13 @@ class _Judge:
         found, cause = judged.finding, judged.cause
         line = (
             f"In {name}, given equal inputs, {_place(judged)} is off by {found.error:.1e}, "
-            f"{_times(found.error / self.seen.rungs[name].unit)} unit roundoffs; {cause.module or 'the block'} casts to "
+            f"{_times(found.error / self.rungs[name].unit)} unit roundoffs; {cause.module or 'the block'} casts to "
             f"{cause.dtype}, and without that cast "
         ) + ("nothing differs." if cause.left == 0 else f"{cause.left:.1e} is left.")
         return "hidden-cast", (*found.place[:3], cause.module), [line]
 
     def _unexplained(self) -> Reading | None:
-        name, short = next(((n, a) for n, a in self.seen.accounts.items() if not a.holds), ("", None))
+        name, short = next(((n, a) for n, a in self.accounts.items() if not a.holds), ("", None))
         if short is None:
             return None
         parts = (
@@ -238,29 +233,29 @@ class _Judge:
     # What cannot be told ------------------------------------------------------------------------------------------------
 
     def _unknown(self) -> Reading | None:
-        judged = next((j for name, j in self.seen.caused("unknown") if name == self.seen.own), None)
+        judged = next((j for name, j in self.caused("unknown") if name == self.own), None)
         if judged is None:
             return None
         line = (
-            f"In {self.seen.own}, given equal inputs, {_place(judged)} differs by {judged.finding.error:.1e}; whether that is "
+            f"In {self.own}, given equal inputs, {_place(judged)} differs by {judged.finding.error:.1e}; whether that is "
             f"rounding could not be tried: {judged.cause.detail}."
         )
         return CANNOT_TELL, judged.finding.place, [line]
 
     def _random(self) -> Reading | None:
         line = (
-            f"The same forward run twice differs by {self.seen.random:.1e} relative: the model computes something else each "
+            f"The same forward run twice differs by {self.random:.1e} relative: the model computes something else each "
             "time (dropout, sampling or noise inside), so its cached path has nothing to be compared with."
         )
-        return (CANNOT_TELL, NOWHERE, [line]) if self.seen.random else None
+        return (CANNOT_TELL, NOWHERE, [line]) if self.random else None
 
     def _not_judged(self) -> Reading | None:
         """Errors of the finest precision that are larger than it rounds and that nothing was found to take away: no PASS."""
-        name, run = min(self.seen.rungs.items(), key=lambda rung: rung[1].unit)
-        taken = {j.finding.layer for j in self.seen.judged.get(name, []) if j.cause.word not in ("order", "rounding")}
+        name, run = min(self.rungs.items(), key=lambda rung: rung[1].unit)
+        taken = {j.finding.layer for j in self.judged.get(name, []) if j.cause.word not in ("order", "rounding")}
         side = run if run.fixed is None else run.fixed
         errors = side.every_error[~side.every_error["layer"].isin(taken)]
-        if errors.empty or errors["error"].max() <= band(run.dtype, self.seen.terms):
+        if errors.empty or errors["error"].max() <= band(run.dtype, self.terms):
             return None
         worst = errors.loc[errors["error"].idxmax()]
         layer, position = int(worst["layer"]), int(worst["position"])
@@ -273,8 +268,8 @@ class _Judge:
     # What passes --------------------------------------------------------------------------------------------------------
 
     def _benign(self) -> Reading:
-        seen, unfixed = self.seen, dict[str, list[str]]()
-        finite = [r for r in seen.rungs.values() if not r.nonfinite]
+        unfixed = dict[str, list[str]]()
+        finite = [r for r in self.rungs.values() if not r.nonfinite]
         differing = [r for r in finite if len(r.differing_steps) or r.largest_error > 0]
         for rung in finite:
             if rung.unfixed:
@@ -283,26 +278,26 @@ class _Judge:
         if not differing:
             steps, names = sum(len(r.steps) for r in finite), ", ".join(r.name for r in finite)
             return "equal", NOWHERE, [f"Every logit of all {steps} steps is bitwise the same in {names}."]
-        lines = [_rung(r, seen) for r in finite]
-        tipped = dict.fromkeys(f"{name} (layer {j.finding.layer})" for name, j in seen.caused("choice"))
+        lines = [_rung(r, self) for r in finite]
+        tipped = dict.fromkeys(f"{name} (layer {j.finding.layer})" for name, j in self.caused("choice"))
         if tipped:
             lines.append(
                 f"Rounding tips the choice between nearly equal experts in {', '.join(tipped)}; with a fixed order the same "
                 "ones are chosen."
             )
-        found = seen.caused("kernel")
+        found = self.caused("kernel")
         if found:
             # The rung with the long decode knows the first position; the others only the lengths they were given.
-            name, judged = min(found, key=lambda case: (case[1].finding.position, seen.rungs[case[0]].unit))
+            name, judged = min(found, key=lambda case: (case[1].finding.position, self.rungs[case[0]].unit))
             line = (
                 f"Given equal inputs, {_place(judged)} is off by {judged.finding.error:.1e} in {name}, first at position "
                 f"{judged.finding.position}, and bitwise right once every sum has a fixed order: a kernel is coarse there, not "
                 "the model's cache."
             )
             return "kernel", judged.finding.place, [line, *lines]
-        if seen.onset is not None:
-            name, layer, position = seen.onset
-            first = seen.first(name)
+        if self.onset is not None:
+            name, layer, position = self.onset
+            first = self.first(name)
             here = first.finding if first is not None and first.finding.layer == layer else None
             tensor, module = ("block output", "") if here is None else (here.tensor, here.module)
             line = (
@@ -310,7 +305,7 @@ class _Judge:
                 f"({tensor}); with a fixed order it is gone: a kernel changes its order there."
             )
             return "kernel", (layer, position, tensor, module), [line, *lines]
-        shown = seen.first(seen.own) or seen.first(differing[0].name)
+        shown = self.first(self.own) or self.first(differing[0].name)
         return "rounding", NOWHERE if shown is None else shown.finding.place, lines
 
 
