@@ -314,7 +314,7 @@ class Generated(NamedTuple):
 def generate(bench: Bench) -> Check:
     """Greedy generation of one prompt."""
     prompt = bench.short()[0]
-    tokens = bench.runner.tokens(bench.row(0, prompt))
+    tokens = bench.tokens(prompt)
     return _checked(bench, tokens, torch.ones_like(tokens), f"a prompt of {prompt} tokens")
 
 

@@ -351,7 +351,7 @@ class Bench:
     def measure_plain(self) -> None:
         """Decodes as every user does: what that shows, and how far another token moves the logits."""
         prompt, length = self.short()
-        tokens = self.runner.tokens(self.row(0, length))
+        tokens = self.tokens(length)
         reference = self.reference(tokens)
         self.plain = apart(self.runner.decode(tokens, prompt)[0], reference.logits[:, prompt - 1 :])
         self.plain_null = reference.null
@@ -403,6 +403,10 @@ class Bench:
         given = self.pool[which][:length] if which < len(self.pool) else []
         missing = length - len(given)
         return given + list(prompts_for(self.runner.adapter, which + 1, missing, seed=17)[which]) if missing else given
+
+    def tokens(self, length: int) -> Tensor:
+        """So many tokens of the first prompt, as a batch of one."""
+        return self.runner.tokens(self.row(0, length))
 
     def reference(self, tokens: Tensor, masking: Masking = UNMASKED, first: int = 0) -> Reference:
         """A recomputation, and how far rounding moves it (from the first row on, where the mask is not 0)."""

@@ -106,7 +106,7 @@ def one_token(bench: Bench) -> Check:
     """A prompt of a single token, which some models take for a decode step."""
     if bench.context <= bench.steps:
         raise NotRunError(f"a context of {bench.context} positions has no room for a token and {bench.steps} decode steps.")
-    tokens = bench.runner.tokens(bench.row(0, 1 + bench.steps))
+    tokens = bench.tokens(1 + bench.steps)
     errors = Errors().add(bench.runner.decode(tokens, 1)[0], bench.reference(tokens), 0)
     return bench.settle(errors, f"a prompt of one token, {bench.steps} decode steps, against recomputation")
 
@@ -117,7 +117,7 @@ def told(bench: Bench) -> Check:
     if not {"attention_mask", "position_ids"} & runner.takes:
         raise NotRunError(f"{type(runner.model).__name__} takes neither an attention_mask nor position_ids.")
     prompt, length = bench.short()
-    tokens = runner.tokens(bench.row(0, length))
+    tokens = bench.tokens(length)
     errors = Errors()
     places = torch.arange(length, device=runner.device)[None]
     for masking in (Masking(torch.ones_like(tokens), places), Masking(torch.ones_like(tokens), None)):
@@ -166,7 +166,7 @@ def context_end(bench: Bench) -> Check:
         raise NotRunError("this model's config names no last position.")
     if why := _too_much(bench, size, LAST):
         raise NotRunError(f"the last of {size} positions is not reached: {why}.", option=REACH)
-    tokens = bench.runner.tokens(bench.row(0, size))
+    tokens = bench.tokens(size)
     before = max(size - bench.steps - 1, 1)
     errors = Errors().add(bench.runner.decode(tokens, before)[0], bench.reference(tokens, first=before - 1), before - 1)
     return bench.settle(
@@ -179,7 +179,7 @@ def _switch(bench: Bench, size: int, said: str) -> Check:
     if bench.far != "yes":
         raise NotRunError(f"{said}: not reached; {REACH} goes there.", option=REACH)
     before, errors = size - 1, Errors()
-    tokens = bench.runner.tokens(bench.row(0, size + 2))
+    tokens = bench.tokens(size + 2)
     for n, row in enumerate(bench.runner.decode(tokens, before)[0].unbind(1), before):
         errors.add(row[:, None], bench.reference(tokens[:, :n], first=n - 1), n - 1)
     what = f"{said}: {before} tokens and then one by one to {size + 2}, each against the recomputation of its own prefix"
@@ -199,7 +199,7 @@ def _edge(bench: Bench, size: int, said: str) -> Check:
         raise NotRunError(f"{said}: not reached, {why}.")
     if why := _too_much(bench, whole):
         raise NotRunError(f"{said}: not reached, {why}.", option=REACH)
-    tokens = runner.tokens(bench.row(0, whole))
+    tokens = bench.tokens(whole)
     before, full = max(size - 2, 1), size + 2
     reference = bench.reference(tokens, first=before - 1)
     made, cache = runner.decode(tokens, before)
@@ -245,7 +245,7 @@ def long_prompt(bench: Bench) -> Check:
         prompts = [n for n in prompts if not _too_much(bench, n + bench.steps)]
         if not prompts or max(prompts) < size:
             raise NotRunError(f"prompts beyond {said} are not run: {why}.", option=REACH)
-    tokens = runner.tokens(bench.row(0, max(prompts) + bench.steps))
+    tokens = bench.tokens(max(prompts) + bench.steps)
     reference = bench.reference(tokens)
     errors = Errors()
     for prompt in prompts:
@@ -285,12 +285,12 @@ def static(bench: Bench) -> Check:
     errors, prompts = Errors(), _prompts(bench)
     listed = ", ".join(map(str, prompts))
     for prompt in prompts:
-        tokens = runner.tokens(bench.row(0, prompt + bench.steps))
+        tokens = bench.tokens(prompt + bench.steps)
         reference = bench.reference(tokens, first=prompt - 1)
         errors.add(decoded(tokens, prompt, ROOM), reference, prompt - 1)
 
     def hint() -> str:
-        tokens = runner.tokens(bench.row(0, prompts[0] + bench.steps))
+        tokens = bench.tokens(prompts[0] + bench.steps)
         a, b = (decoded(tokens, prompts[0], room) for room in (ROOM, 2 * ROOM))
         empty = apart(a, b) > bench.beyond * errors.null
         return "empty slots are read" if empty else "slots are written or read at the wrong place"
@@ -320,7 +320,7 @@ def crop(bench: Bench) -> Check:
     errors, prompts = Errors(), _prompts(bench)
     listed = ", ".join(map(str, prompts))
     for prompt in prompts:
-        tokens = runner.tokens(bench.row(0, prompt + drafted))
+        tokens = bench.tokens(prompt + drafted)
         # One drafted token is kept, as where an assistant guessed one right.
         others = runner.tokens(bench.row(1, prompt + 2 * drafted)[-drafted:])
         whole = torch.cat([tokens[:, : prompt + 1], others], 1)[:, : bench.context]
@@ -382,7 +382,7 @@ def _quantised(bench: Bench, backend: str) -> Check:
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise NotRunError(f"transformers makes no such cache for this model ({one_line(error)}).") from error
     prompt = max(min(64, bench.context - bench.steps), 1)
-    tokens = runner.tokens(bench.row(0, prompt + bench.steps))
+    tokens = bench.tokens(prompt + bench.steps)
     reference = bench.reference(tokens)
     try:
         made, _ = runner.run(tokens, [prompt, *singles(tokens, prompt)], cache=cache)
