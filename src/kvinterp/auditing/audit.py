@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.accounting import account
-from kvinterp.auditing.bench import NARROW, Check, Runner, first_line
+from kvinterp.auditing.bench import NARROW, Check, Feeder, first_line
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
@@ -185,7 +185,7 @@ class _Auditor:
 
     def _ask_grid(self, twin: Adapter, run: PrecisionRun) -> None:
         """Whether logits that lie on a grid were put there: those of whole numbers leave it once the blocks' outputs move."""
-        runner, tokens, grid = Runner(twin), self.plan.tokens(0, twin.device), getattr(torch, run.grid)
+        runner, tokens, grid = Feeder(twin), self.plan.tokens(0, twin.device), getattr(torch, run.grid)
         if not on_grid(runner.moved(tokens), grid):
             run.grid = ""
         elif not self.seen.grid_module:

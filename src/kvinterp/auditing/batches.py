@@ -14,9 +14,9 @@ from kvinterp.auditing.bench import (
     Bench,
     Check,
     Errors,
+    Feeder,
     NotRunError,
-    Reference,
-    Runner,
+    Recomputation,
     UnclearError,
     lacking,
     one_line,
@@ -53,7 +53,7 @@ def side_by_side(bench: Bench) -> Check:
     what = (
         f"three prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
     )
-    return bench.settle(Errors().add(made, Reference(alone, null), prompt - 1), what, hint)
+    return bench.settle(Errors().add(made, Recomputation(alone, null), prompt - 1), what, hint)
 
 
 def _mixed(tokens: Tensor, made: Tensor, decode: Callable[[Tensor], Tensor], limit: float) -> bool:
@@ -150,7 +150,7 @@ class Padded:
         return made.get("attention_mask") is not None
 
 
-def unpadded(runner: Runner, tokens: Tensor, masking: Masking, first: int) -> tuple[Tensor, Tensor]:
+def unpadded(runner: Feeder, tokens: Tensor, masking: Masking, first: int) -> tuple[Tensor, Tensor]:
     """Logits from position ``first`` on: each row recomputed alone and without its pads, and the batch as if it had none."""
     assert masking.mask is not None
     pads = (masking.mask == 0).sum(-1).tolist()
@@ -181,7 +181,7 @@ def left_padding(bench: Bench) -> Check:
         raise no_padding(null)
     given.masked = given.wants_mask()
     made = given.decode()
-    errors = Errors().add(made, Reference(theirs, null), first, first).add(made, reference, first)
+    errors = Errors().add(made, Recomputation(theirs, null), first, first).add(made, reference, first)
     what = (
         f"prompts of {given.lengths} tokens in a left-padded batch, {length - prompt} decode steps, "
         "against the padded batch and each prompt alone without a cache"
@@ -356,7 +356,7 @@ def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
         if off > bench.beyond * null and off > reach / bench.beyond:
             raise no_padding(off)
         null = max(null, off)
-    errors = Errors().add(made.logits, Reference(logits, null), first)
+    errors = Errors().add(made.logits, Recomputation(logits, null), first)
     said = f"generate() of {what}, {bench.steps} new tokens, against recomputation of the same tokens{beside}"
     return bench.settle(errors, said, lambda: _cause(bench, made, logits, null, uncached), reach)
 

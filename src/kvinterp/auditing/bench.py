@@ -48,7 +48,7 @@ class Seen(NamedTuple):
     watch: Watch
 
 
-class Runner(BlockModel):
+class Feeder(BlockModel):
     """A model fed with masks, positions and caches of the caller's, its forwards counted.
 
     Args:
@@ -74,10 +74,10 @@ class Runner(BlockModel):
         self.watched: int | None = None
         self.seen: list[Seen] = []
 
-    def otherwise(self, **more: Any) -> Runner:
+    def otherwise(self, **more: Any) -> Feeder:
         """Another one of the same model, with some arguments changed."""
         given = {"kernels": self.kernels, "positions": self.positions, "unit": self.unit}
-        return Runner(self.adapter, **{**given, **more})
+        return Feeder(self.adapter, **{**given, **more})
 
     def tokens(self, *rows: Sequence[int]) -> Tensor:
         """Rows of equal length, on the model's device."""
@@ -262,7 +262,7 @@ def first_line(error: BaseException, most: int, nothing: str | None = None) -> s
     return next(iter(str(error).strip().splitlines()), kind)[:most]
 
 
-class Reference(NamedTuple):
+class Recomputation(NamedTuple):
     """A recomputation and how far another recomputation of the same is from it.
 
     Attributes:
@@ -283,7 +283,7 @@ class Errors(dict[int, float]):
 
     null = 0.0
 
-    def add(self, mine: Tensor, reference: Reference, first: int, begins: int = 0) -> Errors:
+    def add(self, mine: Tensor, reference: Recomputation, first: int, begins: int = 0) -> Errors:
         """Compares logits of the positions from ``first`` on with a recomputation whose own first row is at ``begins``."""
         theirs = reference.logits[:, first - begins : first - begins + mine.shape[1]]
         for at, error in by_position(mine, theirs, first).items():
@@ -309,7 +309,7 @@ class Bench:
         far: Whether every edge is reached, whatever that costs.
     """
 
-    runner: Runner
+    runner: Feeder
     pool: list[list[int]]
     steps: int
     thorough: bool
@@ -332,7 +332,7 @@ class Bench:
         best: Bench | None = None
         for kernels in (None,) if adapter.dtype in NARROW else (None, WithoutCasts()):
             for positions in ("own", "given"):
-                bench = cls(Runner(adapter, kernels, positions), pool, max(steps, 2), thorough, far=far)
+                bench = cls(Feeder(adapter, kernels, positions), pool, max(steps, 2), thorough, far=far)
                 if positions == "given" and not bench.runner.can_be_told_positions:
                     continue
                 try:
@@ -408,14 +408,14 @@ class Bench:
         """So many tokens of the first prompt, as a batch of one."""
         return self.runner.tokens(self.row(0, length))
 
-    def reference(self, tokens: Tensor, masking: Masking = UNMASKED, first: int = 0) -> Reference:
+    def reference(self, tokens: Tensor, masking: Masking = UNMASKED, first: int = 0) -> Recomputation:
         """A recomputation, and how far rounding moves it (from the first row on, where the mask is not 0)."""
         logits = self.runner.recompute(tokens, masking)
         moved = self.runner.moved(tokens, masking)
         kept = torch.ones_like(tokens, dtype=torch.bool) if masking.mask is None else masking.mask.bool()
         kept[:, :first] = False
         # The head's own sum comes after the last block, so that moving blocks does not show its rounding.
-        return Reference(logits, apart(moved[kept], logits[kept]) + self.runner.roundoff())
+        return Recomputation(logits, apart(moved[kept], logits[kept]) + self.runner.roundoff())
 
     def only_native(self, why: str) -> None:
         """Raises where a transformers model itself can be asked, and this wrapping of it cannot: ``why``."""

@@ -43,7 +43,7 @@ from kvinterp.auditing.watch import Event
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels
 
-NARROW = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
+FEWER_BITS = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
 
 CHECKS: dict[str, Callable[[Bench], Any]] = {
     "prompt of one token": lengths.one_token,
@@ -212,7 +212,7 @@ def _cast_of_its_own(one: Check, coarse: Check | None) -> Check:
     if one.status != PASSED or coarse is None or coarse.status != FAILED:
         return one
     also = "with casts to fewer bits left out it passes"
-    return dataclasses.replace(coarse, detail=_and(coarse, also), hint=coarse.hint or NARROW)
+    return dataclasses.replace(coarse, detail=_and(coarse, also), hint=coarse.hint or FEWER_BITS)
 
 
 def _confirmed(one: Check, again: Check | None) -> Check:

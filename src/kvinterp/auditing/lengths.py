@@ -17,7 +17,7 @@ from kvinterp.auditing.bench import (
     Check,
     Errors,
     NotRunError,
-    Reference,
+    Recomputation,
     UnclearError,
     attempted,
     lacking,
@@ -126,7 +126,7 @@ def told(bench: Bench) -> Check:
     return bench.settle(errors, f"{what}, against recomputation with the same")
 
 
-def _first_wrong(bench: Bench, reference: Reference, mine: Tensor) -> int | None:
+def _first_wrong(bench: Bench, reference: Recomputation, mine: Tensor) -> int | None:
     """The first position, from the first token on, that is off by more than rounding."""
     errors = by_position(mine, reference.logits[:, : mine.shape[1]], 0)
     return next((at for at, error in errors.items() if error > bench.excused * reference.null), None)
