@@ -394,11 +394,10 @@ def _spied(model: nn.Module, calls: list[Call]) -> Iterator[None]:
     def heard(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(tokens, Tensor):
-            places, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-            places = places.clone() if isinstance(places, Tensor) else None
-            mask = mask.clone() if isinstance(mask, Tensor) and mask.dim() == 2 else None
-            cached = any(kwargs.get(name) is not None for name in CACHES)
-            calls.append(Call(tokens.clone(), places, mask, cached))
+            given = {name: value.clone() for name, value in kwargs.items() if isinstance(value, Tensor)}
+            mask, cached = given.get("attention_mask"), any(kwargs.get(name) is not None for name in CACHES)
+            mask = mask if mask is not None and mask.dim() == 2 else None
+            calls.append(Call(tokens.clone(), given.get("position_ids"), mask, cached))
 
     def answered(_: nn.Module, __: Any, out: Any) -> None:
         calls[-1].logits = out.logits[:, -1].clone()

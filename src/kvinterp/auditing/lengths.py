@@ -6,7 +6,6 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,11 +136,15 @@ def _first_wrong(bench: Bench, reference: Recomputation, mine: Tensor) -> int | 
 
 def window(bench: Bench) -> list[Check]:
     """Decoding over the edge of each of the model's windows, and on from where it is long full."""
-    sizes = sorted({w for w in bench.runner.adapter.facts.windows if w})
+    windows = bench.runner.adapter.facts.windows
+    sizes = sorted({w for w in windows if w})
     if not sizes:
         raise NotRunError("no layer of this model has a sliding window or attends in chunks.")
-    layers = {size: _layers([n for n, w in enumerate(bench.runner.adapter.facts.windows) if w == size]) for size in sizes}
-    what = {size: f"the window of {size} positions of {layers[size]}" for size in sizes}
+    what = {}
+    for size in sizes:
+        layers = [str(n) for n, window in enumerate(windows) if window == size]
+        shown = ", ".join(layers[:6]) + (" and more" if len(layers) > 6 else "")
+        what[size] = f"the window of {size} positions of layer{'s' if len(layers) > 1 else ''} {shown}"
     return _each(bench, _edge, what)
 
 
@@ -220,13 +223,6 @@ def _edge(bench: Bench, size: int, said: str) -> Check:
         return "the cache of a window is wrong once it is full" if first >= size - 1 else ""
 
     return bench.settle(errors, what, hint)
-
-
-def _layers(layers: Sequence[int]) -> str:
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    shown = ", ".join(map(str, layers[:6])) + (" and more" if len(layers) > 6 else "")
-    return f"layers {shown}"
 
 
 # Long prompts ------------------------------------------------------------------------------------------------------------
@@ -328,7 +324,15 @@ def crop(bench: Bench) -> Check:
         if hasattr(cache, "activate_past_recording"):
             cache.activate_past_recording()
         _, held = runner.decode(tokens, prompt, cache=cache)
-        _check_croppable(held)
+        if why := lacking(held, "crop"):
+            raise NotRunError(why)
+        layers = getattr(held, "layers", [])
+        fixed = next((layer for layer in layers if getattr(layer, "is_croppable", True) is False), None)
+        if fixed is not None:
+            kind = type(fixed).__name__
+            raise NotRunError(
+                f"this model's cache cannot be cropped: is_croppable is False for its {kind}, a state has no past."
+            )
         try:
             held.crop(-(drafted - 1))
         # A cache that refuses says why.
@@ -343,17 +347,6 @@ def crop(bench: Bench) -> Check:
         "others fed in their place, against recomputation"
     )
     return bench.settle(errors, what, "crop() leaves keys, values or a length behind")
-
-
-def _check_croppable(cache: Any) -> None:
-    if why := lacking(cache, "crop"):
-        raise NotRunError(why)
-    layers = getattr(cache, "layers", [])
-    fixed = next((layer for layer in layers if getattr(layer, "is_croppable", True) is False), None)
-    if fixed is not None:
-        raise NotRunError(
-            f"this model's cache cannot be cropped: is_croppable is False for its {type(fixed).__name__}, a state has no past."
-        )
 
 
 # Quantised ---------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ Part = tuple[int, str, int]
 
 Rows = dict[Part, Tensor]
 
+Row = dict[str, Any]
+"""A row of a table."""
+
 
 def climb(
     adapter: Adapter, plan: Plan, kernels: Kernels | None = None, sweep: str = "no", against: str = "prefix"
@@ -62,7 +65,7 @@ class _Climb:
 
     def __init__(self, run: PrecisionRun, hooks: BlockHooks, against: str) -> None:
         self.run, self.hooks, self.against, self.plan = run, hooks, against, run.plan
-        self.rows: dict[str, list[dict[str, Any]]] = {"steps": [], "local": [], "sweep": [], "chunks": []}
+        self.rows: dict[str, list[Row]] = {"steps": [], "local": [], "sweep": [], "chunks": []}
 
     def prompt(self, number: int, swept: bool) -> None:
         """Every case of one prompt."""
@@ -106,7 +109,7 @@ class _Climb:
         tokens = self.hooks.reference.tokens
         self.run.nonfinite = self.run.nonfinite or first_nonfinite(self.hooks.model, tokens, prefill, path)
 
-    def _keep(self, table: str, prompt: int, prefill: int, rows: Iterable[dict[str, Any]]) -> None:
+    def _keep(self, table: str, prompt: int, prefill: int, rows: Iterable[Row]) -> None:
         self.rows[table] += [{"prompt": prompt, "prefill": prefill, **row} for row in rows]
 
 
@@ -193,7 +196,7 @@ def forced(
     against: str = "prefix",
     null: str = "all",
     fed: Iterable[tuple[int, Rows]] | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Every part's error given equal inputs, for each token fed one by one after the prefill.
 
     Args:
@@ -215,7 +218,7 @@ def forced(
             yield {**where, "layer": part[0], "part": part[1], "error": error, "null": apart}
 
 
-def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, mine: Rows) -> list[dict[str, Any]]:
+def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, mine: Rows) -> list[Row]:
     """Every part's error given equal inputs in the rows of tokens that were fed at once: a prompt, or more on its cache.
 
     The recomputation has as many rows as the cache then holds, so that a prompt is compared among the same number of rows.
@@ -287,7 +290,7 @@ def _jump(errors: pd.Series) -> int | None:
 
 def _free(
     hooks: BlockHooks, fed: Iterable[tuple[int, Rows]], prefill: int, against: str
-) -> tuple[list[dict[str, Any]], pd.DataFrame, pd.DataFrame]:
+) -> tuple[list[Row], pd.DataFrame, pd.DataFrame]:
     """A row a step of the free-running logits, and the layers and the largest logits of one that has something to show."""
     found, layers, top = [], pd.DataFrame(), pd.DataFrame()
     head, prefix = (len(hooks.model.blocks), "output", 0), against == "prefix"

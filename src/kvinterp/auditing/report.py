@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 TABLES = ("steps", "local", "sweep", "chunks")
 _ABOUT = {"verb": "audit"}
+Row = Mapping[str, Any]
+"""Names and what is shown of each."""
+
 _LADDER = (
     "Free-running: the logits of tokens fed one by one against those of the same prefix recomputed. The null "
     "control is the same row recomputed among more rows. Given equal inputs: every block was handed the rows that the "
@@ -223,7 +226,7 @@ def _number(value: Any) -> str:
     return str(value)
 
 
-def _pairs(values: Mapping[str, Any]) -> Pairs:
+def _pairs(values: Row) -> Pairs:
     return Pairs({name.replace("_", " "): _words(value) for name, value in values.items()}, look="beside")
 
 
@@ -235,7 +238,7 @@ def _words(value: Any) -> str:
     return ", ".join(map(_words, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], here: str | None = None, text: str = "") -> Table:
+def _table(rows: Sequence[Row], here: str | None = None, text: str = "") -> Table:
     """A table; the row whose first cell is ``here`` stands out, and the column of text is broken into lines; on a phone
     a row with a text is a card.
     """
@@ -246,7 +249,7 @@ def _table(rows: Sequence[Mapping[str, Any]], here: str | None = None, text: str
 # The ladder ------------------------------------------------------------------------------------------------------------
 
 
-def ladder_figure(evidence: Mapping[str, Mapping[str, Any]]) -> Figure | None:
+def ladder_figure(evidence: Mapping[str, Row]) -> Figure | None:
     """Differences by precision beside the unit roundoff of each; rounding falls with it. None where no precision was run."""
     named = {name: found["unit_roundoff"] for name, found in evidence.items() if name in DTYPES}
     units = dict(sorted(named.items(), key=lambda item: -item[1]))
@@ -266,7 +269,7 @@ def ladder_figure(evidence: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     return figure
 
 
-def _rung_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+def _rung_row(name: str, found: Row) -> dict[str, Any]:
     left = found["fixed_order_block_error"]
     checked = f"{found['fixed_order_bitwise_equal']} of {found['fixed_order_checks']}"
     return {
@@ -313,7 +316,7 @@ def _layer_name(layer: int | None) -> str | None:
     return "embedding" if layer == EMBEDDING else None if layer is None else str(layer)
 
 
-def _taken_away(found: Mapping[str, Any]) -> str:
+def _taken_away(found: Row) -> str:
     """What takes the error of a first tensor away, see :class:`kvinterp.auditing.verdict.Verdict`."""
     word, detail = found["taken_away_by"], found["detail"]
     plain = {

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
 
 
+Step = tuple[tuple[str, float], tuple[str, float]]
+"""A dtype and its largest logit difference, and the same of the next finer one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Fall:
     """What the largest logit difference of one model does from each dtype to the next finer one.
@@ -27,17 +31,17 @@ class Fall:
     sizes: tuple[tuple[str, float], ...]
 
     @property
-    def steps(self) -> list[tuple[tuple[str, float], tuple[str, float]]]:
+    def steps(self) -> list[Step]:
         """Each dtype beside the next finer one."""
         return list(itertools.pairwise(self.sizes))
 
     @property
-    def stuck(self) -> list[tuple[tuple[str, float], tuple[str, float]]]:
+    def stuck(self) -> list[Step]:
         """The steps at which a difference is there and does not fall."""
         return [(coarse, fine) for coarse, fine in self.steps if fine[1] >= coarse[1] > 0]
 
     @property
-    def begins(self) -> list[tuple[tuple[str, float], tuple[str, float]]]:
+    def begins(self) -> list[Step]:
         """The steps from exact equality to a difference: they neither fall nor say anything against rounding."""
         return [(coarse, fine) for coarse, fine in self.steps if fine[1] > coarse[1] == 0]
 
