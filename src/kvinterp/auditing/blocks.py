@@ -100,6 +100,11 @@ class BlockModel:
         module = getter() if getter is not None else None
         return module if isinstance(module, nn.Module) else None
 
+    def end_name(self, which: str) -> str:
+        """The path of that module, or an empty text."""
+        module = self.end(which)
+        return "" if module is None else self.name_of(module)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype the weights are in."""

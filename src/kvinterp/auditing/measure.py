@@ -72,7 +72,7 @@ class _Climb:
         plan, run, hooks = self.plan, self.run, self.hooks
         reference = hooks.refer_to(plan.tokens(number, hooks.model.device))
         if not bool(reference.logits.isfinite().all()):
-            self._not_finite(None, "recompute")
+            self._not_finite(None)
             return
         run.largest_logit = max(run.largest_logit, reference.logits.abs().max().item())
         run.grid = logit_grid(reference.logits) if number == 0 or run.grid else ""
@@ -92,7 +92,7 @@ class _Climb:
         mine, fed, equal = _fed_freely(self.hooks, prefill, stop)
         free, layers, top = _free(self.hooks, fed, prefill, self.against)
         if any(math.isnan(row["max_abs"]) for row in free):
-            self._not_finite(prefill, "cached")
+            self._not_finite(prefill)
             return
         self._keep("steps", number, prefill, free)
         # Of several cases the last that has something to show.
@@ -105,9 +105,9 @@ class _Climb:
         self._keep("local", number, prefill, forced(self.hooks, prefill, stop, self.against, "last", fed))
         self._keep("chunks", number, prefill, _at_once(self.hooks, 0, prefill, self.against, mine))
 
-    def _not_finite(self, prefill: int | None, path: str) -> None:
+    def _not_finite(self, prefill: int | None) -> None:
         tokens = self.hooks.reference.tokens
-        self.run.nonfinite = self.run.nonfinite or first_nonfinite(self.hooks.model, tokens, prefill, path)
+        self.run.nonfinite = self.run.nonfinite or first_nonfinite(self.hooks.model, tokens, prefill)
 
     def _keep(self, table: str, prompt: int, prefill: int, rows: Iterable[Row]) -> None:
         self.rows[table] += [{"prompt": prompt, "prefill": prefill, **row} for row in rows]
