@@ -514,7 +514,7 @@ def test_a_caches_own_crop_is_used() -> None:
     """One whose layers have none was said to have no crop()."""
     from transformers import DynamicCache
 
-    from kvinterp.auditing.feeding import lacking
+    from kvinterp.auditing.bench import lacking
 
     class Layer:
         pass

@@ -15,9 +15,8 @@ from kvinterp.auditing.exercises import Check
 from kvinterp.auditing.first_difference import Finding
 from kvinterp.auditing.judging import ONE_BY_ONE, Judged
 from kvinterp.auditing.ladder import LOCAL, STEPS, PrecisionRun
-from kvinterp.auditing.verdict import Evidence, judge
+from kvinterp.auditing.reading import Evidence, hint, overflow
 from kvinterp.paths.kernels import Native
-from kvinterp.reading import verdict as say
 
 
 def rung(
@@ -108,7 +107,7 @@ CLEAN = rung(error=1e-7, logits=1e-6, null=1e-6, fixed=rung())
     ],
 )  # fmt: skip
 def test_the_word_and_its_sentence(seen: Evidence, word: str, code: int, said: str, unsaid: str) -> None:
-    verdict = judge(seen)
+    verdict = seen.judge()
     assert (verdict.verdict, verdict.exit_code) == (word, code), verdict.reading
     assert said in verdict.reading
     assert unsaid not in verdict.reading
@@ -117,16 +116,16 @@ def test_the_word_and_its_sentence(seen: Evidence, word: str, code: int, said: s
 
 
 def test_what_is_allowed_passes_and_says_so() -> None:
-    verdict = judge(evidence(CLEAN, judged={"float32": [judged("cast", cause={"dtype": "bfloat16"})]}), ("hidden-cast",))
+    verdict = evidence(CLEAN, judged={"float32": [judged("cast", cause={"dtype": "bfloat16"})]}).judge(("hidden-cast",))
     assert verdict.exit_code == 0
     assert verdict.reading.startswith("PASS  hidden-cast (allowed)")
 
 
 def test_a_bug_names_the_precisions_that_do_not_show_it() -> None:
     seen = evidence(CLEAN, rung(torch.float64), judged={"float32": [judged()], "float64": []})
-    assert "float32 a relative error of 1.0e-03; not in float64" in judge(seen).reading
+    assert "float32 a relative error of 1.0e-03; not in float64" in seen.judge().reading
     both = evidence(CLEAN, rung(torch.float64), judged={"float32": [judged()], "float64": [judged()]})
-    assert "not in" not in judge(both).reading
+    assert "not in" not in both.judge().reading
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ def test_a_bug_names_the_precisions_that_do_not_show_it() -> None:
     ],
 )
 def test_a_bug_says_what_was_tried(cause: dict[str, Any], said: str) -> None:
-    assert said in judge(evidence(CLEAN, judged={"float32": [judged(cause=cause)]})).reading
+    assert said in evidence(CLEAN, judged={"float32": [judged(cause=cause)]}).judge().reading
 
 
 @pytest.mark.parametrize(
@@ -146,7 +145,7 @@ def test_a_bug_says_what_was_tried(cause: dict[str, Any], said: str) -> None:
     [("K", 9, "new keys"), ("K", 2, "old keys"), ("Q", 9, "RoPE"), ("attention mask", 2, "window"), ("m.1.mlp", 9, "")],
 )
 def test_a_hint_follows_the_tensor(tensor: str, position: int, said: str) -> None:
-    hints = say.hint(judged(tensor=tensor, position=position), evidence(CLEAN))
+    hints = hint(judged(tensor=tensor, position=position), evidence(CLEAN))
     assert (said in hints[0]) if said else hints == []
 
 
@@ -161,6 +160,6 @@ def test_a_hint_follows_the_tensor(tensor: str, position: int, said: str) -> Non
 )
 def test_an_overflow_says_the_remedy_that_works(where: dict[str, Any], own: torch.dtype, said: str, unsaid: str) -> None:
     full = {"value": "Inf", "position": None, "module": "m.0", **where}
-    text = "\n".join(say.overflow(rung(own, nonfinite=full), []))
+    text = "\n".join(overflow(rung(own, nonfinite=full), ""))
     assert said in text
     assert unsaid not in text

@@ -4,21 +4,19 @@ To be read in this order:
 
 - what is watched: ``blocks`` (a model and its blocks), ``attention`` (which calls are attention), ``watch`` (inside a block),
   ``comparing`` (two runs of it), ``first_difference``, ``values``;
-- one precision: ``ladder`` (its notions), ``measure``, ``onset``, ``accounting``;
+- one precision: ``ladder`` (its notions), ``measure``, ``accounting``;
 - what takes a difference away: ``causes``, ``judging``;
-- what else a cache is used for: ``exercises``, on ``feeding`` and ``bench``: ``batches``, ``lengths``, ``generation`` and
-  ``caches``;
-- all of it: ``audit``, ``verdict``, ``everything``, and ``report`` for readers;
+- what else a cache is used for: ``exercises``, on ``bench``: ``batches`` and ``lengths``;
+- all of it: ``audit``, ``reading`` (what the evidence says), ``verdict``, and ``report`` and ``junit`` for readers;
 - beside it: ``causality``, ``building`` (models made for an audit), ``operations`` and ``shape_dependence`` (the kernels table).
 """
 
 from kvinterp.auditing.audit import CHECKS, LENGTHS, RUNGS, audit
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.building import random_model, users_model
-from kvinterp.auditing.everything import Audit
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
-from kvinterp.auditing.verdict import VERDICTS, Verdict
+from kvinterp.auditing.verdict import VERDICTS, Audit, Verdict
 
 __all__ = [
     "CHECKS",

@@ -7,12 +7,12 @@ found in each part are put into the recomputation, at random signs, and the logi
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import BlockHooks, BlockModel, referenced
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, moving, referenced
 from kvinterp.auditing.comparing import difference
 from kvinterp.auditing.ladder import PrecisionRun, band
 from kvinterp.models import Adapter
@@ -39,8 +39,6 @@ class Account:
     kernels: str
     layer: int | None = None
     position: int | None = None
-
-    room: ClassVar[float] = ROOM
 
     @property
     def holds(self) -> bool:
@@ -79,18 +77,14 @@ def _perturbed(hooks: BlockHooks, sizes: dict[Any, float], seed: int) -> float:
     generator = torch.Generator(hooks.model.device).manual_seed(seed)
     reference = hooks.reference
 
-    def change(call: Any, made: Tensor) -> Tensor:
-        layer = call[0]
+    def change(layer: int, made: Tensor) -> Tensor:
         # What enters the first block and what stands before the next are put in here, where they are added to the same stream.
         size = max(sizes.get((layer, "output"), 0.0), sizes.get((layer + 1, "input"), 0.0), sizes.get((-1, "output"), 0.0))
         signs = torch.randint(0, 2, made.shape, generator=generator, device=made.device) * 2 - 1
         off = size * made.double().abs().amax(-1, keepdim=True) * signs
         return (made.double() + off).to(made.dtype)
 
-    hooks.change = change
-    try:
+    with moving(hooks.model.blocks, change):
         again = hooks.recompute(reference.tokens.shape[1], "no")[0]
-    finally:
-        hooks.change = None
     found = max(difference(a, b) for a, b in zip(again, reference.logits, strict=True))
     return found + sizes.get((len(hooks.model.blocks), "output"), 0.0)

@@ -5,8 +5,7 @@ Asked of the calls in the order in which a model makes them, so that it does not
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ _FUSED = _F.scaled_dot_product_attention
 _SOFTMAX = (torch.softmax, _F.softmax, Tensor.softmax)
 
 
-@dataclasses.dataclass(frozen=True)
-class Fused:
+class Fused(NamedTuple):
     """Attention in one call, ``[..., row, head_dim]`` each."""
 
     query: Tensor
@@ -32,8 +30,7 @@ class Fused:
     made: Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """A product of two activations, which may be scores; and the one before it, if no softmax followed that one."""
 
     a: Tensor
@@ -42,8 +39,7 @@ class Product:
     before: Product | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """A softmax of a product's numbers, scaled and masked in between: the product was of queries and keys."""
 
     product: Product
@@ -51,8 +47,7 @@ class Scores:
     dtype: torch.dtype | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Values:
+class Values(NamedTuple):
     """The softmax's probabilities by values; with the scores that they were made of."""
 
     weights: Tensor

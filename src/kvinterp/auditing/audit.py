@@ -13,21 +13,19 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.accounting import account
-from kvinterp.auditing.bench import Check, first_line
+from kvinterp.auditing.bench import NARROW, Check, Feeder, first_line
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.comparing import difference
-from kvinterp.auditing.everything import Audit
 from kvinterp.auditing.exercises import exercise, served
-from kvinterp.auditing.feeding import NARROW, Runner
 from kvinterp.auditing.judging import RungJudge
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.lengths import CHUNK_NAMES
-from kvinterp.auditing.measure import climb
-from kvinterp.auditing.onset import onset
+from kvinterp.auditing.measure import climb, onset
+from kvinterp.auditing.reading import Evidence
 from kvinterp.auditing.values import grid_module, on_grid
-from kvinterp.auditing.verdict import VERDICTS, Evidence, judge
+from kvinterp.auditing.verdict import VERDICTS, Audit
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
@@ -111,7 +109,10 @@ def audit(
     check_known("checks", checks, CHECKS)
     check_seed(seed)
     check_callable("progress", progress)
-    allow = _allowed(allow)
+    words = f"a list of words of {', '.join(VERDICTS)}"
+    allow = (allow,) if isinstance(allow, str) else tuple(given_list("allow", allow, words))
+    for word in allow:
+        check_known("verdict to allow", word, VERDICTS)
     lengths, steps = _checked_lengths(_own_lengths(adapter) if lengths is None else lengths, steps)
     dtypes = _precisions(rungs, adapter)
     with contextlib.ExitStack() as held:
@@ -128,32 +129,30 @@ def audit(
             plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
             seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, progress or (lambda _: None)).run()
             about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
-        verdict = dataclasses.replace(judge(seen, allow), provenance=about, seconds=tuple(seen.seconds))
+        verdict = dataclasses.replace(seen.judge(allow), provenance=about, seconds=tuple(seen.seconds))
         result = Audit(verdict, list(seen.rungs.values()), plan, about)
         if out is not None:
             result.save(out)
     return result if detail == "everything" else result.verdict
 
 
+@dataclasses.dataclass
 class _Auditor:
     """Climbs the ladder and looks inside where a rung shows something; what it is given, :func:`audit` was given."""
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        plan: Plan,
-        dtypes: dict[str, torch.dtype],
-        sweep: str,
-        checks: str,
-        reach: str,
-        progress: Callable[[str], None],
-    ) -> None:
-        self.adapter, self.plan, self.dtypes = adapter, plan, dtypes
-        self.sweep, self.checks, self.reach, self.progress = sweep, checks, reach, progress
-        self.finest = min(dtypes, key=lambda name: unit_roundoff(dtypes[name]))
-        matrices = [p.shape[-1] for p in adapter.model.parameters() if p.dim() == 2]
-        terms = max([plan.length, adapter.facts.width, *matrices])
-        self.seen = Evidence(adapter.facts.name, dtype_name(adapter.dtype), terms)
+    adapter: Adapter
+    plan: Plan
+    dtypes: dict[str, torch.dtype]
+    sweep: str
+    checks: str
+    reach: str
+    progress: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.finest = min(self.dtypes, key=lambda name: unit_roundoff(self.dtypes[name]))
+        facts, matrices = self.adapter.facts, [p.shape[-1] for p in self.adapter.model.parameters() if p.dim() == 2]
+        terms = max([self.plan.length, facts.width, *matrices])
+        self.seen = Evidence(facts.name, dtype_name(self.adapter.dtype), terms)
 
     def run(self) -> Evidence:
         """Runs every rung."""
@@ -186,11 +185,8 @@ class _Auditor:
 
     def _ask_grid(self, twin: Adapter, run: PrecisionRun) -> None:
         """Whether logits that lie on a grid were put there: those of whole numbers leave it once the blocks' outputs move."""
-        runner, tokens = Runner(twin), self.plan.tokens(0, twin.device)
-        grid = getattr(torch, run.grid)
-        with runner.rounding(tokens.shape[1]):
-            moved = runner.recompute(tokens)
-        if not on_grid(moved, grid):
+        runner, tokens, grid = Feeder(twin), self.plan.tokens(0, twin.device), getattr(torch, run.grid)
+        if not on_grid(runner.moved(tokens), grid):
             run.grid = ""
         elif not self.seen.grid_module:
             self.seen.grid_module = grid_module(runner, tokens, grid)
@@ -240,9 +236,13 @@ class _Auditor:
         """One rung, or None where torch cannot run the model in its dtype."""
         long = "yes" if name in (self.seen.own, "float32") else "first" if name == self.finest else "no"
         sweep = long if self.sweep == "yes" else "no"
-        try:
+
+        def own() -> PrecisionRun:
             with self._timed("own kernels", name):
-                run = climb(twin, self.plan, sweep=sweep)
+                return climb(twin, self.plan, sweep=sweep)
+
+        try:
+            run = own()
         except RuntimeError as error:
             if name == self.seen.own or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -250,8 +250,7 @@ class _Auditor:
             if twin is self.adapter or not other_attention(twin):
                 return None
             try:
-                with self._timed("own kernels", name):
-                    run = climb(twin, self.plan, sweep=sweep)
+                run = own()
             except RuntimeError:
                 return None
             self.seen.refused[name] += "; it was run with eager attention"
@@ -278,28 +277,20 @@ class _Auditor:
             run.unfixed = first_line(error, 160)
 
     def _affordable(self, sweep: str) -> tuple[Plan | None, str]:
+        """The first of ever smaller plans that a processor can run with a fixed order, and whether it sweeps."""
+        plan, steps, every = self.plan, self.plan.steps, self.plan.prefills
         if self.adapter.device.type != "cpu":
-            return self.plan, sweep
+            return plan, sweep
         weights, layers = sum(p.numel() for p in self.adapter.model.parameters()), len(self.adapter.blocks)
-        prompts, prefills = len(self.plan.prompts), list(self.plan.prefills)
-
-        def cost(prompts: int, prefills: list[int], sweep: str) -> float:
-            longest, steps = max(prefills) + self.plan.steps, self.plan.steps
-            rows = prompts * (2 * longest + sum(2 * p + 3 * steps for p in prefills)) + longest * (sweep != "no")
-            keys = prompts * sum((4 + 2 * steps) * p for p in prefills) + longest**2 / 2 * (sweep != "no")
-            return weights * rows + A_KEY * layers * keys
-
-        while cost(prompts, prefills, sweep) > AFFORDED:
-            if sweep != "no":
-                sweep = "no"
-            elif prompts > 1:
-                prompts = 1
-            elif len(prefills) > 1:
-                prefills.pop()
-            else:
-                return None, "no"
-        plan = dataclasses.replace(self.plan, prompts=self.plan.prompts[:prompts], prefills=tuple(prefills))
-        return (plan if plan.length > (plan.chunk or 0) + 1 else dataclasses.replace(plan, chunk=None)), sweep
+        smaller = [(plan.prompts[:1], every[:count], "no") for count in range(len(every), 0, -1)]
+        for prompts, prefills, swept in [(plan.prompts, every, sweep), (plan.prompts, every, "no"), *smaller]:
+            longest, long = max(prefills) + steps, swept != "no"
+            rows = len(prompts) * (2 * longest + sum(2 * p + 3 * steps for p in prefills)) + longest * long
+            keys = len(prompts) * sum((4 + 2 * steps) * p for p in prefills) + longest**2 / 2 * long
+            if weights * rows + A_KEY * layers * keys <= AFFORDED:
+                plan = dataclasses.replace(plan, prompts=prompts, prefills=prefills)
+                return (plan if plan.length > (plan.chunk or 0) + 1 else dataclasses.replace(plan, chunk=None)), swept
+        return None, "no"
 
     def _in(self, dtype: torch.dtype) -> Adapter:
         """The model in a dtype; a copy that is dropped with its rung, never kept on the adapter."""
@@ -307,13 +298,12 @@ class _Auditor:
 
     def _exercised(self) -> str:
         plan, runs = self.plan, self.seen.rungs.values()
-        said = [f"Prompts of {', '.join(map(str, plan.prefills))} tokens, each with the next {plan.steps} one by one"]
+        said = f"Prompts of {', '.join(map(str, plan.prefills))} tokens, each with the next {plan.steps} one by one; "
         if any(len(run.sweep) for run in runs):
-            said.append(f"positions {plan.sweep} to {plan.length - 1} one by one")
-        chunked = any((run.chunks["start"] > 0).any() for run in runs)
-        at_once = f"positions {plan.chunk} to {plan.length - 1} at once on a cache of {plan.chunk}"
-        said.append(at_once if chunked else "never several tokens at once on a cache that is not empty")
-        return f"{'; '.join(said)}."
+            said += f"positions {plan.sweep} to {plan.length - 1} one by one; "
+        if any((run.chunks["start"] > 0).any() for run in runs):
+            return f"{said}positions {plan.chunk} to {plan.length - 1} at once on a cache of {plan.chunk}."
+        return f"{said}never several tokens at once on a cache that is not empty."
 
     def _random(self) -> float:
         """The relative difference of one forward run twice, where it is beyond what rounding in another order makes."""
@@ -325,15 +315,6 @@ class _Auditor:
 
 
 # What is given ---------------------------------------------------------------------------------------------------------
-
-
-def _allowed(allow: Any) -> tuple[str, ...]:
-    """The words that shall not fail."""
-    words = f"a list of words of {', '.join(VERDICTS)}"
-    found = (allow,) if isinstance(allow, str) else tuple(given_list("allow", allow, words))
-    for word in found:
-        check_known("verdict to allow", word, VERDICTS)
-    return found
 
 
 def _precisions(rungs: Any, adapter: Adapter) -> dict[str, torch.dtype]:

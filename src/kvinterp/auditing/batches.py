@@ -1,18 +1,31 @@
-"""Exercises of several rows at once: prompts side by side, left padding, rows reordered, repeated and selected."""
+"""Exercises of several rows and of ``generate()``: prompts side by side, left padding, rows reordered, repeated, selected."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, Reference, UnclearError, native_only, one_line
+from kvinterp.auditing.bench import (
+    Bench,
+    Check,
+    Errors,
+    Feeder,
+    NotRunError,
+    Recomputation,
+    UnclearError,
+    lacking,
+    one_line,
+    singles,
+)
 from kvinterp.auditing.blocks import STATES, Masking
 from kvinterp.auditing.comparing import apart
-from kvinterp.auditing.feeding import Runner, lacking
 from kvinterp.models.native import text_config
+from kvinterp.models.transformers_cache import CACHES
 
 PADS = (0, 4, 1)
 """Pads of each row of a left-padded batch."""
@@ -40,7 +53,7 @@ def side_by_side(bench: Bench) -> Check:
     what = (
         f"three prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
     )
-    return bench.settle(Errors().add(made, Reference(alone, null), prompt - 1), what, hint)
+    return bench.settle(Errors().add(made, Recomputation(alone, null), prompt - 1), what, hint)
 
 
 def _mixed(tokens: Tensor, made: Tensor, decode: Callable[[Tensor], Tensor], limit: float) -> bool:
@@ -67,9 +80,7 @@ class Padded:
 
     Attributes:
         tokens: ``[3, length]``.
-        mask: 0 where there is a pad.
-        positions: Counted without the pads.
-        masking: Both.
+        masking: The mask, 0 where there is a pad, and the positions, counted without the pads.
         pads: How many pads each row has.
         masked: Whether the decode steps are given the mask.
 
@@ -85,11 +96,8 @@ class Padded:
         known = getattr(text_config(self.runner.adapter.source), "pad_token_id", None)
         pad = known if isinstance(known, int) and 0 <= known < self.runner.adapter.facts.vocabulary else 0
         self.tokens = self.runner.tokens(*([pad] * p + bench.row(n, length - p) for n, p in enumerate(self.pads)))
-        self.mask = torch.ones_like(self.tokens)
-        for row, pads in zip(self.mask, self.pads, strict=True):
-            row[:pads] = 0
-        self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        self.masking = Masking(self.mask, self.positions)
+        counted = torch.arange(length, device=self.tokens.device)
+        self.masking = Masking.counted(torch.stack([counted >= pads for pads in self.pads]).to(self.tokens))
 
     @property
     def lengths(self) -> str:
@@ -97,28 +105,28 @@ class Padded:
         first, *more, last = (self.prompt - pads for pads in self.pads)
         return f"{', '.join(map(str, (first, *more)))} and {last}"
 
-    def decode(self, mask: Tensor | None = None, positions: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        """Logits from the prompt's last row on; what is given holds for the decode steps only."""
+    def decode(self, tokens: Tensor | None = None, **otherwise: Tensor) -> Tensor:
+        """Logits from the prompt's last row on; another ``mask`` or ``positions`` hold for the decode steps only."""
         tokens, prompt = self.tokens if tokens is None else tokens, self.prompt
         logits, cache = self.runner.feed(tokens[:, :prompt], None, 0, self.masking.of(0, prompt))
-        seen = (self.mask if mask is None else mask) if self.masked else None
-        later = Masking(seen, self.positions if positions is None else positions)
-        made, _ = self.runner.singly(tokens, prompt, cache, later)
+        later = self.masking._replace(**otherwise, **({} if self.masked else {"mask": None}))
+        made, _ = self.runner.run(tokens, singles(tokens, prompt), prompt, cache, later)
         return torch.cat([logits[:, -1:], made], 1)
 
     def cause(self, made: Tensor, limit: float) -> str:
         """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
         if _mixed(self.tokens, made, lambda other: self.decode(tokens=other), limit):
             return "a row reads another row's cache"
-        if self.masked and torch.equal(self.decode(mask=torch.ones_like(self.mask)), made):
+        mask: Any = self.masking.mask
+        if self.masked and torch.equal(self.decode(mask=torch.ones_like(self.tokens)), made):
             return "the attention mask is ignored in decode"
         if not self.masked and apart(self.runner.decode(self.tokens, self.prompt, self.masking)[0], made) > limit:
             return "prepare_inputs_for_generation drops the attention mask in decode"
-        counted = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.positions)
-        mixed = self.positions.clone()
-        mixed[:, self.prompt :] = counted[:, self.prompt :]
+        mixed: Any = self.masking.positions
+        mixed = mixed.clone()
+        mixed[:, self.prompt :] = torch.arange(self.prompt, self.tokens.shape[1], device=self.tokens.device)
         # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
-        wrong = self.runner.recompute(self.tokens, Masking(self.mask, mixed))[:, self.prompt - 1 :]
+        wrong = self.runner.recompute(self.tokens, Masking(mask, mixed))[:, self.prompt - 1 :]
         deaf = "position_ids" in self.runner.takes and torch.equal(self.decode(positions=mixed), made)
         return "positions ignore the padding" if deaf or apart(made, wrong) <= limit else ""
 
@@ -131,7 +139,7 @@ class Padded:
             made = prepare(
                 self.tokens,
                 next_sequence_length=1,
-                attention_mask=self.mask,
+                attention_mask=self.masking.mask,
                 use_cache=True,
                 is_first_iteration=False,
                 **{self.runner.cache_name: self.runner.new_cache()},
@@ -142,12 +150,13 @@ class Padded:
         return made.get("attention_mask") is not None
 
 
-def unpadded(runner: Runner, tokens: Tensor, mask: Tensor, positions: Tensor, first: int) -> tuple[Tensor, Tensor]:
+def unpadded(runner: Feeder, tokens: Tensor, masking: Masking, first: int) -> tuple[Tensor, Tensor]:
     """Logits from position ``first`` on: each row recomputed alone and without its pads, and the batch as if it had none."""
-    pads = (mask == 0).sum(-1).tolist()
+    assert masking.mask is not None
+    pads = (masking.mask == 0).sum(-1).tolist()
     alone = [runner.recompute(tokens[n : n + 1, p:])[:, first - p :] for n, p in enumerate(pads)]
     # Ones, not None: without a mask transformers takes positions that begin anew for several texts packed into one row.
-    return torch.cat(alone), runner.recompute(tokens, Masking(torch.ones_like(mask), positions))[:, first:]
+    return torch.cat(alone), runner.recompute(tokens, Masking(torch.ones_like(tokens), masking.positions))[:, first:]
 
 
 def no_padding(off: float) -> UnclearError:
@@ -159,21 +168,20 @@ def no_padding(off: float) -> UnclearError:
 def left_padding(bench: Bench) -> Check:
     """A left-padded batch, against its recomputation and each prompt alone."""
     runner = bench.runner
-    if runner.kind != "native":
-        raise native_only(f"a model of kind {runner.kind} is fed without a mask here")
+    bench.only_native(f"a model of kind {runner.kind} is fed without a mask here")
     if "attention_mask" not in runner.takes:
         raise NotRunError(f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
     prompt, length = bench.short()
     given, first = Padded(bench, length, prompt), prompt - 1
     reference = bench.reference(given.tokens, given.masking)
-    theirs, unmasked = unpadded(runner, given.tokens, given.mask, given.positions, first)
+    theirs, unmasked = unpadded(runner, given.tokens, given.masking, first)
     null = max(reference.null, apart(reference.logits[:, first:], theirs))
     reach = apart(unmasked, theirs)
     if null > bench.beyond * reference.null and null > min(reach, bench.reach) / bench.beyond:
         raise no_padding(null)
     given.masked = given.wants_mask()
     made = given.decode()
-    errors = Errors().add(made, Reference(theirs, null), first, first).add(made, reference, first)
+    errors = Errors().add(made, Recomputation(theirs, null), first, first).add(made, reference, first)
     what = (
         f"prompts of {given.lengths} tokens in a left-padded batch, {length - prompt} decode steps, "
         "against the padded batch and each prompt alone without a cache"
@@ -210,7 +218,7 @@ def repeated_rows(bench: Bench) -> Check:
 def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], method: str) -> Check:
     runner = bench.runner
     if runner.kind == "hooked":
-        raise native_only("a HookedTransformer's cache has no rows to move")
+        bench.only_native("a HookedTransformer's cache has no rows to move")
     prompt, length = bench.short(extra=1)
     start = prompt + 1
     before = runner.tokens(*(bench.row(n, start) for n in range(ROWS)))
@@ -218,7 +226,7 @@ def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], metho
     rows = torch.tensor([2, 0, 1], device=runner.device)
     after = runner.tokens(*(bench.row(ROWS + n, length + 3)[3 + start :] for n in range(ROWS)))
     whole = torch.cat([before[rows], after], 1)
-    reference = bench.reference(whole, rows=slice(prompt, None))
+    reference = bench.reference(whole, first=prompt)
     _, cache = runner.decode(before, prompt)
     if why := lacking(cache, method):
         raise NotRunError(why)
@@ -233,7 +241,7 @@ def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], metho
     # A cache that refuses says why.
     except (NotImplementedError, ValueError) as error:
         raise NotRunError(f"this model's cache refuses {method}() ({one_line(error)}).") from error
-    mine, _ = runner.singly(whole, start, cache)
+    mine, _ = runner.run(whole, singles(whole, start), start, cache)
     theirs = reference.logits[:, start:]
 
     def hint() -> str:
@@ -257,3 +265,192 @@ def _inherits_half(layer: Any, method: str) -> bool:
         return bool(own) and getattr(type(layer), method) is getattr(Cache, method)
     keeps_states = any(getattr(layer, name, None) for name in STATES)
     return keeps_states and getattr(type(layer), method) is getattr(DynamicLayer, method, None)
+
+
+# generate() ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Call:
+    """What ``generate()`` gave one forward.
+
+    Attributes:
+        tokens: ``[batch, new]``.
+        positions: What it said of their positions, or None.
+        mask: The mask of two dimensions, or None.
+        cache: Whether there was one that held something or was to be filled.
+        logits: The newest row that the forward made; what ``generate()`` returns is rounded to float32.
+    """
+
+    tokens: Tensor
+    positions: Tensor | None
+    mask: Tensor | None
+    cache: bool
+    logits: Tensor | None = None
+
+
+class Generated(NamedTuple):
+    """One ``generate()``.
+
+    Attributes:
+        tokens: ``[batch, length]``, the prompt's and the new ones.
+        logits: Of each new token, ``[batch, new, vocabulary]``.
+        calls: What the forward was given.
+        masking: The mask, 0 where there is a pad, and the positions, counted without the pads, of all tokens.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    calls: list[Call]
+    masking: Masking
+
+    @property
+    def fed(self) -> tuple[Tensor, Masking]:
+        """What the model was to be fed: all tokens but the last, with their mask where there are pads, and positions."""
+        mask, positions = self.masking.of(0, self.tokens.shape[1] - 1)
+        return self.tokens[:, :-1], Masking(mask if mask is None or bool((mask == 0).any()) else None, positions)
+
+
+def generate(bench: Bench) -> Check:
+    """Greedy generation of one prompt."""
+    prompt = bench.short()[0]
+    tokens = bench.tokens(prompt)
+    return _checked(bench, tokens, torch.ones_like(tokens), f"a prompt of {prompt} tokens")
+
+
+def generate_padded(bench: Bench) -> Check:
+    """Greedy generation of a left-padded batch."""
+    _check_native(bench)
+    prompt = bench.short()[0]
+    given = Padded(bench, prompt, prompt)
+    what = f"prompts of {given.lengths} tokens in a left-padded batch"
+    return _checked(bench, given.tokens, given.masking.mask, what)
+
+
+def _check_native(bench: Bench) -> None:
+    bench.only_native(f"generate() of a {type(bench.runner.model).__name__} gives no logits")
+
+
+def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
+    _check_native(bench)
+    runner, first = bench.runner, tokens.shape[1] - 1
+    if not hasattr(runner.model, "generate") or not runner.model.can_generate():
+        raise NotRunError(f"{type(runner.model).__name__} has no generate() of transformers'.")
+    if bench.context < 1 + bench.steps:
+        raise NotRunError(f"a context of {bench.context} positions has no room for {bench.steps} new tokens.")
+    try:
+        made = _run(bench, tokens, mask, use_cache=True)
+    # What a model's own generate() does not support, it says with whatever error it meets first.
+    except Exception as error:
+        raise UnclearError(f"generate() of {what} raised {one_line(error)}.") from error
+    if all(call.tokens.shape[1] != 1 for call in made.calls[1:]):
+        said = f"generate() of {what} feeds the whole prefix at every step, so there was no cached step to compare"
+        raise UnclearError(f"{said}.")
+    logits, null = bench.reference(*made.fed, first)
+    uncached = _uncached(bench, tokens, mask)
+    beside = "" if uncached is None else f" (and {uncached:.1e} with use_cache=False)"
+    reach = bench.reach
+    if made.fed[1].mask is not None:
+        alone, unmasked = unpadded(runner, *made.fed, first)
+        reach, off = apart(unmasked, logits[:, first:]), apart(logits[:, first:], alone)
+        if off > bench.beyond * null and off > reach / bench.beyond:
+            raise no_padding(off)
+        null = max(null, off)
+    errors = Errors().add(made.logits, Recomputation(logits, null), first)
+    said = f"generate() of {what}, {bench.steps} new tokens, against recomputation of the same tokens{beside}"
+    return bench.settle(errors, said, lambda: _cause(bench, made, logits, null, uncached), reach)
+
+
+def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generated:
+    """Greedy, as many tokens as there are steps, none of them an end."""
+    from transformers import GenerationConfig
+
+    runner = bench.runner
+    known = getattr(runner.model.generation_config, "pad_token_id", None)
+    chosen = GenerationConfig(
+        max_new_tokens=bench.steps,
+        min_new_tokens=bench.steps,
+        do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
+        use_cache=use_cache,
+        return_dict_in_generate=True,
+        disable_compile=True,
+        pad_token_id=0 if known is None else known,
+    )
+    calls: list[Call] = []
+    with runner.running(), _spied(runner.model, calls):
+        out = runner.model.generate(tokens, attention_mask=mask, generation_config=chosen)
+    runner.forwards += len(calls)
+    made = [call.logits for call in calls if call.logits is not None]
+    if len(made) != bench.steps:
+        raise ValueError(f"{len(made)} forwards were heard for {bench.steps} new tokens")
+    whole = torch.cat([mask, torch.ones_like(out.sequences[:, tokens.shape[1] :])], 1)
+    return Generated(out.sequences, torch.stack(made, 1), calls, Masking.counted(whole))
+
+
+@contextlib.contextmanager
+def _spied(model: nn.Module, calls: list[Call]) -> Iterator[None]:
+    def heard(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(tokens, Tensor):
+            given = {name: value.clone() for name, value in kwargs.items() if isinstance(value, Tensor)}
+            mask, cached = given.get("attention_mask"), any(kwargs.get(name) is not None for name in CACHES)
+            mask = mask if mask is not None and mask.dim() == 2 else None
+            calls.append(Call(tokens.clone(), given.get("position_ids"), mask, cached))
+
+    def answered(_: nn.Module, __: Any, out: Any) -> None:
+        calls[-1].logits = out.logits[:, -1].clone()
+
+    with model.register_forward_pre_hook(heard, with_kwargs=True), model.register_forward_hook(answered):
+        yield
+
+
+def _uncached(bench: Bench, tokens: Tensor, mask: Tensor) -> float | None:
+    """How far ``generate(use_cache=False)`` is from a recomputation of its own tokens; None where it cannot be run."""
+    try:
+        made = _run(bench, tokens, mask, use_cache=False)
+    except Exception:
+        return None
+    return apart(made.logits, bench.runner.recompute(*made.fed)[:, tokens.shape[1] - 1 :])
+
+
+# What is wrong -----------------------------------------------------------------------------------------------------------
+
+
+def _cause(bench: Bench, made: Generated, theirs: Tensor, null: float, uncached: float | None) -> str:
+    """What ``generate()`` gave the forward that a caller of the forward would not have."""
+    told = _told(made)
+    if not told:
+        also = uncached is not None and uncached > bench.beyond * null
+        return "generate() gives other logits than the forward, without a cache too" if also else ""
+    # The same tokens, fed with what they should have been fed with: what remains is not generate()'s.
+    prompt = made.tokens.shape[1] - bench.steps
+    fed, masking = made.fed
+    left = apart(bench.runner.decode(fed, prompt, masking)[0], theirs[:, prompt - 1 :])
+    return f"{told}, and the forward is right when it is told so" if left <= bench.excused * null else told
+
+
+def _told(made: Generated) -> str:
+    mask: Any = made.masking.mask
+    positions: Any = made.masking.positions
+    start = 0
+    for call in made.calls:
+        stop = start + call.tokens.shape[1]
+        if stop > made.tokens.shape[1] or not torch.equal(call.tokens, made.tokens[:, start:stop]):
+            return f"prepare_inputs_for_generation feeds other tokens than those at position {start}"
+        kept = mask[:, start:stop].bool()
+        if call.positions is not None:
+            said = call.positions.expand(*call.positions.shape[:-2], *kept.shape)
+            wrong = (said != positions[:, start:stop]) & kept
+            if bool(wrong.any()):
+                row, at = wrong.nonzero()[0].tolist()[-2:]
+                right = int(positions[row, start + at])
+                given = int(said.reshape(-1, *kept.shape)[0, row, at])
+                return f"prepare_inputs_for_generation gives position {given} to the token at position {right}"
+        if call.mask is not None and not torch.equal(call.mask.bool(), mask[:, :stop].bool()):
+            return f"prepare_inputs_for_generation gives a wrong attention mask for the token at position {stop - 1}"
+        if not call.cache and start:
+            return "generate() does not pass the cache on"
+        start = stop
+    return ""

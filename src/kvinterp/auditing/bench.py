@@ -8,20 +8,175 @@ prompt), and is a failure only if it stays.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import UNMASKED, Masking, prompts_for
+from kvinterp.auditing.blocks import UNMASKED, BlockModel, Masking, moving, prompts_for
 from kvinterp.auditing.causes import WithoutCasts
 from kvinterp.auditing.comparing import apart, by_position
-from kvinterp.auditing.feeding import NARROW, Runner
+from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.auditing.watch import Watch, watching
 from kvinterp.models import Adapter
+from kvinterp.models.native import text_config
 from kvinterp.paths.kernels import Kernels
+
+NARROW = (torch.float16, torch.bfloat16)
+"""The dtypes in which rounding is not far below what a bug does."""
+
+
+class Seen(NamedTuple):
+    """One forward with a block watched.
+
+    Attributes:
+        cached: Whether it fed a cache.
+        batch: Rows of the batch.
+        new: Tokens fed.
+        total: Positions after it.
+        watch: What was seen in the block.
+    """
+
+    cached: bool
+    batch: int
+    new: int
+    total: int
+    watch: Watch
+
+
+class Feeder(BlockModel):
+    """A model fed with masks, positions and caches of the caller's, its forwards counted.
+
+    Args:
+        adapter: The model, already in its dtype.
+        kernels: The kernel mode; default: the machine's own.
+        positions: As for :class:`BlockModel`.
+        unit: The unit roundoff of what computes; default: that of the model's dtype.
+
+    Attributes:
+        forwards: How many forwards it ran.
+        stands_in: A block whose output is given in the place of the logits, or None.
+        watched: A block that is watched in every forward, or None; ``seen`` holds what was seen, in order.
+    """
+
+    def __init__(
+        self, adapter: Adapter, kernels: Kernels | None = None, positions: str = "own", unit: float | None = None
+    ) -> None:
+        super().__init__(adapter, kernels, positions)
+        self.kernels = kernels
+        self.unit = unit_roundoff(adapter.dtype) if unit is None else unit
+        self.forwards = 0
+        self.stands_in: int | None = None
+        self.watched: int | None = None
+        self.seen: list[Seen] = []
+
+    def otherwise(self, **more: Any) -> Feeder:
+        """Another one of the same model, with some arguments changed."""
+        given = {"kernels": self.kernels, "positions": self.positions, "unit": self.unit}
+        return Feeder(self.adapter, **{**given, **more})
+
+    def tokens(self, *rows: Sequence[int]) -> Tensor:
+        """Rows of equal length, on the model's device."""
+        return torch.tensor([list(row) for row in rows], device=self.device)
+
+    def forward(
+        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = UNMASKED, cached: str = "yes"
+    ) -> tuple[Tensor, Any]:
+        """As :meth:`BlockModel.forward`, counted and looked at."""
+        self.forwards += 1
+        made: list[Tensor] = []
+        batch, new = tokens.shape
+        watches = [] if self.watched is None else [Watch(self, self.watched, new)]
+        looked = [] if self.stands_in is None else [self.blocks[self.stands_in]]
+        with moving(looked, lambda _, output: made.append(output)), watching(watches):
+            logits, cache = super().forward(tokens, cache, start, masking, cached)
+        total = new + (start if cached == "yes" else 0)
+        self.seen += [Seen(cached == "yes", batch, new, total, watch) for watch in watches]
+        return (made[0] if made else logits), cache
+
+    def run(
+        self,
+        tokens: Tensor,
+        sizes: Sequence[int],
+        start: int = 0,
+        cache: Any = None,
+        masking: Masking = UNMASKED,
+        first: int = 0,
+        then: Callable[[Any], Any] = lambda _: None,
+    ) -> tuple[Tensor, Any]:
+        """The logits of tokens fed in pieces, each on the cache of those before, and the cache.
+
+        Args:
+            tokens: All of them, those on the cache too.
+            sizes: How many are fed at once, piece by piece.
+            start: How many are on the cache.
+            cache: What holds them.
+            masking: Of all of them.
+            first: The position from which on logits are kept.
+            then: Called with the cache after every piece.
+        """
+        made = []
+        for size in sizes:
+            stop = start + size
+            logits, cache = self.feed(tokens[:, start:stop], cache, start, masking.of(start, stop))
+            made.append(logits[:, max(first - start, 0) :])
+            start = stop
+            then(cache)
+        return torch.cat(made, 1), cache
+
+    def decode(self, tokens: Tensor, prefill: int, masking: Masking = UNMASKED, cache: Any = None) -> tuple[Tensor, Any]:
+        """Logits from the prompt's last row on, the rest fed one by one: ``[batch, 1 + steps, vocabulary]``, and the cache."""
+        return self.run(tokens, [prefill, *singles(tokens, prefill)], 0, cache, masking, prefill - 1)
+
+    def moved(self, tokens: Tensor, masking: Masking = UNMASKED) -> Tensor:
+        """A recomputation in which what every block returns is moved by as much as its rounding may, at random."""
+        size, generator = self.roundoff(tokens.shape[1]), torch.Generator().manual_seed(0)
+
+        def change(_: int, made: Tensor) -> Tensor:
+            noise = torch.rand(made.shape, generator=generator, dtype=torch.float64).to(made.device) * 2 - 1
+            return (made.double() * (1 + size * noise)).to(made.dtype)
+
+        with moving(self.blocks, change):
+            return self.recompute(tokens, masking)
+
+    def roundoff(self, length: int = 1) -> float:
+        """How far rounding moves a sum as long as the model is wide, or as the text is long."""
+        # Sums are kept in float32 for 16-bit tensors, so that their length does not matter there.
+        return self.unit * (1.0 if self.narrow else math.sqrt(max(length, self.adapter.facts.width)))
+
+    @property
+    def config(self) -> Any:
+        """The config of the model's text part; None where it has none of transformers'."""
+        return text_config(self.adapter.source) if self.kind != "hooked" else None
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the model is in 16 bits."""
+        return self.dtype in NARROW
+
+
+def singles(tokens: Tensor, start: int) -> list[int]:
+    """The sizes of pieces in which tokens are fed one by one from ``start`` on."""
+    return [1] * (tokens.shape[1] - start)
+
+
+def lacking(cache: Any, method: str) -> str:
+    """Which part of a cache has no such method, in a sentence; empty where all have it, or where the cache has its own."""
+    from transformers import Cache
+
+    if isinstance(cache, Cache) and getattr(type(cache), method, None) is not getattr(Cache, method, None):
+        return ""
+    if not hasattr(cache, method):
+        return f"{type(cache).__name__}, this model's cache, has no {method}()."
+    layer = next((layer for layer in getattr(cache, "layers", []) if not hasattr(layer, method)), None)
+    return "" if layer is None else f"{type(layer).__name__}, of this model's cache, has no {method}()."
+
+
+# What it is judged by ------------------------------------------------------------------------------------------------
 
 PASSED, FAILED, NOT_RUN, UNCLEAR = "passed", "failed", "not run", "cannot tell"
 
@@ -66,26 +221,33 @@ class Check:
     tensor: str = ""
     module: str = ""
 
-
-class NotRunError(Exception):
-    """Raised by an exercise that is not run on this model: why, and the option that would run it."""
-
-    def __init__(self, why: str, option: str = "") -> None:
-        super().__init__(why)
-        self.option = option
-
-
-def native_only(why: str) -> NotRunError:
-    """What a transformers model itself can be asked, and the wrapping of it cannot."""
-    return NotRunError(f"{why}; kind='native' of the same model runs it.")
+    @property
+    def failure(self) -> str:
+        """Of one that failed: what it showed, and where."""
+        where = "" if self.layer is None else f" First wrong: {self.tensor or 'the output'} of layer {self.layer}."
+        return f"{self.name} failed: {self.detail}{where}"
 
 
 class UnclearError(Exception):
-    """Raised by an exercise that says nothing of the cache: why, and the error without a cache where that is the reason."""
+    """Raised by an exercise that says nothing of the cache.
 
-    def __init__(self, why: str, null: float | None = None) -> None:
+    Args:
+        why: In a sentence.
+        null: The error without a cache, where that is the reason.
+        option: What would run it.
+    """
+
+    status = UNCLEAR
+
+    def __init__(self, why: str, null: float | None = None, option: str = "") -> None:
         super().__init__(why)
-        self.null = null
+        self.null, self.option = null, option
+
+
+class NotRunError(UnclearError):
+    """Raised by an exercise that is not run on this model."""
+
+    status = NOT_RUN
 
 
 def one_line(error: BaseException) -> str:
@@ -100,7 +262,7 @@ def first_line(error: BaseException, most: int, nothing: str | None = None) -> s
     return next(iter(str(error).strip().splitlines()), kind)[:most]
 
 
-class Reference(NamedTuple):
+class Recomputation(NamedTuple):
     """A recomputation and how far another recomputation of the same is from it.
 
     Attributes:
@@ -121,7 +283,7 @@ class Errors(dict[int, float]):
 
     null = 0.0
 
-    def add(self, mine: Tensor, reference: Reference, first: int, begins: int = 0) -> Errors:
+    def add(self, mine: Tensor, reference: Recomputation, first: int, begins: int = 0) -> Errors:
         """Compares logits of the positions from ``first`` on with a recomputation whose own first row is at ``begins``."""
         theirs = reference.logits[:, first - begins : first - begins + mine.shape[1]]
         for at, error in by_position(mine, theirs, first).items():
@@ -147,7 +309,7 @@ class Bench:
         far: Whether every edge is reached, whatever that costs.
     """
 
-    runner: Runner
+    runner: Feeder
     pool: list[list[int]]
     steps: int
     thorough: bool
@@ -170,7 +332,7 @@ class Bench:
         best: Bench | None = None
         for kernels in (None,) if adapter.dtype in NARROW else (None, WithoutCasts()):
             for positions in ("own", "given"):
-                bench = cls(Runner(adapter, kernels, positions), pool, max(steps, 2), thorough, far=far)
+                bench = cls(Feeder(adapter, kernels, positions), pool, max(steps, 2), thorough, far=far)
                 if positions == "given" and not bench.runner.can_be_told_positions:
                     continue
                 try:
@@ -189,7 +351,7 @@ class Bench:
     def measure_plain(self) -> None:
         """Decodes as every user does: what that shows, and how far another token moves the logits."""
         prompt, length = self.short()
-        tokens = self.runner.tokens(self.row(0, length))
+        tokens = self.tokens(length)
         reference = self.reference(tokens)
         self.plain = apart(self.runner.decode(tokens, prompt)[0], reference.logits[:, prompt - 1 :])
         self.plain_null = reference.null
@@ -242,16 +404,23 @@ class Bench:
         missing = length - len(given)
         return given + list(prompts_for(self.runner.adapter, which + 1, missing, seed=17)[which]) if missing else given
 
-    def reference(self, tokens: Tensor, masking: Masking = UNMASKED, rows: slice | None = None) -> Reference:
-        """A recomputation, and how far rounding moves it (in the given rows and where the mask is not 0)."""
+    def tokens(self, length: int) -> Tensor:
+        """So many tokens of the first prompt, as a batch of one."""
+        return self.runner.tokens(self.row(0, length))
+
+    def reference(self, tokens: Tensor, masking: Masking = UNMASKED, first: int = 0) -> Recomputation:
+        """A recomputation, and how far rounding moves it (from the first row on, where the mask is not 0)."""
         logits = self.runner.recompute(tokens, masking)
-        with self.runner.rounding(tokens.shape[1]):
-            moved = self.runner.recompute(tokens, masking)
+        moved = self.runner.moved(tokens, masking)
         kept = torch.ones_like(tokens, dtype=torch.bool) if masking.mask is None else masking.mask.bool()
-        if rows is not None:
-            kept[:, : rows.start or 0] = False
+        kept[:, :first] = False
         # The head's own sum comes after the last block, so that moving blocks does not show its rounding.
-        return Reference(logits, apart(moved[kept], logits[kept]) + self.runner.roundoff())
+        return Recomputation(logits, apart(moved[kept], logits[kept]) + self.runner.roundoff())
+
+    def only_native(self, why: str) -> None:
+        """Raises where a transformers model itself can be asked, and this wrapping of it cannot: ``why``."""
+        if self.runner.kind != "native":
+            raise NotRunError(f"{why}; kind='native' of the same model runs it.")
 
     def settle(self, errors: Errors, what: str, hint: str | Callable[[], str] = "", reach: float | None = None) -> Check:
         """Judges one check.
@@ -278,7 +447,10 @@ class Bench:
         first = next(at for at, error in sorted(errors.items()) if error > self.excused * null)
         if worst <= self.beyond * null:
             return settled(UNCLEAR, "; too much for rounding and too little for a bug", first)
-        cause = _found(hint) if self.asks == "yes" else ""
+        cause = hint if isinstance(hint, str) and self.asks == "yes" else ""
+        # What is wrong with the model may break the search for its cause too.
+        with contextlib.suppress(Exception):
+            cause = hint() if callable(hint) and self.asks == "yes" else cause
         return settled(FAILED, f", first at position {first}" + (f"; {cause}" if cause else ""), first, cause)
 
 
@@ -286,17 +458,5 @@ def attempted(bench: Bench, name: str, run: Callable[[Bench], Check]) -> Check:
     """A check under its name; one that was not run, or says nothing, says why."""
     try:
         return run(dataclasses.replace(bench, name=name))
-    except NotRunError as why:
-        return Check(name, NOT_RUN, str(why), hint=why.option)
     except UnclearError as why:
-        return Check(name, UNCLEAR, str(why), None, why.null)
-
-
-def _found(hint: str | Callable[[], str]) -> str:
-    if isinstance(hint, str):
-        return hint
-    try:
-        return hint()
-    # What is wrong with the model may break the search for its cause too.
-    except Exception:
-        return ""
+        return Check(name, why.status, str(why), None, why.null, hint=why.option)

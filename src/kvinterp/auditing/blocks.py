@@ -42,6 +42,11 @@ class Masking(NamedTuple):
     mask: Tensor | None = None
     positions: Tensor | None = None
 
+    @classmethod
+    def counted(cls, mask: Tensor) -> Masking:
+        """A mask and the positions that count its tokens alone."""
+        return cls(mask, (mask.cumsum(-1) - 1).clamp(min=0))
+
     def of(self, start: int, stop: int) -> Masking:
         """What belongs to the tokens from ``start`` to ``stop``, of what is said of all."""
         mask, positions = self
@@ -79,7 +84,8 @@ class BlockModel:
         self.kind, self.device = adapter.kind, adapter.device
         self.mode: KernelMode = (kernels or Native()).mode(adapter)
         self.padding: Tensor | None = None
-        self.takes = frozenset(inspect.signature(adapter.model.forward).parameters)
+        # What a caller may give a transformers model; nothing goes through the wrappings of one.
+        self.takes = frozenset(inspect.signature(self.model.forward).parameters) if self.kind == "native" else frozenset()
         self.cache_name = next((name for name in CACHES if name in self.takes), CACHES[0])
         self.blocks = list(adapter.blocks)
         # A bridge hangs transformers' modules under names of its own, which say nothing to a reader.
@@ -94,6 +100,11 @@ class BlockModel:
         module = getter() if getter is not None else None
         return module if isinstance(module, nn.Module) else None
 
+    def end_name(self, which: str) -> str:
+        """The path of that module, or an empty text."""
+        module = self.end(which)
+        return "" if module is None else self.name_of(module)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype the weights are in."""
@@ -102,7 +113,7 @@ class BlockModel:
     @property
     def can_be_told_positions(self) -> bool:
         """Whether the model's forward takes the positions of its tokens."""
-        return self.kind == "native" and "position_ids" in self.takes
+        return "position_ids" in self.takes
 
     def recompute(self, tokens: Tensor, masking: Masking = UNMASKED) -> Tensor:
         """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
@@ -230,6 +241,19 @@ def referenced(model: BlockModel, tokens: Tensor) -> Iterator[BlockHooks]:
 
 
 @contextlib.contextmanager
+def moving(blocks: Sequence[nn.Module], change: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
+    """Puts what ``change`` gives for a layer and its output in the place of that output, for as long as the context lasts."""
+    with contextlib.ExitStack() as hooks:
+        for layer, block in enumerate(blocks):
+
+            def after(_: nn.Module, __: Any, output: Any, layer: int = layer) -> Any:
+                return put_first(output, change(layer, first_of(output)))
+
+            hooks.enter_context(block.register_forward_hook(after))
+        yield
+
+
+@contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """A model fresh from its config drops out at random until it is told not to; it is left as it was."""
     model = model.model if isinstance(model, Adapter) else model
@@ -281,7 +305,6 @@ class BlockHooks:
         inputs: What each block was given in the last forward, before anything was put in its place, by call, ``[...,
             position, width]``: positions last but one, wherever the model has them.
         outputs: What each returned, likewise.
-        change: Called with each call and output in the place of what is forced; may return another output.
     """
 
     reference: Reference
@@ -290,7 +313,6 @@ class BlockHooks:
         self.model = model
         self.inputs: dict[Call, Tensor] = {}
         self.outputs: dict[Call, Tensor] = {}
-        self.change: Callable[[Call, Tensor], Tensor] | None = None
         self._axes: dict[Call, int] = {}
         self._count: int | None = None
         self._forced_from: int | None = None
@@ -302,11 +324,8 @@ class BlockHooks:
             for layer, block in enumerate(self.model.blocks):
                 before = stream_hook(functools.partial(self._met, "inputs", layer))
                 hooks.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
-                hooks.enter_context(block.register_forward_hook(self._after(layer)))
+            hooks.enter_context(moving(self.model.blocks, functools.partial(self._met, "outputs")))
             yield self
-
-    def _after(self, layer: int) -> Callable[..., Any]:
-        return lambda _, __, output: put_first(output, self._met("outputs", layer, first_of(output)))
 
     def _met(self, side: str, layer: int, tensor: Tensor) -> Tensor | None:
         """Keeps what a block is given or returns; what goes in its place, or None."""
@@ -317,8 +336,6 @@ class BlockHooks:
             axes = [axis for axis in (tensor.dim() - 2, 1) if tensor.shape[axis] == self._count]
             self._axes[call] = axes[0] if axes else tensor.dim() - 2
         seen[call] = tensor.movedim(self._axes.get(call, tensor.dim() - 2), -2)
-        if side == "outputs" and self.change is not None:
-            return self.change(call, tensor)
         start = self._forced_from
         rows = None if start is None else getattr(self.reference, side).get(call)
         if rows is None or start is None:

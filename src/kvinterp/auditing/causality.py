@@ -14,6 +14,7 @@ import logging
 import torch
 from torch import Tensor
 
+from kvinterp.auditing.blocks import prompts_for
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hooks import stream_hook
@@ -47,7 +48,7 @@ def check_causal(adapter: Adapter) -> None:
 def sees_ahead(adapter: Adapter) -> bool | None:
     """Whether an earlier token's logits depend on a later token; None where it cannot be told."""
     length = min(LENGTH, adapter.facts.context)
-    tokens = _tokens(adapter, length)
+    tokens = torch.tensor(prompts_for(adapter, 1, length), device=adapter.device)
     other = tokens.clone()
     other[0, -1] = (other[0, -1] + 1) % adapter.facts.vocabulary
     if _bits_stay(adapter, tokens, other, Native()):
@@ -60,13 +61,6 @@ def sees_ahead(adapter: Adapter) -> bool | None:
         return not _bits_stay(adapter, tokens, other, BatchInvariant())
     except UnsupportedError:
         return None
-
-
-def _tokens(adapter: Adapter, length: int) -> Tensor:
-    ends = adapter.end_tokens
-    known = range(1, min(adapter.facts.vocabulary, 4 * length))
-    allowed = [token for token in known if token not in ends] or list(known)
-    return torch.tensor([[allowed[n % len(allowed)] for n in range(length)]], device=adapter.device)
 
 
 @torch.no_grad()

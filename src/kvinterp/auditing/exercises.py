@@ -33,36 +33,35 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing import batches, caches, generation, lengths
-from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, attempted, one_line
+from kvinterp.auditing import batches, lengths
+from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, Seen, attempted, one_line
 from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.causes import COARSE, WithoutCasts
-from kvinterp.auditing.feeding import Seen
 from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.watch import Event
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels
 
-NARROW = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
+FEWER_BITS = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
 
 CHECKS: dict[str, Callable[[Bench], Any]] = {
     "prompt of one token": lengths.one_token,
     "mask and positions given": lengths.told,
     "batch": batches.side_by_side,
     "left padding": batches.left_padding,
-    "generate()": generation.generate,
-    "generate(), left padding": generation.generate_padded,
+    "generate()": batches.generate,
+    "generate(), left padding": batches.generate_padded,
     "several chunks": lengths.chunks,
     "window": lengths.window,
     "RoPE switch": lengths.rope_switch,
     "context end": lengths.context_end,
     "long prompt": lengths.long_prompt,
-    "crop and go on": caches.crop,
+    "crop and go on": lengths.crop,
     "beams reordered": batches.beams,
     "rows repeated and selected": batches.repeated_rows,
-    "StaticCache": caches.static,
-    "quantised cache": caches.quantised,
+    "StaticCache": lengths.static,
+    "quantised cache": lengths.quantised,
 }
 """What makes each check; a few make several."""
 
@@ -121,20 +120,22 @@ def _tried(bench: Bench, name: str) -> list[Check]:
         benches.append(new)
         return {one.name: one for one in _run(new, name) if one.error is not None}
 
+    def failed() -> bool:
+        return any(one.status == FAILED for one in found)
+
     # The model as it is, with room for the rounding of casts to float32.
     coarse_unit = max(bench.runner.unit, unit_roundoff(torch.float32))
     if bench.left_out:
         # The model's casts are left out all along: that this way of using the cache makes none of its own is looked at too.
-        if bench.thorough:
-            coarse = otherwise(None, coarse_unit)
-            found = [_cast_of_its_own(one, coarse.get(one.name)) for one in found]
-    elif bench.runner.narrow and any(one.status == FAILED for one in found):
+        coarse = otherwise(None, coarse_unit) if bench.thorough else {}
+        found = [_cast_of_its_own(one, coarse.get(one.name)) for one in found]
+    elif bench.runner.narrow and failed():
         fixed = otherwise(BatchInvariant())
         found = [_of_the_order(one, fixed.get(one.name), bench.beyond) for one in found]
-    elif not bench.runner.narrow and any(_suspicious(one) for one in found):
+    elif not bench.runner.narrow and any(map(_suspicious, found)):
         without, coarse = otherwise(WithoutCasts()), otherwise(None, coarse_unit)
         found = [_explained(one, without.get(one.name), coarse.get(one.name)) for one in found]
-    if any(one.status == FAILED for one in found) and bench.runner.dtype != torch.float64:
+    if failed() and bench.runner.dtype != torch.float64:
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
         again = {one.name: one for one in _run(other, name)}
@@ -211,7 +212,7 @@ def _cast_of_its_own(one: Check, coarse: Check | None) -> Check:
     if one.status != PASSED or coarse is None or coarse.status != FAILED:
         return one
     also = "with casts to fewer bits left out it passes"
-    return dataclasses.replace(coarse, detail=_and(coarse, also), hint=coarse.hint or NARROW)
+    return dataclasses.replace(coarse, detail=_and(coarse, also), hint=coarse.hint or FEWER_BITS)
 
 
 def _confirmed(one: Check, again: Check | None) -> Check:

@@ -263,15 +263,10 @@ def _ends(hooks: BlockHooks, logits: Tensor, back: int) -> dict[int, Ends]:
         given, made = tensor[..., back, :].clone(), hooks.outputs.get((layer, nth))
         before = [Event(BLOCK_INPUT, name, given)]
         if not found:
-            found[EMBEDDING], before = ([Event("embedding", _end_module(model, "input"), given)], []), []
+            found[EMBEDDING], before = ([Event("embedding", model.end_name("input"), given)], []), []
         found[layer] = before, [] if made is None else [Event(RESIDUAL, name, made[..., back, :].clone())]
-    found[len(model.blocks)] = [Event("logits", _end_module(model, "output"), logits[..., back, :])], []
+    found[len(model.blocks)] = [Event("logits", model.end_name("output"), logits[..., back, :])], []
     return found
-
-
-def _end_module(model: BlockModel, end: str) -> str:
-    module = model.end(end)
-    return "" if module is None else model.name_of(module)
 
 
 def _states(model: BlockModel, cache: Any, watch: Watch, layer: int) -> list[Event]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -33,19 +33,25 @@ LOOKED_AT = 3
 """How many single tokens before a wrong one are looked into as well: a state goes wrong before what it feeds."""
 
 
-class Case(NamedTuple):
-    """A row of a rung's tables: tokens of a prompt, fed at once from start to stop after a prefill, and what is looked at."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A row of a rung's tables: tokens of a prompt, fed at once from start to stop after a prefill, and what is looked at.
+
+    Attributes:
+        side: The run whose tables it is of: the machine's own kernels, or a fixed order.
+    """
 
     prompt: int
     prefill: int
     start: int
     stop: int
     position: int
+    side: PrecisionRun = dataclasses.field(compare=False)
 
     @classmethod
-    def of(cls, row: Any) -> Case:
+    def of(cls, row: Any, side: PrecisionRun) -> Case:
         """Of a row."""
-        return cls(*(int(row[name]) for name in cls._fields))
+        return cls(**{name: int(row[name]) for name in ("prompt", "prefill", "start", "stop", "position")}, side=side)
 
     def feeds(self, plan: Plan) -> list[Feed]:
         """What is fed to see it again: at most the last few of many single tokens are looked at."""
@@ -99,7 +105,7 @@ class RungJudge:
         self.run, self.name, self.dtype = run, run.name, run.dtype
         self.terms, self.limit = terms, band(run.dtype, terms)
         self.found: list[Judged] = []
-        self.open: list[tuple[Judged, Sight, PrecisionRun, Case]] = []
+        self.open: list[tuple[Judged, Sight, Case]] = []
 
     def judge(self) -> list[Judged]:
         """What was found, in the order of the layers; what needs the model in float64 stays open (see :meth:`settle`)."""
@@ -108,9 +114,9 @@ class RungJudge:
             self._kernels(self.run.fixed)
         else:
             # Without a fixed order every block that differs is judged beside float64 on the same inputs.
-            for case, layers in _cases(self.run.every_error, 0.0).items():
-                for sight, tensors in self._look(self.run, None, case, layers).values():
-                    self._explain(case, sight, tensors, None, self.run)
+            for case, layers in _cases(self.run, self.run.every_error, 0.0).items():
+                for sight, tensors in self._look(case, None, layers).values():
+                    self._explain(case, sight, tensors, None)
         return self._ordered()
 
     def release(self) -> None:
@@ -125,16 +131,19 @@ class RungJudge:
             clean: The layers in which the float64 rung found nothing wrong: an error within float32's rounding is gone there.
                 None where there is no such rung; then each case is run in float64 here, where rounding must be gone.
         """
-        for judged, sight, side, case in self.open:
+        self.twin = twin
+        for judged, sight, case in self.open:
             kernel = judged.cause.word == "kernel"
             try:
                 if twin is None:
                     raise RuntimeError(NO_FLOAT64)
                 wrong, proven = beyond_truth(twin, sight, self.run.unit)
-                if wrong is not None and self._another_form(twin, side, case, wrong, proven):
+                if wrong is not None and self._another_form(case, wrong, proven):
                     wrong = None
                 if wrong is None and clean is None and judged.cause.word == "rounding":
-                    left = self._left_in_float64(twin, side, case, judged.finding.layer)
+                    left = min(map(largest, self._with_and_without_casts(case, judged.finding.layer)), default=None)
+                    if left is None:
+                        raise RuntimeError(NO_FLOAT64)
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
                         judged.cause = Cause("", left=left, detail=THERE_TOO)
                     continue
@@ -148,6 +157,7 @@ class RungJudge:
             elif not kernel and wrong is not None and (wrong.error > self.limit or not gone):
                 judged.finding, judged.cause = wrong, Cause("", left=wrong.error, detail=FURTHER)
         self.open = []
+        self.release()
         return self._ordered()
 
     def _ordered(self) -> list[Judged]:
@@ -157,20 +167,18 @@ class RungJudge:
     # With a fixed order every difference has another reason ---------------------------------------------------------------
 
     def _fixed(self, fixed: PrecisionRun) -> None:
-        for case, layers in _cases(fixed.every_error, 0.0).items():
-            found = self._look(fixed, BatchInvariant(), case, layers)
+        for case, layers in _cases(fixed, fixed.every_error, 0.0).items():
+            found = self._look(case, BatchInvariant(), layers)
             casting = [layer for layer, (sight, _) in found.items() if sight.casts]
             # What computes in two dtypes on purpose does not run in one.
-            left = self._tried(fixed, WithoutCasts("fixed"), case, casting) if casting else None
+            left = self._tried(case, WithoutCasts("fixed"), casting) if casting else None
             for layer, (sight, tensors) in found.items():
                 remaining = None if left is None else left[layer][1] if layer in left else []
-                self._explain(case, sight, tensors, remaining, fixed)
+                self._explain(case, sight, tensors, remaining)
 
-    def _explain(
-        self, case: Case, sight: Sight, tensors: list[Finding], left: list[Finding] | None, side: PrecisionRun
-    ) -> None:
+    def _explain(self, case: Case, sight: Sight, tensors: list[Finding], left: list[Finding] | None) -> None:
         """One block that differs with a fixed order: a cast's, rounding's, or nobody's."""
-        kernels = "fixed order" if side is self.run.fixed else "none fixed"
+        kernels = "fixed order" if case.side is self.run.fixed else "none fixed"
         remaining, first = tensors if left is None else left, tensors[0]
         worst = sight.error(remaining)
         finest, numbered = self.dtype == torch.float64, False
@@ -188,7 +196,7 @@ class RungJudge:
             cause = Cause("rounding", left=worst, detail="of the size that float64 rounds")
         else:
             assert self.twin is not None
-            found = self._tried(side, WithoutCasts("fixed"), case, [sight.layer], wide_constants(self.twin))
+            found = self._tried(case, WithoutCasts("fixed"), [sight.layer], wide_constants(self.twin))
             if found is not None and largest(found) <= self.limit:
                 said = "gone with the casts left out and constants computed in float64"
                 cause = Cause("cast", "float32", first.module, largest(found), said)
@@ -198,7 +206,7 @@ class RungJudge:
                 first, cause = beyond, Cause("", left=beyond.error)
         judged = self._add(case, first, cause, kernels, numbered)
         if cause.word == "rounding" and not finest:
-            self.open.append((judged, sight, side, case))
+            self.open.append((judged, sight, case))
 
     def _same_logits(self, case: Case, error: float) -> bool:
         """Whether the same tokens, nothing handed over, have the same logits though a block is off by so much.
@@ -218,38 +226,28 @@ class RungJudge:
                     return True
         return False
 
-    def _another_form(self, twin: Adapter, side: PrecisionRun, case: Case, wrong: Finding, proven: bool) -> bool:
+    def _another_form(self, case: Case, wrong: Finding, proven: bool) -> bool:
         """Whether a block computes the same in float64 with that tensor as different: then it is held in another form.
 
         Where what it computes here is proven to be off too, the logits have to agree in float64.
         """
-        self.twin = twin
-        try:
-            tried = [self._tried(side, kernels, case, [wrong.layer]) for kernels in (Native(), WithoutCasts())]
-            limit = band(torch.float64, self.terms)
-            for sight, tensors in (found[wrong.layer] for found in tried if found and wrong.layer in found):
-                named = [f for f in tensors if (f.tensor, f.module) == (wrong.tensor, wrong.module)]
-                same = [f for f in named if f.error >= wrong.error / 2]
-                inner = [f for f in same if not sight.is_end(f)]
-                if inner and not proven and sight.error(tensors) <= limit:
-                    return True
-                if same and self._same_logits(case, same[0].error):
-                    return True
-            return False
-        finally:
-            self.release()
+        limit = band(torch.float64, self.terms)
+        for found in self._with_and_without_casts(case, wrong.layer):
+            if wrong.layer not in found:
+                continue
+            sight, tensors = found[wrong.layer]
+            named = [f for f in tensors if (f.tensor, f.module) == (wrong.tensor, wrong.module)]
+            same = [f for f in named if f.error >= wrong.error / 2]
+            if not proven and not all(map(sight.is_end, same)) and sight.error(tensors) <= limit:
+                return True
+            if same and self._same_logits(case, same[0].error):
+                return True
+        return False
 
-    def _left_in_float64(self, twin: Adapter, side: PrecisionRun, case: Case, layer: int) -> float:
-        """What a block's two sides differ by in float64, with or without its casts, the less; RuntimeError where neither runs."""
-        self.twin = twin
-        try:
-            tried = [self._tried(side, kernels, case, [layer]) for kernels in (Native(), WithoutCasts())]
-        finally:
-            self.release()
-        left = [largest(found) for found in tried if found is not None]
-        if not left:
-            raise RuntimeError(NO_FLOAT64)
-        return min(left)
+    def _with_and_without_casts(self, case: Case, layer: int) -> list[Differing]:
+        """What differs in a block of the model as it is, and of it without its casts; of those that run."""
+        tried = [self._tried(case, kernels, [layer]) for kernels in (Native(), WithoutCasts())]
+        return [found for found in tried if found is not None]
 
     # With the machine's kernels ---------------------------------------------------------------------------------------------
 
@@ -262,15 +260,15 @@ class RungJudge:
         where = ["prompt", "prefill", "start", "stop", "layer"]
         same = fixed.every_error if fixed.plan == self.run.plan else fixed.every_error[:0]
         worst = same.groupby(where)["error"].max().to_dict()
-        for case, layers in _cases(every, limits).items():
-            for sight, tensors in self._look(self.run, None, case, layers, self.limit).values():
-                key = (*case[:-1], sight.layer)
+        for case, layers in _cases(self.run, every, limits).items():
+            for sight, tensors in self._look(case, None, layers, self.limit).values():
+                key = (case.prompt, case.prefill, case.start, case.stop, sight.layer)
                 fixed_too = key in worst
-                gone = not (worst[key] if fixed_too else largest(self._in_order(self.run, case, sight.layer)))
+                gone = not (worst[key] if fixed_too else largest(self._in_order(case, sight.layer)))
                 cause = self._kernel(case, sight, tensors, gone)
                 judged = self._add(case, tensors[0], cause, "native")
                 if cause.word == "kernel" and self.dtype != torch.float64:
-                    self.open.append((judged, sight, self.run, case))
+                    self.open.append((judged, sight, case))
         if not self.found:
             self._show_first()
 
@@ -282,31 +280,25 @@ class RungJudge:
         if first.tensor == CHOICE and first.nearly_equal:
             return Cause("choice", left=0.0, detail="gone with a fixed order")
         if sight.casts:
-            found = self._tried(self.run, WithoutCasts(), case, [sight.layer])
-            left = math.inf if found is None else largest(found)
+            left = self._without_casts(case, sight.layer)
             # What only a cached step casts, and a fixed order takes away, is inside its kernel.
             if left <= self.limit and coarsest(sight.casts) in sight.both_cast:
                 return _cast(sight, first, left, "gone with the casts left out, and with a fixed order")
         if error > excused(self.dtype, self.limit):
-            without = self._without_casts(case, sight, error)
-            if without is not None:
-                return Cause(
-                    "cast", "float32", first.module, without, "gone with the casts left out, and with a fixed order"
-                )
+            # What stands before the first block or behind the last is in no block in which casts are watched.
+            watched = 0 <= sight.layer < len(self.run.layers)
+            could = not watched and error <= excused(torch.float32, band(torch.float32, self.terms))
+            left = self._without_casts(case, sight.layer) if could and self.dtype == torch.float64 else math.inf
+            if left <= self.limit:
+                return Cause("cast", "float32", first.module, left, "gone with the casts left out, and with a fixed order")
             return Cause("", left=error, detail=TOO_COARSE)
         # Float64 has nothing beside it that would tell a coarse kernel from a tensor that is hard to compute.
         return Cause("order" if self.dtype == torch.float64 else "kernel", left=0.0, detail="gone with a fixed order")
 
-    def _without_casts(self, case: Case, sight: Sight, error: float) -> float | None:
-        """What is left in float64 of what stands before the first block or behind the last, where no cast is watched, once
-        float32's are left out; None where that does not explain it.
-        """
-        watched = 0 <= sight.layer < len(self.run.layers)
-        if watched or self.dtype != torch.float64 or error > excused(torch.float32, band(torch.float32, self.terms)):
-            return None
-        found = self._tried(self.run, WithoutCasts(), case, [sight.layer])
-        left = math.inf if found is None else largest(found)
-        return left if left <= self.limit else None
+    def _without_casts(self, case: Case, layer: int) -> float:
+        """The error that is left in a block without the model's casts; inf where it does not run without."""
+        found = self._tried(case, WithoutCasts(), [layer])
+        return math.inf if found is None else largest(found)
 
     def _show_first(self) -> None:
         """The first tensor that differs with the machine's kernels, which a fixed order takes away."""
@@ -316,8 +308,9 @@ class RungJudge:
         if off.empty:
             return
         row = off.sort_values(["layer", "position", "prefill"]).iloc[0]
-        for _, tensors in self._look(self.run, None, Case.of(row), [int(row["layer"])]).values():
-            self._add(Case.of(row), tensors[0], Cause("order", detail="gone with a fixed order"), "native")
+        case = Case.of(row, self.run)
+        for _, tensors in self._look(case, None, [int(row["layer"])]).values():
+            self._add(case, tensors[0], Cause("order", detail="gone with a fixed order"), "native")
 
     # Shared -------------------------------------------------------------------------------------------------------------
 
@@ -334,52 +327,51 @@ class RungJudge:
         if not BlockModel(self.twin).can_be_told_positions:
             return False
         if self.run.fixed is None:
-            return largest(self._look(self.run, None, case, [wrong.layer], positions="given")) <= self.limit
-        return largest(self._in_order(self.run.fixed, case, wrong.layer, self.limit, "given")) <= self.limit
+            return largest(self._look(case, None, [wrong.layer], positions="given")) <= self.limit
+        fixed = dataclasses.replace(case, side=self.run.fixed)
+        return largest(self._in_order(fixed, wrong.layer, self.limit, "given")) <= self.limit
 
-    def _in_order(
-        self, side: PrecisionRun, case: Case, layer: int, enough: float = 0.0, positions: str = "own"
-    ) -> Differing:
+    def _in_order(self, case: Case, layer: int, enough: float = 0.0, positions: str = "own") -> Differing:
         """What still differs in a block with a fixed order of additions; less than ``enough`` is not looked into further.
 
         Given equal inputs that order is needed in this block alone, which costs little. Some blocks also read what another one
         keeps (shared keys and values): what is left is looked at again with that order in the whole model.
         """
-        found = self._look(side, BatchInvariant(), case, [layer], positions=positions, only=[layer])
+        found = self._look(case, BatchInvariant(), [layer], positions=positions, only=[layer])
         if not found or largest(found) < enough:
             return found
-        return self._look(side, BatchInvariant(), case, [layer], positions=positions)
+        return self._look(case, BatchInvariant(), [layer], positions=positions)
 
     def _tried(
         self,
-        side: PrecisionRun,
-        kernels: Kernels,
         case: Case,
+        kernels: Kernels,
         layers: Sequence[int],
         also: contextlib.AbstractContextManager[None] | None = None,
     ) -> Differing | None:
         """What still differs in these blocks with a cause taken away; None where that does not run."""
         try:
             with also or contextlib.nullcontext():
-                return self._look(side, kernels, case, layers)
+                return self._look(case, kernels, layers)
         except (RuntimeError, UnsupportedError):
             return None
 
     def _look(
         self,
-        side: PrecisionRun,
-        kernels: Kernels | None,
         case: Case,
+        kernels: Kernels | None,
         layers: Sequence[int],
         threshold: float = 0.0,
         positions: str = "own",
         only: Sequence[int] | None = None,
     ) -> Differing:
-        """What differs by more where one row of a side's tables is fed again, with these blocks watched."""
+        """What differs by more where a case is fed again, with these blocks watched."""
         assert self.twin is not None
-        tokens = side.plan.tokens(case.prompt, self.twin.device)
-        with referenced(BlockModel(self.twin, kernels, positions, only), tokens) as hooks:
-            return differing(look(hooks, case.feeds(side.plan), layers), threshold)
+        plan = case.side.plan
+        with referenced(
+            BlockModel(self.twin, kernels, positions, only), plan.tokens(case.prompt, self.twin.device)
+        ) as hooks:
+            return differing(look(hooks, case.feeds(plan), layers), threshold)
 
 
 def _cast(sight: Sight, first: Finding, left: float, detail: str) -> Cause:
@@ -390,7 +382,7 @@ def _cast(sight: Sight, first: Finding, left: float, detail: str) -> Cause:
     return Cause("cast", lower, module, left, detail)
 
 
-def _cases(every: pd.DataFrame, limits: float | pd.Series) -> dict[Case, list[int]]:
+def _cases(side: PrecisionRun, every: pd.DataFrame, limits: float | pd.Series) -> dict[Case, list[int]]:
     """The cases to look into, each with the layers to look at: where a layer is first off, and where most.
 
     An error that a cast explains may stand before one that nothing does.
@@ -403,5 +395,5 @@ def _cases(every: pd.DataFrame, limits: float | pd.Series) -> dict[Case, list[in
                 first = kind.sort_values(["position", "prefill"]).iloc[0]
                 worst = kind.sort_values(["error", "position"], ascending=[False, True]).iloc[0]
                 for row in (first, worst) if worst["error"] > 8 * first["error"] else (first,):
-                    chosen.setdefault(Case.of(row), []).append(int(layer))  # type: ignore[call-overload]
+                    chosen.setdefault(Case.of(row, side), []).append(int(layer))
     return {case: list(dict.fromkeys(layers)) for case, layers in chosen.items()}

@@ -10,11 +10,10 @@ import torch
 
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL
-from kvinterp.reading.verdict import failed, reading_parts
 
 if TYPE_CHECKING:
-    from kvinterp.auditing.everything import Audit
     from kvinterp.auditing.ladder import PrecisionRun
+    from kvinterp.auditing.verdict import Audit, Verdict
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 cannot hold, whichever way they are written."""
@@ -27,21 +26,22 @@ def junit_xml(audit: Audit) -> str:
     each with its sentence.
     """
     verdict = audit.verdict
-    first, reasons, _ = reading_parts(verdict)
+    first, reasons, _ = verdict.parts
     why = (reasons or [first])[0]
-    cases = [(f"ladder {rung.name}", *_of_rung(audit, rung), rung.summary()["seconds"]) for rung in audit.rungs]
+    own = str(audit.provenance["dtype"])
+    cases = [(f"ladder {rung.name}", *_of_rung(verdict, rung, own), rung.summary()["seconds"]) for rung in audit.rungs]
     kinds = {"failed": "failure", "not run": "skipped", "cannot tell": "skipped"}
     for check in verdict.checks:
-        said = failed(check) if check.status == "failed" else check.detail
+        said = check.failure if check.status == "failed" else check.detail
         cases.append((check.name, kinds.get(check.status, ""), said, 0.0))
     if verdict.exit_code == 0:
         cases = [(name, "skipped" if kind else "", said, seconds) for name, kind, said, seconds in cases]
     elif not any(kind in ("failure", "error") for _, kind, _, _ in cases):
         # What the verdict says of the whole stands with the precision that serves.
-        own, kind = f"ladder {_own(audit)}", "error" if verdict.verdict == CANNOT_TELL else "failure"
-        cases = [(n, kind, verdict.reading, s) if n == own else (n, k, said, s) for n, k, said, s in cases]
-    name = f"kvinterp audit of {audit.provenance['model']}"
-    suite = Tree.Element("testsuite", name=_clean(name), tests=str(len(cases)))
+        kind = "error" if verdict.verdict == CANNOT_TELL else "failure"
+        cases = [(n, kind, verdict.reading, s) if n == f"ladder {own}" else (n, k, said, s) for n, k, said, s in cases]
+    name = _clean(f"kvinterp audit of {audit.provenance['model']}")
+    suite = Tree.Element("testsuite", name=name, tests=str(len(cases)))
     for case, kind, said, seconds in cases:
         element = Tree.SubElement(suite, "testcase", classname="kvinterp.audit", name=_clean(case), time=f"{seconds:.3f}")
         if kind:
@@ -64,13 +64,8 @@ def _clean(text: object) -> str:
     return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", str(text))
 
 
-def _own(audit: Audit) -> str:
-    return str(audit.provenance["dtype"])
-
-
-def _of_rung(audit: Audit, rung: PrecisionRun) -> tuple[str, str]:
+def _of_rung(verdict: Verdict, rung: PrecisionRun, own: str) -> tuple[str, str]:
     """What a precision's case is, and its sentence."""
-    verdict, own = audit.verdict, _own(audit)
     if rung.nonfinite:
         where = rung.nonfinite
         said = f"{where['value']} in {where['module'] or 'the logits'} on the {where['path']} path in {rung.name}"
@@ -84,6 +79,4 @@ def _of_rung(audit: Audit, rung: PrecisionRun) -> tuple[str, str]:
         "unexplained": account is not None and account["found"] > account["explained"],
         "wrong-dtype": bool(rung.grid) and rung.unit < 1e-5,
     }
-    if wrong.get(verdict.verdict):
-        return "failure", verdict.reading
-    return "", ""
+    return ("failure", verdict.reading) if wrong.get(verdict.verdict) else ("", "")

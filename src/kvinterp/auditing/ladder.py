@@ -12,6 +12,7 @@ gives the recomputation's very bits, whatever the dtype; what still differs has 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -110,6 +111,9 @@ def prefix_plan(prompts: Sequence[Sequence[int]], lengths: Sequence[int], steps:
     return dataclasses.replace(plan, chunk=fitting[0] if plan.length >= fitting[0] + 2 else None)
 
 
+_EMPTY = functools.partial(pd.DataFrame, columns=list(LOCAL))
+
+
 @dataclasses.dataclass
 class PrecisionRun:
     """What one precision showed.
@@ -140,15 +144,15 @@ class PrecisionRun:
     name: str
     dtype: torch.dtype
     kernels: Kernels
-    steps: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=list(STEPS)))
-    local: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=list(LOCAL)))
-    sweep: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=list(LOCAL)))
+    steps: pd.DataFrame = dataclasses.field(default_factory=functools.partial(pd.DataFrame, columns=list(STEPS)))
+    local: pd.DataFrame = dataclasses.field(default_factory=_EMPTY)
+    sweep: pd.DataFrame = dataclasses.field(default_factory=_EMPTY)
     layers: pd.DataFrame = dataclasses.field(default_factory=pd.DataFrame)
     top: pd.DataFrame = dataclasses.field(default_factory=pd.DataFrame)
     nonfinite: dict[str, Any] = dataclasses.field(default_factory=dict)
     grid: str = ""
     largest_logit: float = 0.0
-    chunks: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=list(LOCAL)))
+    chunks: pd.DataFrame = dataclasses.field(default_factory=_EMPTY)
     seconds: float = 0.0
     fixed: PrecisionRun | None = None
     unfixed: str = ""
@@ -182,10 +186,13 @@ class PrecisionRun:
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers for the evidence and the JSON."""
-        steps, fixed = self.steps, self.fixed
-        worst = None if self.local.empty else self.local.loc[self.local["error"].idxmax()]
-        relative = _largest(steps, "relative")
-        checked = pd.DataFrame(columns=list(LOCAL)) if fixed is None else fixed.every_error
+        steps, fixed, relative = self.steps, self.fixed, _largest(self.steps, "relative")
+        worst, rows = _largest(self.local, "error"), self.prompt_rows if len(self.chunks) else None
+        checked = _EMPTY() if fixed is None else fixed.every_error
+
+        def in_units(size: float | None) -> float | None:
+            return None if size is None else size / self.unit
+
         return {
             "rung": self.name,
             "unit_roundoff": self.unit,
@@ -193,15 +200,15 @@ class PrecisionRun:
             "bitwise_equal_steps": int((steps["max_abs"] == 0).sum()),
             "max_abs_logit": _largest(steps, "max_abs"),
             "relative_logit": relative,
-            "relative_logit_in_unit_roundoffs": None if relative is None else relative / self.unit,
+            "relative_logit_in_unit_roundoffs": in_units(relative),
             "max_kl": _largest(steps, "kl"),
             "null_max_abs_logit": _largest(steps, "null_max_abs"),
-            "block_error": None if worst is None else float(worst["error"]),
-            "block_error_in_unit_roundoffs": None if worst is None else float(worst["error"]) / self.unit,
-            "block_error_layer": None if worst is None else int(worst["layer"]),
+            "block_error": worst,
+            "block_error_in_unit_roundoffs": in_units(worst),
+            "block_error_layer": None if worst is None else int(self.local["layer"][self.local["error"].idxmax()]),
             "null_block_error": _largest(self.local, "null"),
-            "prompt_rows_error": self.prompt_rows if len(self.chunks) else None,
-            "prompt_rows_error_in_unit_roundoffs": self.prompt_rows / self.unit if len(self.chunks) else None,
+            "prompt_rows_error": rows,
+            "prompt_rows_error_in_unit_roundoffs": in_units(rows),
             "checks": len(self.every_error),
             "fixed_order_checks": len(checked),
             "fixed_order_bitwise_equal": int((checked["error"] == 0).sum()),

@@ -1,4 +1,4 @@
-"""Exercises of length: a prompt fed in chunks, decoding over the edge of a window, prompts about a kernel's chunk size."""
+"""Exercises of one row: chunks, windows, prompts about a kernel's chunk size, StaticCache, crop, quantised caches."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.bench import PROMPT, Bench, Check, Errors, NotRunError, Reference, attempted
+from kvinterp.auditing.bench import (
+    PROMPT,
+    Bench,
+    Check,
+    Errors,
+    NotRunError,
+    Recomputation,
+    UnclearError,
+    attempted,
+    lacking,
+    one_line,
+    singles,
+)
 from kvinterp.auditing.blocks import Masking
-from kvinterp.auditing.comparing import by_position
+from kvinterp.auditing.comparing import apart, by_position
+from kvinterp.models.caches import BACKENDS, installed
 from kvinterp.models.native import text_config
 
 CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
@@ -37,16 +49,12 @@ def _too_much(bench: Bench, length: int, most: int = POSITIONS) -> str:
     facts = bench.runner.adapter.facts
     limit = most * (16 if bench.thorough else 1)
     if length > limit:
-        more = f"{REACH} goes there" if bench.thorough else f"a thorough audit runs up to {most * 16}, {REACH} all"
-        return f"{length} positions are more than the {limit} that are run; {more}"
+        return f"{length} positions are more than the {limit} that are run"
     parameters = sum(p.numel() for p in bench.runner.model.parameters())
     products = length * parameters + 2 * facts.layers * facts.width * length**2
     spent = PRODUCTS.get(bench.runner.device.type, PRODUCTS["cpu"]) * (20 if bench.thorough else 1)
     if products > spent:
-        more = " (a GPU, or --reach)" if bench.thorough else " (thorough, a GPU, or --reach)"
-        return (
-            f"a forward of {length} positions takes {products:.0e} products, more than the {spent:.0e} that are spent{more}"
-        )
+        return f"a forward of {length} positions takes {products:.0e} products, more than the {spent:.0e} that are spent"
     return ""
 
 
@@ -67,7 +75,7 @@ def chunks(bench: Bench) -> Check:
     reference = bench.reference(tokens)
     errors = Errors()
     for sizes in fitting.values():
-        logits, cache = runner.in_chunks(tokens, sizes)
+        logits, cache = runner.run(tokens, sizes)
         if runner.kind == "native" and runner.recurrent_layers(cache):
             first = _first_wrong(bench, reference, logits[:, : sizes[0] + sizes[1]])
             if first is not None and first >= sizes[0]:
@@ -79,7 +87,7 @@ def chunks(bench: Bench) -> Check:
 
     def hint() -> str:
         for sizes in fitting.values():
-            first = _first_wrong(bench, reference, runner.in_chunks(tokens, sizes)[0])
+            first = _first_wrong(bench, reference, runner.run(tokens, sizes)[0])
             if first is not None:
                 number = next(n for n, end in enumerate(itertools.accumulate(sizes), 1) if first < end)
                 return f"the mask or the positions of chunk {number} of {len(sizes)} are wrong"
@@ -97,7 +105,7 @@ def one_token(bench: Bench) -> Check:
     """A prompt of a single token, which some models take for a decode step."""
     if bench.context <= bench.steps:
         raise NotRunError(f"a context of {bench.context} positions has no room for a token and {bench.steps} decode steps.")
-    tokens = bench.runner.tokens(bench.row(0, 1 + bench.steps))
+    tokens = bench.tokens(1 + bench.steps)
     errors = Errors().add(bench.runner.decode(tokens, 1)[0], bench.reference(tokens), 0)
     return bench.settle(errors, f"a prompt of one token, {bench.steps} decode steps, against recomputation")
 
@@ -105,10 +113,10 @@ def one_token(bench: Bench) -> Check:
 def told(bench: Bench) -> Check:
     """A mask of ones and the positions, given beside the tokens as some servers give them, and nothing as others do."""
     runner = bench.runner
-    if not {"attention_mask", "position_ids"} & set(runner.takes) or runner.kind != "native":
+    if not {"attention_mask", "position_ids"} & runner.takes:
         raise NotRunError(f"{type(runner.model).__name__} takes neither an attention_mask nor position_ids.")
     prompt, length = bench.short()
-    tokens = runner.tokens(bench.row(0, length))
+    tokens = bench.tokens(length)
     errors = Errors()
     places = torch.arange(length, device=runner.device)[None]
     for masking in (Masking(torch.ones_like(tokens), places), Masking(torch.ones_like(tokens), None)):
@@ -117,7 +125,7 @@ def told(bench: Bench) -> Check:
     return bench.settle(errors, f"{what}, against recomputation with the same")
 
 
-def _first_wrong(bench: Bench, reference: Reference, mine: Tensor) -> int | None:
+def _first_wrong(bench: Bench, reference: Recomputation, mine: Tensor) -> int | None:
     """The first position, from the first token on, that is off by more than rounding."""
     errors = by_position(mine, reference.logits[:, : mine.shape[1]], 0)
     return next((at for at, error in errors.items() if error > bench.excused * reference.null), None)
@@ -128,18 +136,21 @@ def _first_wrong(bench: Bench, reference: Reference, mine: Tensor) -> int | None
 
 def window(bench: Bench) -> list[Check]:
     """Decoding over the edge of each of the model's windows, and on from where it is long full."""
-    sizes = sorted({w for w in bench.runner.adapter.facts.windows if w})
+    windows = bench.runner.adapter.facts.windows
+    sizes = sorted({w for w in windows if w})
     if not sizes:
         raise NotRunError("no layer of this model has a sliding window or attends in chunks.")
-    layers = {size: _layers([n for n, w in enumerate(bench.runner.adapter.facts.windows) if w == size]) for size in sizes}
-    what = {size: f"the window of {size} positions of {layers[size]}" for size in sizes}
+    what = {}
+    for size in sizes:
+        layers = [str(n) for n, window in enumerate(windows) if window == size]
+        shown = ", ".join(layers[:6]) + (" and more" if len(layers) > 6 else "")
+        what[size] = f"the window of {size} positions of layer{'s' if len(layers) > 1 else ''} {shown}"
     return _each(bench, _edge, what)
 
 
 def rope_switch(bench: Bench) -> list[Check]:
     """Decoding over the length beyond which RoPE turns by other frequencies."""
-    config: Any = text_config(bench.runner.adapter.source) if bench.runner.kind != "hooked" else None
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(bench.runner.config, "rope_parameters", None) or {}
     found: dict[int, str] = {}
     for part in [rope, *rope.values()]:
         kind = part.get("rope_type") if isinstance(part, Mapping) else None
@@ -157,12 +168,10 @@ def context_end(bench: Bench) -> Check:
     if size >= 2**31:
         raise NotRunError("this model's config names no last position.")
     if why := _too_much(bench, size, LAST):
-        raise NotRunError(f"the last of {size} positions is not reached: {why}.", REACH)
-    tokens = bench.runner.tokens(bench.row(0, size))
+        raise NotRunError(f"the last of {size} positions is not reached: {why}.", option=REACH)
+    tokens = bench.tokens(size)
     before = max(size - bench.steps - 1, 1)
-    errors = Errors().add(
-        bench.runner.decode(tokens, before)[0], bench.reference(tokens, rows=slice(before - 1, None)), before - 1
-    )
+    errors = Errors().add(bench.runner.decode(tokens, before)[0], bench.reference(tokens, first=before - 1), before - 1)
     return bench.settle(
         errors, f"{before} tokens and then one by one to the last of {size} positions, against recomputation"
     )
@@ -171,11 +180,11 @@ def context_end(bench: Bench) -> Check:
 def _switch(bench: Bench, size: int, said: str) -> Check:
     """Each token beside the recomputation of its own prefix: a longer one turns all its keys by other frequencies."""
     if bench.far != "yes":
-        raise NotRunError(f"{said}: not reached; {REACH} goes there.", REACH)
+        raise NotRunError(f"{said}: not reached; {REACH} goes there.", option=REACH)
     before, errors = size - 1, Errors()
-    tokens = bench.runner.tokens(bench.row(0, size + 2))
+    tokens = bench.tokens(size + 2)
     for n, row in enumerate(bench.runner.decode(tokens, before)[0].unbind(1), before):
-        errors.add(row[:, None], bench.reference(tokens[:, :n], rows=slice(n - 1, None)), n - 1)
+        errors.add(row[:, None], bench.reference(tokens[:, :n], first=n - 1), n - 1)
     what = f"{said}: {before} tokens and then one by one to {size + 2}, each against the recomputation of its own prefix"
     return bench.settle(errors, what, "keys on the cache keep the frequencies that the recomputation gives up")
 
@@ -192,21 +201,17 @@ def _edge(bench: Bench, size: int, said: str) -> Check:
         why = f"{whole} positions are more than the model's context of {bench.context}, so it is never full there"
         raise NotRunError(f"{said}: not reached, {why}.")
     if why := _too_much(bench, whole):
-        raise NotRunError(f"{said}: not reached, {why}.", REACH)
-    tokens = runner.tokens(bench.row(0, whole))
+        raise NotRunError(f"{said}: not reached, {why}.", option=REACH)
+    tokens = bench.tokens(whole)
     before, full = max(size - 2, 1), size + 2
-    reference = bench.reference(tokens, rows=slice(before - 1, None))
+    reference = bench.reference(tokens, first=before - 1)
     made, cache = runner.decode(tokens, before)
     errors = Errors().add(made, reference, before - 1)
     how = f"in chunks of up to {FILL}" if full > FILL else "at once"
+    filled = [min(FILL, full - start) for start in range(0, full, FILL)]
     if runner.kind == "native" and runner.recurrent_layers(cache):
-        how = "at once"
-        made, _ = runner.decode(tokens, full)
-    else:
-        cache = None
-        for start in range(0, full, FILL):
-            logits, cache = runner.feed(tokens[:, start : min(start + FILL, full)], cache, start)
-        made = torch.cat([logits[:, -1:], runner.singly(tokens, full, cache)[0]], 1)
+        how, filled = "at once", [full]
+    made, _ = runner.run(tokens, [*filled, *singles(tokens, full)], first=full - 1)
     errors.add(made, reference, full - 1)
     what = (
         f"{said}: {before} tokens and then one by one over this edge to {whole}, and {full} filled {how} and then one by one, "
@@ -220,21 +225,13 @@ def _edge(bench: Bench, size: int, said: str) -> Check:
     return bench.settle(errors, what, hint)
 
 
-def _layers(layers: Sequence[int]) -> str:
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    shown = ", ".join(map(str, layers[:6])) + (" and more" if len(layers) > 6 else "")
-    return f"layers {shown}"
-
-
 # Long prompts ------------------------------------------------------------------------------------------------------------
 
 
 def long_prompt(bench: Bench) -> Check:
     """Prompts about the chunk sizes in which the model's own kernels work, each with tokens decoded after it."""
     runner = bench.runner
-    config = text_config(runner.adapter.source) if runner.kind != "hooked" else None
-    sizes = {n: v for n in CHUNK_NAMES if isinstance(v := getattr(config, n, None), int) and v > 2}
+    sizes = {n: v for n in CHUNK_NAMES if isinstance(v := getattr(runner.config, n, None), int) and v > 2}
     if not sizes:
         raise NotRunError(f"this model's config names no chunk ({', '.join(CHUNK_NAMES)}) that a prompt could reach over.")
     size, said = max(sizes.values()), ", ".join(f"{n}={v}" for n, v in sizes.items())
@@ -243,8 +240,8 @@ def long_prompt(bench: Bench) -> Check:
     if why:
         prompts = [n for n in prompts if not _too_much(bench, n + bench.steps)]
         if not prompts or max(prompts) < size:
-            raise NotRunError(f"prompts beyond {said} are not run: {why}.", REACH)
-    tokens = runner.tokens(bench.row(0, max(prompts) + bench.steps))
+            raise NotRunError(f"prompts beyond {said} are not run: {why}.", option=REACH)
+    tokens = bench.tokens(max(prompts) + bench.steps)
     reference = bench.reference(tokens)
     errors = Errors()
     for prompt in prompts:
@@ -252,3 +249,148 @@ def long_prompt(bench: Bench) -> Check:
     listed = ", ".join(map(str, prompts))
     what = f"prompts of {listed} tokens ({said}), {bench.steps} decode steps each, against one recomputation"
     return bench.settle(errors, what, "a prompt's last chunk leaves a wrong state")
+
+
+# Other caches ----------------------------------------------------------------------------------------------------------
+
+
+ROOM = 5
+"""Slots of a static cache that stay empty, so that a mask that forgets them is seen."""
+
+SHORT_WINDOW = 128
+
+
+def static(bench: Bench) -> Check:
+    """A preallocated cache, filled to a few slots before its end; over the edge of short windows too."""
+    from transformers import StaticCache
+
+    runner = bench.runner
+    bench.only_native(f"a model of kind {runner.kind} makes its own cache")
+    if not getattr(runner.model, "_can_compile_fullgraph", False):
+        why = f"{type(runner.model).__name__} does not say that it supports it (_can_compile_fullgraph)"
+        raise NotRunError(f"{why}, and generate() refuses it.")
+
+    def decoded(tokens: torch.Tensor, prompt: int, room: int) -> torch.Tensor:
+        cache = StaticCache(config=text_config(runner.model), max_cache_len=tokens.shape[1] + room)
+        return runner.decode(tokens, prompt, cache=cache)[0]
+
+    try:
+        StaticCache(config=text_config(runner.model), max_cache_len=PROMPT)
+    except (KeyError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        raise NotRunError(f"transformers makes no StaticCache for this model ({one_line(error)}).") from error
+    errors, prompts = Errors(), _prompts(bench)
+    listed = ", ".join(map(str, prompts))
+    for prompt in prompts:
+        tokens = bench.tokens(prompt + bench.steps)
+        reference = bench.reference(tokens, first=prompt - 1)
+        errors.add(decoded(tokens, prompt, ROOM), reference, prompt - 1)
+
+    def hint() -> str:
+        tokens = bench.tokens(prompts[0] + bench.steps)
+        a, b = (decoded(tokens, prompts[0], room) for room in (ROOM, 2 * ROOM))
+        empty = apart(a, b) > bench.beyond * errors.null
+        return "empty slots are read" if empty else "slots are written or read at the wrong place"
+
+    what = (
+        f"prompts of {listed} tokens, {bench.steps} decode steps each, {ROOM} slots of the cache left empty, against "
+        "recomputation"
+    )
+    return bench.settle(errors, what, hint)
+
+
+def _prompts(bench: Bench) -> list[int]:
+    """A short prompt, and those from which decoding crosses the edge of a short window."""
+    short = bench.short()[0]
+    edges = {w - 1 for w in bench.runner.adapter.facts.windows if w and 2 < w <= SHORT_WINDOW}
+    return sorted({short, *(edge for edge in edges if edge + bench.steps <= bench.context)})
+
+
+# Taking tokens back --------------------------------------------------------------------------------------------------------
+
+
+def crop(bench: Bench) -> Check:
+    """Tokens are decoded, taken back, and others decoded in their place, as assisted decoding does."""
+    runner, drafted = bench.runner, bench.steps
+    if runner.kind == "hooked":
+        bench.only_native("a HookedTransformer's cache cannot be cropped")
+    errors, prompts = Errors(), _prompts(bench)
+    listed = ", ".join(map(str, prompts))
+    for prompt in prompts:
+        tokens = bench.tokens(prompt + drafted)
+        # One drafted token is kept, as where an assistant guessed one right.
+        others = runner.tokens(bench.row(1, prompt + 2 * drafted)[-drafted:])
+        whole = torch.cat([tokens[:, : prompt + 1], others], 1)[:, : bench.context]
+        cache = runner.new_cache()
+        if hasattr(cache, "activate_past_recording"):
+            cache.activate_past_recording()
+        _, held = runner.decode(tokens, prompt, cache=cache)
+        if why := lacking(held, "crop"):
+            raise NotRunError(why)
+        layers = getattr(held, "layers", [])
+        fixed = next((layer for layer in layers if getattr(layer, "is_croppable", True) is False), None)
+        if fixed is not None:
+            kind = type(fixed).__name__
+            raise NotRunError(
+                f"this model's cache cannot be cropped: is_croppable is False for its {kind}, a state has no past."
+            )
+        try:
+            held.crop(-(drafted - 1))
+        # A cache that refuses says why.
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise NotRunError(f"this model's cache refuses crop() ({one_line(error)}).") from error
+        # Caches that record the past are cut to their size after every forward by whoever records.
+        at = prompt + 1
+        made, _ = runner.run(whole, singles(whole, at), at, held, then=lambda cache: cache.crop(0))
+        errors.add(made, bench.reference(whole, first=at), at)
+    what = (
+        f"prompts of {listed} tokens, {drafted} decode steps, {drafted - 1} of them taken back by crop() and "
+        "others fed in their place, against recomputation"
+    )
+    return bench.settle(errors, what, "crop() leaves keys, values or a length behind")
+
+
+# Quantised ---------------------------------------------------------------------------------------------------------------
+
+
+def quantised(bench: Bench) -> list[Check]:
+    """Quantised caches: whether they run, and whether the prompt's own logits are exact, as their definition says."""
+    bench.only_native(f"a model of kind {bench.runner.kind} makes its own cache")
+    if not bench.thorough:
+        raise NotRunError("it is run by a thorough audit only.")
+    return [
+        attempted(bench, f"{bench.name} ({each})", functools.partial(_quantised, backend=each))
+        for each in ("fp8", "quanto", "hqq")
+    ]
+
+
+def _quantised(bench: Bench, backend: str) -> Check:
+    from transformers import QuantizedCache
+
+    module, package = BACKENDS[backend]
+    if not installed(module):
+        raise NotRunError(f"it needs the package {package}, which is not installed.")
+    runner = bench.runner
+    try:
+        cache = QuantizedCache(backend, text_config(runner.model))
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise NotRunError(f"transformers makes no such cache for this model ({one_line(error)}).") from error
+    prompt = max(min(64, bench.context - bench.steps), 1)
+    tokens = bench.tokens(prompt + bench.steps)
+    reference = bench.reference(tokens)
+    try:
+        made, _ = runner.run(tokens, [prompt, *singles(tokens, prompt)], cache=cache)
+    # A backend's kernels do not run on every device and dtype.
+    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        said = f"a prompt of {prompt} tokens and {bench.steps} decode steps raised {one_line(error)}."
+        raise UnclearError(said) from error
+    first, later = made[:, :prompt], made[:, prompt:]
+    errors = Errors().add(first, reference, 0)
+    lost = apart(later, reference.logits[:, prompt:])
+    what = (
+        f"a prompt of {prompt} tokens, whose own logits are to be exact; the {bench.steps} decode steps after it are off by "
+        f"{lost:.1e}, which is the format's"
+    )
+    if bool(later.isfinite().all()) or not bool(reference.logits.isfinite().all()):
+        return bench.settle(errors, what, "the first forward reads quantised keys and values already")
+    errors[prompt] = lost
+    return bench.settle(errors, what, "NaN or Inf come out of the quantised keys and values")

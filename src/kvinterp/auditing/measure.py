@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -12,18 +13,22 @@ import torch
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference, referenced
 from kvinterp.auditing.comparing import difference, row_errors
 from kvinterp.auditing.ladder import LOCAL, STEPS, Plan, PrecisionRun, dtype_name
 from kvinterp.auditing.values import first_nonfinite, logit_grid
+from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.paths.kernels import Kernels, Native
+from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
 from kvinterp.reading.vocabulary import EMBEDDING
 
 Part = tuple[int, str, int]
 """A block's layer (-1: embedding, the number of blocks: head), ``input`` or ``output``, and how often it had run before."""
 
 Rows = dict[Part, Tensor]
+
+Row = dict[str, Any]
+"""A row of a table."""
 
 
 def climb(
@@ -44,14 +49,15 @@ def climb(
     started = time.perf_counter()
     kernels = kernels or Native()
     name = dtype_name(adapter.dtype) + ("" if isinstance(kernels, Native) else f", {kernels}")
-    climbed = _Climb(
-        PrecisionRun(name, adapter.dtype, kernels, plan=plan), BlockHooks(BlockModel(adapter, kernels)), against
-    )
-    swept = {"yes": len(plan.prompts), "first": 1}.get(sweep, 0)
-    with climbed.hooks.attached():
+    run, hooks = PrecisionRun(name, adapter.dtype, kernels, plan=plan), BlockHooks(BlockModel(adapter, kernels))
+    climbed, swept = _Climb(run, hooks, against), {"yes": len(plan.prompts), "first": 1}.get(sweep, 0)
+    with hooks.attached():
         for number in range(len(plan.prompts)):
             climbed.prompt(number, number < swept)
-    return climbed.done(time.perf_counter() - started)
+    for table, rows in climbed.rows.items():
+        setattr(run, table, pd.DataFrame(rows, columns=list(STEPS if table == "steps" else LOCAL)))
+    run.seconds = time.perf_counter() - started
+    return run
 
 
 class _Climb:
@@ -59,21 +65,14 @@ class _Climb:
 
     def __init__(self, run: PrecisionRun, hooks: BlockHooks, against: str) -> None:
         self.run, self.hooks, self.against, self.plan = run, hooks, against, run.plan
-        self.rows: dict[str, list[dict[str, Any]]] = {"steps": [], "local": [], "sweep": [], "chunks": []}
-
-    def done(self, seconds: float) -> PrecisionRun:
-        """All of it."""
-        for table, rows in self.rows.items():
-            setattr(self.run, table, pd.DataFrame(rows, columns=list(STEPS if table == "steps" else LOCAL)))
-        self.run.seconds = seconds
-        return self.run
+        self.rows: dict[str, list[Row]] = {"steps": [], "local": [], "sweep": [], "chunks": []}
 
     def prompt(self, number: int, swept: bool) -> None:
         """Every case of one prompt."""
         plan, run, hooks = self.plan, self.run, self.hooks
         reference = hooks.refer_to(plan.tokens(number, hooks.model.device))
         if not bool(reference.logits.isfinite().all()):
-            self._not_finite(None, "recompute")
+            self._not_finite(None)
             return
         run.largest_logit = max(run.largest_logit, reference.logits.abs().max().item())
         run.grid = logit_grid(reference.logits) if number == 0 or run.grid else ""
@@ -93,7 +92,7 @@ class _Climb:
         mine, fed, equal = _fed_freely(self.hooks, prefill, stop)
         free, layers, top = _free(self.hooks, fed, prefill, self.against)
         if any(math.isnan(row["max_abs"]) for row in free):
-            self._not_finite(prefill, "cached")
+            self._not_finite(prefill)
             return
         self._keep("steps", number, prefill, free)
         # Of several cases the last that has something to show.
@@ -106,11 +105,11 @@ class _Climb:
         self._keep("local", number, prefill, forced(self.hooks, prefill, stop, self.against, "last", fed))
         self._keep("chunks", number, prefill, _at_once(self.hooks, 0, prefill, self.against, mine))
 
-    def _not_finite(self, prefill: int | None, path: str) -> None:
+    def _not_finite(self, prefill: int | None) -> None:
         tokens = self.hooks.reference.tokens
-        self.run.nonfinite = self.run.nonfinite or first_nonfinite(self.hooks.model, tokens, prefill, path)
+        self.run.nonfinite = self.run.nonfinite or first_nonfinite(self.hooks.model, tokens, prefill)
 
-    def _keep(self, table: str, prompt: int, prefill: int, rows: Iterable[dict[str, Any]]) -> None:
+    def _keep(self, table: str, prompt: int, prefill: int, rows: Iterable[Row]) -> None:
         self.rows[table] += [{"prompt": prompt, "prefill": prefill, **row} for row in rows]
 
 
@@ -157,10 +156,12 @@ def _fed(hooks: BlockHooks, start: int, stop: int, cache: Any = None, equal_inpu
     return _rows(hooks, logits[0], stop - start), cache
 
 
-def _fed_singly(hooks: BlockHooks, prefill: int, stop: int, cache: Any) -> Iterator[tuple[int, Rows]]:
-    """Each position after the prefill, fed alone and given equal inputs, with the newest row of every part."""
+def _fed_singly(
+    hooks: BlockHooks, prefill: int, stop: int, cache: Any, equal_inputs: str = "yes"
+) -> Iterator[tuple[int, Rows]]:
+    """Each position after the prefill, fed alone, with the newest row of every part."""
     for position in range(prefill, stop):
-        logits, cache = hooks.feed(position, position + 1, cache)
+        logits, cache = hooks.feed(position, position + 1, cache, equal_inputs)
         yield position, _rows(hooks, logits[0])
 
 
@@ -170,9 +171,8 @@ def _fed_freely(hooks: BlockHooks, prefill: int, stop: int) -> tuple[Rows, Itera
     """
     at_once, cache = _fed(hooks, 0, prefill, None, "no")
     found, equal = [], _is_reference(hooks, 0, prefill)
-    for position in range(prefill, stop):
-        logits, cache = hooks.feed(position, position + 1, cache, "no")
-        found.append((position, _rows(hooks, logits[0])))
+    for position, rows in _fed_singly(hooks, prefill, stop, cache, "no"):
+        found.append((position, rows))
         equal = equal and _is_reference(hooks, position, position + 1)
     return at_once, found, equal
 
@@ -180,14 +180,10 @@ def _fed_freely(hooks: BlockHooks, prefill: int, stop: int) -> tuple[Rows, Itera
 def _is_reference(hooks: BlockHooks, start: int, stop: int) -> bool:
     reference = hooks.reference
     return all(
-        call in mine and torch.equal(_bytes(mine[call]), _bytes(rows[..., start:stop, :]))
+        call in mine and torch.equal(*(t.contiguous().view(torch.uint8) for t in (mine[call], rows[..., start:stop, :])))
         for mine, theirs in ((hooks.inputs, reference.inputs), (hooks.outputs, reference.outputs))
         for call, rows in theirs.items()
     )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 # Given equal inputs -----------------------------------------------------------------------------------------------------
@@ -200,7 +196,7 @@ def forced(
     against: str = "prefix",
     null: str = "all",
     fed: Iterable[tuple[int, Rows]] | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Every part's error given equal inputs, for each token fed one by one after the prefill.
 
     Args:
@@ -222,7 +218,7 @@ def forced(
             yield {**where, "layer": part[0], "part": part[1], "error": error, "null": apart}
 
 
-def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, mine: Rows) -> list[dict[str, Any]]:
+def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, mine: Rows) -> list[Row]:
     """Every part's error given equal inputs in the rows of tokens that were fed at once: a prompt, or more on its cache.
 
     The recomputation has as many rows as the cache then holds, so that a prompt is compared among the same number of rows.
@@ -252,6 +248,23 @@ def _takes_chunks(hooks: BlockHooks, start: int) -> bool:
     return True
 
 
+def onset(twin: Adapter, run: PrecisionRun) -> tuple[str, int, int] | None:
+    """The rung, layer and position at which a difference appears or jumps in every prompt, gone with fixed kernels."""
+    swept = run.sweep[(run.sweep["layer"] >= 0) & (run.sweep["part"] == "output")]
+    starts = set(jumps(swept).values())
+    start = starts.pop() if len(starts) == 1 else None
+    found = swept[(swept["position"] == start) & (swept["error"] > 0)]
+    if start is None or found.empty:
+        return None
+    # Whether these blocks still differ there with fixed kernels; what differs in none of them is not asked.
+    layers, stop = set(found["layer"]), min(start + 2, run.plan.length)
+    tokens, fixed = run.plan.tokens(0, twin.device)[:, :stop], BlockModel(twin, BatchInvariant(), only=layers)
+    with contextlib.suppress(UnsupportedError), referenced(fixed, tokens) as hooks:
+        if not any(row["error"] > 0 for row in forced(hooks, start, stop) if row["layer"] in layers):
+            return run.name, int(found["layer"].min()), start
+    return None
+
+
 def jumps(swept: pd.DataFrame) -> dict[int, int | None]:
     """For each prompt of a sweep the position at which a difference of what a part returns appears or jumps, or None."""
     outputs = swept[(swept["layer"] >= 0) & (swept["part"] == "output")]
@@ -277,7 +290,7 @@ def _jump(errors: pd.Series) -> int | None:
 
 def _free(
     hooks: BlockHooks, fed: Iterable[tuple[int, Rows]], prefill: int, against: str
-) -> tuple[list[dict[str, Any]], pd.DataFrame, pd.DataFrame]:
+) -> tuple[list[Row], pd.DataFrame, pd.DataFrame]:
     """A row a step of the free-running logits, and the layers and the largest logits of one that has something to show."""
     found, layers, top = [], pd.DataFrame(), pd.DataFrame()
     head, prefix = (len(hooks.model.blocks), "output", 0), against == "prefix"
@@ -285,7 +298,7 @@ def _free(
         theirs = _again(hooks, position + 1, "no") if prefix else _whole(hooks, position + 1)
         a, b = mine[head], theirs[head]
         sizes, kl = _sizes(a, b), float(metrics.compare_logits(b[None], a[None])["kl"])
-        null = _gap(b, hooks.reference.logits[position]).max().item() if prefix else math.nan
+        null = _sizes(b, hooks.reference.logits[position])["max_abs"] if prefix else math.nan
         found.append({"position": position, **sizes, "kl": kl, "null_max_abs": null})
         # The last step that differs has something to show; among equal ones any is as good.
         if sizes["max_abs"] > 0 or position == prefill or not bool(top["difference"].any()):
@@ -296,19 +309,14 @@ def _free(
     return found, layers, top
 
 
-def _gap(a: Tensor, b: Tensor) -> Tensor:
-    return (a.double() - b.double()).abs()
-
-
 def _sizes(a: Tensor, b: Tensor) -> dict[str, float]:
-    gap = _gap(a, b)
+    gap = (a.double() - b.double()).abs()
     return {"max_abs": gap.max().item(), "mean_abs": gap.mean().item(), "relative": difference(a, b)}
 
 
 def _top(cached: Tensor, recomputed: Tensor) -> pd.DataFrame:
     """The logits that differ most."""
-    gap = _gap(cached, recomputed)
-    worst = gap.topk(min(5, len(gap)))
-    columns = {"index": worst.indices, "recompute": recomputed.double()[worst.indices]}
-    columns |= {"cached": cached.double()[worst.indices], "difference": worst.values}
+    mine, theirs = cached.double(), recomputed.double()
+    worst, at = (mine - theirs).abs().topk(min(5, len(mine)))
+    columns = {"index": at, "recompute": theirs[at], "cached": mine[at], "difference": worst}
     return pd.DataFrame({name: tensor.tolist() for name, tensor in columns.items()})

@@ -113,17 +113,18 @@ class _Collector:
         elif isinstance(found, Values):
             self.values(found)
         elif func is _F.linear:
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            self.linear(args[0], weight.shape[0], partial(_F.linear, weight=weight, bias=bias))
+            self.linear(args[0], result.shape[-1], lambda x: func(x, *args[1:], **kwargs))
         elif func is torch.addmm and args[1].dim() == 2:
             # torch takes two dimensions here and no more, so a batch reaches it as more rows.
-            self.linear(args[1], args[2].shape[1], partial(_added, args[0], args[2]))
+            self.linear(
+                args[1],
+                args[2].shape[1],
+                lambda x: func(args[0], x.flatten(0, -2), args[2]).unflatten(0, x.shape[:-1]),
+            )
         elif func in _GROUPED and func is not None and args[1].dim() == 3:
-            weights = args[1].detach()
-            self.linear(args[0], weights.shape[2], partial(_grouped, func, weights), "expert, ")
+            self.linear(args[0], args[1].shape[2], partial(_grouped, func, args[1]), "expert, ")
         elif func in MATMUL and len(args) == 2 and args[1].dim() == 2 and args[0].dim() >= 2:
-            self.linear(args[0], args[1].shape[1], partial(torch.matmul, other=args[1].detach()))
+            self.linear(args[0], args[1].shape[1], lambda x: torch.matmul(x, args[1]))
         elif func in (torch.conv1d, _F.conv1d):
             groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
             if groups == args[0].shape[1]:
@@ -164,12 +165,12 @@ class _Collector:
     def linear(self, x: Tensor, outputs: int, call: Callable[[Tensor], Tensor], what: str = "") -> None:
         """A product with weights."""
         name = "unembed" if outputs == self.model.adapter.facts.vocabulary else "linear"
-        rows = _longer(x.detach().reshape(-1, x.shape[-1]), 0, self.most)
+        rows = _longer(x.reshape(-1, x.shape[-1]), 0, self.most)
         self.by_rows(name, f"{what}{x.shape[-1]} to {outputs}", call, rows)
 
     def norm(self, module: nn.Module, given: Sequence[Any], output: Tensor) -> None:
         """A norm, and whatever else of the same shape it was given (a gate)."""
-        parts = [t.detach() for t in given if isinstance(t, Tensor) and t.shape == output.shape]
+        parts = [t for t in given if isinstance(t, Tensor) and t.shape == output.shape]
         if not parts or output.dim() < 2:
             return
         forward: Any = type(module).forward.__get__(module)
@@ -196,7 +197,14 @@ class _Collector:
     def softmax(self, found: Scores) -> None:
         """Probabilities, and the product of queries and keys that they were made of."""
         scores, dtype = _heads(found.product.made), found.given.dtype
-        self.queries_by_keys(_heads(found.product.a), _heads(found.product.b))
+        a, b = _heads(found.product.a), _heads(found.product.b)
+        query, key = _longer(a, -2, self.most), _longer(b, -1, self.most)
+
+        def fewer(n: int) -> tuple[Tensor, Tensor]:
+            one = query[..., :1, :]
+            return torch.matmul(one, key[..., :n]), torch.matmul(one, key)[..., :n]
+
+        self.by_rows("scores", f"{a.shape[-1]} by keys, {a.shape[1]} heads", torch.matmul, query, key, keys=fewer)
         full = _longer(_longer(scores, -1, self.most), -2, self.most)
 
         def call(s: Tensor) -> Tensor:
@@ -213,16 +221,6 @@ class _Collector:
             "batch": lambda n: _batch_pair(call, full[..., :4, :], n),
         }
         self.add("softmax", f"over keys, {scores.shape[1]} heads", dtype, variants)
-
-    def queries_by_keys(self, a: Tensor, b: Tensor) -> None:
-        """Scores."""
-        query, key = _longer(a, -2, self.most), _longer(b, -1, self.most)
-
-        def fewer(n: int) -> tuple[Tensor, Tensor]:
-            one = query[..., :1, :]
-            return torch.matmul(one, key[..., :n]), torch.matmul(one, key)[..., :n]
-
-        self.by_rows("scores", f"{a.shape[-1]} by keys, {a.shape[1]} heads", torch.matmul, query, key, keys=fewer)
 
     def values(self, found: Values) -> None:
         """Probabilities by values."""
@@ -242,7 +240,7 @@ class _Collector:
     def fused(self, found: Fused) -> None:
         """SDPA as the model calls it, and each back end that it could call, one by one."""
         scale, shared = found.options.get("scale"), found.options.get("enable_gqa", False)
-        query, key, value = (_longer(t.detach(), -2, self.most) for t in (found.query, found.key, found.value))
+        query, key, value = (_longer(t, -2, self.most) for t in (found.query, found.key, found.value))
         shape = f"head_dim {query.shape[-1]}, {query.shape[1]} over {key.shape[1]} heads"
 
         def run(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -260,7 +258,7 @@ class _Collector:
 
     def convolution(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A causal convolution of each channel: the first positions must not depend on how many follow."""
-        x = _longer(args[0].detach(), -1, self.most)
+        x = _longer(args[0], -1, self.most)
 
         def call(part: Tensor) -> Tensor:
             return _F.conv1d(part.contiguous(), *args[1:], **kwargs)
@@ -276,10 +274,6 @@ class _Collector:
 # Calling again in other shapes -------------------------------------------------------------------------------------------
 
 
-def _added(bias: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    return torch.addmm(bias, x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
-
-
 def _grouped(func: Any, weights: Tensor, x: Tensor) -> Tensor:
     """Every row through the first expert, the others getting none."""
     rows = x.flatten(0, -2)
@@ -289,7 +283,6 @@ def _grouped(func: Any, weights: Tensor, x: Tensor) -> Tensor:
 
 def _heads(tensor: Tensor) -> Tensor:
     """``[batch, head, row, column]``, whatever came before the last two dimensions."""
-    tensor = tensor.detach()
     if tensor.dim() == 3:
         return tensor[None]
     return tensor if tensor.dim() == 4 else tensor.flatten(1, -3)

@@ -15,7 +15,6 @@ from kvinterp.errors import InputError
 from kvinterp.files import check_writable, digest_of, sealed, told
 from kvinterp.findings.of_comparison import ladder_chart
 from kvinterp.models.adapter import DTYPES
-from kvinterp.reading import verdict as say
 from kvinterp.reading.vocabulary import EMBEDDING
 from kvinterp.report.axes import legend_below
 from kvinterp.report.charts import drawn
@@ -27,12 +26,36 @@ from kvinterp.store import Lock, Record, refuse_foreign, write_whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvinterp.auditing.everything import Audit
     from kvinterp.auditing.ladder import PrecisionRun
-    from kvinterp.auditing.verdict import Verdict
+    from kvinterp.auditing.verdict import Audit, Verdict
 
 TABLES = ("steps", "local", "sweep", "chunks")
 _ABOUT = {"verb": "audit"}
+Row = Mapping[str, Any]
+"""Names and what is shown of each."""
+
+_LADDER = (
+    "Free-running: the logits of tokens fed one by one against those of the same prefix recomputed. The null "
+    "control is the same row recomputed among more rows. Given equal inputs: every block was handed the rows that the "
+    "recomputation handed it, so that its error is its own. With a fixed order of additions what is left has another reason "
+    "than the order of additions."
+)
+_FIRST_TENSORS = (
+    "Of each precision the first tensor that nothing takes away, or else the first that differs. Errors in "
+    "unit roundoffs; left is what remains once the cause is taken away."
+)
+_BLOCKS = (
+    "The largest error of each block in any row that was checked, in unit roundoffs of each precision. A "
+    "large one is no verdict by itself: what takes it away is."
+)
+_BLOCKS_ELSEWHERE = (
+    "This page was made of the verdict alone. What every block showed is on the page of kvinterp audit, and in "
+    "kv.audit(model, detail='everything')."
+)
+_CHECKS = (
+    "Error: the largest difference of the logits, cached against recomputed, relative to the largest logit. "
+    "Beside it the same between two recomputations without a cache."
+)
 NAMES = ("audit.html", *(f"{name}.csv" for name in TABLES), "verdict.json")
 
 
@@ -120,14 +143,14 @@ def save_verdict(verdict: Verdict, folder: Path) -> Path:
     """
     if not verdict.provenance:
         raise InputError("this verdict does not say what it was made with: make the audit again.")
-    return put({"audit.html": page_of(verdict, [Text(say.BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
+    return put({"audit.html": page_of(verdict, [Text(_BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
 
 
 def page(audit: Audit, said: Sequence[str] = ()) -> str:
     """The page, self-contained; whatever comes from the model is escaped."""
     verdict, own = audit.verdict, audit.provenance["dtype"]
     blocks = [
-        Text(say.BLOCKS, look="note"),
+        Text(_BLOCKS, look="note"),
         *_layers(audit, verdict.first_layer if verdict.exit_code else None),
         *_last_token(audit.rung(own), own),
         *([Text("What was claimed elsewhere", look="h2"), Bullets(said)] if said else []),
@@ -143,7 +166,7 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
         blocks: What is shown of every block: parts of a page.
         files: The tables that are written beside it.
     """
-    first, why, _ = say.reading_parts(verdict)
+    first, why, _ = verdict.parts
     figure = ladder_figure(verdict.evidence)
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
@@ -152,7 +175,7 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
         *_exercised(verdict),
         Text("The ladder", look="h2"),
         *([] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]),
-        Text(say.LADDER, look="note"),
+        Text(_LADDER, look="note"),
         _table([_rung_row(name, found) for name, found in verdict.evidence.items()]),
         Text("First tensor that differs, given equal inputs", look="h3"),
         *_first_tensors(verdict),
@@ -170,19 +193,15 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
 
 
 def _place(verdict: Verdict) -> list[Pairs]:
-    found = {
-        "layer": say.layer_name(verdict.first_layer),
-        "position": verdict.first_position,
-        "tensor": verdict.tensor,
-        "module": verdict.module,
-    }
+    found = (_layer_name(verdict.first_layer), verdict.first_position, verdict.tensor, verdict.module)
     what = "first wrong" if verdict.exit_code == 1 else "first that differs"
-    known = {f"{what}: {k}": v for k, v in found.items() if v not in (None, "")}
+    named = zip(("layer", "position", "tensor", "module"), found, strict=True)
+    known = {f"{what}: {name}": value for name, value in named if value not in (None, "")}
     return [_pairs(known)] if known else []
 
 
 def _exercised(verdict: Verdict) -> list[Any]:
-    run = say.reading_parts(verdict)[2]
+    run = verdict.parts[2]
     parts: list[Any] = [Text(run)] if run else []
     detail = "what it showed, or why it was not run"
     rows = [
@@ -195,7 +214,8 @@ def _exercised(verdict: Verdict) -> list[Any]:
         }
         for check in verdict.checks
     ]
-    parts += [Text(say.CHECKS, look="note"), _table(rows, text=detail)] if rows else [Text(say.NO_CHECKS, look="note")]
+    none = Text("Nothing else was asked for: the audit was made without further checks.", look="note")
+    parts += [Text(_CHECKS, look="note"), _table(rows, text=detail)] if rows else [none]
     return [*parts, *([Text("Notes", look="h3"), Bullets(verdict.notes)] if verdict.notes else [])]
 
 
@@ -207,7 +227,7 @@ def _number(value: Any) -> str:
     return str(value)
 
 
-def _pairs(values: Mapping[str, Any]) -> Pairs:
+def _pairs(values: Row) -> Pairs:
     return Pairs({name.replace("_", " "): _words(value) for name, value in values.items()}, look="beside")
 
 
@@ -219,7 +239,7 @@ def _words(value: Any) -> str:
     return ", ".join(map(_words, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], here: str | None = None, text: str = "") -> Table:
+def _table(rows: Sequence[Row], here: str | None = None, text: str = "") -> Table:
     """A table; the row whose first cell is ``here`` stands out, and the column of text is broken into lines; on a phone
     a row with a text is a card.
     """
@@ -230,23 +250,24 @@ def _table(rows: Sequence[Mapping[str, Any]], here: str | None = None, text: str
 # The ladder ------------------------------------------------------------------------------------------------------------
 
 
-def ladder_figure(evidence: Mapping[str, Mapping[str, Any]]) -> Figure | None:
+def ladder_figure(evidence: Mapping[str, Row]) -> Figure | None:
     """Differences by precision beside the unit roundoff of each; rounding falls with it. None where no precision was run."""
     named = {name: found["unit_roundoff"] for name, found in evidence.items() if name in DTYPES}
     units = dict(sorted(named.items(), key=lambda item: -item[1]))
     if not units:
         return None
+    shown = {
+        "relative_logit": "logits, free-running (relative)",
+        "block_error": "largest block error given equal inputs (relative)",
+    }
     lines: dict[str, dict[str, float]] = {
         label: {rung: v for rung in units if (v := evidence[rung][name]) is not None and math.isfinite(v)}
-        for name, label in (
-            ("relative_logit", "logits, free-running (relative)"),
-            ("block_error", "largest block error given equal inputs (relative)"),
-        )
+        for name, label in shown.items()
     }
     return drawn(ladder_chart({"unit roundoff": units, **lines}, "relative difference"), [])
 
 
-def _rung_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+def _rung_row(name: str, found: Row) -> dict[str, Any]:
     left = found["fixed_order_block_error"]
     checked = f"{found['fixed_order_bitwise_equal']} of {found['fixed_order_checks']}"
     return {
@@ -276,17 +297,35 @@ def _first_tensors(verdict: Verdict) -> list[Any]:
         rows.append(
             {
                 "rung": name,
-                "layer": say.layer_name(found["layer"]),
+                "layer": _layer_name(found["layer"]),
                 "tensor": found["tensor"],
                 "position": found["position"],
                 "error": apart,
                 "left": found["left"] / evidence["unit_roundoff"] if away else None,
-                "what takes it away": say.taken_away(found),
+                "what takes it away": _taken_away(found),
             }
         )
     if not rows:
-        return [Text(say.NO_TENSOR)]
-    return [Text(say.FIRST_TENSORS, look="note"), _table(rows, text="what takes it away")]
+        return [Text("Given equal inputs no tensor differs in any precision.")]
+    return [Text(_FIRST_TENSORS, look="note"), _table(rows, text="what takes it away")]
+
+
+def _layer_name(layer: int | None) -> str | None:
+    return "embedding" if layer == EMBEDDING else None if layer is None else str(layer)
+
+
+def _taken_away(found: Row) -> str:
+    """What takes the error of a first tensor away, see :class:`kvinterp.auditing.verdict.Verdict`."""
+    word, detail = found["taken_away_by"], found["detail"]
+    plain = {
+        "order": "a fixed order of additions",
+        "kernel": "a fixed order of additions, but it is larger than rounding: a kernel is coarse there",
+        "choice": "a fixed order of additions: rounding tips the choice between nearly equal experts",
+        "cast": f"leaving out the cast to {found['cast_to']}",
+        "unknown": f"that could not be tried: {detail}",
+        "": f"nothing: it is {detail}" if detail else "nothing",
+    }
+    return plain.get(word, f"it is {detail}")
 
 
 def _seconds(table: pd.DataFrame) -> list[Any]:
@@ -336,13 +375,17 @@ def _last_token(rung: PrecisionRun | None, own: str) -> list[Any]:
     title = Text(f"One token, free-running, in {own}", look="h2")
     differing = top[top["difference"] > 0]
     if not (layers["max_abs"] > 0).any() and differing.empty:
-        return [title, Text(say.same_everywhere(rung, where))]
+        also = "" if len(rung.differing_steps) else f" So is every logit of all {len(rung.steps)} steps."
+        return [title, Text(f"At {where}, every layer's output and every logit is the same on both paths.{also}")]
     return [
         title,
-        Text(say.one_token(where), look="note"),
+        Text(
+            f"At {where}. Layer n is hidden_states[n], what block n - 1 returned; of the last block before the final norm.",
+            look="note",
+        ),
         _issue(layers.assign(layer=(layers["layer"] + 1).astype(int)), _ISSUE_LAYERS),
         Text("Logits that differ most", look="h3"),
-        Text(say.NO_LOGIT) if differing.empty else _issue(differing, _ISSUE_TOP),
+        Text("No logit differs at this position.") if differing.empty else _issue(differing, _ISSUE_TOP),
     ]
 
 

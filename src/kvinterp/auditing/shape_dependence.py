@@ -156,14 +156,10 @@ def kernels_table(
 def _described(found: Finding, operations: Sequence[Operation]) -> dict[str, Any]:
     """The first that differs, with the operation of the table that computed it (the last one its module calls)."""
     inner = {"attention output": ("attention (SDPA)", "values"), "attention scores": ("scores",)}.get(found.tensor)
-    mine = [o for o in operations if o.calls and any(_within(m, found.module) for m in o.modules)]
+    mine = [o for o in operations if o.calls and any(f"{m}.".startswith(f"{found.module}.") for m in o.modules)]
     names = [f"{o.name} {o.shape}" for o in mine if inner is None or o.name in inner]
     where = {n: getattr(found, n) for n in ("layer", "tensor", "module", "position", "error")}
     return {"operation": names[-1] if names else "", **where}
-
-
-def _within(module: str, outer: str) -> bool:
-    return module == outer or module.startswith(outer + ".")
 
 
 def _first(adapter: Adapter, kernels: Kernels, prompt: Sequence[int], length: int) -> Finding | None:

@@ -67,17 +67,17 @@ def grid_module(model: BlockModel, tokens: Tensor, dtype: torch.dtype) -> str:
     return seen[min(last_off + 1, len(seen) - 1)][0] if seen else ""
 
 
-def first_nonfinite(model: BlockModel, tokens: Tensor, prefill: int | None, path: str) -> dict[str, Any]:
+def first_nonfinite(model: BlockModel, tokens: Tensor, prefill: int | None) -> dict[str, Any]:
     """The first module whose output holds NaN or Inf, on a second run of the same tokens with every module hooked.
 
     Args:
         model: The model.
         tokens: ``[1, position]``.
         prefill: How many are fed at once before the others one by one; None recomputes them without a cache.
-        path: The path's name, for the answer.
     """
     named = model.model.named_parameters()
     weights = next((name for name, p in named if p.is_floating_point() and not bool(p.isfinite().all())), "")
+    path = "recompute" if prefill is None else "cached"
     answer = {"path": path, "module": "", "value": "NaN or Inf", "position": None, "weights": weights}
     found: dict[str, Any] = {}
     fed: int | None = None

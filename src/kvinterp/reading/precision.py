@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
 
 
+Step = tuple[tuple[str, float], tuple[str, float]]
+"""A dtype and its largest logit difference, and the same of the next finer one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Fall:
     """What the largest logit difference of one model does from each dtype to the next finer one.
@@ -27,17 +31,17 @@ class Fall:
     sizes: tuple[tuple[str, float], ...]
 
     @property
-    def steps(self) -> list[tuple[tuple[str, float], tuple[str, float]]]:
+    def steps(self) -> list[Step]:
         """Each dtype beside the next finer one."""
         return list(itertools.pairwise(self.sizes))
 
     @property
-    def stuck(self) -> list[tuple[tuple[str, float], tuple[str, float]]]:
+    def stuck(self) -> list[Step]:
         """The steps at which a difference is there and does not fall."""
         return [(coarse, fine) for coarse, fine in self.steps if fine[1] >= coarse[1] > 0]
 
     @property
-    def begins(self) -> list[tuple[tuple[str, float], tuple[str, float]]]:
+    def begins(self) -> list[Step]:
         """The steps from exact equality to a difference: they neither fall nor say anything against rounding."""
         return [(coarse, fine) for coarse, fine in self.steps if fine[1] > coarse[1] == 0]
 
@@ -48,8 +52,9 @@ class Fall:
 
 
 def fall_of(model: str, rungs: Sequence[Comparison]) -> Fall:
-    """Orders one model's comparisons from the coarsest dtype to the finest."""
-    return Fall(model, tuple((c.provenance["dtype"], float(c.steps["max_abs_logit"].max())) for c in _ordered(rungs)))
+    """Orders one model's comparisons that hold a step from the coarsest dtype to the finest."""
+    sizes = [(str(c.provenance["dtype"]), float(c.steps["max_abs_logit"].max())) for c in rungs if len(c.steps)]
+    return Fall(model, tuple(sorted(sizes, key=lambda size: unit_roundoff(size[0]), reverse=True)))
 
 
 def _falls(rungs: Mapping[str, Sequence[Comparison]]) -> list[Fall]:
@@ -58,25 +63,15 @@ def _falls(rungs: Mapping[str, Sequence[Comparison]]) -> list[Fall]:
     return [fall for fall in falls if len(fall.sizes) > 1]
 
 
-def _ordered(rungs: Sequence[Comparison]) -> list[Comparison]:
-    """Those that hold a step, the coarsest dtype first."""
-    return sorted((c for c in rungs if len(c.steps)), key=lambda c: unit_roundoff(c.provenance["dtype"]), reverse=True)
-
-
-def _largest_by_dtype(falls: Sequence[Fall]) -> dict[str, float]:
-    """The largest logit difference of any model in each dtype."""
-    largest: dict[str, float] = {}
-    for dtype, size in (pair for fall in falls for pair in fall.sizes):
-        largest[dtype] = max(size, largest.get(dtype, 0.0))
-    return largest
-
-
 def ladder_said(rungs: Mapping[str, Sequence[Comparison]]) -> list[str]:
     """What the ladder says, a sentence each: how large the difference is in each dtype, and of which models it falls."""
     falls = _falls(rungs)
     if not falls:
         return []
-    sizes = ", ".join(f"{number(size)} in {dtype}" for dtype, size in _largest_by_dtype(falls).items())
+    largest: dict[str, float] = {}
+    for dtype, size in itertools.chain(*(fall.sizes for fall in falls)):
+        largest[dtype] = max(size, largest.get(dtype, 0.0))
+    sizes = ", ".join(f"{number(size)} in {dtype}" for dtype, size in largest.items())
     of = "" if len(falls) == 1 else " of any model"
     every = [c for group in rungs.values() for c in group]
     setting = ", ".join(sorted({str(c.provenance[key]) for c in every for key in ("kind", "protocol")}))

@@ -1,0 +1,407 @@
+"""The evidence of all precisions read into one word, its place and its sentences: each sentence stands where it is true."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvinterp.auditing.accounting import ROOM, Account
+from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Check
+from kvinterp.auditing.first_difference import Place
+from kvinterp.auditing.judging import ONE_BY_ONE, Judged
+from kvinterp.auditing.ladder import PrecisionRun, band
+from kvinterp.auditing.values import narrower
+from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
+from kvinterp.reading.vocabulary import EMBEDDING
+
+NOWHERE: Place = (None, None, "", "")
+"""The place of what has none."""
+
+HINTS = {
+    "Q": "Q alone is wrong: the new token's position, or RoPE",
+    "attention mask": "other keys are seen than should be: the window, the padding, or the mask's length",
+    "attention scores": "the scale, the soft cap, or a bias of the attention scores",
+    "attention output": "the attention itself: its scale, its soft cap, its kernel",
+    "V": "what the cache keeps or gives back for V",
+    "embedding": "what enters the first block: the position, or a scale of the embedding",
+    "residual sum": "what is added up between the block's modules",
+    "block input": "what stands between the two blocks",
+    "logits": "what stands after the last block: a norm, the head, a cap of the logits",
+    "recurrent state": "a state that is stale, or updated otherwise in a cached step",
+    "convolution state": "a state that is stale, or shifted otherwise in a cached step",
+    "expert choice": "the router chooses other experts in a cached step, though the scores do not differ by enough for that",
+    "router scores": "the router computes otherwise in a cached step",
+}
+
+
+Reading = tuple[str, Place, list[str]]
+"""The word, the place and the lines that say why."""
+
+
+@dataclasses.dataclass
+class Evidence:
+    """What an audit saw, before anyone says what it means.
+
+    Attributes:
+        model: The model's name.
+        own: Name of the rung in the model's own precision.
+        terms: The longest sum in the model.
+        rungs: What each rung showed, by name.
+        judged: The blocks that differed, each with what takes the difference away, by rung.
+        accounts: Whether the parts account for the whole, by rung.
+        checks: What else was exercised.
+        grid_module: The module from which on everything lies on a 16-bit grid, if the logits do.
+        onset: The rung, layer and position at which a kernel changes its order, or None.
+        refused: The rungs that torch cannot run this model in, and why.
+        exercised: The lengths and positions that were run, in a sentence.
+        random: The largest relative difference of the same forward run twice.
+        seconds: What took how long, as :class:`Verdict` has it.
+        allow: The words that do not fail.
+        notes: What a reader should know beside the verdict.
+    """
+
+    model: str
+    own: str
+    terms: int
+    rungs: dict[str, PrecisionRun] = dataclasses.field(default_factory=dict)
+    judged: dict[str, list[Judged]] = dataclasses.field(default_factory=dict)
+    accounts: dict[str, Account] = dataclasses.field(default_factory=dict)
+    checks: list[Check] = dataclasses.field(default_factory=list)
+    grid_module: str = ""
+    onset: tuple[str, int, int] | None = None
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    exercised: str = ""
+    random: float = 0.0
+    seconds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    allow: tuple[str, ...] = ()
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def caused(self, word: str) -> list[tuple[str, Judged]]:
+        """The blocks whose difference this takes away (nothing, where the word is empty), each with its rung."""
+        return [(name, j) for name, judged in self.judged.items() for j in judged if j.cause.word == word]
+
+    def first(self, name: str) -> Judged | None:
+        """What a rung is shown by: the first that nothing takes away, else the first."""
+        judged = self.judged.get(name, [])
+        return next((j for j in judged if not j.cause.word), judged[0] if judged else None)
+
+    # What it says -----------------------------------------------------------------------------------------------------
+
+    def judge(self, allow: tuple[str, ...] = ()) -> Verdict:
+        """Says what the evidence means, where some words do not fail."""
+        self.allow, checks = allow, self.checks
+        self.notes = [f"in {name} the model as it is cannot be run ({why})" for name, why in self.refused.items()]
+        asked = (self._overflow, self._wrong_dtype, self._bug, self._failed, self._hidden_cast, self._unexplained)
+        readings = (ask() for ask in (*asked, self._unknown, self._random, self._not_judged, self._benign))
+        word, place, lines = next(found for found in readings if found is not None)
+        allowed = "yes" if word in self.allow else "no"
+        passes = word in GOOD or allowed == "yes"
+        tried = sum(check.status in (PASSED, FAILED) for check in checks)
+        uses = f"{tried} of {len(checks)} uses" if checks else "decoding token by token alone"
+        first = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
+        first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.model} in {self.own}, {uses}"
+        text = "\n".join([first, *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)])
+        return Verdict(word, *place, self._evidence(), tuple(checks), tuple(self.notes), text, allowed)
+
+    def _evidence(self) -> dict[str, dict[str, Any]]:
+        evidence = {name: run.summary() for name, run in self.rungs.items()}
+        for name, run in self.rungs.items():
+            first = self.first(name)
+            if first is not None:
+                finding, cause = first.finding, first.cause
+                evidence[name]["first_tensor"] = {
+                    **dataclasses.asdict(finding),
+                    "error_in_unit_roundoffs": finding.error / run.unit,
+                    "band": band(run.dtype, self.terms),
+                    "taken_away_by": cause.word,
+                    "cast_to": cause.dtype,
+                    "left": cause.left,
+                    "detail": cause.detail,
+                }
+            if name in self.accounts:
+                evidence[name]["parts_account_for_the_whole"] = dataclasses.asdict(self.accounts[name])
+        return evidence
+
+    # What fails ---------------------------------------------------------------------------------------------------------
+
+    def _overflow(self) -> Reading | None:
+        own = self.rungs[self.own]
+        others = ", ".join(r.name for r in self.rungs.values() if r.nonfinite and r is not own)
+        if not own.nonfinite:
+            self.notes += [f"in {others} it overflows"] if others else []
+            return None
+        where = own.nonfinite
+        return "overflow", (where.get("layer"), where["position"], where["value"], where["module"]), overflow(own, others)
+
+    def _wrong_dtype(self) -> Reading | None:
+        rungs = (self.rungs.get(name) for name in (self.own, "float32"))
+        wide = next((r for r in rungs if r is not None and r.grid and r.unit < 1e-5), None)
+        if wide is None:
+            return None
+        module = self.grid_module
+        line = (
+            f"Every logit is exactly a {wide.grid} number though the model is in {wide.name}: from module "
+            f"{module or 'unknown'} on, values were rounded to 16 bits."
+        )
+        return "wrong-dtype", (None, None, "logits", module), [line]
+
+    def _bug(self) -> Reading | None:
+        """What nothing takes away: in the first layer that any rung saw, as the finest rung sees it.
+
+        The finest sees the smallest errors; and of its tensor the first position, which only the rung with the long decode
+        may know.
+        """
+        every = self.caused("")
+        if not every:
+            return None
+        first = min(j.finding.layer for _, j in every)
+        here = [(n, j) for n, j in every if j.finding.layer == first]
+        _, judged = min(here, key=lambda case: (case[1].fed != ONE_BY_ONE, self.rungs[case[0]].unit))
+        same = [j for _, j in here if j.finding.tensor == judged.finding.tensor]
+        judged = min(same, key=lambda j: (j.fed != ONE_BY_ONE, j.finding.position))
+        found, sizes = judged.finding, dict[str, float]()
+        for name, j in every:
+            sizes[name] = max(sizes.get(name, 0.0), j.finding.error)
+        at = (
+            f"at step {found.step}" if judged.fed == ONE_BY_ONE else f"in {judged.fed}, in the row of position {found.step}"
+        )
+        said = f"Given equal inputs, {_place(judged)} is wrong from position {found.position} on (seen {at}): "
+        said += ", ".join(
+            f"{name} "
+            + ("one side sees what the other does not" if size == torch.inf else f"a relative error of {size:.1e}")
+            for name, size in sizes.items()
+        )
+        clean = [name for name in sorted(self.judged) if name not in sizes]
+        said += f"; not in {', '.join(clean)}" if clean else ""
+        lines = [f"{said}. {_tried(judged)}", *hint(judged, self), *(check.failure for check in self._failures)]
+        return "bug", found.place, lines
+
+    @property
+    def _failures(self) -> list[Check]:
+        return [check for check in self.checks if check.status == FAILED]
+
+    def _failed(self) -> Reading | None:
+        if not self._failures:
+            return None
+        first = self._failures[0]
+        place = (first.layer, first.step, first.tensor or first.name, first.module)
+        return "bug", place, [check.failure for check in self._failures]
+
+    def _hidden_cast(self) -> Reading | None:
+        """A cast that matters in the precision that serves; those that only matter above it become notes."""
+        fail: list[tuple[str, Judged]] = []
+        note: dict[tuple[str, str], dict[str, None]] = {}
+        for name, judged in self.caused("cast"):
+            dtype = getattr(torch, judged.cause.dtype)
+            if narrower(dtype, getattr(torch, self.own)):
+                fail.append((name, judged))
+            elif narrower(dtype, self.rungs[name].dtype):
+                note.setdefault((judged.cause.dtype, name), {})[judged.cause.module or "the blocks"] = None
+        if not fail or "hidden-cast" in self.allow:
+            for (to, name), modules in note.items():
+                more = f" and {len(modules) - 2} more" if len(modules) > 2 else ""
+                self.notes.append(f"{to} inside ({', '.join([*modules][:2])}{more}): no better than {to} in {name}")
+        if not fail:
+            return None
+        name, judged = fail[0]
+        found, cause = judged.finding, judged.cause
+        line = (
+            f"In {name}, given equal inputs, {_place(judged)} is off by {found.error:.1e}, "
+            f"{_times(found.error / self.rungs[name].unit)} unit roundoffs; {cause.module or 'the block'} casts to "
+            f"{cause.dtype}, and without that cast "
+        ) + ("nothing differs." if cause.left == 0 else f"{cause.left:.1e} is left.")
+        return "hidden-cast", (*found.place[:3], cause.module), [line]
+
+    def _unexplained(self) -> Reading | None:
+        name, short = next(((n, a) for n, a in self.accounts.items() if not a.holds), ("", None))
+        if short is None:
+            return None
+        parts = (
+            f"errors of the parts' sizes change them by at most {short.explained:.1e} ({ROOM:.0f} times what was simulated)"
+        )
+        if short.explained == 0:
+            parts = "given equal inputs no part differs by a bit"
+        line = (
+            f"In {name} ({short.kernels}) the logits differ by {short.found:.1e} relative, but {parts}: something between the "
+            f"parts is wrong, first seen in the output of layer {short.layer} at position {short.position}."
+        )
+        return "unexplained", (short.layer, short.position, "logits", ""), [line]
+
+    # What cannot be told ------------------------------------------------------------------------------------------------
+
+    def _unknown(self) -> Reading | None:
+        judged = next((j for name, j in self.caused("unknown") if name == self.own), None)
+        if judged is None:
+            return None
+        line = (
+            f"In {self.own}, given equal inputs, {_place(judged)} differs by {judged.finding.error:.1e}; whether that is "
+            f"rounding could not be tried: {judged.cause.detail}."
+        )
+        return CANNOT_TELL, judged.finding.place, [line]
+
+    def _random(self) -> Reading | None:
+        line = (
+            f"The same forward run twice differs by {self.random:.1e} relative: the model computes something else each "
+            "time (dropout, sampling or noise inside), so its cached path has nothing to be compared with."
+        )
+        return (CANNOT_TELL, NOWHERE, [line]) if self.random else None
+
+    def _not_judged(self) -> Reading | None:
+        """Errors of the finest precision that are larger than it rounds and that nothing was found to take away: no PASS."""
+        name, run = min(self.rungs.items(), key=lambda rung: rung[1].unit)
+        taken = {j.finding.layer for j in self.judged.get(name, []) if j.cause.word not in ("order", "rounding")}
+        side = run if run.fixed is None else run.fixed
+        errors = side.every_error[~side.every_error["layer"].isin(taken)]
+        if errors.empty or errors["error"].max() <= band(run.dtype, self.terms):
+            return None
+        worst = errors.loc[errors["error"].idxmax()]
+        layer, position = int(worst["layer"]), int(worst["position"])
+        line = (
+            f"In {name}, given equal inputs, layer {layer} is off by {_times(worst['error'] / run.unit)} unit roundoffs at "
+            f"position {position}, and nothing was shown to take that away."
+        )
+        return "unexplained", (layer, position, "residual sum", ""), [line]
+
+    # What passes --------------------------------------------------------------------------------------------------------
+
+    def _benign(self) -> Reading:
+        unfixed = dict[str, list[str]]()
+        finite = [r for r in self.rungs.values() if not r.nonfinite]
+        differing = [r for r in finite if len(r.differing_steps) or r.largest_error > 0]
+        for rung in finite:
+            if rung.unfixed:
+                unfixed.setdefault(rung.unfixed, []).append(rung.name)
+        self.notes += [f"no fixed order in {', '.join(names)}: {why}" for why, names in unfixed.items()]
+        if not differing:
+            steps, names = sum(len(r.steps) for r in finite), ", ".join(r.name for r in finite)
+            return "equal", NOWHERE, [f"Every logit of all {steps} steps is bitwise the same in {names}."]
+        lines = [_rung(r, self) for r in finite]
+        tipped = dict.fromkeys(f"{name} (layer {j.finding.layer})" for name, j in self.caused("choice"))
+        if tipped:
+            lines.append(
+                f"Rounding tips the choice between nearly equal experts in {', '.join(tipped)}; with a fixed order the same "
+                "ones are chosen."
+            )
+        found = self.caused("kernel")
+        if found:
+            # The rung with the long decode knows the first position; the others only the lengths they were given.
+            name, judged = min(found, key=lambda case: (case[1].finding.position, self.rungs[case[0]].unit))
+            line = (
+                f"Given equal inputs, {_place(judged)} is off by {judged.finding.error:.1e} in {name}, first at position "
+                f"{judged.finding.position}, and bitwise right once every sum has a fixed order: a kernel is coarse there, not "
+                "the model's cache."
+            )
+            return "kernel", judged.finding.place, [line, *lines]
+        if self.onset is not None:
+            name, layer, position = self.onset
+            first = self.first(name)
+            here = first.finding if first is not None and first.finding.layer == layer else None
+            tensor, module = ("block output", "") if here is None else (here.tensor, here.module)
+            line = (
+                f"In {name} a difference appears or jumps at position {position}, in every prompt, first in layer {layer} "
+                f"({tensor}); with a fixed order it is gone: a kernel changes its order there."
+            )
+            return "kernel", (layer, position, tensor, module), [line, *lines]
+        shown = self.first(self.own) or self.first(differing[0].name)
+        return "rounding", NOWHERE if shown is None else shown.finding.place, lines
+
+
+# Sentences that stand in more than one place, or have cases of their own --------------------------------------------------
+
+
+def _times(value: float) -> str:
+    return f"{value:.2g}" if value else "0"
+
+
+def _place(judged: Judged) -> str:
+    """A finding's layer, tensor and module."""
+    found = judged.finding
+    where = "the embedding" if found.layer == EMBEDDING else f"layer {found.layer}"
+    return f"{found.tensor} of {where}" + (f" ({found.module})" if found.module else "")
+
+
+def _tried(judged: Judged) -> str:
+    cause = judged.cause
+    if cause.detail.startswith("gone with a fixed order"):
+        return f"It is {cause.detail}: the kernel's own result is wrong."
+    said = {
+        "fixed order": "With a fixed order of additions it is there all the same.",
+        "native": "A fixed order of additions does not take it away.",
+    }.get(judged.kernels, "No fixed order of additions could be run.")
+    return f"{said} It is {cause.detail}." if cause.detail else said
+
+
+def hint(judged: Judged, seen: Evidence) -> list[str]:
+    """The likely cause of what is wrong, in a line or none."""
+    found = judged.finding
+    known = HINTS.get(found.tensor)
+    if judged.numbered:
+        known = (
+            "told the positions of its tokens, as generate() tells them, the model is right: called without position_ids it "
+            "numbers cached tokens wrongly"
+        )
+    elif found.tensor == "K":
+        every = seen.rungs[seen.own].every_error
+        new = found.position >= (int(every["prefill"].min()) if len(every) else 0)
+        known = "new keys as they are written" if new else "old keys: a stale, lost or shifted cache"
+    return [f"hint: {known}"] if known else []
+
+
+def overflow(own: PrecisionRun, others: str) -> list[str]:
+    """Where NaN or Inf first appears, and what to do; ``others``: the other precisions in which it does."""
+    where = own.nonfinite
+    said = f"{where['value']} first appears on the {where['path']} path in {where['module'] or 'the logits'} in {own.name}"
+    said += "" if where["position"] is None else f" at position {where['position']}"
+    remedy = "the recomputation itself is not finite in this precision"
+    if where.get("weights"):
+        remedy = f"the weights themselves hold NaN or Inf ({where['weights']}): load another checkpoint"
+    elif where["path"] == "cached":
+        remedy = "the recomputation is finite there: look at what the cache gives back, and at rows that see no key"
+    elif own.name == "float16":
+        remedy = "a dtype with a wider range (bfloat16, float32) may hold it"
+    return [f"{said}; also in {others}." if others else f"{said}.", f"hint: {remedy}"]
+
+
+def _rung(rung: PrecisionRun, seen: Evidence) -> str:
+    """What one precision showed: the machine's kernels, the null control, and a fixed order."""
+    found, fixed = rung.summary(), rung.fixed
+    off, steps = _times(rung.largest_error / rung.unit), found["steps"]
+    said = (
+        f"{rung.name}: {found['bitwise_equal_steps']} of {steps} steps are bitwise equal, the logits are off by at most "
+        f"{_times(found['max_abs_logit'] or 0.0)} (merely among more rows {_times(found['null_max_abs_logit'] or 0.0)}), a block "
+        f"given equal inputs by {off} unit roundoffs"
+    )
+    if fixed is None:
+        return f"{said}."
+    if fixed.largest_error == 0 and not len(fixed.differing_steps):
+        checks = len(fixed.every_error)
+        return (
+            f"{said}; with a fixed order of additions all {checks} checks and {len(fixed.steps)} steps are bitwise equal."
+        )
+    reasons = {j.cause.word: None for j in seen.judged.get(rung.name, ()) if j.kernels == "fixed order"}
+    why = " and ".join(word for word in reasons if word in ("cast", "rounding"))
+    left = _times(fixed.largest_error / rung.unit)
+    return f"{said}; with a fixed order {left} unit roundoffs are left" + (f" ({why})." if why else ".")
+
+
+def _exercised(seen: Evidence) -> list[str]:
+    """What was exercised, and what not."""
+    far = [check for check in seen.checks if check.status == NOT_RUN and check.hint]
+    options = ", ".join(sorted({check.hint for check in far}))
+
+    def named(what: str, checks: Sequence[Check], after: str = "") -> list[str]:
+        return [f"{what}: {'; '.join(check.name for check in checks)}{after}"] if checks else []
+
+    def having(status: str) -> list[Check]:
+        return [check for check in seen.checks if check.status == status and check not in far]
+
+    return [
+        f"exercised: {seen.exercised}",
+        *named("passed too", having(PASSED)),
+        *named("cannot tell", having(UNCLEAR)),
+        *named("not reached", far, f" ({options} goes there)"),
+        *named("not run", having(NOT_RUN)),
+    ]
