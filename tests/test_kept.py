@@ -51,6 +51,8 @@ def found(model: Any) -> dict[str, Kept]:
     }
 
 
+FINDING = ("patch", "decompose", "logit-lens", "logit-attribution")
+"""Those that keep what they found as findings too."""
 ALL = ("compare", "several", "patch", "patch without controls", "decompose", "localise", "localise nothing", "kernels")
 
 
@@ -82,6 +84,7 @@ def test_what_is_saved_is_read_again_to_the_bit(found: dict[str, Kept], which: s
     assert sorted(path.name for path in (tmp_path / "once").iterdir() if path.name[0] != ".") == sorted(
         [
             *(f"{name}.parquet" for name in made.written()[0]),
+            *["findings.parquet"] * (made.VERB in FINDING),
             "summary.json",
             *["prompts.jsonl"] * (which in ("compare", "several")),
         ]
@@ -144,8 +147,8 @@ def test_what_the_command_line_wrote_is_read(experiment: Any, kind: type[Kept], 
     page = (folder / "report.html").read_text()
     read = kv.load(folder)
     assert isinstance(read, kind)
-    for name, table in ran.tables.items():
-        held = read.written()[0][name]
+    for name, held in read.written()[0].items():
+        table = ran.tables[name]
         # Parquet does not keep of which type the labels of no columns are.
         pd.testing.assert_frame_equal(table, held, check_exact=True, check_column_type=table.shape[1] > 0, obj=name)
     assert read.sentences() == [line for line in experiment.sentences(ran) if line]
