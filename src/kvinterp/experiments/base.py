@@ -415,7 +415,7 @@ class Experiment(abc.ABC):
             files, about = self.figures(outcome, folder), outcome.summary.get("provenance") or {}
             if not self.PAGE:
                 return files
-            findings = outcome.tables.get("findings")
+            findings = self.with_findings(outcome).tables.get("findings")
             said = self.sentences(outcome) if findings is None else self._headed(outcome)
             found = (said, outcome.tables, files, outcome.choices, about, self.lead(outcome), findings)
             return [*files, write_experiment(folder.parent, self.asks(), *found)]
