@@ -13,13 +13,13 @@ import pandas as pd
 
 from kvinterp.errors import InputError
 from kvinterp.files import check_writable, digest_of, sealed, told
+from kvinterp.findings import Chart, Panel
 from kvinterp.findings.of_comparison import ladder_chart
 from kvinterp.models.adapter import DTYPES
 from kvinterp.reading.vocabulary import EMBEDDING
-from kvinterp.report.axes import legend_below
 from kvinterp.report.charts import drawn
 from kvinterp.report.page import Answer, Bullets, Column, Links, Pairs, Picture, Table, Text, render
-from kvinterp.report.style import png, series_of, sheet
+from kvinterp.report.style import png
 from kvinterp.report.svg import inline
 from kvinterp.store import Lock, Record, refuse_foreign, write_whole
 
@@ -332,17 +332,9 @@ def _seconds(table: pd.DataFrame) -> list[Any]:
     """What took how long; nothing for an audit that was kept before that was written down."""
     if table.empty:
         return []
-    with sheet(5.6, 2.6) as figure:
-        axes, done = figure.subplots(), dict.fromkeys(table["rung"], 0.0)
-        for index, (part, rows) in enumerate(table.groupby("part", sort=False)):
-            took = rows.groupby("rung", sort=False)["seconds"].sum()
-            axes.barh(
-                list(took.index), took, left=[done[rung] for rung in took.index], color=series_of(index).color, label=part
-            )
-            done |= {rung: done[rung] + spent for rung, spent in took.items()}
-        axes.set(xlabel="seconds")
-        axes.invert_yaxis()
-        legend_below(axes, *axes.get_legend_handles_labels())
+    took = table.groupby(["part", "rung"], sort=False)["seconds"].sum().reset_index()
+    panel = Panel(took, "seconds", "part", "dots", color="rung", scale="linear", label="seconds")
+    figure = drawn(Chart("What took how long", [panel]), [])
     picture = Picture("What took how long", png(figure), svg=inline(figure, "seconds"))
     return [Text("What took how long", look="h2"), picture, _table(table.to_dict("records"))]
 

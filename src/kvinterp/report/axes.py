@@ -68,14 +68,6 @@ def log_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def legend_below(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """A legend under the axes."""
-    if len(handles):
-        columns = len(labels) if sum(map(len, labels)) < 40 else 2
-        labels = [broken(label, 30) for label in labels]
-        axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.45, -0.17), ncols=columns)
-
-
 def legend_outside(target: Figure | Any, axes: Axes, columns: int = 5, side: str = "lower", **how: Any) -> None:
     """A legend of the axes under all axes of a figure, or above them where its small print stands below."""
     handles, labels = axes.get_legend_handles_labels()
