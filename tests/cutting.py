@@ -199,7 +199,11 @@ def _untimed(path: Path) -> bytes:
     if path.name == "audit.html":
         before, _, behind = content.partition(b"<h2>What took how long</h2>")
         return before + behind[behind.find(b"<h2>") :]
-    return re.sub(rb'seconds": [0-9.e-]+|"(verdict.json|audit.html)": "\w+"', b"", content) if path.name == "verdict.json" else content
+    return (
+        re.sub(rb'seconds": [0-9.e-]+|"(verdict.json|audit.html)": "\w+"', b"", content)
+        if path.name == "verdict.json"
+        else content
+    )
 
 
 def _sorted(table: pd.DataFrame) -> pd.DataFrame:
