@@ -66,7 +66,7 @@ def test_the_overview_holds_all_four_and_cuts_nothing_off() -> None:
     figure = overview({"matched": MADE["usual"], "free": MADE["flipped"]}, many, usual, usual)
     assert inside(figure)
     titles = " ".join(_title(axes) for axes in figure.axes)
-    assert all(what in titles for what in ("KL at each step", "residual stream", "Attention KL", "K", "V"))
+    assert all(what in titles for what in ("KL at each step", "residual stream", "attention KL", "K", "V"))
 
 
 def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:

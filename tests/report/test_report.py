@@ -164,7 +164,7 @@ def test_the_overview_wants_all_four_tables() -> None:
     bare = dataclasses.replace(whole, heads=whole.heads.iloc[:0], provenance={**whole.provenance, "kind": "native"})
     hooked = dataclasses.replace(whole, provenance={**whole.provenance, "kind": "hooked"})
     titles = [axes.get_title(loc="left").replace("\n", " ") for axes in overview_of([result(bare), result(hooked)]).axes]
-    assert "Attention KL by layer and head (mean), mistral-mini hooked" in titles
+    assert "Mean attention KL by layer and head, mistral-mini hooked" in titles
     with pytest.raises(InputError, match="the four figures need all of them"):
         overview_of([result(bare)])
 

@@ -166,10 +166,11 @@ def charts_of_comparisons(comparisons: Mapping[str, Comparison]) -> dict[str, Ch
             those of attention and of K and V.
     """
     label, first = next(iter(comparisons.items()))
+    derived = " (derived)" * ("pattern" in first.derived)
     drawn = {
         "kl_by_step": (_kl_by_step(comparisons), "KL at each step (points: prompts; lines: medians)"),
         "drift_by_layer": (_drift_by_layer(comparisons), "Difference of the residual stream (median, quartiles)"),
-        "attention_by_head": (_attention_by_head(first), "Attention KL by layer and head (mean)"),
+        "attention_by_head": (_attention_by_head(first), f"Mean attention KL by layer and head{derived}"),
         "kv_by_position": (_kv_by_position(first), "Error of K and V by position (dashes: the prompt ends)"),
     }
     of = f", {label}" if label and len(comparisons) == 1 else ""
@@ -207,8 +208,7 @@ def _attention_by_head(comparison: Comparison) -> list[Panel]:
     if frame.empty:
         return []
     means = frame.groupby(["layer", "head"])["kl"].mean().reset_index()
-    derived = "\n(derived)" * ("pattern" in comparison.derived)
-    return [Panel(means, "head", "layer", "map", "kl", label=f"mean KL of attention (nats){derived}", xlabel="query head")]
+    return [Panel(means, "head", "layer", "map", "kl", label="mean KL of attention (nats)", xlabel="query head")]
 
 
 def _kv_by_position(comparison: Comparison) -> list[Panel]:
