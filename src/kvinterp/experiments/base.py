@@ -64,6 +64,8 @@ class Experiment(abc.ABC):
     """What the names of its figures begin with, where it is not the command's."""
     RESULT: ClassVar[str] = ""
     """The import name of the class of its result, which is read from tables and summary; ``""``: the tables are its result."""
+    SHOWN: ClassVar[tuple[Callable[[Any], Any], ...]] = ()
+    """Of its result: the headline, the findings and the charts, where it does not say them itself."""
     CLAIMS: ClassVar[str] = ""
     """The source whose claims its tables decide: they are judged among what it found; ``""``: none."""
     STEPS: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
@@ -126,15 +128,17 @@ class Experiment(abc.ABC):
 
     def findings(self, outcome: Outcome) -> pd.DataFrame | None:
         """What was found, a row each (:func:`kvinterp.findings.findings_of`); None where its sentences say it."""
-        return None
+        from kvinterp.findings import findings_of
+
+        return findings_of(self.SHOWN[1](outcome.result)) if self.SHOWN else None
 
     def headline(self, outcome: Outcome) -> list[str]:
         """What was found in one or two sentences, and warnings; the rest stands in :meth:`findings`."""
-        return []
+        return list(self.SHOWN[0](outcome.result)) if self.SHOWN else []
 
     def charts(self, outcome: Outcome) -> dict[str, Chart]:
         """Its figures by name, as data."""
-        return {}
+        return dict(self.SHOWN[2](outcome.result)) if self.SHOWN else {}
 
     def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
         """Writes its figures into a folder and returns their files."""
@@ -230,7 +234,7 @@ class Experiment(abc.ABC):
 
     def names(self) -> list[str]:
         """The names of the files that it writes, beside the summary; of figures what they begin with, and a star."""
-        finds = type(self).findings is not Experiment.findings
+        finds = bool(self.SHOWN) or type(self).findings is not Experiment.findings
         tables = (f"{table}.parquet" for table in (*["findings"] * finds, *self.TABLES))
         return [*tables, *self.FILES, *filter(None, [self.PAGE]), *(f"figures/{name}*" for name in self.drawn())]
 
@@ -371,9 +375,11 @@ class Experiment(abc.ABC):
             try:
                 made = self._made(cells, folder.parts, how)
             except KeyboardInterrupt:
-                done = CellsMade({cell.key: folder.parts for cell in cells if folder.parts.read(cell.key) is not None})
-                if done and self.PARTIAL == "yes":
-                    self.written(folder, self.reduce(done, folder.settings, folder.folder), ending="interrupted")
+                if self.PARTIAL == "yes" and (
+                    done := [cell.key for cell in cells if folder.parts.read(cell.key) is not None]
+                ):
+                    made = CellsMade(dict.fromkeys(done, folder.parts))
+                    self.written(folder, self.reduce(made, folder.settings, folder.folder), ending="interrupted")
                 raise
             if how.tell is not None:
                 how.tell("writing tables, figures and page")

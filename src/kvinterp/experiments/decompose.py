@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pandas as pd
-
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import Experiment, Outcome, numbered
 from kvinterp.experiments.options import model, option, shared
-from kvinterp.findings import Chart, findings_of
 from kvinterp.findings.of_patching import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
 
 
@@ -24,6 +21,7 @@ class Decompose(Experiment):
     TABLES: ClassVar = ("decomposition", "layers")
     DRAWN: ClassVar = ("decomposition",)
     RESULT: ClassVar = "kvinterp.patching:Decomposition"
+    SHOWN: ClassVar = (headline_of_decomposition, rows_of_decomposition, charts_of_decomposition)
     UNIT: ClassVar = "prompts"
 
     model: str = model()
@@ -48,18 +46,6 @@ class Decompose(Experiment):
         about = next(about for _, about in made.values())
         found = Decomposition(tables["decomposition"], tables["layers"], about)
         return Outcome(found, *found.written())
-
-    def headline(self, outcome: Outcome) -> list[str]:
-        """Which part is most of the difference."""
-        return headline_of_decomposition(outcome.result)
-
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
-        """Every part beside its null."""
-        return findings_of(rows_of_decomposition(outcome.result))
-
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
-        """The parts by step and by layer."""
-        return charts_of_decomposition(outcome.result)
 
 
 def decomposed(

@@ -7,11 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import pandas as pd
-
 from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.outcome import Outcome
-from kvinterp.findings import Chart, findings_of
 from kvinterp.findings.of_patching import (
     charts_of_attribution,
     charts_of_lens,
@@ -31,20 +28,6 @@ class _OfFunction(Experiment):
     """What a function found: it has no cells, since nothing but the function makes it."""
 
     VERB: ClassVar = ""
-    SHOWN: ClassVar[tuple[Any, ...]] = ()
-    """Given what was found: the headline, the findings and the charts."""
-
-    def headline(self, outcome: Outcome) -> list[str]:
-        """What was found, in at most two lines."""
-        return list(self.SHOWN[0](outcome.result)) if self.SHOWN else super().headline(outcome)
-
-    def findings(self, outcome: Outcome) -> pd.DataFrame | None:
-        """What was found, a row each."""
-        return findings_of(self.SHOWN[1](outcome.result)) if self.SHOWN else None
-
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
-        """What there is to see."""
-        return dict(self.SHOWN[2](outcome.result)) if self.SHOWN else {}
 
     @classmethod
     def verb(cls) -> str:

@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pandas as pd
-
 from kvinterp.cells import Cell, Made, joined, loaded
 from kvinterp.data import load_prompts
 from kvinterp.experiments.base import Experiment, Outcome, numbered
 from kvinterp.experiments.options import model, option, shared
-from kvinterp.findings import Chart, findings_of
 from kvinterp.findings.of_patching import charts_of_sweep, headline_of_sweep, rows_of_sweep
 
 _UNLESS_GIVEN = {
@@ -39,6 +36,7 @@ class Patch(Experiment):
     TABLES: ClassVar = ("recovery", "steps", "controls")
     DRAWN: ClassVar = ("recovery",)
     RESULT: ClassVar = "kvinterp.patching:Sweep"
+    SHOWN: ClassVar = (headline_of_sweep, rows_of_sweep, charts_of_sweep)
     UNIT: ClassVar = "prompts"
 
     model: str = model()
@@ -131,18 +129,6 @@ class Patch(Experiment):
         work = {name: sum(about["work"][name] for about in abouts) for name in abouts[0]["work"]}
         found = Sweep(**tables, provenance={**abouts[0], "work": work})
         return Outcome(found, *found.written())
-
-    def headline(self, outcome: Outcome) -> list[str]:
-        """Which place recovers most."""
-        return headline_of_sweep(outcome.result)
-
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
-        """What every patch recovers, and the controls."""
-        return findings_of(rows_of_sweep(outcome.result))
-
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
-        """Recovery by place, and by step."""
-        return charts_of_sweep(outcome.result)
 
 
 def _steps(given: str) -> str | tuple[int, ...]:
