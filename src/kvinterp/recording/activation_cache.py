@@ -56,8 +56,8 @@ def is_activation_cache(given: object) -> bool:
     return type(given).__name__ == "ActivationCache" and isinstance(getattr(given, "cache_dict", None), Mapping)
 
 
-def records_of(cache: Any) -> dict[Site, Tensor]:
-    """What an ``ActivationCache`` of one prompt holds at the sites that there are, without the batch dimension.
+def records_of(cache: Any, batched: bool = False) -> dict[Site, Tensor]:
+    """What an ``ActivationCache`` holds at the sites that there are: of one prompt without its batch, or with the batch.
 
     Raises:
         InputError: It holds none, or several prompts.
@@ -74,14 +74,14 @@ def records_of(cache: Any) -> dict[Site, Tensor]:
             continue
         site, layer = place[0], int(place[1])
         rows = tensor if cache.has_batch_dim else tensor[None]
-        if rows.shape[0] != 1:
+        if rows.shape[0] != 1 and not batched:
             raise InputError(f"the cache holds {rows.shape[0]} prompts: give that of one, such as cache of tokens[:1].")
         if rows.dim() != LAYOUTS[site].dimensions:
             raise UnsupportedError(
                 f"{name} has the shape {tuple(tensor.shape)}, and {site} has {LAYOUTS[site].dimensions} axes here: leave it out, "
                 "with names_filter."
             )
-        found[site, layer] = rows[0]
+        found[site, layer] = rows if batched else rows[0]
     if not found:
         raise InputError(f"the cache holds no hook at which a site is: expected some of {', '.join(HOOKS.values())}.")
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvinterp import words
@@ -19,8 +19,8 @@ CONTEXT = "kv.record"
 @contextlib.contextmanager
 def record(
     model: Any,
-    sites: words.Site | str | Sequence[words.Site | str],
-    layers: Iterable[int] | None = None,
+    sites: words.Site | str | Sequence[words.Site | str] | Callable[[str], bool],
+    layers: Iterable[int] | int | None = None,
     heads: Iterable[int] | None = None,
     kv_heads: Iterable[int] | None = None,
     positions: words.Positions | str = "newest",

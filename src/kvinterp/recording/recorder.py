@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -13,7 +13,7 @@ from kvinterp.errors import InputError, shown
 from kvinterp.inputs import check_choice, check_instance, chosen_heads, chosen_layers, chosen_steps, is_among
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import place_of, places_of
+from kvinterp.models.hook_names import Names, place_of, places_of
 from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.policies import Place
 from kvinterp.recording.hook import SiteHook
@@ -50,8 +50,8 @@ class Recorder(SiteHook):
     def __init__(
         self,
         adapter: Adapter,
-        sites: str | Sequence[str],
-        layers: Iterable[int] | None = None,
+        sites: Names,
+        layers: Iterable[int] | int | None = None,
         heads: Iterable[int] | None = None,
         kv_heads: Iterable[int] | None = None,
         steps: Iterable[int] | None = None,
