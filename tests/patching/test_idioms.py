@@ -278,3 +278,69 @@ def test_a_module_that_no_site_is(load: Any, case: Case, name: str, said: str) -
     ):
         with pytest.raises(kv.InputError, match=re.escape(said)):
             use()
+
+
+# What was recorded, and results --------------------------------------------------------------------------------------------
+
+
+@cases(KINDS)
+def test_what_was_recorded_is_a_tensor(load: Any, case: Case) -> None:
+    adapter, tokens = load(case), rows(PROMPT, CLEAN)
+    with kv.record(adapter.model, "resid_post,pattern", positions="all") as seen, torch.no_grad():
+        plain_forward(adapter.model, tokens)
+    assert seen["resid_post", 1].shape == (2, len(PROMPT), adapter.facts.width)
+    assert torch.equal(seen["blocks.1.hook_resid_post"], seen.kept["resid_post", 1][0])
+    assert list(seen) == seen.keys() == list(seen.kept)
+    assert "blocks.0.attn.hook_pattern" in seen
+    assert ("z", 0) not in seen
+    stacked = seen.stack_activation("resid_post")
+    assert torch.equal(stacked, torch.stack([seen["resid_post", layer] for layer in range(2)]))
+    cache = seen.to_activation_cache()
+    assert torch.equal(cache["resid_post", 1], seen["resid_post", 1])
+    if case.kind != "native":
+        with torch.no_grad():
+            _, theirs = adapter.model.run_with_cache(tokens)
+        for name in cache:
+            torch.testing.assert_close(cache[name], theirs[name], rtol=0, atol=0)
+        torch.testing.assert_close(stacked, theirs.stack_activation("resid_post"), rtol=0, atol=0)
+    with kv.record(adapter.model, "resid_post") as seen, torch.no_grad():
+        for each in (tokens, tokens[:, :5]):
+            plain_forward(adapter.model, each)
+    assert seen["resid_post", 0].shape == (2, 2, adapter.facts.width), "two forwards, stacked"
+    assert seen.to_activation_cache(0)["resid_post", 0].shape == (2, 1, adapter.facts.width)
+    with pytest.raises(kv.InputError, match="forward=2 was not recorded"):
+        seen.to_activation_cache(2)
+
+
+@cases(KINDS)
+@pytest.mark.parametrize("over", ["positions", "heads", "heads,positions"])
+def test_a_result_shows_itself_and_is_saved(load: Any, case: Case, over: str, tmp_path: Any) -> None:
+    found = kv.activation_patching(load(case), CLEAN, PROMPT, "z", over, layers=1, **QUIET)
+    best = found.frame.loc[found.frame["recovery"].idxmax()]
+    assert f"layer {int(best['layer'])}" in found.sentences()[0]
+    assert "of layer 1" in found._repr_html_()
+    assert list(found.figures()) == ["activation_patching"]
+    page = found.report(tmp_path / "found").read_text(encoding="utf-8")
+    assert "activation" in page
+    again = kv.load(tmp_path / "found")
+    for name in ("site", "over", "distance", "clean", "corrupted", "layers", "columns", "texts", "differ"):
+        assert getattr(again, name) == getattr(found, name), name
+    assert torch.equal(again.values, found.values)
+    assert again.frame.equals(found.frame)
+    assert again.sentences() == found.sentences()
+
+
+@pytest.mark.hooked
+def test_two_caches_are_shown_side_by_side(load: Any) -> None:
+    adapter = load(HOOKED)
+    with torch.no_grad():
+        caches = [adapter.model.run_with_cache(rows(prompt))[1] for prompt in (CLEAN, PROMPT)]
+    found = kv.attention_comparison(*caches, layers=[1])
+    assert len(found.heads) == adapter.facts.query_heads
+    apart = (caches[0]["pattern", 1].double() - caches[1]["pattern", 1].double())[0].abs().amax((1, 2))
+    assert found.heads.set_index("head")["largest_difference"].sort_index().tolist() == apart.tolist()
+    assert "first cache" in found.page.html()
+    with pytest.raises(kv.InputError, match="expected two caches"):
+        kv.attention_comparison(caches[0], PROMPT)
+    with pytest.raises(kv.InputError, match="no step was given"):
+        kv.attention_comparison(adapter, PROMPT)

@@ -13,10 +13,13 @@ from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.outcome import Outcome
 from kvinterp.findings import Chart, findings_of
 from kvinterp.findings.of_patching import (
+    charts_of_activation_patching,
     charts_of_attribution,
     charts_of_lens,
+    headline_of_activation_patching,
     headline_of_attribution,
     headline_of_lens,
+    rows_of_activation_patching,
     rows_of_attribution,
     rows_of_lens,
 )
@@ -72,6 +75,14 @@ class _Localise(_OfFunction):
     RESULT: ClassVar = "kvinterp.patching:Cause"
 
 
+class _ActivationPatching(_OfFunction):
+    """Which place of a clean prompt restores its answer in a corrupted one?"""
+
+    VERB: ClassVar = "activation-patching"
+    RESULT: ClassVar = "kvinterp.patching:ActivationPatching"
+    SHOWN: ClassVar = (headline_of_activation_patching, rows_of_activation_patching, charts_of_activation_patching)
+
+
 class _LogitLens(_OfFunction):
     """Behind which layer does the difference become visible in token space?"""
 
@@ -113,7 +124,8 @@ class _Several(_OfFunction):
         return {name: drawn[name] for name in self.DRAWN if name in drawn}
 
 
-FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (_Localise, _LogitAttribution, _LogitLens, _Several)}
+_KINDS = (_ActivationPatching, _Localise, _LogitAttribution, _LogitLens, _Several)
+FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in _KINDS}
 """How what a function found is kept, by what the result says that made it."""
 
 

@@ -47,7 +47,7 @@ Metric = Callable[[Float[Tensor, "batch position vocab"]], Any]
 _CHECKED = ["layer", "column", "attributed", "patched"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class ActivationPatching(Kept):
     """What each place of a clean prompt brings into a corrupted one.
 
@@ -87,7 +87,6 @@ class ActivationPatching(Kept):
     method: str = "patches"
     checked: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=_CHECKED))
     provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
-    held: Any = dataclasses.field(default=None, init=False)
 
     def __repr__(self) -> str:
         """What it is of, in one line."""

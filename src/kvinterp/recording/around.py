@@ -43,7 +43,7 @@ def record(
         positions: As for :class:`Recorder`.
 
     Yields:
-        The recorder; ``recorder["resid_post", 3]`` is a list with one tensor a forward.
+        The recorder; ``recorder["resid_post", 3]`` is a tensor, of several forwards stacked; ``.kept`` has each.
 
     Raises:
         InputError: No forward was heard until it was left, or one did not run a layer that was asked for, or another
@@ -53,7 +53,7 @@ def record(
     Example:
         >>> with kvinterp.record(model, "resid_post,pattern") as seen:  # doctest: +SKIP
         ...     model(tokens)
-        >>> seen["pattern", 0][0].shape  # doctest: +SKIP
+        >>> seen["pattern", 0].shape  # doctest: +SKIP
     """
     adapter = wrap(model)
     with adapter.alone(CONTEXT):
