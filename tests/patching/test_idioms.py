@@ -317,8 +317,8 @@ def test_what_was_recorded_is_a_tensor(load: Any, case: Case) -> None:
 def test_a_result_shows_itself_and_is_saved(load: Any, case: Case, over: str, tmp_path: Any) -> None:
     found = kv.activation_patching(load(case), CLEAN, PROMPT, "z", over, layers=1, **QUIET)
     best = found.frame.loc[found.frame["recovery"].idxmax()]
-    assert f"layer {int(best['layer'])}" in found.sentences()[0]
-    assert "of layer 1" in found._repr_html_()
+    assert found.sentences()[0].startswith(f"Layer {int(best['layer'])}")
+    assert "Layer 1" in found._repr_html_()
     assert list(found.figures()) == ["activation_patching"]
     page = found.report(tmp_path / "found").read_text(encoding="utf-8")
     assert "activation" in page

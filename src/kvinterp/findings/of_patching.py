@@ -206,8 +206,8 @@ def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
     if pd.isna(best["recovery"]):
         return [f"Both prompts show the same ({ends}), so no place can restore it: give two whose answers differ."]
     many = f", mean of {counted(found.pairs, 'pair')}" if found.pairs > 1 else ""
-    by = "by attribution " if found.method == "attribution" else ""
-    lines = [f"{upper(by + found.site)} of {_place_of(best)} restores most: {percent(best['recovery'])} ({ends}{many})."]
+    by = f"{found.site}, attributed" if found.method == "attribution" else found.site
+    lines = [f"{upper(_place_of(best))} restores most: {percent(best['recovery'])} by {by} ({ends}{many})."]
     if len(found.checked):
         lines.append(
             f"Attribution is off by {percent(found.error)} of what {len(found.checked)} true patches change (L2 over L2)."
