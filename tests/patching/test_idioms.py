@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -344,3 +345,10 @@ def test_two_caches_are_shown_side_by_side(load: Any) -> None:
         kv.attention_comparison(caches[0], PROMPT)
     with pytest.raises(kv.InputError, match="no step was given"):
         kv.attention_comparison(adapter, PROMPT)
+
+
+def test_a_module_of_the_right_name_that_another_one_is_for(load: Any) -> None:
+    model = copy.deepcopy(load(NATIVE).model)
+    model.model.layers[0].attn = torch.nn.Identity()
+    with pytest.raises(kv.InputError, match="is not what 'attn_out' means"), kv.record(model, "model.layers.0.attn"):
+        pass
