@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from typer.testing import Result
 import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp import __version__
+from kvinterp.cli import GROUPS
 from kvinterp.experiments.base import NOTHING
+from kvinterp.experiments.registry import experiments
 from kvinterp.models import zoo
 from writing import cells_of
 
@@ -140,6 +143,38 @@ def test_version_and_help() -> None:
     assert kvinterp("--version").stdout == f"kvinterp {__version__}\n"
     shown = kvinterp("--help").stdout
     assert all(verb in shown for verb in ("compare", "demo", "list"))
+
+
+def test_alone_it_prints_the_commands_in_groups() -> None:
+    made = kvinterp()
+    assert made.exit_code == 0
+    assert made.stdout.strip() == kvinterp("--help").stdout.strip()
+    titles = [made.stdout.index(title) for title in (*GROUPS, "compare ", "audit ", "list ")]
+    assert titles[: len(GROUPS)] == sorted(titles[: len(GROUPS)])
+    assert titles[0] < titles[-3] < titles[1] < titles[-2]
+    assert {name for names in GROUPS.values() for name in names} == {*experiments(), "show", "report", "list"}
+
+
+def test_help_has_the_options_that_matter_and_help_all_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    short, long = (kvinterp("compare", option) for option in ("--help", "--help-all"))
+    assert short.exit_code == long.exit_code == 0
+    named = [re.findall(r"^│ \*?\s+(--[a-z-]+) ", made.stdout, re.M) for made in (short, long)]
+    assert named[0] == ["--out", "--prompts", "--a", "--b", "--kind", "--help-all", "--help"]
+    assert set(named[0]) < set(named[1])
+    assert {"--overwrite", "--json", "--seed", "--record"} <= set(named[1])
+    assert "--help-all shows" in short.stdout
+    assert "--help-all shows" not in long.stdout
+    assert kvinterp("compare", "--help").stdout == short.stdout, "what help hides comes back"
+
+
+def test_list_is_short_and_says_each_kind_at_length() -> None:
+    short, long = kvinterp("list").stdout, kvinterp("list", "policies").stdout
+    assert "source" in long
+    assert "source" not in short
+    assert all(name in " ".join(short.split()) for name in ("hadamard", "cache_k_pre", "relative_l2", "flip-law"))
+    assert len(short.splitlines()) < 90
+    assert len(long.splitlines()) > 60
 
 
 def test_help_imports_nothing_heavy() -> None:

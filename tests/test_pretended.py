@@ -351,7 +351,7 @@ def recorded(adapter: kv.Adapter) -> torch.Tensor:
     """The recorder alone, around a forward of the user's own."""
     with kv.record(adapter.model, "resid_post", positions="all") as seen, torch.no_grad():
         adapter.model(torch.tensor([PROMPT], device=adapter.device))
-    return torch.stack([seen["resid_post", layer][0].clone() for layer in range(adapter.facts.layers)])
+    return torch.stack([seen.kept["resid_post", layer][0].clone() for layer in range(adapter.facts.layers)])
 
 
 def patched_alone(adapter: kv.Adapter) -> torch.Tensor:

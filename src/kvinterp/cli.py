@@ -29,7 +29,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvinterp._version import __version__
 from kvinterp.command import delivered, leave, refused, told, wrong_use
-from kvinterp.console import echo, rows_of
+from kvinterp.console import echo, names_in, rows_of
 from kvinterp.errors import InputError, check_docstrings, check_epoch
 from kvinterp.experiments.base import NOTHING, OPTION, Experiment
 from kvinterp.experiments.registry import experiment_named, experiments, question_of
@@ -43,14 +43,33 @@ from kvinterp.spec import check_length
 
 _NARROWEST = 20
 """Columns of a terminal that a help text needs."""
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Two paths side by side": ("compare", "patch", "decompose", "demo"),
+    "Is it correct?": ("audit", "kernels"),
+    "What errors in the cache do": (
+        "kv-error", "equivalent-noise", "susceptibility", "flip-law", "mitigate", "chain", "eval",
+    ),
+    "The FP16 paper": (
+        "study", "behaviour", "boundary", "layer-drift", "localisation", "root-cause", "flips", "gqa", "ladder", "kv-write",
+        "accumulation", "propagation", "repeated-heads",
+    ),
+    "Results and names": ("show", "report", "list"),
+}  # fmt: skip
+"""The commands as help shows them; others come last."""
+_MATTER = (
+    "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "tasks", "kind", "max_new_tokens", "dtype",
+)  # fmt: skip
+"""The options that help shows, the first five of them that a command has."""
+_SHOWN_OPTIONS = 5
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class _Verb(TyperCommand):
     """An experiment's command: its file is imported when more is asked of it than its help."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name, help=question_of(name))
+    def __init__(self, name: str, panel: str) -> None:
+        super().__init__(name, help=question_of(name), rich_help_panel=panel)
+        self.every_option = False
 
     @functools.cached_property
     def _whole(self) -> Any:
@@ -70,11 +89,34 @@ class _Verb(TyperCommand):
         self.params, self.callback = self._whole.params, self._whole.callback
         return super().get_params(ctx)
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        options = [each for each in self.get_params(ctx) if each.param_type_name == "option" and not each.hidden]
+        own = [each for each in options if each.name not in ("help", "help_all")]
+        first = sorted(own, key=lambda each: _MATTER.index(each.name) if each.name in _MATTER else len(_MATTER))
+        hidden = [] if self.every_option else first[_SHOWN_OPTIONS:]
+        places, before = {each.name: place for place, each in enumerate(first)}, list(self.params)
+        self.params.sort(key=lambda each: places.get(each.name, -1 if each.param_type_name == "argument" else len(places)))
+        self.epilog = f"--help-all shows {len(hidden)} more options." if hidden else ""
+        try:
+            for each in hidden:
+                each.hidden = True
+            super().format_help(ctx, formatter)
+        finally:
+            self.params[:] = before
+            for each in hidden:
+                each.hidden = False
+
 
 class _Verbs(TyperGroup):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.commands = {**{name: _Verb(name) for name in experiments()}, **self.commands}
+        panels = {name: panel for panel, names in GROUPS.items() for name in names}
+        verbs = {**{name: _Verb(name, panels.get(name, "Others")) for name in experiments()}, **self.commands}
+        order = [*(name for name in panels if name in verbs), *(name for name in verbs if name not in panels)]
+        self.commands = {name: verbs[name] for name in order}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
 
     def main(self, *given: Any, **named: Any) -> Any:
         # In so few columns nothing is shown at all.
@@ -97,7 +139,6 @@ class _Verbs(TyperGroup):
 
 app = typer.Typer(
     cls=_Verbs,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Does decoding from a KV cache compute the same thing as recomputing the prefix?",
@@ -117,9 +158,27 @@ def main() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False) -> None:
+def _root(
+    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     if version:
         echo(f"kvinterp {__version__}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        _help(ctx)
+
+
+def _help(ctx: Any) -> None:
+    """Prints the help of a command; rich prints it by itself."""
+    text = ctx.get_help()
+    if text.strip():
+        echo(text)
+
+
+def _help_all(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.command.every_option = True  # type: ignore[attr-defined]
+        _help(ctx)
         raise typer.Exit
 
 
@@ -128,7 +187,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
     fields = [field for field in dataclasses.fields(experiment) if OPTION in field.metadata]
     examples = {field.name: field.metadata[OPTION]["example"] for field in fields if "example" in field.metadata[OPTION]}
 
-    def command(out: Path | None, overwrite: bool, **given: Any) -> Mapping[str, Any]:
+    def command(out: Path | None, overwrite: bool, help_all: bool = False, **given: Any) -> Mapping[str, Any]:
         for name, example in examples.items():
             given[name] = _numbers(f"--{name.replace('_', '-')}", given[name], example)
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -141,7 +200,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
 
     hints = typing.get_type_hints(experiment)
     parameters = [_parameter(field, hints[field.name]) for field in fields]
-    parameters += [_out(experiment.OUT), _overwrite(experiment.OVERWRITES)]
+    parameters += [_out(experiment.OUT), _overwrite(experiment.OVERWRITES), _EVERY]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {}
     command.__doc__ = question_of(experiment.verb())
@@ -184,6 +243,17 @@ def _overwrite(when: str) -> inspect.Parameter:
     said = "Not needed: it writes its own folder again." if needless else "Replace a result that is already in the folder."
     hint = Annotated[bool, typer.Option("--overwrite", help=said, hidden=needless)]
     return inspect.Parameter("overwrite", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
+
+
+_EVERY = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option("--help-all", is_eager=True, expose_value=False, callback=_help_all, help="Show every option."),
+    ],
+)
 
 
 def _numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | None:
@@ -236,7 +306,7 @@ _SHOWN = "the page is not finished; run the same command again"
 Folder = Annotated[Path, typer.Argument(parser=_folder_named, metavar="FOLDER", help="A folder that a command wrote.")]
 
 
-@app.command("show")
+@app.command("show", rich_help_panel="Results and names")
 @told(_SHOWN)
 def _show(
     folder: Folder,
@@ -264,7 +334,7 @@ def _show(
     return {"verb": "show", **found, **({"reading": said} if rewrite else {})}
 
 
-@app.command("report")
+@app.command("report", rich_help_panel="Results and names")
 @told(_SHOWN)
 def _report(folder: Folder) -> Mapping[str, Any]:
     """The same as show --rewrite --no-open."""
@@ -274,18 +344,25 @@ def _report(folder: Folder) -> Mapping[str, Any]:
 What = enum.Enum("What", {name: name for name in LISTED}, type=str)  # type: ignore[misc]
 
 
-@app.command("list")
+@app.command("list", rich_help_panel="Results and names")
 @told(NOTHING)
 def _list(
-    what: Annotated[What | None, typer.Argument(help="One of them; everything unless given.", show_default=False)] = None,
+    what: Annotated[
+        What | None, typer.Argument(help="One of them at length; all names unless given.", show_default=False)
+    ] = None,
 ) -> Mapping[str, Any]:
     """Show the models, kinds, sites, strategies, policies, metrics, kernels, protocols and experiments there are."""
     from rich.console import Console
 
     tables = {item.value: LISTED[item.value]() for item in (What if what is None else (what,))}
     console = Console()
-    for table in tables.values():
-        console.print(table)
+    for name, table in tables.items():
+        if what is None and name != "models":
+            console.print(f"[bold]{name}[/bold]  {', '.join(names_in(table))}")
+        else:
+            console.print(table)
+    if what is None:
+        console.print("kvinterp list WHAT, such as kvinterp list policies, says what each is.")
     return {name: rows_of(table) for name, table in tables.items()}
 
 

@@ -46,3 +46,8 @@ def rows_of(table: Table) -> list[dict[str, str]]:
     named = [(str(column.header), list(column.cells)) for column in table.columns]
     rows = range(table.row_count)
     return [{name: Text.from_markup(str(cells[row])).plain for name, cells in named} for row in rows]
+
+
+def names_in(table: Table) -> list[str]:
+    """The first column of a table, as it is given to rich."""
+    return [str(cell) for cell in table.columns[0].cells]

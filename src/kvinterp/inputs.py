@@ -205,7 +205,7 @@ def among(name: str, given: object, known: Iterable[int]) -> list[int]:
     return wanted
 
 
-def chosen_layers(adapter: Model, layers: Iterable[int] | None) -> tuple[int, ...]:
+def chosen_layers(adapter: Model, layers: Iterable[int] | int | None) -> tuple[int, ...]:
     """The layers asked for, checked; all of them for None. Negative numbers count from the last.
 
     Raises:
@@ -214,7 +214,11 @@ def chosen_layers(adapter: Model, layers: Iterable[int] | None) -> tuple[int, ..
     count = adapter.facts.layers
     if layers is None:
         return tuple(range(count))
-    wanted = [layers] if isinstance(layers, int) else given_list("layers", layers, "numbers as in (0, 2), or None for all")
+    wanted = (
+        [layers]
+        if whole_number(layers) is not None
+        else given_list("layers", layers, "numbers as in (0, 2), or None for all")
+    )
     numbers = _existing("layer", wanted, -count, count, f"{adapter.facts.name} has layers 0 to {count - 1}.")
     if not numbers:
         raise InputError("an empty list of layers was given: name at least one, or leave it out for all of them.")
@@ -364,6 +368,12 @@ def token_ids(given: object) -> list[int] | None:
 
 
 def _checked_ids(given: object, what: str) -> list[int]:
+    rows = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+    if isinstance(rows, Sequence) and rows and all(isinstance(row, list | tuple) for row in rows):
+        # As to_tokens and tokenizers give one prompt: [1, position].
+        if len(rows) > 1:
+            raise InputError(f"{what} holds {len(rows)} rows, each a prompt: give one, such as tokens[:1].")
+        given = rows[0]
     tokens = token_ids(given)
     if tokens is None:
         raise InputError(f"{what} {shown(given)} was given: expected whole numbers, the ids of tokens.")

@@ -82,8 +82,8 @@ def test_a_forward_that_stops_at_a_layer_is_whole_or_a_sentence(load: Any, case:
             forward(TOKENS, stop_at_layer=1)
             forward(TOKENS)
             forward(OTHER, stop_at_layer=1)
-        assert len(seen["resid_post", 0]) == 3
-        assert_bitwise(seen["resid_post", 0][0], seen["resid_post", 0][1], "resid_post")
+        assert len(seen.kept["resid_post", 0]) == 3
+        assert_bitwise(seen.kept["resid_post", 0][0], seen.kept["resid_post", 0][1], "resid_post")
         with pytest.raises(kv.InputError, match="ran the layers 0 to 0 only"), kv.record(model, "resid_post"):
             forward(TOKENS, stop_at_layer=1)
             forward(TOKENS)
@@ -91,7 +91,7 @@ def test_a_forward_that_stops_at_a_layer_is_whole_or_a_sentence(load: Any, case:
             middle = model(TOKENS, stop_at_layer=1)
             with kv.record(model, "resid_post", layers=[1]) as seen:
                 forward(middle, start_at_layer=1)
-            assert len(seen["resid_post", 1]) == 1
+            assert len(seen.kept["resid_post", 1]) == 1
 
 
 # Errors ----------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_a_forward_that_was_cut_off_is_no_step(load: Any, case: Case, error: typ
             assert hook.moved[0] == moved + 1
         handle.remove()
     assert seen.recorded_steps == [0, 1]
-    assert [tensor.shape[1] for tensor in seen["resid_post", 1]] == [5, 12]
+    assert [tensor.shape[1] for tensor in seen.kept["resid_post", 1]] == [5, 12]
     assert {len(kept) for kept in seen.kept.values()} == {2}
 
 
@@ -153,7 +153,7 @@ def test_contexts_left_in_the_wrong_order(load: Any, case: Case, same: str) -> N
         bare(TOKENS)
     assert [len(kept) for kept in one.kept.values()] == [1] * len(one.kept)
     assert [len(kept) for kept in other.kept.values()] == [2] * len(other.kept)
-    assert_bitwise(one["resid_post", 1][0], other["resid_post", 1][0], "resid_post as both heard it")
+    assert_bitwise(one.kept["resid_post", 1][0], other.kept["resid_post", 1][0], "resid_post as both heard it")
 
 
 @cases(KINDS)
@@ -167,7 +167,7 @@ def test_a_deep_copy_inside_is_another_model(load: Any, case: Case) -> None:
             copied = copy.deepcopy(model)
             assert_bitwise(plain_forward(copied, TOKENS), plain, "logits of the copy")
             assert not torch.equal(plain_forward(model, TOKENS), plain)
-        assert len(seen["resid_post", 0]) == 1
+        assert len(seen.kept["resid_post", 0]) == 1
         assert {place: len(kept) for place, kept in hooks_of(copied).items()} == {
             place: len(kept) for place, kept in before.items()
         }
@@ -187,7 +187,7 @@ def test_another_thread_runs_the_model_as_it_is(load: Any, case: Case, caplog: A
             [theirs] = in_threads([lambda: plain_forward(model, TOKENS)])
             assert_bitwise(theirs, plain, "logits in the other thread")
             assert not torch.equal(plain_forward(model, TOKENS), plain)
-        assert len(seen["resid_post", 0]) == 1
+        assert len(seen.kept["resid_post", 0]) == 1
         assert "1 forwards of" in caplog.text
         assert "worker 0" in caplog.text
         for opened in (lambda: kv.record(model, sites), lambda: kv.patched(model, patch)):
@@ -276,8 +276,8 @@ def test_what_torch_compile_returns_is_heard_or_a_sentence(fresh: Any) -> None:
     # Compiled while it is heard: Dynamo leaves the hooks alone.
     heard = recording(fresh, compiled)
     for place, kept in plain.kept.items():
-        assert torch.allclose(heard[place][0], kept[0], atol=1e-5), place
-    assert len(heard["resid_post", 0]) == 1
+        assert torch.allclose(heard.kept[place][0], kept[0], atol=1e-5), place
+    assert len(heard.kept["resid_post", 0]) == 1
     torch._dynamo.reset()
     plain_forward(compiled, TOKENS)
     with pytest.raises(kv.InputError, match=r"heard nothing: .* torch.compile compiled before"):

@@ -165,10 +165,10 @@ def test_record_hears_every_forward_with_its_own_numbers(load: Any, case: Case, 
             way.run(model, TOKENS)
     assert seen.recorded_steps == list(range(len(way.lengths)))
     for layer, kept in enumerate(plain):
-        assert [tensor.shape[:2] for tensor in seen["resid_post", layer]] == [(way.rows, n) for n in way.lengths]
-        for found, wanted in zip(seen["resid_post", layer], kept, strict=True):
+        assert [tensor.shape[:2] for tensor in seen.kept["resid_post", layer]] == [(way.rows, n) for n in way.lengths]
+        for found, wanted in zip(seen.kept["resid_post", layer], kept, strict=True):
             assert_bitwise(found, wanted, f"resid_post at layer {layer}")
-        assert len(seen["resid_pre", layer]) == len(seen["z", layer]) == len(way.lengths)
+        assert len(seen.kept["resid_pre", layer]) == len(seen.kept["z", layer]) == len(way.lengths)
 
 
 @cases(KINDS)
@@ -182,8 +182,8 @@ def test_record_reads_the_cache_that_generate_makes(load: Any, case: Case) -> No
         stop="length",
     )  # fmt: skip
     for place, kept in trace.records.items():
-        assert [tensor.shape[2] for tensor in seen[place]] == list(WHOLE)
-        for found, wanted in zip(seen[place], kept, strict=True):
+        assert [tensor.shape[2] for tensor in seen.kept[place]] == list(WHOLE)
+        for found, wanted in zip(seen.kept[place], kept, strict=True):
             torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -212,8 +212,8 @@ def test_patched_patches_every_forward(load: Any, case: Case, way: Way) -> None:
         with kv.patched(model, patch) as hook, kv.record(model, "resid_pre", (1,), positions="all") as seen:
             way.run(model, TOKENS)
     assert hook.moved == [len(way.lengths)]
-    assert [tensor.shape[1] for tensor in seen["resid_pre", 1]] == list(way.lengths)
-    assert all(bool((tensor == 1).all()) for tensor in seen["resid_pre", 1])
+    assert [tensor.shape[1] for tensor in seen.kept["resid_pre", 1]] == list(way.lengths)
+    assert all(bool((tensor == 1).all()) for tensor in seen.kept["resid_pre", 1])
 
 
 @cases(KINDS)
@@ -253,7 +253,7 @@ def test_patched_leads_the_cache_of_generate(load: Any, case: Case) -> None:
             _generate(True)(model, TOKENS)
     # Keys and values, at each of the forwards.
     assert hook.moved == [2 * NEW]
-    torch.testing.assert_close(seen["cache_v", 1][0], unpatched["cache_v", 1][0])
+    torch.testing.assert_close(seen.kept["cache_v", 1][0], unpatched.kept["cache_v", 1][0])
 
 
 # run -------------------------------------------------------------------------------------------------------------------

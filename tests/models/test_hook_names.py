@@ -42,7 +42,7 @@ def test_a_hook_gives_the_tensor_that_transformer_lens_gives(models):
             model.model(tokens)
         assert set(seen.kept) == {("pattern", 1), ("resid_post", 3), ("z", 0)}
         for name in names:
-            torch.testing.assert_close(seen[name][0], cache[name], rtol=0, atol=0 if kind == "hooked" else 1e-4)
+            torch.testing.assert_close(seen[name], cache[name], rtol=0, atol=0 if kind == "hooked" else 1e-4)
 
 
 def test_a_hook_names_a_layer_wherever_a_site_is_taken(models):

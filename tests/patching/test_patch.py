@@ -185,7 +185,7 @@ def test_head_patches_change_their_heads_only(load, case):
             kv.record(model.model, site, positions="all") as seen,
         ):
             plain_forward(model.model, tokens)
-        changed = (seen[site, 0][0][0] != bare[site, 0][0][0]).any(-1)
+        changed = (seen.kept[site, 0][0][0] != bare.kept[site, 0][0][0]).any(-1)
         changed = changed if site == "pattern" else changed.transpose(0, 1)
         assert changed.nonzero().tolist() == [[1, 4], [1, 5]], site
 
@@ -313,7 +313,7 @@ def test_patches_and_records_of_a_static_cache_are_those_of_a_growing_one(load, 
     for cache in (users_cache(model), static_cache(model)):
         with kv.record(model.model, "cache_k,cache_v") as seen:
             users_decode(model, cache)
-        newest.append([tensor for place in seen.kept for tensor in seen[place]])
+        newest.append([tensor for place in seen.kept for tensor in seen.kept[place]])
     for one, other in zip(*newest, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -394,7 +394,7 @@ def test_patches_and_recorders_nest_on_one_face(load, case):
         alone = plain_forward(model.model, tokens)
     with kv.patched(model, outer), kv.record(model, "resid_post") as seen:
         assert_bitwise(plain_forward(model.model, tokens), alone, "logits with a recorder inside")
-    assert_bitwise(seen["resid_post", 0][0][0], donor.records["resid_post", 0][0][-1], "what the recorder saw")
+    assert_bitwise(seen.kept["resid_post", 0][0][0], donor.records["resid_post", 0][0][-1], "what the recorder saw")
     with kv.patched(model, [outer, inner]):
         both = plain_forward(model.model, tokens)
     with kv.patched(model, outer), kv.patched(model, inner):

@@ -81,8 +81,8 @@ def test_a_forward_that_was_cut_off_leaves_nothing(model: Adapter, error: type[B
         model.model(tokens[:, :5])
     assert seen.recorded_steps == [0, 1]
     for place, kept in clean.kept.items():
-        assert len(seen[place]) == 2, place
-        assert all(torch.equal(a, b) for a, b in zip(seen[place], kept, strict=True)), place
+        assert len(seen.kept[place]) == 2, place
+        assert all(torch.equal(a, b) for a, b in zip(seen.kept[place], kept, strict=True)), place
 
 
 # What is asked for by number -----------------------------------------------------------------------------------------

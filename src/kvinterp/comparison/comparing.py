@@ -39,7 +39,7 @@ from kvinterp.inputs import (
 )
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import listed_names, places_of, sites_of
+from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
@@ -66,8 +66,8 @@ def compare(
     max_new_tokens: int = ...,
     seed: int = ...,
     continuation: Sequence[int] | None = ...,
-    record: words.Site | str | Sequence[words.Site | str] | None = ...,
-    layers: Iterable[int] | None = ...,
+    record: words.Site | str | Sequence[words.Site | str] | Callable[[str], bool] | None = ...,
+    layers: Iterable[int] | int | None = ...,
     stop: words.Stop | str = ...,
     batch_size: int = ...,
     examples: Sequence[int] | None = ...,
@@ -101,8 +101,8 @@ def compare(  # type: ignore[misc]
     max_new_tokens: int = 48,
     seed: int = 0,
     continuation: Sequence[int] | None = None,
-    record: words.Site | str | Sequence[words.Site | str] | None = None,
-    layers: Iterable[int] | None = None,
+    record: words.Site | str | Sequence[words.Site | str] | Callable[[str], bool] | None = None,
+    layers: Iterable[int] | int | None = None,
     stop: words.Stop | str = "end of sequence",
     batch_size: int = 1,
     examples: Sequence[int] | None = None,
@@ -373,16 +373,17 @@ class _Paths:
         return of_example(example, name, prompt, frames, (a, b), texts, about, decided, self.adapter.pieces)
 
 
-def _compared(adapter: Adapter, record: str | Sequence[str] | None, layers: Iterable[int] | None) -> tuple[str, ...]:
+def _compared(adapter: Adapter, record: Names | None, layers: Iterable[int] | int | None) -> tuple[str, ...]:
     if record is None:
         found, left_out = recordable(adapter, None, chosen_layers(adapter, layers))
         for site, reason in left_out.items():
             log.info("%s is not compared: %s", site, reason)
         return found
-    sites = sites_of(record)
+    names = names_of(adapter, record)
+    sites = sites_of(names)
     wrong = [site for site in sites if site not in COMPARED]
     if wrong:
         raise InputError(
             f"site {wrong[0]!r} cannot be compared: expected one of {', '.join(COMPARED)} or kv; use run() to record it."
         )
-    return tuple(listed_names(record))
+    return tuple(names)

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvinterp.experiments.base import Experiment
 from kvinterp.experiments.outcome import Outcome
 from kvinterp.findings.of_patching import (
+    charts_of_activation_patching,
     charts_of_attribution,
     charts_of_lens,
+    headline_of_activation_patching,
     headline_of_attribution,
     headline_of_lens,
+    rows_of_activation_patching,
     rows_of_attribution,
     rows_of_lens,
 )
@@ -53,6 +56,14 @@ class _Localise(_OfFunction):
 
     VERB: ClassVar = "localise"
     RESULT: ClassVar = "kvinterp.patching:Cause"
+
+
+class _ActivationPatching(_OfFunction):
+    """Which place of a clean prompt restores its answer in a corrupted one?"""
+
+    VERB: ClassVar = "activation-patching"
+    RESULT: ClassVar = "kvinterp.patching:ActivationPatching"
+    SHOWN: ClassVar = (headline_of_activation_patching, rows_of_activation_patching, charts_of_activation_patching)
 
 
 class _LogitLens(_OfFunction):
@@ -96,7 +107,8 @@ class _Several(_OfFunction):
         return {name: drawn[name] for name in self.DRAWN if name in drawn}
 
 
-FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (_Localise, _LogitAttribution, _LogitLens, _Several)}
+_KINDS = (_ActivationPatching, _Localise, _LogitAttribution, _LogitLens, _Several)
+FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in _KINDS}
 """How what a function found is kept, by what the result says that made it."""
 
 

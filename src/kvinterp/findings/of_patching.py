@@ -17,7 +17,7 @@ from kvinterp.reading.vocabulary import ANEW, PARTS, RECOVERED
 
 if TYPE_CHECKING:
     from kvinterp.comparison import LogitAttribution, LogitLens
-    from kvinterp.patching import Decomposition, Sweep
+    from kvinterp.patching import ActivationPatching, Decomposition, Sweep
 
 NOTHING = "No step was decoded after the prefill: there is nothing to compare."
 
@@ -193,6 +193,63 @@ def charts_of_decomposition(split: Decomposition, of: str = "") -> dict[str, Cha
         panels.append(Panel(long, "layer", label="relative L2 difference\nof resid_post", **by))
     return {"decomposition": Chart(f"What makes the difference{of} (points: every step and prompt; lines: medians)", panels,
                                    [f"null control: {split.provenance.get('suffix', '?')} more tokens"])}  # fmt: skip
+
+
+# Clean into corrupted ----------------------------------------------------------------------------------------------------
+
+
+def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
+    """The place that restores most of the clean prompt's answer."""
+    what = RECOVERED[found.distance]
+    ends = f"{what} {number(found.corrupted)} with the corrupted prompt, {number(found.clean)} with the clean one"
+    best = found.overview().iloc[0]
+    if pd.isna(best["recovery"]):
+        return [f"Both prompts show the same ({ends}), so no place can restore it: give two whose answers differ."]
+    many = f", mean of {counted(found.pairs, 'pair')}" if found.pairs > 1 else ""
+    by = f"{found.site}, attributed" if found.method == "attribution" else found.site
+    lines = [f"{upper(_place_of(best))} restores most: {percent(best['recovery'])} by {by} ({ends}{many})."]
+    if len(found.checked):
+        lines.append(
+            f"Attribution is off by {percent(found.error)} of what {len(found.checked)} true patches change (L2 over L2)."
+        )
+    return lines
+
+
+def _place_of(row: Mapping[Any, Any]) -> str:
+    head = f", head {int(row['head'])}" if "head" in row else ""
+    if "start" not in row:
+        return f"layer {int(row['layer'])}{head}"
+    start, last = int(row["start"]), int(row["stop"]) - 1
+    spot = f"position {start}" if start == last else f"positions {start} to {last}"
+    return f"layer {int(row['layer'])}{head}, {spot} ({row['text']!r})"
+
+
+def rows_of_activation_patching(found: ActivationPatching) -> Iterator[dict[str, Any]]:
+    """The places that restore most, and how far an attribution is from the truth."""
+    if len(found.checked):
+        what = "error of the attribution: L2 of its differences from true patches over L2 of their changes"
+        yield finding(what, found.error, n=len(found.checked), unit="patches", null=0.0)
+    for row in found.overview().to_dict("records"):
+        of = {name: row[name] for name in ("layer", "head", "start", "stop", "text") if name in row}
+        note = f"{found.distance} {number(row['value'])}"
+        yield finding(f"recovery by {found.site}", row["recovery"], n=found.pairs, unit="pairs", note=note, **of)
+
+
+def charts_of_activation_patching(found: ActivationPatching) -> dict[str, Chart]:
+    """Recovery of every place."""
+    table = found.frame
+    if not table["recovery"].notna().any():
+        return {}
+    facet, titles = "", {}
+    if found.over == "heads,positions":
+        facet, titles = "head", {head: f"head {head}" for head in table["head"].unique()}
+    x, xlabel = ("head", "head") if found.over == "heads" else ("start", "position (of a block the first)")
+    label = f"recovery of the {RECOVERED[found.distance]}"
+    panel = Panel(table, x, "layer", "map", "recovery", facet=facet, titles=titles, label=label, xlabel=xlabel,
+                  scale="signed", columns=4)  # fmt: skip
+    how = "by attribution" if found.method == "attribution" else "by patches"
+    title = f"What {found.site} of the clean prompt restores in the corrupted one, {how}{of_model(found.provenance)}"
+    return {"activation_patching": Chart(title, [panel], [f"n = {counted(found.pairs, 'pair')} of prompts"])}
 
 
 # The lens and the attribution --------------------------------------------------------------------------------------------

@@ -1,13 +1,19 @@
-"""TransformerLens's names: a hook such as ``blocks.1.attn.hook_pattern`` says site and layer, wherever a site is taken."""
+"""Others' names: TransformerLens's hooks (``blocks.1.attn.hook_pattern``) and modules of transformers (``model.layers.3.mlp``).
+
+Each says site and layer, wherever a site is taken. Modules are known by the names that transformers gives them; that one is what
+the site means is checked where the model is at hand.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from kvinterp.errors import InputError, shown, unknown
+from kvinterp.errors import InputError, shown, unexpected, unknown
 from kvinterp.inputs import Model, chosen_layers
 from kvinterp.models.attaching import Site
+from kvinterp.models.native_sites import ATTENTION, KEY, MLP, OUTPUT, QUERY, VALUE
 from kvinterp.models.sites import expand_sites, listed_names
 
 HOOKS = {
@@ -45,18 +51,30 @@ _MEANT = {
     "ln2.hook_normalized": "hook_resid_mid, which the second norm reads",
 }
 """What a hook that no site is may have been meant for."""
+_POST_ATTENTION = {"ln1_post", "post_self_attn_layernorm"}
+_POST_MLP = {"ln2_post", "post_feedforward_layernorm", "post_mlp_layernorm"}
+_QK_NORMS = {"q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"}
+"""Norms behind which a site is, and not where the module's name says."""
 _NAME = re.compile(r"(?:blocks\.(\d{1,6})\.)?([\w.]*hook_\w+)")
+_MODULE = re.compile(r"((?:\w+\.)*(?:layers|h)\.(\d{1,6})((?:\.\w+)*?))(?:\.(input|output))?(?:\.0)?")
+"""A block of transformers or a module in it, and nnsight's ``.input`` or ``.output`` behind it."""
+Names = str | Sequence[str] | Callable[[str], bool]
+"""Names of sites, groups, hooks and modules; or TransformerLens's ``names_filter``, a function of a hook's name."""
 
 
 def hook_of(name: object) -> tuple[str, int | None] | None:
     """The site and the layer of a hook's name; the layer None where it names none; None for what is no hook's name.
 
     Args:
-        name: Such as ``blocks.1.attn.hook_pattern``, or ``hook_resid_post``, of every layer.
+        name: Such as ``blocks.1.attn.hook_pattern``, or ``hook_resid_post``, of every layer; or a module's such as
+            ``model.layers.3.mlp`` or nnsight's ``transformer.h.0.mlp.output``.
 
     Raises:
-        InputError: It is a hook's name, and no site is there.
+        InputError: It is a hook's or a module's name, and no site is there.
     """
+    module = module_of(name)
+    if module is not None:
+        return module[1:]
     found = _NAME.fullmatch(name.strip()) if isinstance(name, str) else None
     if found is None:
         return None
@@ -72,6 +90,103 @@ def hook_of(name: object) -> tuple[str, int | None] | None:
     return site, None if layer is None else int(layer)
 
 
+def module_of(name: object) -> tuple[str, str, int] | None:
+    """The module's own path, the site and the layer of a name such as ``model.layers.3.mlp``; None for what is none.
+
+    Raises:
+        InputError: It is a module in a block, and no site is there.
+    """
+    found = _MODULE.fullmatch(re.sub(r"\[(\d+)\]", r".\1", name.strip())) if isinstance(name, str) else None
+    if found is None:
+        return None
+    path, layer, inside, side = found.groups()
+    side = side or "output"
+    parent, _, last = inside.strip(".").rpartition(".")
+    site = None
+    if not inside:
+        site = {"input": "resid_pre", "output": "resid_post"}[side]
+    elif not parent and side == "output":
+        site = "attn_out" if last in ATTENTION else "mlp_out" if last in MLP else None
+    elif parent in ATTENTION:
+        of = {"output": {**dict.fromkeys(QUERY, "q"), **dict.fromkeys(KEY, "k"), **dict.fromkeys(VALUE, "v")}}
+        site = of.get(side, dict.fromkeys(OUTPUT, "z")).get(last)
+    if site is None:
+        raise InputError(
+            f"no site is at the {side} of module {shown(name)}: expected a block, its attention or MLP, or attention's q_proj, "
+            "k_proj, v_proj or o_proj.input, as in model.layers.3.mlp; `kvinterp list sites` has them all."
+        )
+    return path, site, int(layer)
+
+
+def check_module(adapter: Any, name: object) -> None:
+    """Raises InputError where a module's name is that of no module, or what the module shows is not what the site means."""
+    found = module_of(name)
+    if found is None:
+        return
+    path, site, layer = found
+    chosen_layers(adapter, [layer])
+    # A hooked model has no modules of these names; what stands behind them in a block of its own says the same.
+    inside = {part.rpartition(".")[2] for part, _ in adapter.blocks[layer].named_modules()}
+    behind = {"attn_out": _POST_ATTENTION, "mlp_out": _POST_MLP, "q": _QK_NORMS, "k": _QK_NORMS}.get(site, set()) & inside
+    if "post_feedforward_layernorm" in inside and site == "attn_out":
+        behind = behind | {"post_attention_layernorm"}
+    if adapter.kind == "native":
+        modules = dict(adapter.model.named_modules())
+        # A user's variable may be called model, and a wrapper's child too.
+        paths = [path, *(path.split(".", cut)[cut] for cut in range(1, path.count(".")))]
+        own = next((modules[each] for each in paths if each in modules), None)
+        if own is None:
+            raise InputError(
+                f"module {shown(name)} is not there in {adapter.facts.architecture}: name one of named_modules()."
+            )
+        if not behind and adapter.tap(site, layer).module is not own:
+            behind = {"another module"}
+    if behind:
+        raise InputError(
+            f"module {shown(name)} is not what {site!r} means in {adapter.facts.architecture}, which is behind "
+            f"{' and '.join(sorted(behind))}: give site {site!r} with layers=({layer},)."
+        )
+
+
+def names_of(adapter: Model, names: Names) -> list[str]:
+    """The names that were given, or those of the hooks that a ``names_filter`` takes; modules checked.
+
+    Raises:
+        InputError: The function takes no hook at which a site is, or a module is not what its site means.
+    """
+    if not callable(names):
+        given = listed_names(names)
+        for name in given:
+            check_module(adapter, name)
+        return given
+    every = [f"blocks.{layer}.{hook}" for hook in HOOKS.values() for layer in range(adapter.facts.layers)]
+    try:
+        taken = [name for name in every if names(name)]
+    except TypeError as error:
+        raise unexpected("names_filter", names, "a function of a hook's name") from error
+    if not taken:
+        raise InputError(
+            f"the names_filter takes no hook at which a site is: expected some of {', '.join(HOOKS.values())}."
+        )
+    return taken
+
+
+def one_site(adapter: Model, name: Any) -> tuple[Any, tuple[int, ...] | None]:
+    """The one site that a name or a ``names_filter`` means, and its layers, None where none are said.
+
+    Raises:
+        InputError: The function takes hooks of several sites.
+    """
+    if not callable(name):
+        check_module(adapter, name)
+        return site_of(name) if isinstance(name, str) else (name, None)
+    places = [place for each in names_of(adapter, name) if (place := hook_of(each)) is not None]
+    sites = list(dict.fromkeys(site for site, _ in places))
+    if len(sites) > 1:
+        raise InputError(f"the names_filter takes {', '.join(sites)}: one site is patched at a time.")
+    return sites[0], tuple(layer for _, layer in places if layer is not None)
+
+
 def site_of(name: str) -> tuple[str, tuple[int, ...] | None]:
     """The site that a name says, and the layers, None where it says none; the name itself where it is no hook's."""
     found = hook_of(name)
@@ -84,23 +199,25 @@ def place_of(place: object) -> object:
     return place if found is None or found[1] is None else found
 
 
-def sites_of(names: str | Sequence[str]) -> tuple[str, ...]:
+def sites_of(names: Names) -> tuple[str, ...]:
     """The sites of names of sites, groups and hooks, each once.
 
     Raises:
         InputError: A name is none.
     """
+    if callable(names):
+        names = [f"blocks.0.{hook}" for hook in HOOKS.values() if names(f"blocks.0.{hook}")]
     return expand_sites([site_of(name)[0] if isinstance(name, str) else name for name in listed_names(names)])
 
 
 def places_of(
-    adapter: Model, names: str | Sequence[str], layers: Iterable[int] | None = None
+    adapter: Model, names: Names, layers: Iterable[int] | int | None = None
 ) -> tuple[tuple[str, ...], list[Site]]:
     """Every site and layer that names mean.
 
     Args:
         adapter: The model.
-        names: Names of sites, groups and hooks.
+        names: Names of sites, groups, hooks and modules, or a ``names_filter``.
         layers: The layers of those that name none (default: all).
 
     Returns:
@@ -109,9 +226,10 @@ def places_of(
     Raises:
         InputError: A name is none, or a layer does not exist or is not among ``layers``.
     """
+    names = names_of(adapter, names)
     chosen, sites = chosen_layers(adapter, layers), sites_of(names)
     at: Mapping[str, set[int]] = {site: set() for site in sites}
-    for name in listed_names(names):
+    for name in names:
         site, own = site_of(name)
         where = chosen if own is None else chosen_layers(adapter, own)
         if not set(where) <= set(chosen):

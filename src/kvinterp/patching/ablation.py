@@ -40,7 +40,7 @@ class Ablation:
     pool: Mapping[Site, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     seed: int = 0
 
-    def check(self, adapter: Adapter, sites: Iterable[str], layers: Iterable[int] | None) -> None:
+    def check(self, adapter: Adapter, sites: Iterable[str], layers: Iterable[int] | int | None) -> None:
         """Raises InputError where it holds no rows of a site and layer that is patched."""
         if self.name == "zero":
             return

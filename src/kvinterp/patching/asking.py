@@ -82,7 +82,9 @@ class Asked:
 
     def patch(self, donor: Trace | Ablation | None = None) -> Patch:
         """The same as a :class:`Patch`."""
-        positions = self.positions or ("all" if self.site in PATCHED_CACHE else "newest")
+        positions = self.positions
+        if positions is None:
+            positions = "all" if self.site in PATCHED_CACHE else "newest"
         steps: Any = EVERY if self.step == EVERY else (self.step,)
         return Patch(self.site, (self.layer,), None if self.head is None else (self.head,), positions, steps, donor)
 

@@ -18,7 +18,7 @@ from kvinterp import metrics
 from kvinterp.errors import InputError, located
 from kvinterp.inputs import check_unread, check_whole, chosen_layers, encode
 from kvinterp.models import wrap
-from kvinterp.models.hook_names import site_of
+from kvinterp.models.hook_names import one_site
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.ablation import ZERO, Ablation
 from kvinterp.patching.asking import EVERY, MEASURED, Asked, PatchAnswer, answer_of
@@ -96,7 +96,7 @@ class PatchBench:
             NonFiniteError: NaN or Inf appeared in the logits.
             UnsupportedError: This model does not show the site.
         """
-        site, own = site_of(site) if isinstance(site, str) else (site, None)
+        site, own = one_site(self.adapter, site)
         (layer,) = chosen_layers(self.adapter, own or [layer])
         asked = Asked(site, layer, head, step, positions, direction, donor, seed)
         if donor != "resample":

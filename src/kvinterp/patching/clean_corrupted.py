@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
@@ -15,41 +15,62 @@ from tqdm.auto import tqdm
 
 from kvinterp import metrics
 from kvinterp.errors import InputError, located
-from kvinterp.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode
+from kvinterp.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode, listed
+from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair
-from kvinterp.models.hook_names import site_of
+from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair, logit_difference
+from kvinterp.models.hook_names import one_site
+from kvinterp.models.sites import LAYOUTS
 from kvinterp.models.threads import own_threads
+from kvinterp.patching.given import Given
+from kvinterp.patching.gradients import Gradients
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.patch import PATCH_SITES, Patch, stored_sites
+from kvinterp.patching.patch import PATCH_SITES, Patch, Where, positions_of, stored_sites
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.side_by_side import DISTANCES, check_finite
+from kvinterp.patching.side_by_side import DISTANCES, check_finite, name_of, one_number
 from kvinterp.paths import path_named, run
+from kvinterp.provenance import provenance
+from kvinterp.recording import Recorder
 
 OVER = {
     "positions": "one block of positions of one layer at a time, all its heads",
     "heads": "one head of one layer at a time, at all positions",
+    "heads,positions": "one head of one layer at one block of positions at a time",
 }
+METHODS = {
+    "patches": "a forward with each patch",
+    "attribution": "one gradient for all of them: times the difference of the activations, right to first order",
+}
+Metric = Callable[[Float[Tensor, "batch position vocab"]], Any]
+"""TransformerLens's: a number of the logits ``[batch, position, vocab]``."""
+
+_CHECKED = ["layer", "column", "attributed", "patched"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ActivationPatching:
+@dataclasses.dataclass(eq=False, repr=False)
+class ActivationPatching(Kept):
     """What each place of a clean prompt brings into a corrupted one.
 
     Attributes:
         site: What was moved.
-        over: Whether columns are blocks of ``"positions"`` or ``"heads"``.
-        distance: What was measured.
-        clean: The distance on the clean prompt: 0, or the logit difference.
+        over: Whether columns are blocks of ``"positions"``, ``"heads"``, or both.
+        distance: What was measured; of a function its name.
+        clean: The distance on the clean prompt: 0, or the logit difference; the mean over pairs where there are several.
         corrupted: The same on the corrupted one, unpatched.
         values: The same with each patch, in nats for KL, in logits otherwise.
         recovery: ``1 - (clean - value) / (clean - corrupted)``: 1 where the patch gives the clean prompt's, 0 where it changes
             nothing; NaN where both prompts show the same.
         layers: The layers, which are the rows.
-        columns: Of each column its block of positions (start, stop), or its head.
-        texts: The corrupted prompt's tokens, by position.
-        differ: The positions at which the prompts differ.
+        columns: Of each column its block of positions (start, stop), its head, or (head, start, stop).
+        texts: The corrupted prompt's tokens, by position; of the first pair.
+        differ: The positions at which the prompts of any pair differ.
+        pairs: How many pairs of prompts.
+        method: A name of METHODS.
+        checked: Of an attribution some patches made in truth: layer, column (its number), attributed and patched, the changes.
+        provenance: What it was made with.
     """
+
+    VERB: ClassVar = "activation-patching"
 
     site: str
     over: str
@@ -62,53 +83,104 @@ class ActivationPatching:
     columns: tuple[Any, ...]
     texts: tuple[str, ...]
     differ: tuple[int, ...]
+    pairs: int = 1
+    method: str = "patches"
+    checked: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=_CHECKED))
+    provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """What it is of, in one line."""
         shape = " by ".join(map(str, self.values.shape))
         ends = f"{self.distance} {self.corrupted:.3g} corrupted, {self.clean:.3g} clean"
-        return f"<ActivationPatching of {self.site}, layers by {self.over}, {shape}: {ends}>"
+        how = "" if self.method == "patches" else f", {self.method} with error {self.error:.1%}"
+        return f"<ActivationPatching of {self.site}, layers by {self.over}, {shape}: {ends}{how}>"
 
     @property
     def frame(self) -> pd.DataFrame:
         """One row a patch: layer, head or start, stop and text of the positions, value, recovery."""
         rows = []
         for (i, layer), (j, column) in itertools.product(enumerate(self.layers), enumerate(self.columns)):
-            where: dict[str, Any] = {"head": column}
-            if self.over == "positions":
-                where = {"start": column[0], "stop": column[1], "text": "".join(self.texts[slice(*column)])}
+            head, spot = _parts(self.over, column)
+            where: dict[str, Any] = {} if head is None else {"head": head}
+            if spot is not None:
+                where |= {"start": spot[0], "stop": spot[1], "text": "".join(self.texts[slice(*spot)])}
             found = {"value": float(self.values[i, j]), "recovery": float(self.recovery[i, j])}
             rows.append({"layer": layer, **where, **found})
         return pd.DataFrame(rows)
+
+    @property
+    def error(self) -> float:
+        """How far the attributions checked are from true patches: L2 of the differences over L2 of the true changes."""
+        wrong, true = (self.checked["attributed"] - self.checked["patched"], self.checked["patched"])
+        norms = [float(column.astype(float).pow(2).sum()) ** 0.5 for column in (wrong, true)]
+        return norms[0] / norms[1] if norms[1] else float("nan")
+
+    def overview(self) -> pd.DataFrame:
+        """The ten places that bring most."""
+        return self.frame.sort_values("recovery", ascending=False, kind="stable").head(10).reset_index(drop=True)
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """Its table, and the ends and texts that it is read with."""
+        names = ("site", "over", "distance", "clean", "corrupted", "texts", "differ", "pairs", "method")
+        about = {name: getattr(self, name) for name in names}
+        tables = {"patches": self.frame} | ({"checked": self.checked} if len(self.checked) else {})
+        return signed(tables, self.provenance), {"about": about, "provenance": self.provenance}
+
+    @classmethod
+    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> ActivationPatching:
+        """The same of its table."""
+        about, table = dict(summary["about"]), tables["patches"]
+        layers = tuple(dict.fromkeys(table["layer"].tolist()))
+        names = [name for name in ("head", "start", "stop") if name in table]
+        first = table[table["layer"] == layers[0]][names].to_numpy().tolist()
+        columns = tuple(row[0] if len(row) == 1 else tuple(row) for row in first)
+        numbers = {
+            name: torch.tensor(table[name].to_numpy(float)).reshape(len(layers), -1) for name in ("value", "recovery")
+        }
+        about |= {name: tuple(about[name]) for name in ("texts", "differ")}
+        more = {"checked": tables["checked"]} if "checked" in tables else {}
+        return cls(
+            **about, values=numbers["value"], recovery=numbers["recovery"], layers=layers, columns=columns,
+            provenance=table.attrs, **more,
+        )  # fmt: skip
 
 
 def activation_patching(
     model: Any,
     clean: Any,
     corrupted: Any,
-    site: str = "resid_pre",
+    site: Any = "resid_pre",
     over: str = "positions",
     *,
-    distance: str = "kl",
+    distance: str | Metric = "kl",
     answers: Sequence[str | int] | None = None,
-    layers: Iterable[int] | None = None,
+    layers: Iterable[int] | int | None = None,
+    positions: Where | None = None,
     block: int = 1,
+    method: str = "patches",
+    check: int = 8,
     progress: str = "bar",
 ) -> ActivationPatching:
     """Puts a clean prompt's activations into the forward of a corrupted one, and says how much of its answer they restore.
 
-    Measured on the logits of the newest position. One forward, so the paths do not matter: both begin with it.
+    Measured on the logits of the newest position; a function is given those of all. One forward, so the paths do not matter:
+    both begin with it. Several pairs go in one batch, and what is measured is the mean over them.
 
     Args:
         model: A model of any kind, or an adapter.
-        clean: The prompt that gives; a text, a prompt or token ids.
-        corrupted: The prompt that takes, of as many tokens: positions are matched by number.
-        site: A site of PATCH_SITES, or a hook's name of TransformerLens.
-        over: ``"positions"`` or ``"heads"``.
-        distance: ``"kl"`` (KL(clean || patched), nats), ``"l2"`` of the logits, or ``"logit_difference"`` of two answers.
-        answers: For the last, the token whose logit counts and the one whose is taken off: texts of one token, or ids.
+        clean: The prompt that gives; a text, a prompt or token ids, ``[1, position]`` too; or a list or tensor of several.
+        corrupted: The prompt that takes, of as many tokens: positions are matched by number. Or as many prompts.
+        site: A site of PATCH_SITES, a hook's or module's name, or a ``names_filter`` that takes hooks of one site.
+        over: ``"positions"``, ``"heads"`` or ``"heads,positions"``.
+        distance: ``"kl"`` (KL(clean || patched), nats), ``"l2"`` of the logits, ``"logit_difference"`` of two answers, or a
+            function of the logits ``[batch, position, vocab]`` that gives one number, as TransformerLens's metrics do.
+        answers: For the logit difference, the token whose logit counts and the one whose is taken off: texts, or ids.
         layers: Layers (default: all).
+        positions: The positions that are patched (default: all); as of a :class:`Patch`.
         block: Positions in a block.
+        method: ``"patches"``, or ``"attribution"``: of one forward and backward of the corrupted prompts the gradient of what
+            is measured, times the difference of the activations. As good as what is measured is linear; ``check`` shows it.
+        check: How many attributions to hold against true patches: half the largest, the others spread over all places.
         progress: ``"bar"`` or ``"none"``.
 
     Raises:
@@ -116,7 +188,8 @@ def activation_patching(
         NonFiniteError: NaN or Inf appeared in the logits.
         UnsupportedError: This model does not show the site.
 
-    Source: Meng et al. 2022 (arXiv 2202.05262), section 2; Zhang and Nanda 2024 (arXiv 2309.16042) on what to measure.
+    Source: Meng et al. 2022 (arXiv 2202.05262), section 2; Zhang and Nanda 2024 (arXiv 2309.16042) on what to measure; of
+    attribution Nanda 2023, and Syed et al. 2023 (arXiv 2310.10348), eq. (1).
 
     Example:
         >>> found = kv.activation_patching(  # doctest: +SKIP
@@ -125,43 +198,145 @@ def activation_patching(
         >>> found.recovery.shape  # layers by positions  # doctest: +SKIP
     """
     adapter = wrap(model)
-    site, own = site_of(site) if isinstance(site, str) else (site, None)
+    site, own = one_site(adapter, site)
     layers = own if layers is None else layers
     check_known("patch site", site, PATCH_SITES)
     for name, value, known in (
         ("over", over, OVER),
-        ("distance", distance, ("kl", "l2", LOGIT_DIFFERENCE)),
+        *([] if callable(distance) else [("distance", distance, ("kl", "l2", LOGIT_DIFFERENCE))]),
+        ("method", method, METHODS),
         ("progress", progress, ("bar", "none")),
     ):
         check_choice(name, value, known)
-    pair = asked_pair(adapter, distance, answers)
-    if over != "positions":
+    pair = asked_pair(adapter, "function" if callable(distance) else distance, answers)
+    if over == "heads":
         check_unread("block", block, 1, f"over={over!r} has no blocks; leave it out, or patch over='positions'")
-    tokens = [encode(adapter, prompt, 1) for prompt in (clean, corrupted)]
-    differ = check_aligned(*tokens)
-    rows, columns = (
-        chosen_layers(adapter, layers),
-        _columns(adapter, site, over, len(tokens[1]), check_whole("block", block)),
-    )
-    with located(f"model {adapter.facts.name}"), own_threads(adapter), torch.no_grad():
-        path = path_named("recompute")
-        give: dict[str, Any] = {"record": stored_sites(adapter, site), "layers": rows, "positions": "all", "logits": "keep"}
-        donor = run(adapter, tokens[0], path, max_new_tokens=1, **give)
-        pure, found = PureRecompute(adapter, path), []
-        base = pure.capture(tokens[1])
-        places = list(itertools.product(rows, columns))
-        for layer, column in tqdm(places, "patching", unit="patch", disable=None if progress == "bar" else True):
-            heads, spot = ((column,), "all") if over == "heads" else (None, column)
-            patch = Patch(site, (layer,), heads, spot, (0,), donor)
-            found.append(pure.patched(tokens[1], 0, PatchHook(adapter, [patch])))
-        shown = torch.stack([donor.logits[0].to(base), base, *found])
-    measured = _measured(distance, pair, shown)
+    if method == "patches":
+        check_unread("check", check, 8, "true patches need no check; leave it out, or give method='attribution'")
+    pairs = _aligned(adapter, clean, corrupted)
+    differ = tuple(sorted({at for each in pairs for at in check_aligned(*each)}))
+    length, rows = len(pairs[0][0]), chosen_layers(adapter, layers)
+    low, high = Patch(site, positions="all" if positions is None else positions_of(positions)).span(length)
+    if not 0 <= low < high:
+        raise InputError(f"positions={positions!r} hold none of the prompt's, which are 0 to {length - 1}.")
+    columns = _columns(adapter, site, over, (low, high), check_whole("block", block))
+    places = list(itertools.product(rows, columns))
+    asked = _Asked(adapter, site, over, (low, high), pairs, distance, pair, progress)
+    checked = pd.DataFrame(columns=_CHECKED)
+    with located(f"model {adapter.facts.name}"), own_threads(adapter):
+        if method == "attribution":
+            measured, checked = asked.attributed(rows, columns, check_whole("check", check, 0))
+        elif len(pairs) > 1 or callable(distance):
+            measured = asked.batched(rows, places)
+        else:
+            measured = asked.resumed(rows, places)
     check_finite(measured, "the patched runs")
     values = measured[2:].reshape(len(rows), len(columns))
     recovery = metrics.recovery((measured[0] - measured[1]).expand_as(values), measured[0] - values)
-    ends = float(measured[0]), float(measured[1])
-    texts = tuple(adapter.pieces(tokens[1]))
-    return ActivationPatching(site, over, distance, *ends, values, recovery, rows, tuple(columns), texts, differ)
+    ends, texts = (float(measured[0]), float(measured[1])), tuple(adapter.pieces(pairs[0][1]))
+    about = provenance(adapter, site=site, over=over, distance=asked.name, method=method, pairs=len(pairs))
+    return ActivationPatching(
+        site, over, asked.name, *ends, values, recovery, rows, tuple(columns), texts, differ,
+        len(pairs), method, checked, about,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What is patched and measured; each method gives the measure of clean, corrupted and every place."""
+
+    adapter: Adapter
+    site: str
+    over: str
+    span: tuple[int, int]
+    pairs: Sequence[tuple[list[int], list[int]]]
+    distance: str | Metric
+    pair: tuple[int, int] | None
+    progress: str
+
+    @property
+    def name(self) -> str:
+        """What the measure is called."""
+        return self.distance if isinstance(self.distance, str) else name_of(self.distance)
+
+    def resumed(self, rows: tuple[int, ...], places: Sequence[tuple[int, Any]]) -> Float64[Tensor, " run"]:
+        """Of one pair, each patched forward from the first patched block on."""
+        (clean, corrupted), path = self.pairs[0], path_named("recompute")
+        give: dict[str, Any] = {"record": stored_sites(self.adapter, self.site), "layers": rows, "positions": "all"}
+        with torch.no_grad():
+            donor = run(self.adapter, clean, path, max_new_tokens=1, logits="keep", **give)
+            pure = PureRecompute(self.adapter, path)
+            base = pure.capture(corrupted)
+            found = [pure.patched(corrupted, 0, PatchHook(self.adapter, [patch])) for patch in self._patches(places, donor)]
+            shown = torch.stack([donor.logits[0].to(base), base, *found])
+            return self._of_newest(shown, shown[:1])
+
+    def batched(self, rows: tuple[int, ...], places: Sequence[tuple[int, Any]]) -> Float64[Tensor, " run"]:
+        """Of several pairs, or by a function of all logits: a whole forward of all pairs a patch."""
+        with torch.no_grad():
+            pure, corrupted, donor, logits = self._given(rows)
+            ends = [self._measure(shown, logits) for shown in (logits, pure.whole(corrupted))]
+            return torch.stack([*ends, *self._patched(pure, corrupted, logits, places, donor)])
+
+    def attributed(
+        self, rows: tuple[int, ...], columns: Sequence[Any], check: int
+    ) -> tuple[Float64[Tensor, " run"], pd.DataFrame]:
+        """By the gradient at the corrupted prompts, and some places patched in truth."""
+        with torch.no_grad():
+            pure, corrupted, donor, logits = self._given(rows)
+        gradients = Gradients(self.adapter, [(self.site, layer) for layer in rows])
+        with torch.enable_grad():
+            base = self._measure(pure.whole(corrupted, gradients), logits)
+            changes = gradients.times(base, {place: donor.records[place] for place in gradients.places})
+        found = torch.stack([_summed(changes[self.site, at], self.site, self.over, c) for at in rows for c in columns])
+        base = base.detach()
+        places = list(itertools.product(rows, columns))
+        sample = _sample(found, check)
+        with torch.no_grad():
+            true = self._patched(pure, corrupted, logits, [places[number] for number in sample], donor)
+            clean_end = self._measure(logits, logits)
+        checked = [
+            (places[number][0], number % len(columns), float(found[number]), float(value - base))
+            for number, value in zip(sample, true, strict=True)
+        ]
+        table = pd.DataFrame(checked, columns=_CHECKED)
+        return torch.cat([torch.stack([clean_end, base]), base + found]), table
+
+    def _given(self, rows: tuple[int, ...]) -> tuple[PureRecompute, Tensor, Given, Tensor]:
+        """The path, the corrupted prompts as rows, what the clean ones give, and their logits."""
+        adapter, pure = self.adapter, PureRecompute(self.adapter, path_named("recompute"))
+        clean, corrupted = (torch.tensor(each, device=adapter.device) for each in zip(*self.pairs, strict=True))
+        recorder = Recorder(adapter, list(stored_sites(adapter, self.site)), rows, positions="all")
+        logits = pure.whole(clean, recorder)
+        recorder.end_step()
+        return (
+            pure,
+            corrupted,
+            Given("clean prompts", {at: kept[-1] for at, kept in recorder.kept.items()}),
+            logits,
+        )
+
+    def _patches(self, places: Sequence[tuple[int, Any]], donor: Any) -> Iterable[Patch]:
+        quiet = None if self.progress == "bar" else True
+        for layer, column in tqdm(places, "patching", unit="patch", disable=quiet):
+            head, spot = _parts(self.over, column)
+            yield Patch(self.site, (layer,), None if head is None else (head,), spot or self.span, (0,), donor)
+
+    def _patched(
+        self, pure: PureRecompute, corrupted: Tensor, clean: Tensor, places: Sequence[tuple[int, Any]], donor: Given
+    ) -> list[Tensor]:
+        hooks = (PatchHook(self.adapter, [patch], None, corrupted.shape[1]) for patch in self._patches(places, donor))
+        return [self._measure(pure.whole(corrupted, hook), clean) for hook in hooks]
+
+    def _measure(self, logits: Tensor, clean: Tensor) -> Float64[Tensor, ""]:
+        if isinstance(self.distance, str):
+            return self._of_newest(logits[:, -1], clean[:, -1]).mean()
+        return one_number(self.name, self.distance, logits)
+
+    def _of_newest(self, shown: Float[Tensor, "run vocab"], clean: Float[Tensor, "any vocab"]) -> Float64[Tensor, " run"]:
+        if self.pair is not None:
+            return logit_difference(shown, self.pair)
+        return DISTANCES[str(self.distance)](clean.expand_as(shown), shown).double()
 
 
 def check_aligned(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, ...]:
@@ -181,16 +356,50 @@ def check_aligned(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, 
     return differ
 
 
-def _measured(distance: str, pair: tuple[int, int] | None, shown: Float[Tensor, "run vocab"]) -> Float64[Tensor, " run"]:
-    if pair is not None:
-        return shown[:, pair[0]].double() - shown[:, pair[1]].double()
-    return DISTANCES[distance](shown[:1].expand_as(shown), shown).double()
+def _aligned(adapter: Adapter, clean: Any, corrupted: Any) -> list[tuple[list[int], list[int]]]:
+    """The pairs of prompts, each encoded, all of as many tokens."""
+    given = [[encode(adapter, prompt, 1) for prompt in listed(prompts)[0]] for prompts in (clean, corrupted)]
+    if len(given[0]) != len(given[1]):
+        raise InputError(
+            f"{len(given[0])} clean prompts and {len(given[1])} corrupted ones were given: give them in pairs."
+        )
+    pairs = list(zip(*given, strict=True))
+    lengths = sorted({len(clean) for clean, _ in pairs})
+    if len(lengths) > 1:
+        raise InputError(
+            f"the clean prompts have {lengths[0]} to {lengths[-1]} tokens, and a column is one position of all pairs: "
+            "give pairs of one length, or ask for each length by itself."
+        )
+    return pairs
 
 
-def _columns(adapter: Adapter, site: str, over: str, length: int, block: int) -> list[Any]:
+def _parts(over: str, column: Any) -> tuple[int | None, tuple[int, int] | None]:
+    """The head and the positions of a column, None for what it does not say."""
+    if over == "heads":
+        return column, None
+    return (None, column) if over == "positions" else (column[0], (column[1], column[2]))
+
+
+def _columns(adapter: Adapter, site: str, over: str, span: tuple[int, int], block: int) -> list[Any]:
+    spots = [(start, min(start + block, span[1])) for start in range(*span, block)]
     if over == "positions":
-        return [(start, min(start + block, length)) for start in range(0, length, block)]
+        return spots
     count, _ = adapter.facts.heads_of(site)
     if not count:
-        raise InputError(f"over='heads' needs a site with heads, and {site!r} has none: use q, k, v, z, pattern or kv.")
-    return list(range(count))
+        raise InputError(f"over={over!r} needs a site with heads, and {site!r} has none: use q, k, v, z, pattern or kv.")
+    return list(range(count)) if over == "heads" else [(head, *spot) for head in range(count) for spot in spots]
+
+
+def _sample(found: Tensor, check: int) -> list[int]:
+    """The numbers of the places to patch in truth: half of them those with the largest attribution, the others evenly spread."""
+    largest = found.abs().argsort(descending=True, stable=True).tolist()
+    spread = [round(number) for number in torch.linspace(0, len(largest) - 1, max(check - check // 2, 1)).tolist()]
+    return sorted({*largest[: check // 2], *(spread if check else ())})
+
+
+def _summed(changes: Tensor, site: str, over: str, column: Any) -> Float64[Tensor, ""]:
+    """What one place changes: its share of the sum over batch, positions, heads and all else."""
+    layout, (head, spot) = LAYOUTS[site], _parts(over, column)
+    if spot is not None:
+        changes = changes.narrow(layout.rows, spot[0], spot[1] - spot[0])
+    return (changes if head is None else changes.select(layout.heads, head)).sum()

@@ -24,19 +24,20 @@ from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import site_of
 from kvinterp.models.sites import LAYOUTS, ROWS
 from kvinterp.patching.ablation import Ablation
+from kvinterp.patching.given import Given
 from kvinterp.patching.patch import PATCH_SITES, Patch, stored_sites
 from kvinterp.paths import run
 from kvinterp.recording import Recorder, Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
 
 
-def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation) -> None:
+def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | Given) -> None:
     """Refuses a donor that does not hold what a patch moves.
 
     Raises:
         InputError: It lacks a site, a layer or a step, or is of another tokenisation.
     """
-    if isinstance(donor, Ablation):
+    if isinstance(donor, Ablation | Given):
         return donor.check(adapter, stored_sites(adapter, patch.site), patch.layers)
     for site in stored_sites(adapter, patch.site):
         for layer in chosen_layers(adapter, patch.layers):
@@ -164,7 +165,7 @@ def _token_ids(name: str, given: object) -> list[int]:
 
 
 def mean_donor(
-    model: Any, prompts: Any, sites: str | Sequence[str], layers: Iterable[int] | None = None, *, first: int = 0
+    model: Any, prompts: Any, sites: str | Sequence[str], layers: Iterable[int] | int | None = None, *, first: int = 0
 ) -> Ablation:
     """The mean of what given prompts show, over all their positions and over the prompts, as a donor of patches.
 
@@ -195,7 +196,7 @@ def resample_donor(
     model: Any,
     prompts: Any,
     sites: str | Sequence[str],
-    layers: Iterable[int] | None = None,
+    layers: Iterable[int] | int | None = None,
     *,
     seed: int = 0,
     first: int = 0,
@@ -221,7 +222,7 @@ def resample_donor(
 
 
 def _pool(
-    model: Any, prompts: Any, sites: str | Sequence[str], layers: Iterable[int] | None, first: int
+    model: Any, prompts: Any, sites: str | Sequence[str], layers: Iterable[int] | int | None, first: int
 ) -> dict[Site, Tensor]:
     adapter, first = wrap(model), check_whole("first", first, 0)
     named = sites.split(",") if isinstance(sites, str) else given_list("sites", sites, "names such as 'z' or ['k', 'v']")

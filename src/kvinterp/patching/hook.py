@@ -15,9 +15,11 @@ from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener, Site
+from kvinterp.models.hook_names import check_module
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.patching.ablation import Ablation
 from kvinterp.patching.donors import check_donor, rows_of
+from kvinterp.patching.given import Given
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
 from kvinterp.patching.resid_mid import carry_on
 from kvinterp.policies import Place
@@ -135,7 +137,10 @@ class PatchHook(PathHook):
         low, high = max(low, start), min(high, stop)
         if low >= high:
             return tensor
-        donor_start, donor = self._donor(patch, site, layer, start, stop, tensor)
+        if isinstance(patch.donor, Given):
+            donor_start, donor = low, patch.donor.rows(site, layer, start, tensor, low, high)
+        else:
+            donor_start, donor = self._donor(patch, site, layer, start, stop, tensor)
         if layout.group == "cache" and self.adapter.facts.windows[layer] is not None:
             # A cache that slides has forgotten the first positions, and the newest query does not read them.
             low = max(low, donor_start)
@@ -210,6 +215,7 @@ class PatchHook(PathHook):
 
     def _check(self, patch: Patch) -> None:
         facts = self.adapter.facts
+        check_module(self.adapter, patch.module)
         if self.adapter.derives(patch.site):
             raise UnsupportedError(
                 f"the {patch.site} cannot be patched under attention {facts.attention!r}, where it never leaves the kernel and "
@@ -230,9 +236,8 @@ class PatchHook(PathHook):
                     raise InputError(
                         f"{what} {head} does not exist for site {patch.site!r}: {facts.name} has {what}s 0 to {count - 1}."
                     )
-        if isinstance(patch.positions, tuple) and patch.positions[1] > facts.context:
-            raise InputError(
-                f"position {patch.positions[1] - 1} does not exist: {facts.name} has positions 0 to {facts.context - 1}."
-            )
+        last = max(patch.starts_at, (patch.positions[1] or 0) - 1) if isinstance(patch.positions, tuple) else 0
+        if last >= facts.context:
+            raise InputError(f"position {last} does not exist: {facts.name} has positions 0 to {facts.context - 1}.")
         if patch.donor is not None:
             check_donor(self.adapter, patch, patch.donor)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from kvinterp import words
-from kvinterp.errors import InputError, shown
+from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.inputs import check_instance, check_known, given_list, whole_number
 from kvinterp.models import Adapter
-from kvinterp.models.hook_names import site_of
+from kvinterp.models.hook_names import module_of, site_of
 from kvinterp.models.sites import CACHE_SITES, SITES
 from kvinterp.patching.ablation import ZERO, Ablation
+from kvinterp.patching.given import Given
 from kvinterp.recording import Trace
+from kvinterp.recording.activation_cache import is_activation_cache, records_of
 
-Positions = str | tuple[int, int]
+Positions = str | tuple[int, int | None]
+"""``"newest"``, ``"all"``, ``"earlier"``, or from where to where; negative numbers count from the end, None is the end."""
+Where = Positions | int | slice | Sequence[int]
+"""How positions may be given; see :func:`positions_of`."""
 PATCH_SITES = {
     **{site: text for site, text in SITES.items() if site not in (*CACHE_SITES, "attn_scores")},
     "cache_k": "keys in the cache, as it holds them",
@@ -33,13 +43,16 @@ class Patch:
             ``kv`` move what the cache holds.
         layers: Layers; all for None.
         heads: Query heads (q, z, pattern) or KV heads (k, v and the cache sites); all for None.
-        positions: ``"newest"``, ``"all"``, ``"earlier"`` (all but the newest), or absolute positions ``(start, stop)``.
+        positions: ``"newest"``, ``"all"``, ``"earlier"`` (all but the newest), absolute positions ``(start, stop)``, a slice, one
+            position as ``5`` or ``[5]``, or ``-1``, the newest.
         steps: ``"every"`` (inside :func:`patched` every forward; where two paths are run, every decode step from step 1,
             since step 0 is the same on both), ``"first"`` (step 1, the first decode step), or a tuple of steps.
         donor: The trace to take from, recorded with the site at the positions moved (``positions="all"`` unless newest), of
             the same prompt or of another. Positions are matched by their absolute number, so its prompt has as many tokens
             as the patched one's; :func:`donor_trace` makes one of the user's own recorded forwards. Or an ablation:
-            ``"zero"``, or what :func:`mean_donor` or :func:`resample_donor` made of given prompts.
+            ``"zero"``, or what :func:`mean_donor` or :func:`resample_donor` made of given prompts. Or TransformerLens's
+            ``ActivationCache``; a tensor of the activation's shape, or of one that torch broadcasts to it; or a function of the
+            activation (steering), which may take TransformerLens's hook besides.
 
     Raises:
         InputError: The site, positions or steps are not of a form that exists.
@@ -50,10 +63,16 @@ class Patch:
     heads: tuple[int, ...] | None = None
     positions: Positions = "newest"
     steps: str | tuple[int, ...] = "every"
-    donor: Trace | Ablation | None = dataclasses.field(default=None, compare=False, repr=False)
+    donor: Any = dataclasses.field(default=None, compare=False, repr=False)
+    module: str = dataclasses.field(default="", init=False, compare=False, repr=False)
+    """The module's name that said the site, to be checked with the model."""
 
     def __post_init__(self) -> None:
         site, layers = site_of(self.site) if isinstance(self.site, str) else (self.site, None)
+        object.__setattr__(self, "module", self.site if module_of(self.site) else "")
+        for name in ("layers", "heads", "steps"):
+            if (number := whole_number(getattr(self, name))) is not None:
+                object.__setattr__(self, name, (number,))
         if layers is not None and self.layers not in (None, layers):
             raise InputError(
                 f"hook {self.site!r} is of layer {layers[0]}, and layers={self.layers!r} was given: leave it out."
@@ -63,26 +82,19 @@ class Patch:
         check_known("patch site", self.site, PATCH_SITES)
         if isinstance(self.donor, str) and self.donor == "zero":
             object.__setattr__(self, "donor", ZERO)
+        object.__setattr__(self, "donor", given_donor(self.donor))
         if self.donor is not None:
             check_instance(
                 "donor",
                 self.donor,
-                (Trace, Ablation),
+                (Trace, Ablation, Given),
                 "a trace, of kv.run(...) (of several prompts, or ids [1, position], it returns a list: take one of it) or of "
                 "kv.donor_trace(recorder, prompt); or an ablation, 'zero', kv.mean_donor(model, prompts, site) or "
-                "kv.resample_donor(model, prompts, site)",
+                "kv.resample_donor(model, prompts, site); or an ActivationCache, a tensor, or a function of the activation",
             )
         for name in ("layers", "heads"):
             self._keep(name, "whole numbers such as (0, 2), or None for all", None)
-        self._keep(
-            "positions", "'newest', 'all', 'earlier' or absolute positions (start, stop)", "newest", "all", "earlier"
-        )
-        if not isinstance(self.positions, str) and not (
-            len(self.positions) == 2 and 0 <= self.positions[0] < self.positions[1]
-        ):
-            raise InputError(
-                f"positions={shown(self.positions)} holds no position: expected (start, stop) with 0 <= start < stop."
-            )
+        object.__setattr__(self, "positions", positions_of(self.positions))
         self._keep("steps", "'every', 'first' or whole numbers from 0, such as (1, 4)", "every", "first")
         if not isinstance(self.steps, str) and min(self.steps) < 0:
             raise InputError(f"steps={shown(self.steps)} names no step: expected whole numbers from 0, such as (1, 4).")
@@ -111,7 +123,7 @@ class Patch:
     @property
     def starts_at(self) -> int:
         """The first absolute position named; 0 where positions are not named by number."""
-        return self.positions[0] if isinstance(self.positions, tuple) else 0
+        return max(self.positions[0], 0) if isinstance(self.positions, tuple) else 0
 
     def moves(self, step: int, prompt_length: int, form: str) -> bool:
         """Whether it moves anything at a step of a path of this form, ``"cached"`` or ``"recompute"``."""
@@ -125,8 +137,66 @@ class Patch:
     def span(self, end: int) -> tuple[int, int]:
         """The absolute positions it moves when the context holds ``end`` positions."""
         if isinstance(self.positions, tuple):
-            return self.positions[0], min(self.positions[1], end)
+            start, stop, _ = slice(*self.positions).indices(end)
+            return start, stop
         return {"newest": (end - 1, end), "earlier": (0, end - 1), "all": (0, end)}[self.positions]
+
+
+def given_donor(donor: Any) -> Any:
+    """A donor as patches take from it: a user's cache, tensor or function in a form of ours, anything else as it is."""
+    if is_activation_cache(donor):
+        return Given("ActivationCache", records_of(donor, batched=True))
+    if isinstance(donor, Tensor | np.ndarray):
+        return Given("donor tensor", tensor=torch.as_tensor(donor))
+    if callable(donor) and not isinstance(donor, type):
+        return Given(f"function {getattr(donor, '__name__', type(donor).__name__)}", function=donor)
+    return donor
+
+
+def positions_of(given: Any) -> Positions:
+    """Positions in one form: a word, or (start, stop), of which negative numbers count from the end and None is the end.
+
+    Args:
+        given: A word; (start, stop); a slice or a range; one position, -1 the newest, alone or in a list; or several in a row.
+
+    Raises:
+        InputError: It is something else, or holds no position.
+    """
+    expected = "'newest', 'all', 'earlier', absolute positions (start, stop), a slice, or one position such as -1 or [5]"
+    wrong = unexpected("positions", given, expected)
+    if isinstance(given, str):
+        if given not in ("newest", "all", "earlier"):
+            raise wrong
+        return given
+    if isinstance(given, range):
+        given = slice(given.start, given.stop, given.step) if len(given) else slice(0, 0)
+    if isinstance(given, slice):
+        ends = [None if end is None else whole_number(end) for end in (given.start, given.stop, given.step)]
+        if ends != [given.start, given.stop, given.step] or ends[2] not in (None, 1):
+            raise wrong
+        start, stop = ends[0] or 0, ends[1]
+    else:
+        one = whole_number(given)
+        listed = [one] if one is not None else [*map(whole_number, given_list("positions", given, expected))]
+        # What a slice was made into has None for the end.
+        if len(listed) == 2 and listed[1] is None and list(given)[1] is None and listed[0] is not None:
+            start, stop = listed[0], None
+        elif not listed or None in listed:
+            raise wrong
+        elif len(listed) == 2:
+            start, stop = listed[0] or 0, listed[1]
+        else:
+            start, stop = listed[0] or 0, (listed[-1] or 0) + 1 or None
+            if listed != list(range(start, start + len(listed))):
+                raise InputError(f"positions={shown(given)} are not in a row: give a Patch for each, in a list of patches.")
+    if (start, stop) in _WORDS:
+        return _WORDS[start, stop]
+    if stop is not None and (start < 0 <= stop or ((start < 0) == (stop < 0) and start >= stop)):
+        raise InputError(f"positions={shown(given)} holds no position: expected (start, stop) with 0 <= start < stop.")
+    return start, stop
+
+
+_WORDS: dict[tuple[int, int | None], str] = {(-1, None): "newest", (0, None): "all", (0, -1): "earlier"}
 
 
 def stored_sites(adapter: Adapter, site: str) -> tuple[str, ...]:

@@ -147,21 +147,37 @@ class PureRecompute:
             kept[-1] = last if new is None else put_first(last, new)
         return kept
 
+    def whole(
+        self, rows: Int[Tensor, "batch position"], hook: PathHook | None = None
+    ) -> Float[Tensor, "batch position vocab"]:
+        """Logits of every position of several prompts in one forward, with gradients where they are on.
+
+        Args:
+            rows: Token ids, a prompt a row.
+            hook: What hears the forward, as step 0.
+        """
+        if hook is not None:
+            hook.begin_step(0)
+            hook.begin_pass()
+        return self._logits_of(rows, [], hook)
+
     @torch.no_grad()
     def _forward(self, tokens: tuple[int, ...], kept: Sequence[Any], hook: PathHook | None, rows: int = 1) -> Tensor:
+        row = torch.tensor([tokens] * rows, device=self.adapter.device)
+        # A copy: a view would keep the logits of every position alive.
+        return self._logits_of(row, kept, hook)[:, -1].clone()
+
+    def _logits_of(self, row: Tensor, kept: Sequence[Any], hook: PathHook | None) -> Tensor:
         adapter = self.adapter
         self.blocks_run += adapter.facts.layers - len(kept)
         self.forwards += 1
-        row = torch.tensor([tokens] * rows, device=adapter.device)
         hooks = [] if hook is None else [hook]
         forwards = HookedForwards(adapter, self._kernels, [each.listeners for each in hooks])
-        before = self._unheard if hook is None else None
-        store = uncached(adapter, self.path, row, path_store, hooks, before)
-        self._unheard = store if hook is None else self._unheard
+        alone = hook is None and row.shape[0] == 1
+        store = uncached(adapter, self.path, row, path_store, hooks, self._unheard if alone else None)
+        self._unheard = store if alone else self._unheard
         with forwards.attached(), adapter.resumed(len(kept), kept):
-            logits = forwards.call(adapter.forward, row, store)
-        # A copy: a view would keep the logits of every position alive.
-        return logits[:, -1].clone()
+            return forwards.call(adapter.forward, row, store)
 
 
 def _in_rows(output: Any, rows: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.errors import NonFiniteError
+from kvinterp.errors import NonFiniteError, unexpected
 from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
@@ -80,9 +80,12 @@ class Setting:
     stop: str = "end of sequence"
     answers: tuple[int, int] | None = None
     batch_size: int = 1
+    functions: Mapping[str, Callable[[Tensor], Any]] = dataclasses.field(default_factory=dict)
 
     def distance_of(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
         """What a distance is, given the logits of the donor and of another."""
+        if name in self.functions:
+            return functools.partial(_by_function, name, self.functions[name])
         if name != LOGIT_DIFFERENCE:
             return DISTANCES[name]
         assert self.answers is not None, "checked where they are given"
@@ -230,6 +233,34 @@ class _Beside:
         protocol = self.lead if self.setting.protocol == "matched" else number
         self.follows.append(protocol if follows is None else follows)
         return number
+
+
+def _by_function(name: str, function: Callable[[Tensor], Any], donor: Tensor, other: Tensor) -> Tensor:
+    """How far a function of logits ``[batch, position, vocab]`` is from the donor's, row by row."""
+
+    def of(row: Tensor) -> Tensor:
+        return one_number(name, function, row[None, None])
+
+    return torch.stack([(of(row) - of(against)).abs() for against, row in zip(donor, other, strict=True)])
+
+
+def one_number(name: str, function: Callable[[Tensor], Any], logits: Float[Tensor, "batch position vocab"]) -> Tensor:
+    """What a user's metric gives of logits, in float64.
+
+    Raises:
+        InputError: It is not one number.
+    """
+    one = torch.as_tensor(function(logits))
+    if one.numel() != 1 or one.is_complex():
+        was = f"{name}(logits of shape {tuple(logits.shape)}) = shape {tuple(one.shape)}"
+        raise unexpected("distance", was, "a function that gives one number, such as the mean over the batch")
+    return one.double().reshape(())
+
+
+def name_of(function: Any) -> str:
+    """What a user's function is called in tables."""
+    name = str(getattr(function, "__name__", type(function).__name__)).replace("<lambda>", "function")
+    return f"own {name}" if name in (*DISTANCES, LOGIT_DIFFERENCE) else name
 
 
 def check_finite(distances: Float64[Tensor, "*any"], what: str) -> None:

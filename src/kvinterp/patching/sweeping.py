@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -24,12 +24,12 @@ from kvinterp.inputs import (
 )
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair
-from kvinterp.models.hook_names import site_of
+from kvinterp.models.hook_names import one_site
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.localising import localise
-from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, Positions
+from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, Positions, Where, positions_of
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import (
     DISTANCES,
@@ -37,6 +37,7 @@ from kvinterp.patching.side_by_side import (
     Setting,
     advance_beside,
     check_finite,
+    name_of,
     not_the_same,
 )
 from kvinterp.patching.table import Sweep, Tables
@@ -95,10 +96,10 @@ def sweep(
     direction: words.Direction | str = "into-recompute",
     steps: str | tuple[int, ...] = "every",
     protocol: words.Protocol | str = "matched",
-    positions: Positions | None = None,
-    layers: Iterable[int] | None = None,
+    positions: Where | None = None,
+    layers: Iterable[int] | int | None = None,
     max_new_tokens: int = 32,
-    distance: words.Distance | str = "l2,kl",
+    distance: words.Distance | str | Callable[..., Any] = "l2,kl",
     answers: Sequence[str | int] | None = None,
     examples: int | None = None,
     only: Sequence[int] | None = None,
@@ -137,7 +138,9 @@ def sweep(
         distance: ``"kl"`` (nats, donor against patched), ``"l2"`` of the logits, ``"margin"``, or ``"logit_difference"`` of
             two answers (TransformerLens's ``logits_to_logit_diff``, how far it is from the donor's); several with commas
             between. The first leads: figures and summaries are by it. KL alone misleads where a difference is of rounding
-            size, since the one step whose next token is least certain is most of it; L2 is measured always.
+            size, since the one step whose next token is least certain is most of it; L2 is measured always. Or a function of
+            the logits ``[batch, position, vocab]`` of one row and step, as TransformerLens's metrics are: how far it is from the
+            donor's.
         answers: For the last, the token whose logit counts and the one whose is taken off: texts of one token, or ids.
         examples: Sweep only so many prompts, those with the highest KL between the paths; see :func:`highest_kl`.
         only: The numbers of the prompts to sweep where the others are not this run's (a resumed or sharded one).
@@ -161,12 +164,18 @@ def sweep(
         >>> paper.aggregate()[["sweep", "layer", "mean"]]  # doctest: +SKIP
     """
     adapter, batch_size = wrap(model), check_whole("batch_size", batch_size)
-    site, own = site_of(site) if isinstance(site, str) else (site, None)
+    site, own = one_site(adapter, site)
     layers = own if layers is None else layers
+    functions = {name_of(distance): distance} if callable(distance) else {}
+    distance = name_of(distance) if callable(distance) else distance
     for name, given, known in (
         ("direction", direction, DIRECTIONS),
         ("protocol", protocol, PROTOCOLS),
-        *(("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE)) for name in str(distance).split(",")),
+        *(
+            []
+            if functions
+            else [("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE)) for name in str(distance).split(",")]
+        ),
         ("controls", controls, ("all", "quick", "none")),
         ("logits", logits, ("keep", "discard")),
         ("stop", stop, ("end of sequence", "length")),
@@ -175,7 +184,7 @@ def sweep(
         check_choice(name, given, tuple(known))
     tokens = encode_all(adapter, prompts, max_new_tokens)
     paths = two_paths(cached, recompute, "a sweep")
-    spot = positions if positions is not None else "all" if site in PATCHED_CACHE else "newest"
+    spot = positions_of(("all" if site in PATCHED_CACHE else "newest") if positions is None else positions)
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
     lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
     if batch_size > 1 and direction == "into-cached" and protocol == "free":
@@ -183,7 +192,9 @@ def sweep(
     pair = asked_pair(adapter, distance, answers)
     if "blocks" not in over:
         check_unread("block", block, 16, f"over={over!r} has no blocks; leave it out, or sweep over='blocks'")
-    setting = Setting(adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop, pair, batch_size)
+    setting = Setting(
+        adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop, pair, batch_size, functions
+    )
     _check_reach(setting, lanes[0], shortest)
     chosen = list(range(len(tokens)))
     if examples is not None:
@@ -301,7 +312,7 @@ def _planned(
     direction: str,
     positions: Positions,
     steps: str | tuple[int, ...],
-    layers: Iterable[int] | None,
+    layers: Iterable[int] | int | None,
     block: int,
     length: int,
 ) -> list[PlannedLane]:
@@ -397,4 +408,4 @@ def _planted(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict
 
 
 def _shown(positions: Positions) -> str:
-    return positions if isinstance(positions, str) else f"{positions[0]}:{positions[1]}"
+    return positions if isinstance(positions, str) else f"{positions[0]}:{'' if positions[1] is None else positions[1]}"

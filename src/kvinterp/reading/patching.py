@@ -43,7 +43,11 @@ def asked_said(asked: Asked, heads: tuple[int, str], last_step: int) -> str:
         "earlier": "at all positions but the newest",
     }
     positions = asked.patch().positions
-    where = spots[positions] if isinstance(positions, str) else f"at positions {positions[0]} to {positions[1] - 1}"
+    where = (
+        spots[positions]
+        if isinstance(positions, str)
+        else f"at positions {positions[0]} to {'the newest' if positions[1] is None else positions[1] - 1}"
+    )
     every = f"at every step from {asked.first} to {last_step}, and the distances are means over them"
     when = every if asked.step == "every" else f"at step {asked.step} alone"
     giving = {

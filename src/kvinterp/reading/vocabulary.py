@@ -23,7 +23,15 @@ ANEW = {
     "remade": "K and V of the decoded rows made anew",
 }
 """What ``anew`` consists of."""
-RECOVERED = {"kl": "KL", "l2": "L2 of the logits", "margin": "margin", "logit_difference": "logit difference"}
+
+
+class _Named(dict[str, str]):
+    def __missing__(self, name: str) -> str:
+        # A user's own function.
+        return name
+
+
+RECOVERED = _Named(kl="KL", l2="L2 of the logits", margin="margin", logit_difference="logit difference")
 """What a recovery is of, by the name of the distance."""
 EMBEDDING = -1
 """The layer number that stands for what enters the first block."""

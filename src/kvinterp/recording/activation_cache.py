@@ -29,23 +29,43 @@ def activation_cache(
     Raises:
         InputError: The step was not recorded, or nothing that a hook shows.
     """
-    from transformer_lens import ActivationCache
-
     if isinstance(step, bool) or step not in steps:
         raise InputError(f"step={step!r} was not recorded: expected one of {', '.join(map(str, steps)) or 'none'}.")
-    at, found = list(steps).index(step), {}
+    at = list(steps).index(step)
+    found: dict[Site, Tensor] = {}
     for (site, layer), kept in records.items():
         if site not in HOOKS:
             continue
         layout, here = LAYOUTS[site], kept[at]
-        if here.dim() < layout.dimensions - 1:
-            here = here.unsqueeze(layout.rows - 1)
-        elif layout.gathers and path.startswith("cached") and list(steps[: at + 1]) == list(range(step + 1)):
+        newest = here.dim() < layout.dimensions - 1
+        if not newest and layout.gathers and path.startswith("cached") and list(steps[: at + 1]) == list(range(step + 1)):
             here = torch.cat(list(kept[: at + 1]), 0)
-        found[f"blocks.{layer}.{HOOKS[site]}"] = here[None]
+        found[site, layer] = here[None]
+    return cache_of(found, model)
+
+
+def cache_of(records: Mapping[Site, Tensor], model: Any = None) -> Any:
+    """An ``ActivationCache`` of one forward.
+
+    Args:
+        records: For each site and layer a tensor with the batch, of all positions or of the newest without their axis.
+        model: The model that the cache's own methods ask, or None.
+
+    Raises:
+        InputError: None of it is what a hook shows.
+    """
+    from transformer_lens import ActivationCache
+
+    found = {
+        f"blocks.{layer}.{HOOKS[site]}": here
+        if here.dim() == LAYOUTS[site].dimensions
+        else here.unsqueeze(LAYOUTS[site].rows)
+        for (site, layer), here in records.items()
+        if site in HOOKS
+    }
     if not found:
         raise InputError(
-            f"the trace holds nothing that a hook of TransformerLens shows: record one of {', '.join(HOOKS)}, as in "
+            f"what was recorded holds nothing that a hook of TransformerLens shows: record one of {', '.join(HOOKS)}, as in "
             "record='resid_post,pattern'."
         )
     return ActivationCache(found, getattr(model, "model", model))
@@ -56,8 +76,8 @@ def is_activation_cache(given: object) -> bool:
     return type(given).__name__ == "ActivationCache" and isinstance(getattr(given, "cache_dict", None), Mapping)
 
 
-def records_of(cache: Any) -> dict[Site, Tensor]:
-    """What an ``ActivationCache`` of one prompt holds at the sites that there are, without the batch dimension.
+def records_of(cache: Any, batched: bool = False) -> dict[Site, Tensor]:
+    """What an ``ActivationCache`` holds at the sites that there are: of one prompt without its batch, or with the batch.
 
     Raises:
         InputError: It holds none, or several prompts.
@@ -74,14 +94,14 @@ def records_of(cache: Any) -> dict[Site, Tensor]:
             continue
         site, layer = place[0], int(place[1])
         rows = tensor if cache.has_batch_dim else tensor[None]
-        if rows.shape[0] != 1:
+        if rows.shape[0] != 1 and not batched:
             raise InputError(f"the cache holds {rows.shape[0]} prompts: give that of one, such as cache of tokens[:1].")
         if rows.dim() != LAYOUTS[site].dimensions:
             raise UnsupportedError(
                 f"{name} has the shape {tuple(tensor.shape)}, and {site} has {LAYOUTS[site].dimensions} axes here: leave it out, "
                 "with names_filter."
             )
-        found[site, layer] = rows[0]
+        found[site, layer] = rows if batched else rows[0]
     if not found:
         raise InputError(f"the cache holds no hook at which a site is: expected some of {', '.join(HOOKS.values())}.")
     return found

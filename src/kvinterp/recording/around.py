@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvinterp import words
@@ -19,8 +19,8 @@ CONTEXT = "kv.record"
 @contextlib.contextmanager
 def record(
     model: Any,
-    sites: words.Site | str | Sequence[words.Site | str],
-    layers: Iterable[int] | None = None,
+    sites: words.Site | str | Sequence[words.Site | str] | Callable[[str], bool],
+    layers: Iterable[int] | int | None = None,
     heads: Iterable[int] | None = None,
     kv_heads: Iterable[int] | None = None,
     positions: words.Positions | str = "newest",
@@ -43,7 +43,7 @@ def record(
         positions: As for :class:`Recorder`.
 
     Yields:
-        The recorder; ``recorder["resid_post", 3]`` is a list with one tensor a forward.
+        The recorder; ``recorder["resid_post", 3]`` is a tensor, of several forwards stacked; ``.kept`` has each.
 
     Raises:
         InputError: No forward was heard until it was left, or one did not run a layer that was asked for, or another
@@ -53,7 +53,7 @@ def record(
     Example:
         >>> with kvinterp.record(model, "resid_post,pattern") as seen:  # doctest: +SKIP
         ...     model(tokens)
-        >>> seen["pattern", 0][0].shape  # doctest: +SKIP
+        >>> seen["pattern", 0].shape  # doctest: +SKIP
     """
     adapter = wrap(model)
     with adapter.alone(CONTEXT):

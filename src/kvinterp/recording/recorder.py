@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, shown
-from kvinterp.inputs import check_choice, check_instance, chosen_heads, chosen_layers, chosen_steps, is_among
+from kvinterp.inputs import check_choice, check_instance, check_whole, chosen_heads, chosen_layers, chosen_steps, is_among
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import place_of, places_of
+from kvinterp.models.hook_names import Names, place_of, places_of, sites_of
 from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.policies import Place
 from kvinterp.recording.hook import SiteHook
+from kvinterp.recording.trace import stacked
 
 WITH_ROWS = (*CACHE_SITES, *ATTENDED_SITES)
 """Beside these the positions of the rows are recorded where a policy may let go of some."""
@@ -50,8 +51,8 @@ class Recorder(SiteHook):
     def __init__(
         self,
         adapter: Adapter,
-        sites: str | Sequence[str],
-        layers: Iterable[int] | None = None,
+        sites: Names,
+        layers: Iterable[int] | int | None = None,
         heads: Iterable[int] | None = None,
         kv_heads: Iterable[int] | None = None,
         steps: Iterable[int] | None = None,
@@ -165,13 +166,61 @@ class Recorder(SiteHook):
         around = [(end - piece.shape[3], ends[-1] - end) for piece, end in zip(pieces, ends, strict=True)]
         return torch.cat([nn.functional.pad(p, room, value=fill) for p, room in zip(pieces, around, strict=True)], 2)
 
-    def __getitem__(self, place: Site | str) -> list[Tensor]:
-        """What was kept of a site at a layer (or of a hook, by its name), a tensor a step."""
+    def keys(self) -> list[Site]:
+        """The sites and layers that are kept, each by which :meth:`__getitem__` takes it."""
+        return list(self.kept)
+
+    def __iter__(self) -> Iterator[Site]:
+        """As :meth:`keys`."""
+        return iter(self.kept)
+
+    def __contains__(self, place: object) -> bool:
+        """Whether a site at a layer, or a hook by its name, is kept."""
+        return is_among(place_of(place), self.kept)
+
+    def __getitem__(self, place: Site | str) -> Tensor:
+        """What was kept of a site at a layer, or of a hook or module by its name, with the batch in front.
+
+        Of one forward its tensor; of several they are stacked, ``[forward, batch, ...]``, and ragged lengths padded with NaN
+        (positions with -1). :attr:`kept` has them one by one.
+        """
         place = cast(Site, place_of(place))
         if not is_among(place, self.kept):
             have = ", ".join(f"({s!r}, {layer})" for s, layer in self.kept)
+            raise InputError(f"nothing was recorded as {shown(place)}: expected a site and a layer, one of {have}.")
+        kept = self.kept[place]
+        if not kept:
+            raise InputError(f"{shown(place)} was recorded of no forward yet: run the model within kv.record(...) first.")
+        return kept[0] if len(kept) == 1 else stacked(kept)
+
+    def stack_activation(self, site: str, layer: int = -1) -> Tensor:
+        """A site of all layers that were kept, stacked in front, as TransformerLens's cache does.
+
+        Args:
+            site: A site, or a hook's name without its layer.
+            layer: How many layers, from the first that was kept; all for -1.
+        """
+        (name,) = sites_of(site)
+        layers = sorted(at for of, at in self.kept if of == name)
+        layers = layers if layer == -1 else layers[: check_whole("layer", layer)]
+        return torch.stack([self[name, at] for at in layers or [0]])
+
+    def to_activation_cache(self, forward: int = -1, model: Any = None) -> Any:
+        """One forward as TransformerLens's ``ActivationCache``, by the names of its hooks, with the batch.
+
+        Args:
+            forward: Which forward; the last unless given.
+            model: The model that the cache's own methods ask; the one that was recorded unless given.
+
+        Raises:
+            InputError: No such forward was recorded, or nothing that a hook shows.
+        """
+        from kvinterp.recording.activation_cache import cache_of
+
+        count = min(map(len, self.kept.values()), default=0)
+        if not -count <= forward < count:
             raise InputError(
-                f"nothing was recorded as {shown(place)}: expected a site and a layer, one of {have}; each gives a list with one "
-                "tensor a forward."
+                f"forward={forward!r} was not recorded: {count} were; give a number from 0, or -1 for the last."
             )
-        return self.kept[place]
+        here = {place: kept[forward] for place, kept in self.kept.items()}
+        return cache_of(here, self.adapter.model if model is None else model)

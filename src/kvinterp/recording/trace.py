@@ -80,7 +80,7 @@ class Trace:
             raise InputError(
                 f"this trace recorded none of its {len(self.tokens)} steps at {place!r}: record one with steps=..., or all."
             )
-        return _stacked(self.records[place])
+        return stacked(self.records[place])
 
     def to_activation_cache(self, step: int | None = None, model: Any = None) -> Any:
         """One step as TransformerLens's ``ActivationCache``, by the names of its hooks, with a batch of one.
@@ -155,7 +155,8 @@ class Trace:
             raise InputError(f"folder {str(source)!r} holds no readable trace ({error}): save it again.") from error
 
 
-def _stacked(kept: list[Tensor]) -> Tensor:
+def stacked(kept: list[Tensor]) -> Tensor:
+    """Tensors in one, each axis as long as its longest: what is not there is NaN, of positions -1."""
     if len({t.shape for t in kept}) == 1:
         return torch.stack(kept)
     shape = [max(sizes) for sizes in zip(*(t.shape for t in kept), strict=True)]

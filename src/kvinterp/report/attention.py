@@ -22,6 +22,7 @@ from kvinterp.inputs import check_choice, check_text, check_unread, check_whole,
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import ExecutionPath, path_named, path_read, run
 from kvinterp.recording import Trace
+from kvinterp.recording.activation_cache import is_activation_cache, records_of
 from kvinterp.report.attention_page import AttentionPage, ShownHead, View, page_of, readable
 from kvinterp.report.page import Text, fragment
 from kvinterp.store import write_whole
@@ -69,7 +70,7 @@ def attention_comparison(
     source: Any,
     other: Any = None,
     *,
-    step: int,
+    step: int | None = None,
     layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     a: str | ExecutionPath = "cached",
@@ -91,7 +92,8 @@ def attention_comparison(
     Three ways to call it: ``attention_comparison(model, prompt, step=5)`` runs both paths;
     ``attention_comparison(comparison, step=5)`` runs again what a comparison compared (one that was read from disk needs the
     prompt and ``model=`` as well);
-    ``attention_comparison(trace_a, trace_b, step=5)`` takes two traces of ``run(..., record="pattern", positions="all")``.
+    ``attention_comparison(trace_a, trace_b, step=5)`` takes two traces of ``run(..., record="pattern", positions="all")``, or two
+    ``ActivationCache`` of TransformerLens, which are of one forward and have no step.
 
     Args:
         source: A model or adapter, a comparison in the matched protocol, or the first trace.
@@ -116,6 +118,14 @@ def attention_comparison(
             little of it.
     """
     check_choice("fit", fit, ("crop", "pool"))
+    if is_activation_cache(source):
+        check_unread("step", step, None, "a cache is of one forward; leave it out")
+        check_unread("model", model, None, "a cache has no tokens; give their text, tokens=model.to_str_tokens(text)")
+        source, other, step = *_of_caches(source, other), 0
+    if step is None:
+        raise InputError(
+            "no step was given: give step=..., such as step=5; 0 is the prefill, which is the same on most paths."
+        )
     for name, given, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
         if given is not None:
             check_whole(name, given, least)
@@ -262,6 +272,22 @@ def _given(a: Trace, b: Any) -> tuple[Trace, Trace]:
             f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
         )
     return a, b
+
+
+def _of_caches(a: Any, b: Any) -> tuple[Trace, Trace]:
+    """Two of TransformerLens's caches as traces, whose tokens are called by their positions."""
+    made = []
+    for number, cache in (("first", a), ("second", b)):
+        if not is_activation_cache(cache):
+            raise InputError(
+                f"one ActivationCache and a {type(cache).__name__} were given: expected two caches of one text."
+            )
+        records = {place: [tensor] for place, tensor in records_of(cache).items() if place[0] == "pattern"}
+        if not records:
+            raise InputError(f"the {number} cache holds no attn.hook_pattern: let run_with_cache keep it.")
+        rows = next(iter(records.values()))[0].shape[1]
+        made.append(Trace(f"{number} cache", tuple(range(rows)), (), (), records, (0,)))
+    return _given(made[0], made[1])
 
 
 def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:

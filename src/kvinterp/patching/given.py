@@ -1,0 +1,117 @@
+"""What a user hands to a patch: a tensor, TransformerLens's ``ActivationCache``, or a function of the activation (steering)."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvinterp.errors import InputError
+from kvinterp.inputs import chosen_layers
+from kvinterp.models import Adapter
+from kvinterp.models.attaching import Site
+from kvinterp.models.hook_names import HOOKS
+from kvinterp.models.sites import LAYOUTS
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Given:
+    """Rows that come from no run of ours.
+
+    Attributes:
+        name: What it is, for messages.
+        records: For each site and layer a tensor with the batch in front; empty where there is one tensor, or a function.
+        tensor: What goes in at every site and layer, of the activation's shape or of one that torch broadcasts to it.
+        function: Called with a copy of the whole activation (and, where it takes two arguments, TransformerLens's hook): what it
+            returns, or what it made of the copy, goes in.
+    """
+
+    name: str
+    records: Mapping[Site, Tensor] = dataclasses.field(default_factory=dict, repr=False)
+    tensor: Tensor | None = dataclasses.field(default=None, repr=False)
+    function: Callable[..., Any] | None = None
+
+    def check(self, adapter: Adapter, sites: Iterable[str], layers: Iterable[int] | int | None) -> None:
+        """Raises InputError where it holds some site or layer not that a patch takes from it."""
+        if not self.records:
+            return
+        for site in sites:
+            for layer in chosen_layers(adapter, layers):
+                if (site, layer) not in self.records:
+                    have = ", ".join(sorted({name for name, _ in self.records}))
+                    raise InputError(
+                        f"the {self.name} holds no {site!r} of layer {layer} (it has {have}): let run_with_cache keep "
+                        f"blocks.{layer}.{HOOKS.get(site, site)}."
+                    )
+
+    def rows(self, site: str, layer: int, start: int, like: Tensor, low: int, high: int) -> Tensor:
+        """The rows for the positions ``low`` to ``high``, with the batch.
+
+        Args:
+            site: The site.
+            layer: The layer.
+            start: The absolute position of the activation's first row.
+            like: The whole activation, with the batch.
+            low: The first absolute position that is replaced.
+            high: The one behind the last.
+
+        Raises:
+            InputError: What was given, or what the function returned, does not fit.
+        """
+        axis = LAYOUTS[site].rows
+        if self.function is not None:
+            return self._called(self.function, site, layer, like).narrow(axis, low - start, high - low)
+        given = self.records[site, layer] if self.tensor is None else self.tensor
+        given, whole, fits = given.to(like), list(like.shape), list(like.shape)
+        fits[axis] = high - low
+        stop = start + like.shape[axis]
+        if given.dim() == like.dim() and given.shape[axis] == stop and start:
+            # Of a whole context, of which this forward computes the newest rows.
+            given = given.narrow(axis, start, stop - start)
+        if self.records and (given.dim() != like.dim() or given.shape[axis] != like.shape[axis]):
+            raise InputError(
+                f"the {self.name} holds {given.shape[axis]} positions at {site!r} and the patched context {stop}, so positions "
+                "cannot be matched: give that of a prompt of as many tokens."
+            )
+        for shape in (whole, fits):
+            if _broadcasts(given, shape):
+                taken = given.expand(shape)
+                return taken.narrow(axis, low - start, high - low) if shape is whole else taken
+        raise InputError(
+            f"the {self.name} has shape {tuple(given.shape)} and cannot be put where {site!r} of layer {layer} has "
+            f"{tuple(whole)}: give that shape, or of the positions that are patched {tuple(fits)}, with or without the batch."
+        )
+
+    def _called(self, function: Callable[..., Any], site: str, layer: int, like: Tensor) -> Tensor:
+        hook = SimpleNamespace(name=f"blocks.{layer}.{HOOKS.get(site, site)}", layer=lambda: layer, ctx={})
+        activation = like.clone()
+        made = function(activation, hook) if _arguments(function) > 1 else function(activation)
+        made = activation if made is None else made
+        if not isinstance(made, Tensor) or not _broadcasts(made, list(like.shape)):
+            was = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+            raise InputError(
+                f"the {self.name} gave {was} for {site!r} of layer {layer}: expected a tensor of shape {tuple(like.shape)}."
+            )
+        return made.to(like).expand_as(like)
+
+
+def _broadcasts(given: Tensor, shape: list[int]) -> bool:
+    try:
+        return list(torch.broadcast_shapes(given.shape, shape)) == shape
+    except RuntimeError:
+        return False
+
+
+def _arguments(function: Callable[..., Any]) -> int:
+    """How many arguments must or may be handed in order; 1 where a function does not say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    needed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    return len(needed) + ("hook" in {p.name for p in parameters} - {p.name for p in needed})

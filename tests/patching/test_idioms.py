@@ -1,0 +1,354 @@
+"""What users of TransformerLens and nnsight type, beside what their own library gives, on the three kinds."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import kvinterp as kv
+from support import PROMPT, Case, assert_bitwise, cases, plain_forward
+
+KINDS = [Case("llama-gqa", "hooked"), Case("llama-gqa", "bridge"), Case("llama-gqa", "native", "eager")]
+HOOKED, NATIVE = KINDS[0], KINDS[2]
+CLEAN = tuple(70 if at in (3, 4) else token for at, token in enumerate(PROMPT))
+PAIR = (11, 23)
+QUIET: dict[str, Any] = {"progress": "none"}
+
+
+def rows(*prompts: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(prompts)
+
+
+def difference(logits: torch.Tensor) -> torch.Tensor:
+    return (logits[:, -1, PAIR[0]].double() - logits[:, -1, PAIR[1]].double()).mean()
+
+
+def patched(adapter: Any, tokens: torch.Tensor, *patches: kv.Patch) -> torch.Tensor:
+    with kv.patched(adapter.model, patches), torch.no_grad():
+        return plain_forward(adapter.model, tokens)
+
+
+# Prompts and metrics -----------------------------------------------------------------------------------------------------
+
+
+@cases(KINDS)
+def test_tokens_of_one_prompt_go_through_everywhere(load: Any, case: Case) -> None:
+    adapter = load(case)
+    clean, corrupted = rows(CLEAN), rows(PROMPT)
+    found = kv.activation_patching(adapter, clean, corrupted, block=4, **QUIET)
+    assert torch.equal(found.values, kv.activation_patching(adapter, CLEAN, PROMPT, block=4, **QUIET).values)
+    how = {"max_new_tokens": 3, **QUIET}
+    assert kv.compare(adapter, corrupted, **how).steps.equals(kv.compare(adapter, [PROMPT], **how).steps)
+    swept = [kv.sweep(adapter, given, controls="none", **how).recovery for given in (corrupted, [corrupted], PROMPT)]
+    assert swept[0].equals(swept[1])
+    assert swept[0].equals(swept[2])
+    assert len(kv.run(adapter, rows(CLEAN, PROMPT), max_new_tokens=1)) == 2
+    with pytest.raises(kv.InputError, match="holds 2 rows, each a prompt"):
+        kv.run(adapter, [rows(CLEAN, PROMPT)], max_new_tokens=1)
+
+
+@cases(KINDS)
+def test_a_function_of_logits_is_a_metric_and_pairs_go_in_one_batch(load: Any, case: Case) -> None:
+    """The named difference, the same as a function, and the mean over pairs of what each gives alone."""
+    adapter = load(case, "float64")
+    how: dict[str, Any] = {"site": "attn_out", "block": 6, **QUIET}
+    named = kv.activation_patching(adapter, CLEAN, PROMPT, distance="logit_difference", answers=PAIR, **how)
+    own = kv.activation_patching(adapter, CLEAN, PROMPT, distance=difference, **how)
+    torch.testing.assert_close(own.values, named.values, rtol=1e-9, atol=1e-9)
+    assert own.distance == "difference"
+    other = (*PROMPT[:-1], 5), (*CLEAN[:-1], 5)
+    for distance in ("kl", "l2", difference):
+        alone = [kv.activation_patching(adapter, *pair, distance=distance, **how) for pair in ((CLEAN, PROMPT), other)]
+        both = kv.activation_patching(adapter, [CLEAN, other[0]], rows(PROMPT, other[1]), distance=distance, **how)
+        assert both.pairs == 2
+        torch.testing.assert_close(both.values, (alone[0].values + alone[1].values) / 2, rtol=1e-9, atol=1e-9)
+        assert both.corrupted == pytest.approx((alone[0].corrupted + alone[1].corrupted) / 2, rel=1e-9)
+
+
+@cases(KINDS)
+def test_a_function_of_logits_is_a_distance_of_a_sweep(load: Any, case: Case, tmp_path: Any) -> None:
+    adapter = load(case, "float32")
+    how: dict[str, Any] = {"max_new_tokens": 4, "controls": "none", "recompute": "recompute@float64", **QUIET}
+    named = kv.sweep(adapter, PROMPT, distance="logit_difference", answers=PAIR, **how)
+    own = kv.sweep(adapter, PROMPT, distance=difference, **how)
+    asked = own.recovery[own.recovery["distance"] == "difference"] if "distance" in own.recovery else own.recovery
+    assert list(asked.filter(like="recovery")) == list(named.recovery.filter(like="recovery"))
+    assert own.provenance["distance"] == "difference"
+    own.save(tmp_path / "own")
+    assert "difference" in " ".join(kv.load(tmp_path / "own").sentences())
+    torch.testing.assert_close(*(torch.tensor(each.steps["d_after"].to_numpy(float)) for each in (own, named)))
+
+
+@pytest.mark.hooked
+def test_head_by_position_is_transformer_lens_s(load: Any) -> None:
+    from transformer_lens import patching
+
+    adapter = load(HOOKED)
+    clean, corrupted = rows(CLEAN, PROMPT[::-1]), rows(PROMPT, (*PROMPT[:0:-1], 8))
+    with torch.no_grad():
+        _, cache = adapter.model.run_with_cache(clean)
+        expected = patching.get_act_patch_attn_head_out_by_pos(adapter.model, corrupted, cache, difference)
+    found = kv.activation_patching(adapter, clean, corrupted, "z", "heads,positions", distance=difference, **QUIET)
+    layers, length = len(found.layers), len(PROMPT)
+    shown = found.values.reshape(layers, -1, length).transpose(1, 2).float()
+    assert_bitwise(shown, expected, "head by position", ("layer", "position", "head"))
+    assert list(found.frame.columns) == ["layer", "head", "start", "stop", "text", "value", "recovery"]
+
+
+# Donors ------------------------------------------------------------------------------------------------------------------
+
+
+@cases(KINDS)
+def test_a_cache_a_tensor_and_a_function_give(load: Any, case: Case) -> None:
+    adapter = load(case)
+    two, site = rows(PROMPT, PROMPT[::-1]), "resid_post"
+    with kv.record(adapter.model, "resid_post", positions="all") as seen, torch.no_grad():
+        plain_forward(adapter.model, rows(CLEAN, CLEAN[::-1]))
+    clean = seen.kept[site, 1][0]
+    whole = patched(adapter, two, kv.Patch(site, 1, positions="all", donor=clean))
+    assert torch.equal(whole, patched(adapter, two, kv.Patch(site, 1, positions="all", donor=lambda x: clean)))
+    assert torch.equal(whole[:, -1:], patched(adapter, two, kv.Patch(site, 1, positions=-1, donor=clean[:, -1:]))[:, -1:])
+    # A vector of the width goes in at each position, and a function adds one.
+    vector = clean[0, 3]
+    steered = patched(adapter, two, kv.Patch(site, 0, positions="all", donor=lambda x: x + vector))
+    handle = adapter.blocks[0].register_forward_hook(
+        lambda _, __, out: (out[0] + vector, *out[1:]) if isinstance(out, tuple) else out + vector
+    )
+    with torch.no_grad():
+        assert torch.equal(steered, plain_forward(adapter.model, two))
+    handle.remove()
+
+    def theirs(resid: torch.Tensor, hook: Any) -> None:
+        assert hook.name == "blocks.0.hook_resid_post"
+        resid[:, 3:5] = vector
+
+    assert torch.equal(
+        patched(adapter, two, kv.Patch(site, 0, positions=slice(3, 5), donor=vector)),
+        patched(adapter, two, kv.Patch(site, 0, positions="all", donor=theirs)),
+    )
+    # Only the head named is replaced, of a cache site too.
+    for where in ("z", "v", "kv"):
+        zeros = kv.Patch(where, 1, heads=1, positions="all", donor=lambda x: x * 0)
+        as_zero = kv.Patch(where, 1, heads=(1,), positions="all", donor="zero")
+        cached = where == "kv"
+        one, other = (_with_cache(adapter, each) if cached else patched(adapter, two, each) for each in (zeros, as_zero))
+        assert torch.equal(one, other)
+
+
+def _with_cache(adapter: Any, patch: kv.Patch) -> torch.Tensor:
+    with kv.patched(adapter.model, patch), torch.no_grad():
+        if adapter.kind == "hooked":
+            from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
+
+            return adapter.model(
+                rows(PROMPT),
+                past_kv_cache=Cache.init_cache(adapter.model.cfg, "cpu", 1),
+                attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+            )
+        out = adapter.model(rows(PROMPT), use_cache=True)
+        return out if isinstance(out, torch.Tensor) else out.logits
+
+
+@pytest.mark.hooked
+def test_an_activation_cache_of_several_prompts_gives_what_transformer_lens_s_own_hook_puts_in(load: Any) -> None:
+    adapter = load(HOOKED)
+    model, clean, corrupted = adapter.model, rows(CLEAN, CLEAN[::-1]), rows(PROMPT, PROMPT[::-1])
+    with torch.no_grad():
+        _, cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_resid_pre"))
+
+        def put(resid: torch.Tensor, hook: Any) -> torch.Tensor:
+            resid[:, 5] = cache[hook.name][:, 5]
+            return resid
+
+        expected = model.run_with_hooks(corrupted, fwd_hooks=[("blocks.1.hook_resid_pre", put)])
+    given = kv.Patch("blocks.1.hook_resid_pre", positions=[5], donor=cache)
+    assert_bitwise(patched(adapter, corrupted, given), expected, "logits")
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        ({"donor": torch.zeros(5, 7)}, "the donor tensor has shape (5, 7) and cannot be put where 'resid_post' of layer 1"),
+        ({"donor": lambda x: x[..., :3]}, "the function <lambda> gave shape (1, 12, 3)"),
+        ({"donor": lambda x: 3}, "gave a int for"),
+        ({"positions": [1, 3, 4], "donor": "zero"}, "are not in a row"),
+        ({"positions": slice(0, 4, 2), "donor": "zero"}, "positions=slice(0, 4, 2)"),
+        ({"positions": slice(4, 4), "donor": "zero"}, "holds no position"),
+        ({"positions": 40, "donor": "zero"}, "position 40 does not exist"),
+        ({"positions": 1.5, "donor": "zero"}, "positions=1.5"),
+        ({"layers": 2, "donor": "zero"}, "layer 2 does not exist"),
+        ({"donor": 7}, "or an ActivationCache, a tensor, or a function"),
+    ],
+)
+def test_what_cannot_be_given_is_one_sentence(load: Any, patch: dict[str, Any], said: str) -> None:
+    with pytest.raises(kv.InputError, match=re.escape(said)) as error:
+        patched(load(NATIVE), rows(PROMPT), kv.Patch("resid_post", **{"layers": 1, **patch}))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"clean": [CLEAN, CLEAN], "corrupted": [PROMPT]}, "2 clean prompts and 1 corrupted ones"),
+        ({"clean": [CLEAN, CLEAN[:-1]], "corrupted": [PROMPT, PROMPT[:-1]]}, "have 11 to 12 tokens"),
+        ({"distance": lambda logits: logits}, "a function that gives one number"),
+        ({"positions": (40, 42)}, "hold none of the prompt's"),
+        ({"check": 3}, "true patches need no check"),
+        ({"site": lambda name: "layer" in name}, "takes no hook at which a site is"),
+        ({"site": lambda name: "resid" in name}, "one site is patched at a time"),
+        ({"method": "attribution", "site": "kv"}, "has no one place whose gradient is its own"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_sentence(load: Any, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(kv.KvinterpError, match=re.escape(said)) as error:
+        kv.activation_patching(load(NATIVE), **{"clean": CLEAN, "corrupted": PROMPT, **QUIET, **given})
+    assert "\n" not in str(error.value)
+
+
+def test_positions_in_one_form() -> None:
+    for given, kept in [
+        (-1, "newest"), (slice(None), "all"), (slice(None, -1), "earlier"), (slice(-1, None), "newest"), ([5], (5, 6)),
+        (5, (5, 6)), (slice(2, 5), (2, 5)), (range(2, 4), (2, 4)), ([2, 3, 4], (2, 5)), (slice(3, None), (3, None)),
+        (-2, (-2, -1)), ((3, 7), (3, 7)),
+    ]:  # fmt: skip
+        assert kv.Patch("z", positions=given).positions == kept
+        assert kv.Patch("z", positions=kept).positions == kept, "what is kept is given again by dataclasses.replace"
+    assert kv.Patch("z", positions=slice(3, None)).span(9) == (3, 9)
+    assert kv.Patch("z", positions=-2).span(9) == (7, 8)
+
+
+# Names -------------------------------------------------------------------------------------------------------------------
+
+
+@cases(KINDS)
+def test_a_names_filter_and_modules_are_sites(load: Any, case: Case) -> None:
+    adapter = load(case)
+    names = {
+        "model.layers.1.mlp": ("mlp_out", 1),
+        "model.layers[0].self_attn.output[0]": ("attn_out", 0),
+        "model.layers.1": ("resid_post", 1),
+        "model.model.layers.1.input": ("resid_pre", 1),
+        "model.layers.0.self_attn.v_proj": ("v", 0),
+        "model.layers.0.self_attn.o_proj.input": ("z", 0),
+    }
+    with kv.record(adapter.model, list(names), positions="all") as seen, torch.no_grad():
+        plain_forward(adapter.model, rows(PROMPT))
+    assert set(seen.kept) == set(names.values())
+    with kv.record(adapter.model, lambda name: name.endswith(("1.hook_resid_post", "hook_z"))) as seen, torch.no_grad():
+        plain_forward(adapter.model, rows(PROMPT))
+    assert set(seen.kept) == {("resid_post", 1), ("z", 0), ("z", 1)}
+    by_module = kv.activation_patching(adapter, CLEAN, PROMPT, "model.layers.1.mlp", positions=slice(2, 6), **QUIET)
+    by_site = kv.activation_patching(adapter, CLEAN, PROMPT, lambda n: n == "blocks.1.hook_mlp_out", **QUIET)
+    assert by_module.layers == by_site.layers == (1,)
+    assert torch.equal(by_module.values, by_site.values[:, 2:6])
+    assert kv.Patch("transformer.h.0.mlp.output", donor="zero") == kv.Patch("mlp_out", (0,))
+
+
+def test_a_module_shows_what_its_hook_shows(load: Any) -> None:
+    adapter, kept = load(Case("gpt2", "native", "eager")), {}
+    handle = adapter.model.get_submodule("transformer.h.1.mlp").register_forward_hook(
+        lambda _, __, out: kept.update(out=out)
+    )
+    with kv.record(adapter.model, "transformer.h.1.mlp.output", positions="all") as seen, torch.no_grad():
+        plain_forward(adapter.model, rows(PROMPT))
+    handle.remove()
+    assert torch.equal(seen.kept["mlp_out", 1][0], kept["out"])
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "said"),
+    [
+        (Case("gemma2", "native", "eager"), "model.layers.0.mlp", "is not what 'mlp_out' means in Gemma2ForCausalLM"),
+        (Case("gemma2", "native", "eager"), "model.layers.0.self_attn", "is not what 'attn_out' means"),
+        (NATIVE, "model.layers.9.mlp", "layer 9 does not exist"),
+        (NATIVE, "transformer.h.0.attn", "is not there in LlamaForCausalLM"),
+        (NATIVE, "model.layers.0.mlp.gate_proj", "no site is at the output of module"),
+        (NATIVE, "model.layers.0.mlp.input", "no site is at the input of module"),
+    ],
+)
+def test_a_module_that_no_site_is(load: Any, case: Case, name: str, said: str) -> None:
+    adapter = load(case)
+    for use in (
+        lambda: kv.record(adapter.model, name).__enter__(),
+        lambda: kv.patched(adapter.model, kv.Patch(name, donor="zero")).__enter__(),
+        lambda: kv.activation_patching(adapter, CLEAN, PROMPT, name, **QUIET),
+    ):
+        with pytest.raises(kv.InputError, match=re.escape(said)):
+            use()
+
+
+# What was recorded, and results --------------------------------------------------------------------------------------------
+
+
+@cases(KINDS)
+def test_what_was_recorded_is_a_tensor(load: Any, case: Case) -> None:
+    adapter, tokens = load(case), rows(PROMPT, CLEAN)
+    with kv.record(adapter.model, "resid_post,pattern", positions="all") as seen, torch.no_grad():
+        plain_forward(adapter.model, tokens)
+    assert seen["resid_post", 1].shape == (2, len(PROMPT), adapter.facts.width)
+    assert torch.equal(seen["blocks.1.hook_resid_post"], seen.kept["resid_post", 1][0])
+    assert list(seen) == seen.keys() == list(seen.kept)
+    assert "blocks.0.attn.hook_pattern" in seen
+    assert ("z", 0) not in seen
+    stacked = seen.stack_activation("resid_post")
+    assert torch.equal(stacked, torch.stack([seen["resid_post", layer] for layer in range(2)]))
+    cache = seen.to_activation_cache()
+    assert torch.equal(cache["resid_post", 1], seen["resid_post", 1])
+    if case.kind != "native":
+        with torch.no_grad():
+            _, theirs = adapter.model.run_with_cache(tokens)
+        for name in cache:
+            torch.testing.assert_close(cache[name], theirs[name], rtol=0, atol=0)
+        torch.testing.assert_close(stacked, theirs.stack_activation("resid_post"), rtol=0, atol=0)
+    with kv.record(adapter.model, "resid_post") as seen, torch.no_grad():
+        for each in (tokens, tokens[:, :5]):
+            plain_forward(adapter.model, each)
+    assert seen["resid_post", 0].shape == (2, 2, adapter.facts.width), "two forwards, stacked"
+    assert seen.to_activation_cache(0)["resid_post", 0].shape == (2, 1, adapter.facts.width)
+    with pytest.raises(kv.InputError, match="forward=2 was not recorded"):
+        seen.to_activation_cache(2)
+
+
+@cases(KINDS)
+@pytest.mark.parametrize("over", ["positions", "heads", "heads,positions"])
+def test_a_result_shows_itself_and_is_saved(load: Any, case: Case, over: str, tmp_path: Any) -> None:
+    found = kv.activation_patching(load(case), CLEAN, PROMPT, "z", over, layers=1, **QUIET)
+    best = found.frame.loc[found.frame["recovery"].idxmax()]
+    assert found.sentences()[0].startswith(f"Layer {int(best['layer'])}")
+    assert "Layer 1" in found._repr_html_()
+    assert list(found.figures()) == ["activation_patching"]
+    page = found.report(tmp_path / "found").read_text(encoding="utf-8")
+    assert "activation" in page
+    again = kv.load(tmp_path / "found")
+    for name in ("site", "over", "distance", "clean", "corrupted", "layers", "columns", "texts", "differ"):
+        assert getattr(again, name) == getattr(found, name), name
+    assert torch.equal(again.values, found.values)
+    assert again.frame.equals(found.frame)
+    assert again.sentences() == found.sentences()
+
+
+@pytest.mark.hooked
+def test_two_caches_are_shown_side_by_side(load: Any) -> None:
+    adapter = load(HOOKED)
+    with torch.no_grad():
+        caches = [adapter.model.run_with_cache(rows(prompt))[1] for prompt in (CLEAN, PROMPT)]
+    found = kv.attention_comparison(*caches, layers=[1])
+    assert len(found.heads) == adapter.facts.query_heads
+    apart = (caches[0]["pattern", 1].double() - caches[1]["pattern", 1].double())[0].abs().amax((1, 2))
+    assert found.heads.set_index("head")["largest_difference"].sort_index().tolist() == apart.tolist()
+    assert "first cache" in found.page.html()
+    with pytest.raises(kv.InputError, match="expected two caches"):
+        kv.attention_comparison(caches[0], PROMPT)
+    with pytest.raises(kv.InputError, match="no step was given"):
+        kv.attention_comparison(adapter, PROMPT)
+
+
+def test_a_module_of_the_right_name_that_another_one_is_for(load: Any) -> None:
+    model = copy.deepcopy(load(NATIVE).model)
+    model.model.layers[0].attn = torch.nn.Identity()
+    with pytest.raises(kv.InputError, match="is not what 'attn_out' means"), kv.record(model, "model.layers.0.attn"):
+        pass
