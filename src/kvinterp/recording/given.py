@@ -141,7 +141,7 @@ def path_of(
         # Nobody asked for those of the prompt.
         missing["null"] -= len(prompt)
     top = {at: pairs_of(pairs, where, missing) for at, (_, _, pairs) in enumerate(every) if pairs}
-    for at in np.flatnonzero(np.isnan(chosen)):
+    for at in map(int, np.flatnonzero(np.isnan(chosen))):
         if at in top and not math.isnan(found := value_in(top[at], every[at][0])):
             chosen[at] = found
     return GivenPath(where, prompt, tuple(row[0] for row in rows), chosen, top, +missing, declared=declared)

@@ -34,7 +34,7 @@ class Reader(abc.ABC):
         """
 
 
-def part(record: Any, name: str, kind: type | tuple[type, ...], where: str, default: Any = None) -> Any:
+def part(record: Any, name: str, kind: type, where: str, default: Any = None) -> Any:
     """A field of a record, of a type.
 
     Raises:
@@ -45,9 +45,8 @@ def part(record: Any, name: str, kind: type | tuple[type, ...], where: str, defa
     found = record.get(name)
     found = default if found is None else found
     if not isinstance(found, kind):
-        kinds = {list: "a list", dict: "an object", str: "a text"}
-        want = kinds.get(kind, "a number") if isinstance(kind, type) else "a text or a list"
-        raise InputError(f"{where}: {name!r} is {shown(found)}, expected {want}; mend it.")
+        kinds: dict[Any, str] = {list: "a list", dict: "an object", str: "a text"}
+        raise InputError(f"{where}: {name!r} is {shown(found)}, expected {kinds[kind]}; mend it.")
     return found
 
 

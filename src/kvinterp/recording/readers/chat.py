@@ -1,4 +1,4 @@
-"""The chat shape, ``choices[i].logprobs.content[j]``: OpenAI's and vLLM's chat, and llama.cpp's ``/v1/completions``, which has ids.
+"""The chat shape, ``choices[i].logprobs.content[j]``: chat answers, and llama.cpp's ``/v1/completions``.
 
 Sources: vllm/entrypoints/openai/chat_completion/protocol.py (0.32.0), llama.cpp tools/server/server-task.cpp.
 """

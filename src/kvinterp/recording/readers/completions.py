@@ -58,7 +58,7 @@ def _pairs(top: Any, token: Token, where: str) -> list[tuple[int, Any]]:
 def _before(
     choice: Mapping[str, Any], prompt: tuple[int, ...], where: str
 ) -> list[tuple[Any, list[tuple[int, Any]]]] | None:
-    """vLLM's ``prompt_logprobs``: null, then an object a position, by id."""
+    """The ``prompt_logprobs`` of vLLM: null, then an object a position, by id."""
     given = part(choice, "prompt_logprobs", list, where, [])
     if not given:
         return None

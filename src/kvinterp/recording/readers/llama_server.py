@@ -1,6 +1,6 @@
 """llama.cpp's server, ``/completion``: ``completion_probabilities``, before temperature and samplers.
 
-Prompt log-probs need a request a position there; :func:`kvinterp.recording.readers.registry.read_given` puts such answers together.
+Prompt log-probs need a request a position there; ``read_given`` puts such answers together.
 Source: llama.cpp tools/server/server-task.cpp.
 """
 

@@ -17,7 +17,7 @@ from kvinterp.recording.given import GivenPath, value_in
 from kvinterp.recording.readers.base import Reader, Token
 from kvinterp.recording.readers.kl_base import MAGIC, read_kl_base
 
-READERS: dict[str, type[Reader]] = spec.plugins_of(folder, Reader)
+READERS: dict[str, type[Reader]] = spec.plugins_of(folder, Reader)  # type: ignore[type-abstract]
 BINARY = "kl_base"
 MOST = 2**31
 """The most bytes of a file that are read."""
@@ -75,7 +75,7 @@ def _records(content: bytes, name: str) -> list[tuple[str, Mapping[str, Any]]]:
         ]
     except (ValueError, RecursionError):
         read = [(where := f"file {name!r}, line {n}", _line(where, line)) for n, line in lines]
-    records = []
+    records: list[tuple[str, Mapping[str, Any]]] = []
     for where, each in read:
         if not isinstance(each, dict):
             raise InputError(f"{where} is {shown(each)}: expected an object, an answer of an engine; mend it.")
