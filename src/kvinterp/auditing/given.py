@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.models import Adapter, wrap
 from kvinterp.provenance import provenance
 from kvinterp.recording.given import GivenPath
+from kvinterp.recording.readers import read_given
 
 TRIED = 1024
 """The most tokens on which causes, alignments and semantics are tried."""
@@ -65,6 +67,41 @@ def judge_given(
         return _Judge(adapter, paths, _declared(paths, declared), seed, tell).verdict(allow)
 
 
+def audit_given(
+    model: Any,
+    file: str | Path,
+    format: str | None = None,
+    declared: str | None = None,
+    allow: Sequence[str] = (),
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda said: None,
+) -> Verdict:
+    """Reads what another engine wrote, and judges it.
+
+    Args:
+        model: As for :func:`judge_given`.
+        file: What it wrote, see docs/engines.md.
+        format: The format's name; known by the content unless given.
+        declared: As for :func:`judge_given`.
+        allow: As for :func:`judge_given`.
+        seed: As for :func:`judge_given`.
+        tell: As for :func:`judge_given`.
+    """
+    adapter = wrap(model)
+    texts: dict[str, int | None] = {}
+
+    def token(text: str) -> int | None:
+        if not texts and adapter.tokenizer is not None:
+            for number, piece in enumerate(adapter.pieces(range(adapter.facts.vocabulary))):
+                texts[piece] = None if piece in texts else number
+        return texts.get(text)
+
+    bos = getattr(adapter.tokenizer, "bos_token_id", None)
+    begins = adapter.encode("a")[0] == bos if bos is not None else False
+    paths = read_given(file, format, token, bos if begins else None)
+    return judge_given(adapter, paths, declared, allow, seed, tell)
+
+
 def _declared(paths: Sequence[GivenPath], declared: str | None) -> str | None:
     if declared is None:
         said = {str(path.declared["dtype"]) for path in paths if "dtype" in path.declared}
@@ -93,7 +130,8 @@ class _Judge:
         passes = word in GOOD or word in allow
         code = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
         about = provenance(self.adapter)
-        head = f"{code}  {word}  another engine's log-probs against {self.adapter.facts.name}, declared {self.declared or 'no dtype'}"
+        name, dtype = self.adapter.facts.name, self.declared or "no dtype"
+        head = f"{code}  {word}  another engine's log-probs against {name}, declared {dtype}"
         lines = [f"{check.name}: {check.detail}" for check in self.checks]
         return Verdict(
             word, None, self.begins if word not in GOOD else None, "", "", {}, tuple(self.checks), (),
@@ -334,14 +372,14 @@ class _Judge:
             self.found["tried"].append({"cause": name, "left": left, "slope": steps.slope(row - self.truth, seen)})
         # What is left of a cause that is right is the engine's own rounding.
         rounding = self.ours[near].mean() / max(float(self.gap.mean()), 1e-30)
-        share = min(REPRODUCES, 0.15 + 1.4 * float(rounding))
+        share = min(REPRODUCES, 0.2 + 1.4 * float(rounding))
         name, left = steps.winner(self.tokens, self.truth, rows, 0.9)
         if name and ways[name].family is not None and left > share / 2:
             way = self._sized(ways[name])
             ways[way.name], rows = way, {way.name: self._some(way)}
             name, left = steps.winner(self.tokens, self.truth, rows, share)
         by = steps.slope(rows[name] - self.truth, seen) if name else 0.0
-        return (ways[name] if name and left < share and 0.75 < by < 1.33 else None), left, by
+        return (ways[name] if name and left < share and 0.6 < by < 1.5 else None), left, by
 
     def _some(self, way: Way) -> np.ndarray:
         found = self._of(way, some=True)
@@ -350,7 +388,8 @@ class _Judge:
     def _sized(self, way: Way) -> Way:
         """The same cause of the size that is nearest to the engine, on the positions that are not held out."""
         tokens, family = self.tokens, way.family
-        assert tokens is not None and family is not None
+        assert tokens is not None
+        assert family is not None
 
         def loss(size: float) -> float:
             self.tell(family(float(np.exp(size))).name)
