@@ -63,8 +63,8 @@ def _blocks(bits: int) -> Callable[[Any], None]:
             for held in (layer.keys, layer.values):
                 blocks = held.float().reshape(-1, 32)
                 if bits == 8:
-                    scale = (blocks.abs().amax(-1, keepdim=True) / 127).half().float()
-                    made = (blocks / scale.clamp(min=1e-12)).round() * scale
+                    scale = blocks.abs().amax(-1, keepdim=True) / 127
+                    made = (blocks / scale.clamp(min=1e-12)).round() * scale.half().float()
                 else:
                     most = blocks.gather(1, blocks.abs().argmax(-1, keepdim=True))
                     scale = most / -8

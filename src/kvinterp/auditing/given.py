@@ -196,11 +196,14 @@ class _Judge:
             raise InputError(f"{self.adapter.facts.name} gives NaN or Inf in float64 on these tokens: give another model.")
         self.first = np.arange(len(self.truth)) < kept
         self.ids = np.array([self.paths[s].ids[p] for s, p in zip(self.tokens.sequence, self.tokens.position, strict=True)])
-        self.ours = {}
+        self.ours, self.alike = {}, {}
+        seen = self.tokens.engine - self.truth
         for rung in RUNGS:
             self.tell(rung.name)
             if (gap := self._of(rung)) is not None and np.isfinite(gap).all():
                 self.ours[rung.name] = np.abs(gap - self.truth)
+                # Two engines in one precision round the same weights and much else alike.
+                self.alike[rung.name] = steps.alike(seen, gap - self.truth)
         self.gap = np.abs(self.tokens.engine - self.truth)
 
     def _rows(self, path: GivenPath, way: Way) -> Any:
@@ -302,18 +305,27 @@ class _Judge:
             found = steps.ratio(tokens, self.gap, ours, self.seed)
             fine = self.declared is not None and name == self.declared
             # A coarser precision than the declared one is stood on only at its own distance; a cache has to be reproduced.
-            coarser = "cache" not in name and 0.6 < found["mean"] < 1.5
+            coarser = "cache" not in name and 0.6 < found["mean"] < 1.5 and self.alike[name] > steps.ALIKE
             lies = steps.within(name, found) and (fine or self.declared is None or coarser)
             finer = self.declared in self.ours and list(self.ours).index(name) < list(self.ours).index(self.declared)
             lies = lies or (finer and steps.within(name, found))
-            self.found["rungs"].append({"precision": name, **found, "lies_in_its_band": "yes" if lies else "no"})
+            self.found["rungs"].append(
+                {
+                    "precision": name,
+                    **found,
+                    "rank_correlation": self.alike[name],
+                    "lies_in_its_band": "yes" if lies else "no",
+                }
+            )
             stands = name if lies and stands is None else stands
         table = {row["precision"]: row for row in self.found["rungs"]}
         near = self.declared if self.declared is not None and self.declared in table else stands or list(table)[-1]
         row = table[near]
+        close = min(table, key=lambda name: abs(np.log(max(table[name]["mean"], 1e-30))))
+        where = stands or f"none of ours, nearest to {close}"
         said = (
             f"{row['mean']:.3g} times our own mean distance to float64 in {near} ({row['low']:.3g} to {row['high']:.3g}), "
-            f"{row['max']:.3g} times the max; stands on {stands or 'none of ours'} (n = {len(tokens.engine):,})."
+            f"{row['max']:.3g} times the max; stands on {where} (n = {len(tokens.engine):,})."
         )
         self._say("rung", "passed" if stands else "cannot tell", said, row["mean"])
         return stands, near
@@ -347,7 +359,10 @@ class _Judge:
         if stands is not None:
             return "wrong-dtype", f"declared {self.declared}, stands on {stands}; {tried}."
         last = self.found["rungs"][-1]
-        if last["low"] > BEYOND:
+        # In 32 bits a difference of 16 bits' size is no rounding either; which cause it has is not said.
+        beyond = row if near == "float32" and row["low"] > 4 * steps.BANDS["float32"][0] else last
+        if beyond["low"] > BEYOND:
+            last = beyond
             return "unexplained", (
                 f"{last['mean']:.3g} times our own distance in {last['precision']}, which no rounding is; {tried}. "
                 "Next: the engine in float32 with a plain cache, once cold and once warm."

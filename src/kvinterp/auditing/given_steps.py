@@ -25,6 +25,8 @@ BANDS = {"float32": (5.0, 10.0), "": (1.6, 3.5)}
 FEWEST = 32
 """Of fewer tokens nothing is judged."""
 DRAWS = 400
+ALIKE = 0.3
+"""A coarser precision than the declared one is named where the engine's differences have such a rank correlation with ours."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,6 +167,11 @@ def ratio(tokens: Tokens, engine: np.ndarray, ours: np.ndarray, seed: int) -> di
     low, high = np.quantile(means, [0.025, 0.975])
     mean, most = engine.sum() / max(ours.sum(), 1e-300), engine.max() / max(ours.max(), 1e-300)
     return {"mean": float(mean), "low": float(low), "high": float(high), "max": float(most)}
+
+
+def alike(seen: np.ndarray, ours: np.ndarray) -> float:
+    """The rank correlation of two signed differences; 0 where one of them has none."""
+    return float(scipy.stats.spearmanr(seen, ours).statistic) if seen.any() and ours.any() else 0.0
 
 
 def within(rung: str, found: Mapping[str, float]) -> bool:
