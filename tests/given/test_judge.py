@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import kvinterp as kv
+from command_line import kvinterp, wrong
 from kvinterp.auditing.given import audit_given, judge_given
-from kvinterp.cli import main
 from kvinterp.errors import InputError
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.recording.given import GivenPath
@@ -63,7 +63,7 @@ def test_a_cause_that_one_of_our_paths_has_is_named_in_float16(fault: str, model
 
 @pytest.mark.parametrize("fault", ["a cached block repeated", "weights 0.1% stale", "weights 1% stale", "eps 1e-6"])
 def test_what_none_of_our_paths_has_is_no_bug_in_16_bits(fault: str, model: Any, walked: Any) -> None:
-    """Of eps and staleness ENGINES's measurements say the same: they stand within, or a little above, float16's own band."""
+    """Of eps and staleness this is right: they stand within, or a little above, float16's own band."""
     found = judge_given(model, walked(planted.FAULTS[fault][0], "float16"), "float16")
     assert found.verdict != "bug", str(found)
     assert (found.exit_code == 0) == (fault == "eps 1e-6"), str(found)
@@ -153,29 +153,18 @@ def test_the_statistics_are_those_of_their_definitions() -> None:
     assert found["rollout_probs_diff_max"] == pytest.approx(0.1)
 
 
-def test_the_command_writes_verdict_page_and_junit(model: Any, walked: Any, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_writes_verdict_page_and_junit(model: Any, walked: Any, tmp_path: Path) -> None:
     paths = walked(planted.position_off, "float16")
     paths[0].id = "<script>alert(1)</script>"
     file = write_given(paths, tmp_path / "a.jsonl")
     again = read_given(file)
     np.testing.assert_array_equal(again[0].chosen, paths[0].chosen)
     out = tmp_path / "out"
-    asked = [
-        "audit",
-        "zoo:llama64-mini",
-        "--against",
-        str(file),
-        "--dtype",
-        "float16",
-        "--out",
-        str(out),
-        "--junit",
-        str(tmp_path / "j.xml"),
-    ]
-    with pytest.raises(SystemExit) as left:
-        main(asked)
-    assert left.value.code == 1
-    assert capsys.readouterr().out.startswith("FAIL  bug")
+    made = kvinterp(
+        "audit", "zoo:llama64-mini", "--against", file, "--dtype", "float16", "--out", out, "--junit", tmp_path / "j.xml"
+    )
+    assert made.exit_code == 1, made.output
+    assert made.stdout.startswith("FAIL  bug")
     verdict = kv.load(out)
     assert verdict.verdict == "bug"
     assert verdict.given["statistics"]["all"]["tokens"] == 508
@@ -184,23 +173,11 @@ def test_the_command_writes_verdict_page_and_junit(model: Any, walked: Any, tmp_
     assert suite.get("failures") == "1"
 
 
-def test_the_command_cannot_tell_and_says_so(model: Any, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_cannot_tell_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": [1, 5], "tokens": [6], "logprobs": [None]}))
-    asked = [
-        "audit",
-        "zoo:llama64-mini",
-        "--against",
-        str(tmp_path / "a.jsonl"),
-        "--out",
-        str(tmp_path / "o"),
-        "--junit",
-        str(tmp_path / "j.xml"),
-    ]
-    with pytest.raises(SystemExit) as left:
-        main(asked)
-    assert left.value.code == 3
+    asked = ("audit", "zoo:llama64-mini", "--against", tmp_path / "a.jsonl", "--out", tmp_path / "o")
+    assert kvinterp(*asked, "--junit", tmp_path / "j.xml").exit_code == 3
     assert Tree.parse(tmp_path / "j.xml").getroot()[0].get("errors") == "1"
-    with pytest.raises(SystemExit) as left:
-        main([*asked, "--steps", "5"])
-    assert left.value.code == 2
-    assert "--steps was given with --against" in capsys.readouterr().err
+    wrong("--steps was given with --against", *asked, "--steps", "5")
+    wrong("no file was given", *asked[:2], "--format", "own")
+    wrong("does not exist", *asked[:3], tmp_path / "none.jsonl")
