@@ -12,6 +12,7 @@ import numpy as np
 import planted
 import pytest
 import torch
+import writing_given
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
@@ -181,3 +182,16 @@ def test_the_command_cannot_tell_and_says_so(tmp_path: Path) -> None:
     wrong("--steps was given with --against", *asked, "--steps", "5")
     wrong("no file was given", *asked[:2], "--format", "own")
     wrong("does not exist", *asked[:3], tmp_path / "none.jsonl")
+
+
+def test_the_table_beside_ours_says_where_a_kl_is_not_given(model: Any, tmp_path: Path) -> None:
+    ids = model.encode(kv.load_prompts("natural:1")[0].text)[:20]
+    rows = writing_given.all_log_probs(model, ids, torch.float32)
+    records = [writing_given.own(ids, 5, rows)]
+    whole = [None, *([[t, float(v)] for t, v in enumerate(row)] for row in rows[:-1])]
+    records.append({**records[0], "top": whole})
+    table = kv.compare_given(model, writing_given.lines(records, tmp_path / "a.jsonl"))
+    assert len(table) == 2 * (len(ids) - 1)
+    assert table["difference"].abs().max() < 1e-3
+    assert table.groupby("kl_is")["kl"].count().to_dict() == {"not given": 0, "of the whole vocabulary": len(ids) - 1}
+    assert table["kl"].max() < 1e-6

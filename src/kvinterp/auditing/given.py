@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import scipy.optimize
 import torch
 
@@ -88,6 +89,56 @@ def audit_given(
         tell: As for :func:`judge_given`.
     """
     adapter = wrap(model)
+    return judge_given(adapter, _read(adapter, file, format), declared, allow, seed, tell)
+
+
+def compare_given(model: Any, file: str | Path, format: str | None = None, dtype: str = "float64") -> pd.DataFrame:
+    """Another engine's log-probs beside our own of the same tokens, token by token.
+
+    Args:
+        model: The model, as :func:`kvinterp.wrap` takes it.
+        file: What the engine wrote, see docs/engines.md.
+        format: The format's name; known by the content unless given.
+        dtype: What ours are computed in.
+
+    Returns:
+        A row for each token that has a log-prob: sequence, position, token, ``engine``, ``ours`` and ``difference`` (engine less
+        ours) in nats; ``kl``, KL(engine || ours), where the engine gave the whole vocabulary, and ``kl_is``, which says
+        ``"not given"`` where it did not.
+
+    Raises:
+        InputError: The file cannot be read, or its texts cannot be this model's.
+    """
+    adapter = wrap(model)
+    paths, rows = _read(adapter, file, format), []
+    check_paths(adapter, paths)
+    with adapter.alone("kv.compare_given"), adapter.unchanged():
+        for path in paths:
+            every = log_probs(adapter, path.ids, len(path.prompt), Way(dtype, dtype=dtype))
+            assert every is not None
+            ours = chosen_of(every, path.ids)
+            for at in map(int, np.flatnonzero(np.isfinite(path.chosen[1:])) + 1):
+                ids, values = path.top.get(at, (np.array([], int), np.array([])))
+                whole = len(set(ids.tolist())) == adapter.facts.vocabulary
+                kl = float((np.exp(values) * (values - every[at - 1].cpu().numpy()[ids])).sum()) if whole else None
+                engine = float(path.chosen[at])
+                row = {
+                    "sequence": path.id,
+                    "position": at,
+                    "token": path.ids[at],
+                    "engine": engine,
+                    "ours": float(ours[at]),
+                }
+                said = "of the whole vocabulary" if whole else "not given"
+                rows.append({**row, "difference": engine - float(ours[at]), "kl": kl, "kl_is": said})
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+_COLUMNS = ["sequence", "position", "token", "engine", "ours", "difference", "kl", "kl_is"]
+
+
+def _read(adapter: Adapter, file: str | Path, format: str | None) -> list[GivenPath]:
+    """The paths of a file, with the model's own ids of texts and its own beginning."""
     texts: dict[str, int | None] = {}
 
     def token(text: str) -> int | None:
@@ -98,8 +149,7 @@ def audit_given(
 
     bos = getattr(adapter.tokenizer, "bos_token_id", None)
     begins = adapter.encode("a")[0] == bos if bos is not None else False
-    paths = read_given(file, format, token, bos if begins else None)
-    return judge_given(adapter, paths, declared, allow, seed, tell)
+    return read_given(file, format, token, bos if begins else None)
 
 
 def _declared(paths: Sequence[GivenPath], declared: str | None) -> str | None:
