@@ -195,3 +195,13 @@ def test_the_table_beside_ours_says_where_a_kl_is_not_given(model: Any, tmp_path
     assert table["difference"].abs().max() < 1e-3
     assert table.groupby("kl_is")["kl"].count().to_dict() == {"not given": 0, "of the whole vocabulary": len(ids) - 1}
     assert table["kl"].max() < 1e-6
+
+
+def test_a_cause_that_a_model_cannot_have_is_not_tried() -> None:
+    """Heads of 16 are no blocks of 32; the other causes are tried all the same."""
+    narrow = kv.load_model("zoo:mistral-mini", kind="native", dtype="float32")
+    ids = narrow.encode(" ".join(prompt.text for prompt in kv.load_prompts("natural:3")))[:120]
+    path = GivenPath("0", tuple(ids[:40]), tuple(ids[40:]), planted.rope(0.98)(narrow.model, ids, 40))
+    found = judge_given(narrow, [path], "float32")
+    assert found.verdict == "bug", str(found)
+    assert not any("q8_0" in row["cause"] for row in found.given["tried"])

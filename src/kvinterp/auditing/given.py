@@ -23,7 +23,7 @@ from kvinterp.auditing.bench import Check
 from kvinterp.auditing.given_paths import RUNGS, Way, candidates, check_paths, chosen_of, log_probs
 from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.models import Adapter, wrap
 from kvinterp.provenance import provenance
@@ -267,7 +267,11 @@ class _Judge:
             return None
         found: list[np.ndarray | None] = []
         for number, path in enumerate(self.paths):
-            rows = self._rows(path, way) if number in numbers else None
+            try:
+                rows = self._rows(path, way) if number in numbers else None
+            except (InputError, UnsupportedError):
+                # This model cannot be run so: heads too narrow for a policy's blocks, say.
+                return None
             if rows is None and number in numbers:
                 return None
             found.append(None if rows is None else chosen_of(rows, path.ids))
