@@ -393,6 +393,8 @@ ELSEWHERE = {
     ("chain", "prefill"): "policies under both readings, in tests/behaviour/test_chains.py and tests/policies",
     ("kernels", "seed"): "the prompt that is fed, in tests/auditing/test_shape_dependence.py",
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",
+    ("audit", "against"): "another engine's log-probs, in tests/given/test_judge.py",
+    ("audit", "format"): "how they are written, in tests/given/test_readers.py",
     ("audit", "config"): "the config of code of one's own, in tests/auditing/test_product.py",
 }
 """Options that are shown to be used by another test, and which."""

@@ -13,7 +13,7 @@ from kvinterp._version import __version__
 from kvinterp.kept import Kept
 
 if TYPE_CHECKING:
-    from kvinterp.auditing import KernelsTable, Verdict, kernels_table
+    from kvinterp.auditing import KernelsTable, Verdict, audit_given, compare_given, kernels_table
     from kvinterp.auditing.audit import audit
     from kvinterp.comparison import Comparison, Comparisons, compare, compare_traces, logit_attribution, logit_lens
     from kvinterp.data import Prompt, load_prompts
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvinterp.report.panel import patch_panel
 
 _HOMES = {
-    "auditing": ("KernelsTable", "Verdict", "audit", "kernels_table"),
+    "auditing": ("KernelsTable", "Verdict", "audit", "audit_given", "compare_given", "kernels_table"),
     "comparison": ("Comparison", "Comparisons", "compare", "compare_traces", "logit_attribution", "logit_lens"),
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
@@ -99,7 +99,9 @@ __all__ = [
     "activation_patching",
     "attention_comparison",
     "audit",
+    "audit_given",
     "compare",
+    "compare_given",
     "compare_traces",
     "decompose",
     "donor_trace",

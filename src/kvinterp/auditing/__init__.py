@@ -8,12 +8,14 @@ To be read in this order:
 - what takes a difference away: ``causes``, ``judging``;
 - what else a cache is used for: ``exercises``, on ``bench``: ``batches`` and ``lengths``;
 - all of it: ``audit``, ``reading`` (what the evidence says), ``verdict``, and ``report`` and ``junit`` for readers;
+- another engine's log-probs: ``given``, on ``given_paths`` (our own ways) and ``given_steps`` (numbers alone), ``given_page``;
 - beside it: ``causality``, ``building`` (models made for an audit), ``operations`` and ``shape_dependence`` (the kernels table).
 """
 
 from kvinterp.auditing.audit import CHECKS, LENGTHS, RUNGS, audit
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.building import random_model, users_model
+from kvinterp.auditing.given import audit_given, compare_given
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
 from kvinterp.auditing.verdict import VERDICTS, Audit, Verdict
@@ -30,6 +32,8 @@ __all__ = [
     "PrecisionRun",
     "Verdict",
     "audit",
+    "audit_given",
+    "compare_given",
     "kernels_table",
     "random_model",
     "users_model",

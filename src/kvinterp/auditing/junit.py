@@ -40,6 +40,8 @@ def junit_xml(audit: Audit) -> str:
         # What the verdict says of the whole stands with the precision that serves.
         kind = "error" if verdict.verdict == CANNOT_TELL else "failure"
         cases = [(n, kind, verdict.reading, s) if n == f"ladder {own}" else (n, k, said, s) for n, k, said, s in cases]
+        if not audit.rungs:
+            cases.append(("verdict", kind, verdict.reading, 0.0))
     name = _clean(f"kvinterp audit of {audit.provenance['model']}")
     suite = Tree.Element("testsuite", name=name, tests=str(len(cases)))
     for case, kind, said, seconds in cases:

@@ -30,6 +30,9 @@ VERDICTS = {
     "bug": "a tensor is wrong: nothing that was taken away takes its error away",
     "unexplained": "the logits differ by more than the errors of all parts explain",
     "overflow": "NaN or Inf",
+    "misaligned": "the log-probs of another engine are of other tokens: shifted, or with another beginning",
+    "processed": "the log-probs of another engine are after temperature or truncation",
+    "policy": "a quantised cache of ours does token by token what another engine does",
     "cannot-tell": "the checks that would tell could not be made",
 }
 GOOD = ("equal", "rounding", "kernel")
@@ -56,6 +59,7 @@ class Verdict(Kept):
         allowed: Whether the word is one that the caller allows.
         provenance: Provenance.
         seconds: What took how long: a row a rung and part of it, with seconds of the clock and of the processor.
+        given: Of another engine's log-probs the distances, what was tried, and the statistics of reinforcement learning.
     """
 
     VERB: ClassVar = "audit"
@@ -72,6 +76,7 @@ class Verdict(Kept):
     allowed: str = "no"
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seconds: tuple[Mapping[str, Any], ...] = ()
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Its first line."""

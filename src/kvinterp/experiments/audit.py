@@ -89,6 +89,16 @@ class Audit(Experiment):
     device: str | None = shared("device")
     attention: str | None = shared("attention")
     remote_code: bool = shared("remote_code")
+    against: Path | None = option(
+        None,
+        "Log-probs that another engine gave of this model (docs/engines.md): those are judged, and nothing else is run.",
+    )
+    format: str | None = option(
+        None,
+        "How that file is written; known by its content unless given.",
+        show_default=False,
+        only=(lambda asked: asked.against is not None, "no file was given; give one with --against, or leave it out"),
+    )
 
     def is_own_code(self) -> bool:
         """Whether the model is the user's own code."""
@@ -104,6 +114,8 @@ class Audit(Experiment):
         from kvinterp.models import dtype_named
 
         super().check()
+        if self.against is not None:
+            self._check_against()
         check_known("checks", self.checks, CHECKS)
         if self.dtype is not None:
             dtype_named(self.dtype)
@@ -116,10 +128,24 @@ class Audit(Experiment):
         if self.reach and self.checks == "none":
             raise InputError("--reach was given with --checks none: leave one of the two out.")
 
+    def _check_against(self) -> None:
+        """Refuses what is read of the audit of a cache alone."""
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach"):
+            if getattr(self, name) != fields[name]:
+                raise InputError(
+                    f"--{name} was given with --against, which feeds the tokens of its file and runs no checks: leave it out."
+                )
+
     def cells(self) -> list[Cell]:
         """One cell: a rung is judged beside the others."""
         from kvinterp.cells import Cell
 
+        if self.against is not None:
+            # Of weights that were rounded to 16 bits no other precision is found again.
+            named = {**self.named(), "dtype": self.dtype or "float32"}
+            given = {"file": str(self.against), "format": self.format, "declared": self.dtype}
+            return [Cell("audit", f"{__name__}:judged", {"model": named, **given, "seed": self.seed, "allow": self.allow})]
         settings = {
             **{name: getattr(self, name) for name in ("prompts", "steps", "seed", "allow", "lengths")},
             "model": self.named(),
@@ -203,6 +229,30 @@ def audited(
     verdict, claims = found.verdict, claims_of(tables_of(found), adapter.facts.name)
     said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code, "claims": records(claims)}
     return {}, {**said, "texts": texts_of(found, claims_said(claims)), "junit": junit_xml(found)}
+
+
+def judged(
+    model: Mapping[str, Any],
+    tell: Tell,
+    file: str,
+    format: str | None,
+    declared: str | None,
+    seed: int,
+    allow: Sequence[str],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The verdict on another engine's log-probs, as texts."""
+    from kvinterp.auditing.given import audit_given
+    from kvinterp.auditing.given_page import texts_of
+    from kvinterp.auditing.junit import junit_xml
+    from kvinterp.auditing.verdict import Audit as Audited
+    from kvinterp.cells import loaded
+
+    with contextlib.redirect_stdout(sys.stderr):
+        adapter = loaded(model)
+        found = audit_given(adapter, file, format, declared, allow, seed, lambda said: tell(f"against {file}: {said}", 0.5))
+    made = Audited(found, [], None, dict(found.provenance))  # type: ignore[arg-type]
+    said = {"reading": str(found), "exit_code": found.exit_code, "claims": []}
+    return {}, {**said, "texts": texts_of(found), "junit": junit_xml(made)}
 
 
 def claims_of(tables: Mapping[str, pd.DataFrame], model: str) -> pd.DataFrame:

@@ -1,0 +1,494 @@
+"""Another engine's log-probs, judged: rounding, or something else, and what; each step is said with its n.
+
+A threshold on a mean says little: signed errors cancel, and a clean 16-bit run is as far off as a fault in 32 bits. The unit here
+is our own distance to float64 in each precision, and a cause is named only where one of our own paths reproduces what the engine
+gave token by token, on positions that it was not chosen by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.optimize
+import torch
+
+from kvinterp.auditing import given_steps as steps
+from kvinterp.auditing.bench import Check
+from kvinterp.auditing.given_paths import RUNGS, Way, candidates, check_paths, chosen_of, log_probs
+from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
+from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.metrics.rollouts import rollout_statistics
+from kvinterp.models import Adapter, wrap
+from kvinterp.provenance import provenance
+from kvinterp.recording.given import GivenPath
+from kvinterp.recording.readers import read_given
+
+TRIED = 1024
+"""The most tokens on which causes, alignments and semantics are tried."""
+LOGITS = 2**24
+"""The most logits that are held for it."""
+BEYOND = 4.0
+"""So many times bfloat16's own distance is no rounding of anything."""
+
+
+def judge_given(
+    model: Any,
+    paths: Sequence[GivenPath],
+    declared: str | None = None,
+    allow: Sequence[str] = (),
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda said: None,
+) -> Verdict:
+    """Judges log-probs that another engine gave of a model.
+
+    Args:
+        model: The model, as :func:`kvinterp.wrap` takes it.
+        paths: What the engine gave, of :func:`kvinterp.recording.readers.read_given`.
+        declared: The dtype that the engine was said to compute in; what the file says unless given, or none.
+        allow: Words that shall not fail.
+        seed: Seeds the resampling.
+        tell: Told what is done next.
+
+    Returns:
+        The verdict; its ``given`` has the distances, what was tried, and the statistics of reinforcement learning.
+
+    Raises:
+        InputError: A text cannot be one of this model's.
+    """
+    adapter = wrap(model)
+    check_paths(adapter, paths)
+    with adapter.alone("kv.audit"), adapter.unchanged(), torch.no_grad():
+        return _Judge(adapter, paths, _declared(paths, declared), seed, tell).verdict(allow)
+
+
+def audit_given(
+    model: Any,
+    file: str | Path,
+    format: str | None = None,
+    declared: str | None = None,
+    allow: Sequence[str] = (),
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda said: None,
+) -> Verdict:
+    """Reads what another engine wrote, and judges it.
+
+    Args:
+        model: As for :func:`judge_given`.
+        file: What it wrote, see docs/engines.md.
+        format: The format's name; known by the content unless given.
+        declared: As for :func:`judge_given`.
+        allow: As for :func:`judge_given`.
+        seed: As for :func:`judge_given`.
+        tell: As for :func:`judge_given`.
+    """
+    adapter = wrap(model)
+    return judge_given(adapter, _read(adapter, file, format), declared, allow, seed, tell)
+
+
+def compare_given(model: Any, file: str | Path, format: str | None = None, dtype: str = "float64") -> pd.DataFrame:
+    """Another engine's log-probs beside our own of the same tokens, token by token.
+
+    Args:
+        model: The model, as :func:`kvinterp.wrap` takes it.
+        file: What the engine wrote, see docs/engines.md.
+        format: The format's name; known by the content unless given.
+        dtype: What ours are computed in.
+
+    Returns:
+        A row for each token that has a log-prob: sequence, position, token, ``engine``, ``ours`` and ``difference`` (engine less
+        ours) in nats; ``kl``, KL(engine || ours), where the engine gave the whole vocabulary, and ``kl_is``, which says
+        ``"not given"`` where it did not.
+
+    Raises:
+        InputError: The file cannot be read, or its texts cannot be this model's.
+    """
+    adapter = wrap(model)
+    paths, rows = _read(adapter, file, format), []
+    check_paths(adapter, paths)
+    with adapter.alone("kv.compare_given"), adapter.unchanged():
+        for path in paths:
+            every = log_probs(adapter, path.ids, len(path.prompt), Way(dtype, dtype=dtype))
+            assert every is not None
+            ours = chosen_of(every, path.ids)
+            for at in map(int, np.flatnonzero(np.isfinite(path.chosen[1:])) + 1):
+                ids, values = path.top.get(at, (np.array([], int), np.array([])))
+                whole = len(set(ids.tolist())) == adapter.facts.vocabulary
+                kl = float((np.exp(values) * (values - every[at - 1].cpu().numpy()[ids])).sum()) if whole else None
+                engine = float(path.chosen[at])
+                row = {
+                    "sequence": path.id,
+                    "position": at,
+                    "token": path.ids[at],
+                    "engine": engine,
+                    "ours": float(ours[at]),
+                }
+                said = "of the whole vocabulary" if whole else "not given"
+                rows.append({**row, "difference": engine - float(ours[at]), "kl": kl, "kl_is": said})
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+_COLUMNS = ["sequence", "position", "token", "engine", "ours", "difference", "kl", "kl_is"]
+
+
+def _read(adapter: Adapter, file: str | Path, format: str | None) -> list[GivenPath]:
+    """The paths of a file, with the model's own ids of texts and its own beginning."""
+    texts: dict[str, int | None] = {}
+
+    def token(text: str) -> int | None:
+        if not texts and adapter.tokenizer is not None:
+            for number, piece in enumerate(adapter.pieces(range(adapter.facts.vocabulary))):
+                texts[piece] = None if piece in texts else number
+        return texts.get(text)
+
+    bos = getattr(adapter.tokenizer, "bos_token_id", None)
+    begins = adapter.encode("a")[0] == bos if bos is not None else False
+    return read_given(file, format, token, bos if begins else None)
+
+
+def _declared(paths: Sequence[GivenPath], declared: str | None) -> str | None:
+    if declared is None:
+        said = {str(path.declared["dtype"]) for path in paths if "dtype" in path.declared}
+        declared = said.pop().removeprefix("torch.") if len(said) == 1 else None
+    if declared not in (None, "float64", *(rung.name for rung in RUNGS)):
+        raise InputError(f"dtype={declared!r} was declared: expected float64, float32, float16 or bfloat16; leave it out.")
+    return "float32" if declared == "float64" else declared
+
+
+@dataclasses.dataclass
+class _Judge:
+    adapter: Adapter
+    paths: Sequence[GivenPath]
+    declared: str | None
+    seed: int
+    tell: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.checks: list[Check] = []
+        self.found: dict[str, Any] = {"declared": self.declared or "not given", "rungs": [], "tried": []}
+        self.begins: int | None = None
+
+    def verdict(self, allow: Sequence[str]) -> Verdict:
+        word, why = self._judged()
+        self.found["begins"] = self.begins
+        passes = word in GOOD or word in allow
+        code = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
+        about = provenance(self.adapter)
+        name, dtype = self.adapter.facts.name, self.declared or "no dtype"
+        head = f"{code}  {word}  another engine's log-probs against {name}, declared {dtype}"
+        lines = [f"{check.name}: {check.detail}" for check in self.checks]
+        return Verdict(
+            word, None, self.begins if word not in GOOD else None, "", "", {}, tuple(self.checks), (),
+            "\n".join([head, f"  {why}", *(f"  {line}" for line in lines)]), "yes" if word in allow else "no",
+            {**about, "dtype": self.declared or "not given"}, (), self.found,
+        )  # fmt: skip
+
+    def _judged(self) -> tuple[str, str]:
+        self.tokens = Tokens.of(self.paths) if self.paths else None
+        if (why := self._readable()) is not None:
+            return CANNOT_TELL, why
+        self._computed()
+        self._statistics()
+        for step in (self._alignment, self._semantics):
+            if (named := step()) is not None:
+                return named
+        stands, near = self._rung()
+        self._shape(near)
+        return self._cause(stands, near)
+
+    def _say(self, name: str, status: str, detail: str, error: float | None = None) -> None:
+        self.checks.append(Check(name, status, detail, error))
+
+    # (a) ------------------------------------------------------------------------------------------------------------------
+
+    def _readable(self) -> str | None:
+        tokens, total = self.tokens, sum(len(path.ids) - 1 for path in self.paths)
+        missing = sum((path.missing for path in self.paths), Counter[str]())
+        said = ", ".join(f"{word} {count:,} times" for word, count in missing.most_common()) or "nothing"
+        given = 0 if tokens is None else len(tokens.engine)
+        where = (
+            f"{given:,} of {total:,} tokens in {len(self.paths):,} sequences have a log-prob; for not given stood {said}."
+        )
+        self.found |= {"sequences": len(self.paths), "tokens": given, "missing": dict(missing)}
+        positive = 0 if tokens is None else int((tokens.engine > 1e-3).sum())
+        why = None
+        if positive:
+            why = (
+                f"{positive:,} of {given:,} values are above 0, which no log-prob is: they may be probabilities, or logits."
+            )
+        elif given < FEWEST:
+            why = f"{given} tokens have a log-prob, and of fewer than {FEWEST} nothing is judged: ask the engine for more."
+        self._say("readable", "passed" if why is None else "cannot tell", where if why is None else f"{why} {where}")
+        return why
+
+    def _computed(self) -> None:
+        """Our own distances: of all tokens in each precision, and what is kept for the steps behind."""
+        assert self.tokens is not None
+        rows, self.logits, kept = [], [], 0
+        self.room = min(TRIED, max(64, LOGITS // self.adapter.facts.vocabulary))
+        for number, path in enumerate(self.paths):
+            self.tell(f"float64, sequence {number + 1} of {len(self.paths)}")
+            every = self._rows(path, Way("float64"))
+            assert every is not None
+            rows.append(chosen_of(every, path.ids))
+            at = self.tokens.position[self.tokens.sequence == number][: self.room - kept]
+            kept += len(at)
+            if len(at):
+                self.logits.append(every[torch.from_numpy(at - 1).to(every.device)].cpu())
+        self.truth = self.tokens.gathered(rows)
+        if not np.isfinite(self.truth).all():
+            raise InputError(f"{self.adapter.facts.name} gives NaN or Inf in float64 on these tokens: give another model.")
+        self.first = np.arange(len(self.truth)) < kept
+        self.ids = np.array([self.paths[s].ids[p] for s, p in zip(self.tokens.sequence, self.tokens.position, strict=True)])
+        self.ours, self.alike = {}, {}
+        seen = self.tokens.engine - self.truth
+        for rung in RUNGS:
+            self.tell(rung.name)
+            if (gap := self._of(rung)) is not None and np.isfinite(gap).all():
+                self.ours[rung.name] = np.abs(gap - self.truth)
+                # Two engines in one precision round the same weights and much else alike.
+                self.alike[rung.name] = steps.alike(seen, gap - self.truth)
+        self.gap = np.abs(self.tokens.engine - self.truth)
+
+    def _rows(self, path: GivenPath, way: Way) -> Any:
+        return log_probs(self.adapter, path.ids, len(path.prompt), way)
+
+    def _of(self, way: Way, some: bool = False) -> np.ndarray | None:
+        """``[token]`` along one of our ways; of the first tokens alone with ``some``."""
+        assert self.tokens is not None
+        numbers = set(self.tokens.sequence[self.first].tolist()) if some else set(range(len(self.paths)))
+        if way.path and not self.adapter.attention_only:
+            return None
+        found: list[np.ndarray | None] = []
+        for number, path in enumerate(self.paths):
+            try:
+                rows = self._rows(path, way) if number in numbers else None
+            except (InputError, UnsupportedError):
+                # This model cannot be run so: heads too narrow for a policy's blocks, say.
+                return None
+            if rows is None and number in numbers:
+                return None
+            found.append(None if rows is None else chosen_of(rows, path.ids))
+        return self.tokens.gathered(found)
+
+    # (b), (c) -------------------------------------------------------------------------------------------------------------
+
+    def _alignment(self) -> tuple[str, str] | None:
+        tokens = self.tokens
+        assert tokens is not None
+        whole: list[np.ndarray | None] = [np.full(len(path.ids), np.nan) for path in self.paths]
+        for s, p, value in zip(tokens.sequence, tokens.position, self.truth, strict=True):
+            whole[s][p] = value  # type: ignore[index]
+        others = {f"shifted by {by:+d}": tokens.gathered(whole, by) for by in (1, -1)}
+        coarse = self.ours.get("bfloat16")
+        if coarse is None or self.gap.mean() > 1.5 * coarse.mean():
+            others |= self._beginnings()
+        name, left = steps.winner(tokens, self.truth, others, WINS)
+        n = f"n = {int(tokens.held.sum()):,} held-out tokens"
+        if not name:
+            self._say("alignment", "passed", f"as given; {', '.join(others)} fit no better ({n}).")
+            return None
+        why = f"the log-probs are {name}: that leaves {left:.2g} of the mean difference ({n})."
+        self._say("alignment", "failed", why, left)
+        return "misaligned", why
+
+    def _beginnings(self) -> dict[str, np.ndarray]:
+        """What the engine would give with another beginning."""
+        assert self.tokens is not None
+        bos = getattr(self.adapter.tokenizer, "bos_token_id", None)
+        cut: list[np.ndarray | None] = []
+        put: list[np.ndarray | None] = []
+        numbers = set(self.tokens.sequence[self.first].tolist())
+        for number, path in enumerate(self.paths):
+            if number not in numbers or len(path.ids) < 3:
+                cut.append(None)
+                put.append(None)
+                continue
+            rows = log_probs(self.adapter, path.ids[1:], 0, Way("float64"))
+            assert rows is not None
+            cut.append(np.concatenate([[np.nan], chosen_of(rows, path.ids[1:])]))
+            longer = None if bos is None else (bos, *path.ids)
+            fits = longer is not None and path.ids[0] != bos and len(longer) <= self.adapter.facts.context
+            rows = log_probs(self.adapter, longer, 0, Way("float64")) if fits and longer is not None else None
+            put.append(None if rows is None or longer is None else chosen_of(rows, longer)[1:])
+        found = {"computed without the first token (BOS)": cut}
+        if any(row is not None for row in put):
+            found["computed with a BOS in front"] = put
+        return {name: self.tokens.gathered(rows) for name, rows in found.items()}
+
+    def _semantics(self) -> tuple[str, str] | None:
+        tokens = self.tokens
+        assert tokens is not None
+        logits, first = torch.cat(self.logits), self.first
+        engine, held, ids = tokens.engine[first], tokens.held[first], self.ids[first]
+        share, chance = steps.one_sided(tokens.engine - self.truth)
+        n = f"n = {len(tokens.engine):,}"
+        sided = f"the engine is above ours at {share:.0%} of the tokens (sign test p = {chance:.1g}, {n})"
+        coarse = self.ours.get("float16", self.ours["float32"]).mean()
+        if held.any() and not held.all() and self.gap[first].mean() > coarse:
+            warm, left = steps.temperature(engine, logits, ids, held)
+            cut = {name: self.truth[first] + effect for name, effect in steps.truncations(logits).items()}
+            some = dataclasses.replace(tokens, engine=engine, held=held)
+            name, kept = (
+                steps.winner(some, self.truth[first], cut, REPRODUCES) if share > 0.8 and chance < 1e-6 else ("", 1.0)
+            )
+            if left < WINS and left < kept and abs(warm - 1) > 0.003:
+                why = f"the log-probs are after temperature {warm:.3g}: that leaves {left:.2g} of the difference held out ({n})."
+                self._say("semantics", "failed", why, left)
+                return "processed", why
+            if name:
+                why = f"the log-probs are after {name}: that leaves {kept:.2g} of the mean difference held out; {sided}."
+                self._say("semantics", "failed", why, kept)
+                return "processed", why
+        self._say("semantics", "passed", f"no temperature and no truncation; {sided}. Penalties cannot be told.")
+        return None
+
+    # (d), (e), (f) --------------------------------------------------------------------------------------------------------
+
+    def _rung(self) -> tuple[str | None, str]:
+        """The finest precision in whose band the engine lies, and the one that the rest is said of."""
+        tokens, stands = self.tokens, None
+        assert tokens is not None
+        for name, ours in self.ours.items():
+            found = steps.ratio(tokens, self.gap, ours, self.seed)
+            fine = self.declared is not None and name == self.declared
+            # A coarser precision than the declared one is stood on only at its own distance; a cache has to be reproduced.
+            coarser = "cache" not in name and 0.6 < found["mean"] < 1.5 and self.alike[name] > steps.ALIKE
+            lies = steps.within(name, found) and (fine or self.declared is None or coarser)
+            finer = self.declared in self.ours and list(self.ours).index(name) < list(self.ours).index(self.declared)
+            lies = lies or (finer and steps.within(name, found))
+            self.found["rungs"].append(
+                {
+                    "precision": name,
+                    **found,
+                    "rank_correlation": self.alike[name],
+                    "lies_in_its_band": "yes" if lies else "no",
+                }
+            )
+            stands = name if lies and stands is None else stands
+        table = {row["precision"]: row for row in self.found["rungs"]}
+        near = self.declared if self.declared is not None and self.declared in table else stands or list(table)[-1]
+        row = table[near]
+        close = min(table, key=lambda name: abs(np.log(max(table[name]["mean"], 1e-30))))
+        where = stands or f"none of ours, nearest to {close}"
+        said = (
+            f"{row['mean']:.3g} times our own mean distance to float64 in {near} ({row['low']:.3g} to {row['high']:.3g}), "
+            f"{row['max']:.3g} times the max; stands on {where} (n = {len(tokens.engine):,})."
+        )
+        self._say("rung", "passed" if stands else "cannot tell", said, row["mean"])
+        return stands, near
+
+    def _shape(self, near: str) -> None:
+        assert self.tokens is not None
+        said, self.begins = steps.shape(self.tokens, self.gap, self.ours[near])
+        self._say("shape", "passed", f"the difference lies {said}: a suspicion, no cause (n = {len(self.gap):,}).")
+
+    def _cause(self, stands: str | None, near: str) -> tuple[str, str]:
+        tokens, row = self.tokens, next(r for r in self.found["rungs"] if r["precision"] == near)
+        assert tokens is not None
+        order = list(self.ours)
+        serves = stands is not None and (self.declared is None or order.index(stands) <= order.index(near))
+        n = f"n = {len(tokens.engine):,}"
+        least = f"a mean difference of {steps.smallest(near, self.ours[near]):.2g} nats would have shown ({n} in {near})"
+        self.found["smallest_mean_difference_that_shows"] = steps.smallest(near, self.ours[near])
+        if serves and row["mean"] <= (4.0 if near == "float32" else 1.25):
+            self._say("substitution", "not run", f"rounding in {near} is as large as what there is; {least}.")
+            word = "equal" if not self.gap.any() else "rounding"
+            return word, f"{VERDICTS[word] if word == 'equal' else 'no more than rounding in ' + str(stands)}; {least}."
+        name, left, by = self._substituted(near)
+        if name is not None:
+            why = f"{name.name} reproduces it token by token: {left:.2g} of it is left held out, slope {by:.2f} ({n})."
+            self._say("substitution", "failed", why, left)
+            return name.word, why
+        tried = f"none of {len(self.found['tried'])} causes of ours reproduces it held out"
+        self._say("substitution", "cannot tell", f"{tried} (n = {int(self.first.sum()):,}).")
+        if serves:
+            return "rounding", f"no more than rounding in {stands}; {tried}; {least}."
+        if stands is not None:
+            return "wrong-dtype", f"declared {self.declared}, stands on {stands}; {tried}."
+        last = self.found["rungs"][-1]
+        # In 32 bits a difference of 16 bits' size is no rounding either; which cause it has is not said.
+        beyond = row if near == "float32" and row["low"] > 4 * steps.BANDS["float32"][0] else last
+        if beyond["low"] > BEYOND:
+            last = beyond
+            return "unexplained", (
+                f"{last['mean']:.3g} times our own distance in {last['precision']}, which no rounding is; {tried}. "
+                "Next: the engine in float32 with a plain cache, once cold and once warm."
+            )
+        return (
+            CANNOT_TELL,
+            f"more than rounding in {near}, and {tried}; {least}. Next: the same text from the engine in float32.",
+        )
+
+    def _substituted(self, near: str) -> tuple[Way | None, float, float]:
+        assert self.tokens is not None
+        rows, ways = {}, {way.name: way for way in candidates()}
+        for way in ways.values():
+            self.tell(way.name)
+            found = self._of(way, some=True)
+            if found is not None and np.isfinite(found[self.first]).all() and (found - self.truth)[self.first].any():
+                rows[way.name] = np.where(self.first, found, np.nan)
+        seen = self.tokens.engine - self.truth
+        for name, row in rows.items():
+            ok = np.isfinite(row)
+            left = steps.mean_gap(self.tokens.engine, row, ok) / max(float(self.gap[ok].mean()), 1e-30)
+            self.found["tried"].append({"cause": name, "left": left, "slope": steps.slope(row - self.truth, seen)})
+        # What is left of a cause that is right is the engine's own rounding.
+        rounding = self.ours[near].mean() / max(float(self.gap.mean()), 1e-30)
+        share = min(REPRODUCES, 0.2 + 1.4 * float(rounding))
+        name, left = steps.winner(self.tokens, self.truth, rows, 0.9)
+        if name and ways[name].family is not None and left > share / 2:
+            way = self._sized(ways[name])
+            ways[way.name], rows = way, {way.name: self._some(way)}
+            name, left = steps.winner(self.tokens, self.truth, rows, share)
+        by = steps.slope(rows[name] - self.truth, seen) if name else 0.0
+        return (ways[name] if name and left < share and 0.6 < by < 1.5 else None), left, by
+
+    def _some(self, way: Way) -> np.ndarray:
+        found = self._of(way, some=True)
+        return np.where(self.first, np.nan if found is None else found, np.nan)
+
+    def _sized(self, way: Way) -> Way:
+        """The same cause of the size that is nearest to the engine, on the positions that are not held out."""
+        tokens, family = self.tokens, way.family
+        assert tokens is not None
+        assert family is not None
+
+        def loss(size: float) -> float:
+            self.tell(family(float(np.exp(size))).name)
+            return steps.mean_gap(tokens.engine, self._some(family(float(np.exp(size)))), ~tokens.held)
+
+        at, reach = np.log(way.size), 0.8 * abs(np.log(way.size))
+        found = scipy.optimize.minimize_scalar(
+            loss, bounds=(at - reach, at + reach), method="bounded", options={"maxiter": 12}
+        )
+        return family(float(np.exp(found.x)))
+
+    # Statistics of others -------------------------------------------------------------------------------------------------
+
+    def _statistics(self) -> None:
+        """Trainer against rollout: the file's own trainer where it has one, or our float64."""
+        tokens = self.tokens
+        assert tokens is not None
+        sides = [path.trainer for path in self.paths]
+        own = any(side is not None for side in sides)
+        trainer = tokens.gathered(sides) if own else self.truth
+        ok = np.isfinite(trainer)
+        if not ok.any():
+            return
+        rollout, sequence = tokens.engine[ok], tokens.sequence[ok]
+        rows = [
+            {"sequence": self.paths[s].id, **rollout_statistics(trainer[ok][at], rollout[at], sequence[at])}
+            for s in np.unique(sequence) for at in [sequence == s]
+        ]  # fmt: skip
+        self.found["statistics"] = {
+            "trainer": "the file's" if own else "our float64",
+            "all": rollout_statistics(trainer[ok], rollout, sequence),
+            "by_sequence": rows,
+        }

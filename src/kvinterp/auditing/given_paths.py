@@ -1,0 +1,223 @@
+"""Our own ways to compute a given text: in each precision, and with each cause that an engine's difference may have."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from kvinterp.errors import InputError
+from kvinterp.models import Adapter, dtype_named
+from kvinterp.models.native import text_config
+from kvinterp.paths.model_cache import own_store
+from kvinterp.paths.path import path_named
+from kvinterp.policies import Place, policy_named
+from kvinterp.recording.given import GivenPath
+
+Change = Callable[[nn.Module, int], "contextlib.AbstractContextManager[bool]"]
+"""Changes a model for as long as it is open, given the prompt's length; whether there was something to change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One of our own ways to compute a text.
+
+    Attributes:
+        name: What it is called.
+        word: The verdict where it alone reproduces what an engine gave.
+        dtype: What it computes in.
+        path: The text form of a path whose cache holds keys and values otherwise.
+        change: What is wrong with the model.
+        spoilt: The policy that is done once to what the cache holds of the prompt.
+        family: Makes the same kind of cause of another size.
+        size: Its own size.
+    """
+
+    name: str
+    word: str = ""
+    dtype: str = "float64"
+    path: str = ""
+    change: Change | None = None
+    spoilt: str = ""
+    family: Callable[[float], Way] | None = None
+    size: float = 1.0
+
+
+RUNGS = (
+    Way("float32", dtype="float32"),
+    Way("float32 with a float16 cache", dtype="float32", path="cached[cache=float16,prefill=stored]"),
+    Way("float16", dtype="float16"),
+    Way("float32 with a bfloat16 cache", dtype="float32", path="cached[cache=bfloat16,prefill=stored]"),
+    Way("bfloat16", dtype="bfloat16"),
+)
+
+
+def candidates() -> list[Way]:
+    """The causes that are tried, each in float64, so that nothing but the cause is in them."""
+    found = [
+        Way(f"{dtype} cache", "policy", path=f"cached[cache={dtype},prefill=stored]") for dtype in ("float16", "bfloat16")
+    ]
+    for policy in ("q8_0", "q4_0"):
+        found.append(Way(f"{policy} cache", "policy", path=f"cached[prefill=stored]+{policy}"))
+        found.append(Way(f"{policy} cache, read behind the prompt", "policy", path=f"cached+{policy}"))
+        found.append(Way(f"{policy} cache of the prompt alone", "policy", spoilt=policy))
+    for shift in (1, -1):
+        found.append(Way(f"positions {shift:+d} behind the prompt", "bug", change=_shifted(shift)))
+    found += [_rope_scale(size) for size in (0.25, 0.5, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 2.0, 4.0)]
+    found += [_rope_base(size) for size in (0.01, 0.02, 0.1, 0.5, 2.0, 10.0, 50.0, 100.0)]
+    found += [_norm_eps(size) for size in (0.01, 0.1, 10.0, 100.0)]
+    return found
+
+
+def _rope_scale(size: float) -> Way:
+    change = _turned(functools.partial(_of_scale, size))
+    return Way(f"RoPE frequencies times {size:.4g}", "bug", change=change, family=_rope_scale, size=size)
+
+
+def _rope_base(size: float) -> Way:
+    change = _turned(functools.partial(_of_base, size))
+    return Way(f"RoPE base times {size:.4g}", "bug", change=change, family=_rope_base, size=size)
+
+
+def _norm_eps(size: float) -> Way:
+    return Way(f"norm eps times {size:.4g}", "bug", change=_eps(size), family=_norm_eps, size=size)
+
+
+def _of_scale(scale: float, frequencies: Tensor) -> Tensor:
+    return frequencies.new_full((), scale)
+
+
+def _of_base(factor: float, frequencies: Tensor) -> Tensor:
+    places = torch.arange(len(frequencies), dtype=torch.float64, device=frequencies.device) / len(frequencies)
+    return (factor**-places).to(frequencies)
+
+
+def _turned(scale: Callable[[Tensor], Tensor]) -> Change:
+    @contextlib.contextmanager
+    def change(model: nn.Module, prompt: int) -> Iterator[bool]:
+        found = _rotary(model)
+        try:
+            for module, own in found:
+                module.inv_freq = own * scale(own)
+            yield bool(found)
+        finally:
+            for module, own in found:
+                module.inv_freq = own
+
+    return change
+
+
+def _rotary(model: nn.Module) -> list[tuple[nn.Module, Tensor]]:
+    found = [(module, getattr(module, "inv_freq", None)) for module in model.modules()]
+    return [(module, own) for module, own in found if isinstance(own, Tensor)]
+
+
+def _eps(factor: float) -> Change:
+    @contextlib.contextmanager
+    def change(model: nn.Module, prompt: int) -> Iterator[bool]:
+        found = [
+            (module, name, getattr(module, name))
+            for module in model.modules() if "norm" in type(module).__name__.lower()
+            for name in ("variance_epsilon", "eps") if isinstance(getattr(module, name, None), float)
+        ]  # fmt: skip
+        try:
+            for module, name, own in found:
+                setattr(module, name, own * factor)
+            yield bool(found)
+        finally:
+            for module, name, own in found:
+                setattr(module, name, own)
+
+    return change
+
+
+def _shifted(shift: int) -> Change:
+    @contextlib.contextmanager
+    def change(model: nn.Module, prompt: int) -> Iterator[bool]:
+        def before(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            args = tuple(moved(a) for a in args)
+            return args, {name: moved(value) for name, value in kwargs.items()}
+
+        def moved(value: Any) -> Any:
+            whole = isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 2
+            return torch.where(value >= prompt, value + shift, value) if whole else value
+
+        found = [module for module, _ in _rotary(model)]
+        with contextlib.ExitStack() as held:
+            for module in found:
+                held.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            yield bool(found)
+
+    return change
+
+
+@torch.no_grad()
+def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Tensor | None:
+    """``[position, vocabulary]``, in nats and float64: row t is of the token behind position t. None: nothing to change.
+
+    Args:
+        adapter: The model.
+        ids: The text.
+        prompt: How many of them are the prompt.
+        way: How it is computed.
+    """
+    model = adapter.at(dtype_named(way.dtype))
+    tokens = torch.tensor([list(ids)], device=model.device)
+    if way.path:
+        path = path_named(way.path)
+        begun = prompt if path.prefill == "exact" and 0 < prompt < len(ids) else len(ids)
+        store = own_store(model, path, 1, begun, len(ids) - begun, ())
+        pieces = [model.forward(piece, store) for piece in tokens.split([begun, len(ids) - begun], 1) if piece.shape[1]]
+        logits = torch.cat(pieces, 1)
+    elif way.spoilt:
+        if model.kind != "native" or not model.attention_only or not 0 < prompt < len(ids):
+            return None
+        cache: Any = DynamicCache(config=text_config(model.model))
+        policy = policy_named(way.spoilt).start(model.facts)
+        head = model.model(tokens[:, :prompt], past_key_values=cache).logits
+        for layer, held in enumerate(cache.layers):
+            place = Place(layer, 0, prompt, True, prompt=prompt)
+            held.keys, held.values = policy.read(*policy.write(held.keys, held.values, place), place)
+        logits = torch.cat([head, model.model(tokens[:, prompt:], past_key_values=cache).logits], 1)
+    elif way.change is not None:
+        with way.change(model.model, prompt) as there:
+            if not there:
+                return None
+            logits = model.forward(tokens)
+    else:
+        logits = model.forward(tokens)
+    return logits[0].double().log_softmax(-1)
+
+
+def chosen_of(rows: Tensor, ids: Sequence[int]) -> np.ndarray:
+    """``[position]``: the log-prob of each id given those before it; NaN for the first."""
+    own = rows[:-1].gather(1, torch.tensor(list(ids[1:]), device=rows.device)[:, None])[:, 0]
+    return np.concatenate([[np.nan], own.cpu().numpy()])
+
+
+def check_paths(adapter: Adapter, paths: Sequence[GivenPath]) -> None:
+    """Raises where a text cannot be one of this model's.
+
+    Raises:
+        InputError: It has a token outside the vocabulary, or is longer than the context.
+    """
+    facts = adapter.facts
+    for path in paths:
+        if max(path.ids) >= facts.vocabulary:
+            raise InputError(
+                f"{path.id} has the token {max(path.ids)}, and {facts.name} has {facts.vocabulary:,}: it is of another one; "
+                "give the model that the engine ran."
+            )
+        if len(path.ids) > facts.context:
+            raise InputError(
+                f"{path.id} has {len(path.ids):,} tokens, and the context of {facts.name} {facts.context:,}: leave it out."
+            )

@@ -1,0 +1,57 @@
+"""What the reinforcement learning libraries print of trainer and rollout log-probs, under their own names; never a verdict.
+
+``r = trainer - rollout`` of the same token, ``rho = exp r``. ``k1`` (verl's ``rollout_corr/kl``, OpenRLHF's ``vllm_kl``) and
+``k3`` (``rollout_corr/k3_kl``, prime-rl's ``mismatch_kl``) estimate KL(rollout || trainer) only where the tokens were sampled
+from the rollout without truncation; on a fixed text they are statistics of the difference. Sources: verl
+trainer/ppo/rollout_corr_helper.py and utils/debug/metrics.py, NeMo-RL loss_functions.py, TRL grpo_trainer.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+CLAMP = 20.0
+CAP = 2.0
+"""The threshold that verl cuts importance weights at unless told."""
+
+
+def rollout_statistics(trainer: np.ndarray, rollout: np.ndarray, sequence: np.ndarray) -> dict[str, float]:
+    """The statistics of tokens that both sides gave.
+
+    Args:
+        trainer: ``[token]``, log-probs in nats.
+        rollout: The same of the engine.
+        sequence: ``[token]``: which sequence each is of.
+    """
+    r = trainer - rollout
+    clamped = r.clip(-CLAMP, CLAMP)
+    rho, absolute = np.exp(clamped), np.abs(r)
+    _, index, counts = np.unique(sequence, return_inverse=True, return_counts=True)
+    sums = np.bincount(index, clamped)
+    weights = np.minimum(rho, CAP)
+    seconds, firsts = np.exp(trainer), np.exp(rollout)
+    means = [np.bincount(index, side) / counts for side in (trainer, rollout)]
+    apart = np.abs(seconds - firsts)
+    spread = seconds.std() * firsts.std()
+    return {
+        "tokens": float(len(r)),
+        "k1": float(-r.mean()),
+        "k2": float((r**2 / 2).mean()),
+        "k3": float((rho - 1 - clamped).mean()),
+        "chi2_token": float((rho**2).mean() - 1),
+        "chi2_seq": float(np.exp((2 * sums).clip(-CLAMP, CLAMP)).mean() - 1),
+        "rollout_is_min": float(rho.min()),
+        "rollout_is_p01": float(np.quantile(rho, 0.01)),
+        "rollout_is_p99": float(np.quantile(rho, 0.99)),
+        "rollout_is_max": float(rho.max()),
+        "rollout_is_eff_sample_size": float(1 / ((weights / weights.mean()) ** 2).mean()),
+        "rollout_probs_diff_mean": float(apart.mean()),
+        "rollout_probs_diff_max": float(apart.max()),
+        "rollout_actor_probs_pearson_corr": float(np.corrcoef(seconds, firsts)[0, 1]) if spread > 0 else 1.0,
+        "token_mult_prob_error": float(np.exp(absolute.clip(max=CLAMP)).mean()),
+        "sampling_logp_difference_mean": float(absolute.mean()),
+        "sampling_logp_difference_max": float(absolute.max()),
+        "training_ppl": float(np.exp(-means[0]).mean()),
+        "rollout_ppl": float(np.exp(-means[1]).mean()),
+        "ppl_ratio": float(np.exp((means[1] - means[0]).clip(-CLAMP, CLAMP)).mean()),
+    }

@@ -1,0 +1,46 @@
+"""The chat shape, ``choices[i].logprobs.content[j]``: chat answers, and llama.cpp's ``/v1/completions``.
+
+Sources: vllm/entrypoints/openai/chat_completion/protocol.py (0.32.0), llama.cpp tools/server/server-task.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvinterp.recording.given import GivenPath, path_of
+from kvinterp.recording.readers.base import Reader, Token, id_of, ids_beside, part, prompt_of
+
+
+class Chat(Reader):
+    """An answer whose choices have ``logprobs.content``."""
+
+    def fits(self, record: Mapping[str, Any]) -> bool:
+        """Choices with ``logprobs.content``."""
+        choices = record.get("choices")
+        held = (
+            choices[0].get("logprobs")
+            if isinstance(choices, list) and choices and isinstance(choices[0], Mapping)
+            else None
+        )
+        return isinstance(held, Mapping) and "content" in held
+
+    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[GivenPath]:
+        """One a choice."""
+        for number, choice in enumerate(record["choices"]):
+            here = where if len(record["choices"]) == 1 else f"{where}, choice {number}"
+            content = part(part(choice, "logprobs", dict, here, {}), "content", list, here, [])
+            rows = rows_of(content, token, here, choice.get("token_ids"))
+            yield path_of(here, prompt_of(record, choice, here), rows)
+
+
+def rows_of(content: Any, token: Token, where: str, given: Any = None) -> list[tuple[int, Any, list[tuple[int, Any]]]]:
+    """Of each entry its id, its log-prob and those beside it."""
+    entries = [(part(e, "token", str, where, ""), e) for e in content]
+    ids = ids_beside(given, [id_of(text, token, entry) for text, entry in entries], where)
+    found = []
+    for own, (_, entry) in zip(ids, entries, strict=True):
+        beside = [(id_of(p.get("token"), token, p), p.get("logprob"))
+                  for p in part(entry, "top_logprobs", list, where, []) if isinstance(p, Mapping)]  # fmt: skip
+        found.append((own, entry.get("logprob"), [pair for pair in beside if pair[0] != -1]))
+    return found

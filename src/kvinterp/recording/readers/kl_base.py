@@ -1,0 +1,91 @@
+"""The file of ``llama-perplexity --kl-divergence-base``: 16 bits a log-prob of the whole vocabulary, read and written.
+
+A row is ``log p = scale * q + least``, clamped 16 nats below the largest logit, so that a step is at most 2.4e-4 nats. The first
+half of each chunk has no rows. Where llama.cpp put a BOS, the file still holds the text's own token there.
+Source: llama.cpp tools/perplexity/perplexity.cpp, lines 79 to 106 and 460 to 580.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvinterp.errors import InputError
+from kvinterp.recording.given import GivenPath
+from kvinterp.store import write_whole
+
+MAGIC = b"_logits_"
+CLAMP = 16.0
+
+
+def read_kl_base(content: bytes, name: str, bos: int | None = None) -> list[GivenPath]:
+    """The paths of a file, one a chunk.
+
+    Args:
+        content: Its bytes.
+        name: What errors call it.
+        bos: The token that was put in the place of each chunk's first; None where none was.
+
+    Raises:
+        InputError: It is cut, or is no such file.
+    """
+    words = np.frombuffer(content[8:20], "<i4")
+    if content[:8] != MAGIC or len(words) < 3 or not (words[0] > 1 and words[1] > 1 and words[2] > 0):
+        raise InputError(f"file {name!r} is no --kl-divergence-base file, or is cut: write it again.")
+    context, vocabulary, chunks = map(int, words)
+    rows, width = context - 1 - context // 2, 2 * ((vocabulary + 1) // 2) + 4
+    begun = 20 + 4 * chunks * context
+    if len(content) != begun + 2 * chunks * rows * width:
+        raise InputError(
+            f"file {name!r} has {len(content):,} bytes where {begun + 2 * chunks * rows * width:,} were expected: it is cut; "
+            "write it again."
+        )
+    ids = np.frombuffer(content[20:begun], "<i4").reshape(chunks, context).copy()
+    if (ids < 0).any() or (ids >= vocabulary).any():
+        raise InputError(f"file {name!r} has a token outside its vocabulary of {vocabulary:,}: write it again.")
+    if bos is not None:
+        ids[:, 0] = bos
+    every = np.frombuffer(content[begun:], "<u2").reshape(chunks, rows, width)
+    scales = np.ascontiguousarray(every[..., :4]).view("<f4")
+    found, places = [], np.arange(vocabulary)
+    for chunk in range(chunks):
+        whole = scales[chunk, :, :1].astype(float) * every[chunk, :, 4 : 4 + vocabulary] + scales[chunk, :, 1:]
+        first = context // 2 + 1
+        chosen = np.full(context, np.nan)
+        chosen[first:] = whole[np.arange(rows), ids[chunk, first:]]
+        given, least = every[chunk, :, 4 : 4 + vocabulary], scales[chunk, :, 0] > 0
+        # What lies at the clamp is only known to be as small.
+        clamped = (given[np.arange(rows), ids[chunk, first:]] == 0) & least
+        chosen[first:][clamped] = np.nan
+        missing = Counter({"clamped": int(clamped.sum())}) if clamped.any() else Counter()
+        top = {first + row: (places, whole[row]) for row in range(rows)}
+        tokens = tuple(map(int, ids[chunk]))
+        where = f"file {name!r}, chunk {chunk + 1}"
+        found.append(GivenPath(where, tokens[:first], tokens[first:], chosen, top, missing, declared={"step": 16 / 65535}))
+    return found
+
+
+def write_kl_base(tokens: Sequence[Sequence[int]], log_probs: Sequence[np.ndarray], file: str | Path) -> Path:
+    """Writes chunks of one length as llama.cpp does.
+
+    Args:
+        tokens: The ids of each chunk.
+        log_probs: For each chunk ``[rows, vocabulary]``, in nats: of the tokens behind its middle.
+        file: The file.
+    """
+    context, vocabulary = len(tokens[0]), log_probs[0].shape[1]
+    parts = [MAGIC, np.array([context, vocabulary, len(tokens)], "<i4").tobytes(), np.array(tokens, "<i4").tobytes()]
+    for each in log_probs:
+        most = each.max(-1, keepdims=True)
+        least = np.maximum(each.min(-1, keepdims=True), most - CLAMP)
+        scale = ((most - least) / 65535).astype("<f4")
+        safe = np.where(scale > 0, scale, 1)
+        q = np.where(scale > 0, np.rint((np.maximum(each, least) - least) / safe), 0).clip(0, 65535).astype("<u2")
+        head = np.concatenate([scale, least.astype("<f4")], -1).view("<u2")
+        odd = np.zeros((len(q), vocabulary % 2), "<u2")
+        parts.append(np.ascontiguousarray(np.concatenate([head, q, odd], -1)).tobytes())
+    write_whole(Path(file), b"".join(parts))
+    return Path(file)

@@ -1,0 +1,32 @@
+"""llama.cpp's server, ``/completion``: ``completion_probabilities``, before temperature and samplers.
+
+Prompt log-probs need a request a position there; ``read_given`` puts such answers together.
+Source: llama.cpp tools/server/server-task.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvinterp.errors import InputError
+from kvinterp.recording.given import GivenPath, path_of
+from kvinterp.recording.readers.base import Reader, Token, part, prompt_of
+from kvinterp.recording.readers.chat import rows_of
+
+
+class LlamaServer(Reader):
+    """An answer with ``completion_probabilities``."""
+
+    def fits(self, record: Mapping[str, Any]) -> bool:
+        """``completion_probabilities``."""
+        return "completion_probabilities" in record
+
+    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[GivenPath]:
+        """One."""
+        content = part(record, "completion_probabilities", list, where, [])
+        if content and isinstance(content[0], Mapping) and "prob" in content[0]:
+            raise InputError(
+                f"{where} has probabilities of what the samplers left: ask with post_sampling_probs=false for log-probs."
+            )
+        yield path_of(where, prompt_of(record, record, where), rows_of(content, token, where))

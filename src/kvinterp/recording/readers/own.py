@@ -1,0 +1,78 @@
+"""Our own JSONL: ``{"prompt": [IDS], "tokens": [IDS], "logprobs": [NATS or null]}`` a line, which any engine's answer can become.
+
+Also, where wanted: ``prompt_logprobs`` (one a prompt token), ``top`` (for each token of both a list of ``[id, log-prob]``, or
+null), ``trainer_logprobs`` (as ``logprobs``), ``declared`` (an object), ``id``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvinterp.errors import InputError
+from kvinterp.recording.given import GivenPath, log_probs, pairs_of, token_ids
+from kvinterp.recording.readers.base import Reader, Token, part
+from kvinterp.store import write_whole
+
+
+class Own(Reader):
+    """kvinterp's own form."""
+
+    def fits(self, record: Mapping[str, Any]) -> bool:
+        """Prompt, tokens and log-probs."""
+        return {"prompt", "tokens", "logprobs"} <= record.keys()
+
+    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[GivenPath]:
+        """One a line."""
+        prompt, tokens = (token_ids(record[name], f"{where}: {name!r}") for name in ("prompt", "tokens"))
+        missing: Counter[str] = Counter()
+        declared = part(record, "declared", dict, where, {})
+        zero = "missing" if declared.get("zero") == "missing" else "certain"
+        rows = [log_probs(part(record, "logprobs", list, where), where, missing, zero)]
+        if record.get("prompt_logprobs") is None:
+            rows.insert(0, np.full(len(prompt), np.nan))
+        else:
+            rows.insert(0, log_probs(part(record, "prompt_logprobs", list, where), where, missing, zero))
+        trainer = None
+        if record.get("trainer_logprobs") is not None:
+            second = log_probs(part(record, "trainer_logprobs", list, where), where, missing, zero)
+            trainer = np.concatenate([np.full(len(prompt), np.nan), second])
+        top = {}
+        for at, pairs in enumerate(part(record, "top", list, where, [])):
+            if pairs is None:
+                continue
+            if not isinstance(pairs, list) or any(not isinstance(p, list) or len(p) != 2 for p in pairs):
+                raise InputError(f"{where}: 'top' must hold a list of [id, log-prob] a token, or null; mend it.")
+            token_ids([p[0] for p in pairs], f"{where}: 'top'")
+            top[at] = pairs_of([(p[0], p[1]) for p in pairs], where, missing)
+        name = str(record.get("id", where))
+        yield GivenPath(name, prompt, tokens, np.concatenate(rows), top, missing, trainer, declared)
+
+
+def write_given(paths: Iterable[GivenPath], file: str | Path) -> Path:
+    """Writes paths in our own form.
+
+    Args:
+        paths: The paths.
+        file: The file.
+    """
+    lines = []
+    for path in paths:
+        cut = len(path.prompt)
+        rows = {"prompt_logprobs": path.chosen[:cut], "logprobs": path.chosen[cut:]}
+        record: dict[str, Any] = {"id": path.id, "prompt": list(path.prompt), "tokens": list(path.tokens)}
+        record |= {name: [None if np.isnan(v) else float(v) for v in row] for name, row in rows.items()}
+        if path.trainer is not None:
+            record["trainer_logprobs"] = [None if np.isnan(v) else float(v) for v in path.trainer[cut:]]
+        if path.top:
+            pairs = [path.top.get(at) for at in range(len(path.ids))]
+            record["top"] = [None if p is None else [list(each) for each in zip(*map(np.ndarray.tolist, p), strict=True)]
+                             for p in pairs]  # fmt: skip
+        lines.append(json.dumps({**record, "declared": dict(path.declared)}))
+    write_whole(Path(file), "\n".join(lines) + "\n")
+    return Path(file)

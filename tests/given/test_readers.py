@@ -1,0 +1,148 @@
+"""What engines write is read to the very numbers that were put in; what stands for "none" is counted; bad files get a sentence."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import writing_given as w
+
+import kvinterp as kv
+from kvinterp.errors import InputError
+from kvinterp.recording.readers import READERS, read_given
+from kvinterp.recording.readers.kl_base import write_kl_base
+from kvinterp.recording.readers.own import write_given
+
+CUT = 12
+
+
+@pytest.fixture(scope="module")
+def sample() -> tuple[Any, list[int], np.ndarray]:
+    adapter = kv.load_model("zoo:llama64-mini", kind="native", dtype="float32")
+    ids = adapter.encode(" ".join(kv.load_prompts("natural:3")[n].text for n in range(2)))[:60]
+    return adapter, ids, w.all_log_probs(adapter, ids)
+
+
+def chosen(ids: list[int], rows: np.ndarray) -> np.ndarray:
+    return np.array([np.nan, *(rows[at - 1][ids[at]] for at in range(1, len(ids)))])
+
+
+def test_every_format_gives_the_numbers_that_were_put_in(sample: Any, tmp_path: Path) -> None:
+    _, ids, rows = sample
+    want, tail = chosen(ids, rows), chosen(ids, rows)
+    tail[:CUT] = np.nan
+    cases = {
+        "own": (w.own(ids, CUT, rows), want),
+        "completions": (w.completions(ids, CUT, rows, infinite=False), want),
+        "chat": (w.chat(ids, CUT, rows), tail),
+        "sglang": (w.sglang(ids, CUT, rows), want),
+        "nemo": (w.nemo(ids, CUT, rows, rows), tail),
+        "prime": (w.prime(ids, CUT, rows, rows), tail),
+        "llama_server": (w.llama_positions(ids, rows), None),
+    }
+    assert set(cases) == set(READERS)
+    for name, (record, values) in cases.items():
+        file = w.lines(record if isinstance(record, list) else [record], tmp_path / f"{name}.jsonl")
+        for named in (None, name):
+            (path,) = read_given(file, named)
+            if values is not None:
+                assert path.ids == tuple(ids), name
+                np.testing.assert_array_equal(path.chosen, values, err_msg=name)
+            else:
+                assert path.prompt == tuple(ids[:-1])
+                np.testing.assert_array_equal(path.chosen[:-1], want[:-1])
+
+
+def test_our_own_form_goes_round(sample: Any, tmp_path: Path) -> None:
+    _, ids, rows = sample
+    (path,) = read_given(w.lines([w.completions(ids, CUT, rows, infinite=False)], tmp_path / "a.jsonl"))
+    path.trainer = chosen(ids, rows)
+    path.trainer[:CUT] = np.nan
+    (again,) = read_given(write_given([path], tmp_path / "b.jsonl"))
+    np.testing.assert_array_equal(again.chosen, path.chosen)
+    np.testing.assert_array_equal(again.trainer, path.trainer)
+    assert again.top.keys() == path.top.keys()
+    np.testing.assert_array_equal(again.top[20][1], path.top[20][1])
+
+
+def test_a_kl_base_goes_round_to_half_a_step_and_the_bos_is_put_back(sample: Any, tmp_path: Path) -> None:
+    _, ids, rows = sample
+    ids = ids[:40]
+    file = write_kl_base([[7, *ids[1:]]], [rows[20:39]], tmp_path / "base")
+    (path,) = read_given(file, bos=ids[0])
+    assert path.ids == tuple(ids)
+    assert np.isnan(path.chosen[:21]).all()
+    given = np.isfinite(path.chosen)
+    assert given[21:].sum() + path.missing["clamped"] == 19
+    assert np.abs(path.chosen - chosen(ids, rows[:40]))[given].max() <= 16 / 65535 / 2 + 1e-6
+    # Writing what was read changes no bit: the grid is the file's own.
+    again = write_kl_base([ids], [np.stack([path.top[at][1] for at in range(21, 40)])], tmp_path / "again")
+    np.testing.assert_allclose(read_given(again)[0].chosen, path.chosen, atol=1.3e-4)
+
+
+def test_what_stands_for_none_is_not_given_and_counted(sample: Any, tmp_path: Path) -> None:
+    _, ids, rows = sample
+    record = w.completions(ids, CUT, rows)
+    (path,) = read_given(w.lines([record], tmp_path / "a.jsonl"))
+    assert np.isnan(path.chosen[CUT])
+    assert path.missing["-9999"] == 2
+    record = w.nemo(ids, CUT, rows, rows)
+    record["generation_logprobs"][CUT + 3] = 0.0
+    (path,) = read_given(w.lines([record], tmp_path / "b.jsonl"))
+    assert np.isnan(path.chosen[CUT + 3])
+    (path,) = read_given(w.lines(w.llama_positions(ids, rows), tmp_path / "c.jsonl"))
+    assert path.missing["float lowest"] > 0
+    assert np.isfinite(path.chosen[1:-1]).all()
+
+
+def test_texts_become_ids_only_where_one_token_has_them(sample: Any, tmp_path: Path) -> None:
+    adapter, ids, rows = sample
+    # Behind it stands a part of a character, whose text others have too.
+    ids = ids[: CUT + 40]
+    texts = adapter.pieces(range(adapter.facts.vocabulary))
+    once = {text: n for n, text in enumerate(texts) if texts.count(text) == 1}
+    file = w.lines([w.chat(ids, CUT, rows, texts)], tmp_path / "a.jsonl")
+    (path,) = read_given(file, token=once.get)
+    np.testing.assert_array_equal(path.chosen[CUT:], chosen(ids, rows)[CUT:])
+    with pytest.raises(InputError, match="return_token_ids"):
+        read_given(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b"\xff\xfe{}", "is not UTF-8"),
+        (b"<html>busy</html>", "is not JSON"),
+        (b'{"error": "overloaded"}', "no format that is known"),
+        (b"[1, 2]", "expected an object"),
+        (pickle.dumps({"a": 1}), "pickle"),
+        (b"_logits_\x01\x00\x00\x00", "is cut"),
+        (b'{"prompt": [1], "tokens": [2.5], "logprobs": [0]}', "token ids"),
+        (b'{"prompt": [1], "tokens": [2, 3], "logprobs": [-1]}', "expected one for each"),
+        (b'{"prompt": [1], "tokens": [2], "logprobs": ["a"]}', "for a log-prob"),
+        (b'{"prompt": [1], "tokens": [2], "logprobs": 5}', "expected a list"),
+        (b'{"choices": [{"logprobs": {"token_logprobs": [-1], "tokens": ["a"]}}]}', "no ids of the prompt"),
+        (b'{"meta_info": {"output_token_logprobs": [3]}}', "for a log-prob"),
+        (b'{"token_ids": [1, 2], "generation_logprobs": [-1.0]}', "expected as many"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_bad_file_gets_a_sentence(content: bytes, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=says):
+        read_given(file)
+
+
+def test_an_unknown_format_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"prompt": [1], "tokens": [2], "logprobs": [-1.0]}))
+    with pytest.raises(InputError, match="did you mean 'sglang'"):
+        read_given(file, "sglan")
+    with pytest.raises(InputError, match="as nemo"):
+        read_given(file, "nemo")
