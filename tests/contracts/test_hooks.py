@@ -155,7 +155,7 @@ def test_nested_records_around_an_exception(load, case):
                 plain_forward(bare, TOKENS)
             assert hooks_of(bare) == around
             plain_forward(bare, TOKENS)
-        assert outer["resid_post", 1][-1].shape == (1, adapter.facts.width)
+        assert outer.kept["resid_post", 1][-1].shape == (1, adapter.facts.width)
     with nothing_survives(adapter), pytest.raises(Planted), kv.record(bare, sites), kv.record(bare, sites):
         plain_forward(bare, TOKENS)
         raise Planted("in the user's own lines")
@@ -174,10 +174,12 @@ def test_an_outer_record_hears_what_an_inner_one_and_a_run_hear(load, case):
             plain_forward(adapter.model, TOKENS)
         trace = kv.run(adapter, PROMPT, "recompute", max_new_tokens=1, record="resid_post,v")
     for site in ("resid_post", "v"):
-        assert len(outer[site, 1]) == 2
-        assert len(inner[site, 1]) == 1
-        assert_bitwise(outer[site, 1][0], inner[site, 1][0], f"{site} as the outer and the inner one saw it")
-        assert_bitwise(outer[site, 1][1], trace.records[site, 1][0][None], f"{site} as the outer one and the run saw it")
+        assert len(outer.kept[site, 1]) == 2
+        assert len(inner.kept[site, 1]) == 1
+        assert_bitwise(outer.kept[site, 1][0], inner.kept[site, 1][0], f"{site} as the outer and the inner one saw it")
+        assert_bitwise(
+            outer.kept[site, 1][1], trace.records[site, 1][0][None], f"{site} as the outer one and the run saw it"
+        )
 
 
 @cases()

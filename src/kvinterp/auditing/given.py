@@ -441,14 +441,14 @@ class _Judge:
             self.found["tried"].append({"cause": name, "left": left, "slope": steps.slope(row - self.truth, seen)})
         # What is left of a cause that is right is the engine's own rounding.
         rounding = self.ours[near].mean() / max(float(self.gap.mean()), 1e-30)
-        share = min(REPRODUCES, 0.2 + 1.4 * float(rounding))
+        share = min(REPRODUCES, 0.15 + 1.4 * float(rounding))
         name, left = steps.winner(self.tokens, self.truth, rows, 0.9)
         if name and ways[name].family is not None and left > share / 2:
             way = self._sized(ways[name])
             ways[way.name], rows = way, {way.name: self._some(way)}
             name, left = steps.winner(self.tokens, self.truth, rows, share)
         by = steps.slope(rows[name] - self.truth, seen) if name else 0.0
-        return (ways[name] if name and left < share and 0.6 < by < 1.5 else None), left, by
+        return (ways[name] if name and left < share and 0.75 < by < 1.33 else None), left, by
 
     def _some(self, way: Way) -> np.ndarray:
         found = self._of(way, some=True)

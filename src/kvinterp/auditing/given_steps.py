@@ -18,7 +18,7 @@ from kvinterp.recording.given import GivenPath
 
 WINS = 0.5
 """An alignment or a temperature is accepted where it leaves less than this share of the mean difference on held-out positions."""
-REPRODUCES = 0.75
+REPRODUCES = 0.7
 """The same of a cause: noise of the engine's own precision stays."""
 BANDS = {"float32": (5.0, 10.0), "": (1.6, 3.5)}
 """How far clean engines stand from float64 in units of ours, mean and max: in float32 up to 3.5, in 16 bits up to 1.1."""
