@@ -140,6 +140,8 @@ PATH = "cached[kernels=untouched]+halved(0.25)"
 SHORT = ("--a", PATH, "--prompts", "arithmetic:1", "--max-new-tokens", "3", "--stop", "length", "--record", "")
 PROGRAMS = {
     "list": program("list"),
+    "list metrics": program("list", "metrics"),
+    "list experiments": program("list", "experiments"),
     "compare": program("compare", "zoo:gqa2-mini", *SHORT, "--dtype", "float32", "--out", "compared"),
     "tables": IN_EVERY_TABLE,
     "help": program("counting", "--help"),
@@ -176,8 +178,10 @@ def printed(copy: Path) -> Callable[[str], str]:
 
 def test_each_is_listed(printed):
     shown = printed("list")
-    for words in ("halved", "farthest_doubled", "untouched", "Count to a number", "same_signs", "kv.first_apart"):
+    for words in ("halved", "farthest_doubled", "untouched", "counting", "same_signs", "first_apart"):
         assert words in shown
+    assert "kv.first_apart" in printed("list metrics")
+    assert "Count to a number" in printed("list experiments")
 
 
 def test_policy_kernel_mode_and_metric_run_and_fill_a_table(printed, copy):
