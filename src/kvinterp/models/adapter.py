@@ -124,9 +124,20 @@ class Adapter(Attaching):
 
     @abc.abstractmethod
     def forward(
-        self, tokens: Int[Tensor, "batch new"], store: KVStore | None = None
+        self,
+        tokens: Int[Tensor, "batch new"],
+        store: KVStore | None = None,
+        mask: Int[Tensor, "batch position"] | None = None,
+        positions: Int[Tensor, "batch new"] | None = None,
     ) -> Float[Tensor, "batch new vocabulary"]:
-        """Logits for every new token; with a store, attention also reads what the store holds."""
+        """Logits for every new token; with a store, attention also reads what the store holds.
+
+        Args:
+            tokens: What is fed.
+            store: What was fed before.
+            mask: Of all positions so far, 0 where there is no token; only where :attr:`takes_mask`.
+            positions: Of the new tokens, those that are masked not counted; given with a mask.
+        """
 
     @abc.abstractmethod
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> OwnCache | None:
@@ -170,6 +181,11 @@ class Adapter(Attaching):
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values, so that a store can also sit in a pass without a cache."""
         return True
+
+    @property
+    def takes_mask(self) -> bool:
+        """Whether its forward can be told which positions hold no token."""
+        return False
 
     # What every kind shares ----------------------------------------------------------------------------------------
 

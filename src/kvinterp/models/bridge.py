@@ -73,7 +73,13 @@ class BridgeAdapter(OnTransformersCache):
         """Whether every layer keeps plain keys and values."""
         return keeps_only_keys_and_values(self.source)
 
-    def forward(self, tokens: Tensor, store: KVStore | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        store: KVStore | None = None,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Logits of every new token, through the bridge."""
         if store is None:
             return self.model(tokens, return_type="logits", use_cache=False)

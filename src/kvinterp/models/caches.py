@@ -97,6 +97,23 @@ class OwnCache:
             UnsupportedError: It cannot do that.
         """
 
+    can_select: bool = False
+    """Whether sequences can be put in another order, left out, and joined by others."""
+
+    def crop(self, length: int) -> None:
+        """Takes back all positions from ``length`` on.
+
+        Raises:
+            UnsupportedError: It cannot.
+        """
+        raise UnsupportedError(f"a {self.name or 'cache of this kind'} cannot take positions back: leave the call out of the path.")
+
+    def select(self, rows: Int[Tensor, " chosen"]) -> None:
+        """Keeps these sequences, in this order; only where :attr:`can_select`."""
+
+    def join(self, other: OwnCache) -> None:
+        """Puts the sequences of another cache of as many positions behind its own; only where :attr:`can_select`."""
+
     def take(self, layer: int, rows: Int[Tensor, "batch kv_head kept"]) -> None:
         """Lets go of all rows of a layer but these, counted among those that it holds."""
 

@@ -159,7 +159,13 @@ class HookedAdapter(Adapter):
         check_plain(kind, "a HookedTransformer, which has TransformerLens' own cache only")
         return _OwnCache(self.model.cfg, self.device, batch, dtype)
 
-    def forward(self, tokens: Tensor, store: KVStore | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        store: KVStore | None = None,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Logits of every new token; both paths get the same explicit all-ones mask (see FACTS in the README)."""
         cache = None if store is None else _Cache(store, self.facts.layers)
         return self.model(

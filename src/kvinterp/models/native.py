@@ -166,6 +166,7 @@ class NativeAdapter(OnTransformersCache):
         super().__init__(model, transformers_facts(model, name), tokenizer)
         self._blocks = decoder_layers(model)
         self._cache_argument = _cache_argument(model)
+        self._parameters = frozenset(inspect.signature(model.forward).parameters)
         self._attention_only = self._cache_argument == "past_key_values" and keeps_only_keys_and_values(model)
         parallel = bool(getattr(text_config(model), "use_parallel_residual", False))
         self._sites = NativeSites(self._blocks, self.facts, parallel)
@@ -203,16 +204,29 @@ class NativeAdapter(OnTransformersCache):
         """Whether every layer keeps plain keys and values."""
         return self._attention_only
 
-    def forward(self, tokens: Tensor, store: KVStore | None = None) -> Tensor:
+    @property
+    def takes_mask(self) -> bool:
+        """Whether the model's own forward takes a mask, and all its layers attend."""
+        return self._attention_only and "attention_mask" in self._parameters
+
+    def forward(
+        self,
+        tokens: Tensor,
+        store: KVStore | None = None,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Logits of every new token, through the model's own forward."""
+        told = {"attention_mask": mask, "position_ids": positions}
+        more = {name: given for name, given in told.items() if given is not None and name in self._parameters}
         if store is None:
-            return self.model(input_ids=tokens, use_cache=False).logits
+            return self.model(input_ids=tokens, use_cache=False, **more).logits
         if store.model_cache is not None and tokens.shape[1] > 1 and not self._attention_only:
             self._check_continues()
         if self._cache_argument != "past_key_values":
             return self._with_own_cache(tokens, store)
         cache = model_cache(store, lambda: text_config(self.model), self._facts.architecture)
-        return self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        return self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **more).logits
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache | None:
         """A transformers cache; for the default kind of the class that the model itself makes."""

@@ -197,6 +197,28 @@ class TransformersCache(OwnCache):
         self.model_cache.layers = [ThinnedLayer() for _ in self.model_cache.layers]
         self.model_cache.layer_class_to_replicate = ThinnedLayer
 
+    @property
+    def can_select(self) -> bool:  # type: ignore[override]
+        """Where it is a DynamicCache of plain layers."""
+        return type(self.model_cache) is DynamicCache and is_attention_only(self.model_cache)
+
+    def crop(self, length: int) -> None:
+        """transformers' own ``crop``."""
+        try:
+            self.model_cache.crop(length)
+        except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
+            raise UnsupportedError(f"a {self.name} of this model cannot take positions back ({str(error).rstrip('.')}).") from error
+
+    def select(self, rows: Tensor) -> None:
+        """transformers' own ``reorder_cache``, as beam search calls it, or ``batch_select_indices``."""
+        batch = self.model_cache.layers[0].keys.shape[0]
+        (self.model_cache.reorder_cache if len(rows) == batch else self.model_cache.batch_select_indices)(rows)
+
+    def join(self, other: OwnCache) -> None:
+        """Its layers hold both batches, one after the other."""
+        for mine, theirs in zip(self.model_cache.layers, other.model_cache.layers, strict=True):
+            mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
+
     def take(self, layer: int, rows: Tensor) -> None:
         """Keeps these rows in memory of their own."""
         held: Any = self.model_cache.layers[layer]

@@ -90,7 +90,7 @@ def batched(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
 
 def batched_alike(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence[int]], steps: int) -> bool:
     """Whether a batch of this shape gives each prompt the bits it gets alone, at its first and at its last lengths."""
-    if _routes(adapter):
+    if _routes(adapter) or path.call is not None:
         return False
     shape = (f"{path}, autocast {autocast(adapter.device)}", len(prompts), len(prompts[0]), steps)
     if shape not in adapter.checked_batches:

@@ -17,15 +17,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvinterp.errors import UnsupportedError
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.sites import ATTENDED_SITES
+from kvinterp.paths.calls.base import Feeder
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.model_cache import Stores, path_store, uncached
 from kvinterp.paths.path import ExecutionPath, Recompute
 from kvinterp.paths.smoothing import Recomputed, Smoothed
 from kvinterp.paths.store import Store, policy_listeners
+from kvinterp.paths.view import Shown, View
 from kvinterp.policies import Chain, Place
 from kvinterp.recording import LOGITS, PathHook
 
@@ -100,22 +102,31 @@ class Runner:
         self.step, self._device = -1, self.adapter.device
         self.cache = "none"
         cached = path.form == "cached"
+        call, self.witness = path.call, dict[str, Any]()
+        if call is not None:
+            call.check(self.adapter, prompt.shape[1])
+            if len(prompt) > 1:
+                raise InputError(f"call={call} drives one prompt at a time, and {len(prompt)} were given together.")
         if cached or path.chunk is not None:
             # Whatever is to be found out about this model's cache is found out here, before anything is heard.
             begun = range(0, room, path.refresh) if cached and path.refresh and room else (0,)
-            shapes = [(len(prompt), prompt.shape[1] + step, room - step if cached else 0) for step in begun]
+            shapes = [call.room(prompt.shape[1], room)] if call is not None else [(len(prompt), prompt.shape[1] + step, room - step if cached else 0) for step in begun]
             self.cache = "; ".join(dict.fromkeys(path_store(self.adapter, path, *shape, ()).name for shape in shapes))
         self._store: Store | None = None
         # Without a store a forward reads the keys it made and no others.
-        columns = _FilledColumns(hooks if cached or path.chunk is not None else ())
+        columns = _FilledColumns(hooks if call is None and (cached or path.chunk is not None) else ())
         self._beside: Runner | None = None
         if path.smooth is not None:
             path = self._smoothed(path, prompt, room)
+        view = View()
+        hooks = hooks if call is None else [Shown(hook, view) for hook in hooks]
         policy = policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store)
         heard = [policy, *(columns.cut(hook.listeners) for hook in hooks)]
         self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), heard)
         loop, hears = cached_loop if cached else recompute_loop, (*([columns] if columns.attended else []), *hooks)
         self._loop = loop(self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin)
+        if call is not None:
+            self._loop = call.feed(self._feeder(path, prompt, room, hears, view))
 
     def __enter__(self) -> Runner:
         with contextlib.ExitStack() as stack:
@@ -163,6 +174,23 @@ class Runner:
         """Makes the store of a pass, whose policy then sees what it asked for."""
         self._store = path_store(adapter, path, batch, length, room, hooks)
         return self._store
+
+    def _feeder(
+        self, path: ExecutionPath, prompt: Tensor, room: int, hears: Sequence[PathHook], view: View
+    ) -> Feeder:
+        """What a call plan drives the model with."""
+
+        def begin(tokens: Tensor, after: int) -> Store | None:
+            self._begin()
+            if path.form == "recompute":
+                return uncached(self.adapter, path, tokens, self._stores, hears)
+            return self._stores(self.adapter, path, *tokens.shape, after, hears)
+
+        def aside(tokens: Tensor, after: int) -> Store:
+            return path_store(self.adapter, path, *tokens.shape, after, ())
+
+        asked = prompt.to(self._device)
+        return Feeder(self.adapter, path.form, asked, room, path.chunk, begin, aside, view, self.witness)
 
     def _begin(self) -> None:
         for hook in self.hooks:

@@ -13,11 +13,12 @@ from kvinterp.inputs import check_choice, check_instance, check_known, check_num
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.caches import CacheKind, Dynamic, Preallocated, Quantized, cache_named, cache_read
+from kvinterp.paths.calls import Call, call_named
 from kvinterp.paths.kernels import Kernels, Native, kernels_named
 from kvinterp.policies import Identity, Policy, policy_named
 
 FORMS = ("cached", "recompute")
-OPTIONS = ("chunk", "refresh", "smooth", "prefill", "cache", "cache_dtype", "kernels")
+OPTIONS = ("call", "chunk", "refresh", "smooth", "prefill", "cache", "cache_dtype", "kernels")
 PREFILLS = ("exact", "stored")
 
 
@@ -39,6 +40,8 @@ class ExecutionPath:
         refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix, or None for never.
         smooth: The weight of the cache, from 0 to 1, in what attention reads beside what a recompute path reads at the same
             step, or None for the cache alone.
+        call: How the tokens reach the model, where that is another way than alone: padded, in a batch, behind a prefix that
+            was there before; see :mod:`kvinterp.paths.calls`.
     """
 
     form: str = "cached"
@@ -51,6 +54,7 @@ class ExecutionPath:
     prefill: str = "exact"
     refresh: int | None = None
     smooth: float | int | None = None
+    call: Call | None = None
 
     def __post_init__(self) -> None:
         check_known("form of path", self.form, FORMS)
@@ -76,6 +80,20 @@ class ExecutionPath:
                 object.__setattr__(self, name, check_whole(name, getattr(self, name), hint=of))
         if self.smooth is not None:
             self._check_smooth()
+        if self.call is not None:
+            self._check_call()
+
+    def _check_call(self) -> None:
+        """Refuses what a call plan cannot go together with."""
+        check_instance("call", self.call, Call, "a call plan, or use Cached(call='padded(left,5)')")
+        assert self.call is not None
+        if self.form not in self.call.forms:
+            raise InputError(f"call={self.call} was given for {self.form}, which it cannot drive: use Cached(...).")
+        for name in ("refresh", "smooth"):
+            if getattr(self, name) is not None:
+                raise InputError(f"{name}={getattr(self, name)} was given with call={self.call}: leave one out.")
+        if self.policy.evicts or self.policy.sites or (self.policy.acts and not self.call.policies):
+            raise InputError(f"policy={self.policy} was given with call={self.call}, which moves rows under it: leave one out.")
 
     def _check_smooth(self) -> None:
         """Refuses what is no weight, and a cache that would be checked without what it is mixed with."""
@@ -106,7 +124,7 @@ class ExecutionPath:
         kind = None if self.cache == Dynamic() else self.cache
         cache = {"cache": self.cache_dtype} if kind is None else {"cache": kind, "cache_dtype": self.cache_dtype}
         prefill = None if self.prefill == "exact" else self.prefill
-        ways = {"chunk": self.chunk, "refresh": self.refresh, "smooth": self.smooth, "prefill": prefill}
+        ways = {"call": self.call, "chunk": self.chunk, "refresh": self.refresh, "smooth": self.smooth, "prefill": prefill}
         options = {**ways, **cache, "kernels": kernels}
         shown = ",".join(f"{name}={value}" for name, value in options.items() if value is not None)
         policy = "" if isinstance(self.policy, Identity) else f"+{self.policy}"
@@ -123,6 +141,7 @@ def Cached(  # noqa: N802  # reads as the noun it makes
     prefill: str = "exact",
     refresh: int | None = None,
     smooth: float | int | None = None,
+    call: Call | str | None = None,
 ) -> ExecutionPath:
     """Decoding from a KV cache: prefill once, then one token a step.
 
@@ -139,8 +158,10 @@ def Cached(  # noqa: N802  # reads as the noun it makes
         refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix; default: never.
         smooth: From 0 to 1: attention reads ``smooth`` times the cache and ``1 - smooth`` times what a recompute path, run
             beside it, reads at the same step; default: the cache alone.
+        call: A call plan, such as ``"padded(left,5)"`` or ``"batched(8)"``; default: the prompt alone, then a token a step.
     """
-    kept = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache), prefill, refresh, smooth
+    ways = prefill, refresh, smooth, call_named(call)
+    kept = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache), *ways
     return ExecutionPath("cached", _policy(policy), _name(dtype), *kept)
 
 
@@ -149,6 +170,7 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
     dtype: str | None = None,
     chunk: int | None = None,
     kernels: Kernels | str = "native",
+    call: Call | str | None = None,
 ) -> ExecutionPath:
     """Recomputing the whole prefix at every step, as if there were no cache.
 
@@ -157,8 +179,10 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
         dtype: Compute dtype (default: the model's own).
         chunk: Most tokens in one forward; the prefix is then computed chunk after chunk, anew at every step.
         kernels: A kernel mode, as for :func:`Cached`.
+        call: A call plan that needs no cache, such as ``"padded(left,5)"``.
     """
-    return ExecutionPath("recompute", _policy(policy), _name(dtype), None, chunk, kernels_named(kernels))
+    kept = None, chunk, kernels_named(kernels)
+    return ExecutionPath("recompute", _policy(policy), _name(dtype), *kept, call=call_named(call))
 
 
 def path_named(text: object) -> ExecutionPath:
@@ -191,7 +215,7 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
     if match is None:
         raise InputError(
             f"path {text!r} cannot be read: expected cached or recompute, then if wanted "
-            "[chunk=N,refresh=N,smooth=WEIGHT,prefill=stored,cache=KIND,cache_dtype=DTYPE,kernels=MODE], +POLICY once or more "
+            "[call=PLAN,chunk=N,refresh=N,smooth=WEIGHT,prefill=stored,cache=KIND,cache_dtype=DTYPE,kernels=MODE], +POLICY once or more "
             "and @DTYPE, as in cached, recompute@float64 or cached[chunk=16]."
         )
     form, options, policy, dtype = match.groups()
@@ -202,7 +226,7 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
         name = "cache_dtype" if name == "cache" and value in DTYPES else name
         if name not in OPTIONS or not value or name in chosen:
             raise InputError(
-                f"path option {part!r} in {text!r} is {'given twice' if name in chosen else 'unknown'}: expected chunk=N, "
+                f"path option {part!r} in {text!r} is {'given twice' if name in chosen else 'unknown'}: expected call=PLAN, chunk=N, "
                 "refresh=N, smooth=WEIGHT, prefill=stored, cache=KIND, cache_dtype=DTYPE or kernels=MODE."
             )
         chosen[name] = value
@@ -219,6 +243,7 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
         chosen.get("prefill", "exact"),
         _count(text, "refresh", chosen, "decode steps"),
         _weight(text, chosen.get("smooth")),
+        call_named(chosen.get("call")),
     )
 
 

@@ -191,6 +191,24 @@ class Store:
         seen = _first(read, filled)
         return _put_back(read, seen, self._listened(layer, seen, place, handed), filled)
 
+    @property
+    def can_select(self) -> bool:
+        """Whether sequences can be moved, left out and joined by others."""
+        return self.memory.can_select
+
+    def crop(self, length: int) -> None:
+        """Takes back all positions from ``length`` on; UnsupportedError where the memory cannot."""
+        self.memory.crop(length)
+        self._lengths = dict.fromkeys(self._lengths, length)
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these sequences, in this order."""
+        self.memory.select(rows)
+
+    def join(self, other: Store) -> None:
+        """Puts the sequences of another store of as many positions behind its own."""
+        self.memory.join(other.memory)
+
     def hear(self, site: str, layer: int, tensor: Tensor) -> None:
         """Shows the policy a site of the forward that runs."""
         place = self._places.get(layer, Place(layer, 0, 0, self.facts.cached_keys_rotated))

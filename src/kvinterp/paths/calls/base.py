@@ -1,0 +1,158 @@
+"""What a call plan is: how the tokens of a path reach the model, as data; and what drives it.
+
+A plan may put other tokens beside those of the path: pads, neighbours in the batch, drafts. Whoever looks into the path sees its
+own rows alone, in the order of its own tokens, so that two plans can be compared and patched token by token.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Generator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvinterp.errors import UnsupportedError
+from kvinterp.models import Adapter
+from kvinterp.paths.view import View
+from kvinterp.spec import text_of
+
+Loop = Generator[Float[Tensor, "batch vocab"], Int[Tensor, " batch"], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call(abc.ABC):
+    """A call plan, as data: a frozen dataclass in a file of this folder. Its text form is its name with its values.
+
+    Attributes:
+        forms: The forms of path that it can drive.
+        policies: Whether it goes together with a policy, whose memory it then does not cut or reorder.
+    """
+
+    forms: ClassVar[tuple[str, ...]] = ("cached",)
+    policies: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def feed(self, feeder: Feeder) -> Loop:
+        """Drives the model: yields the newest logits of the path's row, ``[1, vocab]``, and is sent the next token."""
+
+    def room(self, length: int, steps: int) -> tuple[int, int, int]:
+        """Rows of the batch, positions before the first decode step and after it, for a prompt of ``length`` tokens."""
+        return 1, length, steps
+
+    def check(self, adapter: Adapter, length: int) -> None:
+        """Raises InputError or UnsupportedError, before anything runs, where a model or a prompt cannot be run so.
+
+        Args:
+            adapter: The model.
+            length: Tokens of the prompt.
+        """
+
+    def missing(self, witness: dict[str, Any]) -> str:
+        """What did not happen although the plan stands for it, in a few words; empty where it ran as said."""
+        return ""
+
+    def __str__(self) -> str:
+        """The text form used on the command line and in tables."""
+        return text_of(self)
+
+
+class Masking(NamedTuple):
+    """What a forward is told beside its tokens.
+
+    Attributes:
+        mask: ``[batch, position]`` of all positions so far, 0 where there is no token; None where there is nothing to mask.
+        positions: ``[batch, new]``; None for the model's own.
+    """
+
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+
+
+NOTHING = Masking()
+
+
+@dataclasses.dataclass
+class Feeder:
+    """What a plan drives a model with.
+
+    Attributes:
+        adapter: The model, in the path's dtype.
+        form: That of the path.
+        prompt: ``[1, position]``.
+        steps: Most tokens that are fed after it.
+        chunk: Most tokens of the prompt in one forward, or None.
+        begin: Begins a pass of ``[batch, position]`` tokens with so many positions after them: gives its store, or None.
+        aside: The same for another request, which nobody hears.
+        view: Which part of a forward is shown.
+        witness: What happened, by name.
+        store: The store of the pass that runs.
+    """
+
+    adapter: Adapter
+    form: str
+    prompt: Tensor
+    steps: int
+    chunk: int | None
+    begin: Callable[[Tensor, int], Any]
+    aside: Callable[[Tensor, int], Any]
+    view: View
+    witness: dict[str, Any] = dataclasses.field(default_factory=dict)
+    store: Any = None
+
+    def start(self, tokens: Tensor, room: int) -> None:
+        """Begins a pass."""
+        self.view.crop(0)
+        self.store = self.begin(tokens, room)
+
+    def forward(
+        self, tokens: Tensor, masking: Masking = NOTHING, own: Tensor | None = None, shown: int | None = None
+    ) -> Tensor:
+        """Logits of new tokens, ``[batch, new, vocab]``, on the store of the pass.
+
+        Args:
+            tokens: ``[batch, new]``.
+            masking: What the model is told beside them.
+            own: Which of them are the path's, ``[new]``; all of them by default.
+            shown: How many of them are shown; all by default.
+        """
+        self.view.feed(torch.ones(tokens.shape[1], dtype=torch.bool) if own is None else own.cpu(), shown)
+        logits = self.adapter.forward(tokens, self.store, **masking._asdict())
+        if self.store is not None:
+            self.store.settle()
+        return logits
+
+    def pieces(self, tokens: Tensor, masking: Masking = NOTHING, own: Tensor | None = None) -> Tensor:
+        """Logits of a prompt, ``[batch, position, vocab]``, fed in chunks where the path says so."""
+        begun, made = 0, []
+        for piece in tokens.split(min(self.chunk or tokens.shape[1], tokens.shape[1]), 1):
+            stop = begun + piece.shape[1]
+            mask, positions = masking
+            told = Masking(
+                None if mask is None else mask[:, :stop], None if positions is None else positions[:, begun:stop]
+            )
+            made.append(self.forward(piece, told, None if own is None else own[begun:stop]))
+            begun = stop
+        return torch.cat(made, 1)
+
+    def crop(self, length: int) -> None:
+        """Takes back all positions from ``length`` on, and counts them."""
+        self.count("positions taken back", len(self.view.own) - length)
+        self.store.crop(length)
+        self.view.crop(length)
+
+    def count(self, name: str, more: int = 1) -> None:
+        """Counts what happened."""
+        self.witness[name] = self.witness.get(name, 0) + more
+
+
+def check_masks(adapter: Adapter, what: str) -> None:
+    """Raises UnsupportedError where a model cannot be told which positions hold no token."""
+    if not adapter.takes_mask:
+        raise UnsupportedError(
+            f"call={what} has rows to be masked, and {adapter.facts.architecture}, as kind {adapter.kind} runs it, cannot be told "
+            "which: leave the call out, or load the model with kind='native'."
+        )

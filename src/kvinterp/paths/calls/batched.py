@@ -1,0 +1,84 @@
+"""``batched(8)``: the prompt among others of other lengths, some of which leave and join while it is decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvinterp.errors import InputError
+from kvinterp.inputs import check_whole
+from kvinterp.models import Adapter
+from kvinterp.paths.calls.base import NOTHING, Call, Feeder, Loop, Masking
+from kvinterp.paths.calls.padded import counted
+
+EVERY = 2
+"""Steps from one leaving to the next joining."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batched(Call):
+    """The prompt in a batch. Its neighbours are its own tokens, turned and shorter: padded on the left, where a model takes a mask.
+
+    A neighbour leaves, and another joins with a cache of its own, every second step in turn where the cache can do that.
+
+    Attributes:
+        rows: Rows of the batch, the prompt's among them.
+    """
+
+    rows: int = 8
+
+    def __post_init__(self) -> None:
+        if check_whole("rows", self.rows) < 2:
+            raise InputError(f"call={self} was given: expected at least 2 rows, the prompt's among them.")
+
+    def room(self, length: int, steps: int) -> tuple[int, int, int]:
+        """As many rows."""
+        return self.rows, length, steps
+
+    def feed(self, feeder: Feeder) -> Loop:
+        """Feeds all rows together; of the others other tokens."""
+        view, prompt = feeder.view, feeder.prompt
+        length, masks = prompt.shape[1], feeder.adapter.takes_mask
+        view.row = self.rows // 2
+        pads = [(abs(row - view.row) % length) * masks for row in range(self.rows)]
+        tokens = torch.cat([prompt.roll(row - view.row, 1) for row in range(self.rows)])
+        mask: Tensor = torch.stack([torch.arange(length) >= pad for pad in pads]).to(tokens)
+        feeder.start(tokens, feeder.steps)
+        logits = feeder.pieces(tokens, counted(mask) if any(pads) else NOTHING)
+        feeder.witness |= {"rows": self.rows, "pads masked": sum(pads)}
+        for step in range(feeder.steps + 1):
+            token = yield logits[view.row : view.row + 1, -1]
+            if step % (2 * EVERY) == EVERY - 1 and len(mask) > 2 and feeder.store.can_select:
+                keep = torch.tensor([row for row in range(len(mask)) if row != (view.row + 1) % len(mask)])
+                feeder.store.select(keep.to(mask.device))
+                mask, view.row = mask[keep], int((keep == view.row).nonzero())
+                feeder.count("neighbours that left")
+            elif step % (2 * EVERY) == 2 * EVERY - 1 and feeder.store.can_select:
+                mask = self._joined(feeder, mask)
+            new = (token + torch.arange(len(mask), device=token.device) - view.row) % feeder.adapter.facts.vocabulary
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            told = counted(mask)
+            assert told.positions is not None
+            masking = Masking(mask, told.positions[:, -1:]) if any(pads) else NOTHING
+            logits = feeder.forward(new[:, None], masking)
+
+    def _joined(self, feeder: Feeder, mask: Tensor) -> Tensor:
+        """Another request joins: its own prefill of as many tokens as there are positions, put under the others."""
+        total = mask.shape[1]
+        tokens = feeder.prompt.repeat(1, total // feeder.prompt.shape[1] + 1)[:, :total].roll(1, 1)
+        store = feeder.aside(tokens, 1)
+        feeder.view.silent = True
+        try:
+            feeder.adapter.forward(tokens, store)
+        finally:
+            feeder.view.silent = False
+        feeder.store.join(store)
+        feeder.count("neighbours that joined")
+        return torch.cat([mask, mask.new_ones(1, total)])
+
+    def missing(self, witness: dict[str, Any]) -> str:
+        """Rows beside the prompt's."""
+        return "" if witness.get("rows", 0) > 1 else "no neighbour was in the batch"

@@ -1,0 +1,72 @@
+"""``padded(left,5)``: pads beside the prompt, masked, and positions that do not count them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvinterp.inputs import check_choice, check_whole
+from kvinterp.models import Adapter
+from kvinterp.paths.calls.base import Call, Feeder, Loop, Masking, check_masks
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded(Call):
+    """The prompt with pads, as in a batch of prompts of other lengths: masked, and not counted by the positions.
+
+    Attributes:
+        side: ``"left"``, as ``generate()`` pads; ``"right"``, between the prompt and what is decoded.
+        pads: How many.
+    """
+
+    forms: ClassVar = ("cached", "recompute")
+    policies: ClassVar = True
+
+    side: str = "left"
+    pads: int = 5
+
+    def __post_init__(self) -> None:
+        check_choice("side", self.side, ("left", "right"))
+        check_whole("pads", self.pads)
+
+    def room(self, length: int, steps: int) -> tuple[int, int, int]:
+        """The pads take positions."""
+        return 1, length + self.pads, steps
+
+    def check(self, adapter: Adapter, length: int) -> None:
+        """Refuses a model that takes no mask."""
+        check_masks(adapter, str(self))
+
+    def feed(self, feeder: Feeder) -> Loop:
+        """Feeds pads and prompt together, then a token a step."""
+        prompt = feeder.prompt
+        while True:
+            tokens, own = self._padded(prompt)
+            masking = counted(own[None].to(tokens))
+            feeder.start(tokens, feeder.steps)
+            logits = feeder.pieces(tokens, masking, own)[:, int(own.nonzero()[-1])]
+            feeder.witness |= {"pads masked": self.pads, "side": self.side}
+            while feeder.form == "cached":
+                token = yield logits
+                own = torch.cat([own, own.new_ones(1)])
+                mask, positions = counted(own[None].to(tokens))
+                assert positions is not None
+                logits = feeder.forward(token[:, None], Masking(mask, positions[:, -1:]))[:, -1]
+                feeder.witness["last position given"] = int(own.sum()) - 1
+            token = yield logits
+            prompt = torch.cat([prompt, token[:, None]], 1)
+
+    def _padded(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        pads, ones = prompt[:, :1].expand(1, self.pads), torch.ones(prompt.shape[1], dtype=torch.bool)
+        none = torch.zeros(self.pads, dtype=torch.bool)
+        if self.side == "left":
+            return torch.cat([pads, prompt], 1), torch.cat([none, ones])
+        return torch.cat([prompt, pads], 1), torch.cat([ones, none])
+
+
+def counted(mask: Tensor) -> Masking:
+    """A mask ``[batch, position]``, with the positions that it leaves when what is masked is not counted."""
+    return Masking(mask, (mask.cumsum(-1) - 1).clamp(min=0))

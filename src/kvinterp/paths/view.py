@@ -1,0 +1,120 @@
+"""What a hook sees of forwards that hold more than the path's own tokens: its own row, its own positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from kvinterp.models.attaching import Listener, Site
+from kvinterp.models.sites import LAYOUTS
+from kvinterp.policies import Place
+from kvinterp.recording import LOGITS, PathHook
+
+Axes = dict[int, Tensor]
+
+
+class View:
+    """Which part of the forward that runs is the path's.
+
+    Attributes:
+        row: Its row in the batch.
+        own: Which of the positions so far are its own, ``[position]``.
+        new: How many positions this forward feeds.
+        shown: How many of them are shown, the first ones; None for all.
+        silent: Whether the forward is another request's altogether.
+    """
+
+    def __init__(self) -> None:
+        self.row, self.new, self.silent = 0, 0, False
+        self.own: Bool[Tensor, " position"] = torch.zeros(0, dtype=torch.bool)
+        self.shown: int | None = None
+
+    def feed(self, own: Bool[Tensor, " new"], shown: int | None = None) -> None:
+        """New positions come, of which these are the path's own."""
+        self.own, self.new, self.shown = torch.cat([self.own, own]), len(own), shown
+
+    def crop(self, length: int) -> None:
+        """Positions from ``length`` on are taken back."""
+        self.own = self.own[:length]
+
+    @property
+    def begun(self) -> int:
+        """The first position that this forward feeds."""
+        return len(self.own) - self.new
+
+    def queries(self) -> Tensor:
+        """The rows of this forward that are shown."""
+        return self.own[self.begun :][: self.shown].nonzero().flatten()
+
+    def keys(self, start: int, count: int) -> Tensor:
+        """The keys that are shown, of ``count`` from position ``start`` on."""
+        end = len(self.own) if self.shown is None else self.begun + self.shown
+        return self.own[start : min(start + count, end)].nonzero().flatten()
+
+
+class Shown(PathHook):
+    """A hook that hears of each forward what a :class:`View` shows; what it returns is put back there."""
+
+    def __init__(self, hook: PathHook, view: View) -> None:
+        self._hook, self._view, self._asked = hook, view, hook.reads
+        self.listeners = {
+            place: hear if place == LOGITS else self._cut(place, hear) for place, hear in hook.listeners.items()
+        }
+
+    @property
+    def reads(self) -> bool:
+        """Whether the hook is to be told of what attention reads."""
+        return self._asked
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Shows the path's own keys and values."""
+        view = self._view
+        chosen = view.keys(place.start, keys.shape[2])
+        if view.silent or not len(chosen):
+            return None
+        start = int(view.own[: place.start].sum())
+        axes = _on(keys.device, {0: torch.tensor([view.row]), 2: chosen})
+        mine = dataclasses.replace(place, start=start, stop=start + len(chosen))
+        changed = self._hook.on_read(mine, _part(keys, axes), _part(values, axes))
+        return None if changed is None else (_with(keys, axes, changed[0]), _with(values, axes, changed[1]))
+
+    def _cut(self, place: Site, hear: Listener) -> Listener:
+        layout, view = LAYOUTS[place[0]], self._view
+
+        def heard(tensor: Tensor) -> Tensor | None:
+            cached = layout.group == "cache"
+            rows = view.keys(0, tensor.shape[layout.rows]) if cached else view.queries()
+            if view.silent or not len(rows):
+                return None
+            chosen = {0: torch.tensor([view.row]), layout.rows: rows}
+            if layout.keys:
+                # Of a window the newest keys are there; of a static cache the room behind them too.
+                count = tensor.shape[layout.keys]
+                chosen[layout.keys] = view.keys(max(len(view.own) - count, 0), count)
+            axes = _on(tensor.device, chosen)
+            changed = hear(_part(tensor, axes))
+            return None if changed is None else _with(tensor, axes, changed)
+
+        return heard
+
+
+def _on(device: torch.device, axes: Axes) -> Axes:
+    return {axis: chosen.to(device) for axis, chosen in axes.items()}
+
+
+def _part(tensor: Tensor, axes: Mapping[int, Tensor]) -> Tensor:
+    for axis, chosen in axes.items():
+        tensor = tensor.index_select(axis, chosen)
+    return tensor
+
+
+def _with(tensor: Tensor, axes: Mapping[int, Tensor], part: Tensor) -> Tensor:
+    """A copy in which what was chosen is another's."""
+    if not axes:
+        return part.to(tensor.dtype)
+    (axis, chosen), *inner = axes.items()
+    return tensor.index_copy(axis, chosen, _with(tensor.index_select(axis, chosen), dict(inner), part))
