@@ -123,6 +123,7 @@ LISTED: dict[str, Callable[[], Table]] = {
     "policies": _policies,
     "metrics": _metrics,
     "kernels": lambda: _fields("kernels", _from("paths", "KERNELS")),
+    "calls": lambda: _fields("calls", _from("paths.calls", "CALLS")),
     "protocols": lambda: _pairs("protocols", "protocol", _from("comparison", "PROTOCOLS")),
     "experiments": _experiments,
 }

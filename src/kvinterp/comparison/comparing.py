@@ -43,6 +43,7 @@ from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
+from kvinterp.paths.calls.base import witnessed
 from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
@@ -328,6 +329,13 @@ class _Paths:
         stops = [] if ends is None else ends.tolist()
         caches = [{"a": runners[0].cache, "b": runners[other].cache} for other in others]
         abouts = [{**about, "caches": each} for about, each in zip(self.abouts, caches, strict=True)]
+        for about, other in zip(abouts, others, strict=True):
+            sides = {"a": (self.paths[0], runners[0]), "b": (self.paths[other], runners[other])}
+            seen = {
+                side: witnessed(path, runner.witness) for side, (path, runner) in sides.items() if path.call is not None
+            }
+            if seen:
+                about["witness"] = {side: {name: [n, n] for name, n in each.items()} for side, each in seen.items()}
         # Numbered by lane first; each prompt asks for the rows of both lanes of a pair.
         lists = collected.lists()
         return [

@@ -196,7 +196,9 @@ class Comparison(Kept):
         for part in parts:
             abouts.append(part.provenance)
             first = abouts[0]
-            unlike = sorted(key for key in first if key != "caches" and part.provenance.get(key) != first[key])
+            unlike = sorted(
+                key for key in first if key not in ("caches", "witness") and part.provenance.get(key) != first[key]
+            )
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
             for name, several in pieces.items():
@@ -211,7 +213,7 @@ class Comparison(Kept):
             raise InputError("there is no comparison to join: give at least one.")
         tables = {name: pd.concat(pieces.pop(name), ignore_index=True) for name in PARTS}
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
-        return cls(**tables, provenance=abouts[0] | _caches(abouts))
+        return cls(**tables, provenance=abouts[0] | _caches(abouts) | _witnesses(abouts))
 
     def without_rows(self) -> Comparison:
         """The same with tables of the same columns that hold nothing."""
@@ -226,6 +228,18 @@ def _caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """What kept keys and values on each side: a preallocated cache may have been left for some shapes and not for others."""
     said = [about["caches"] for about in abouts if "caches" in about]
     return {"caches": {side: "; ".join(sorted({each[side] for each in said})) for side in said[0]}} if said else {}
+
+
+def _witnesses(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[int]]]]:
+    """What the call plans of each side saw themselves do, from the least of any prompt to the most."""
+    joined: dict[str, dict[str, list[int]]] = {}
+    for about in abouts:
+        for side, seen in about.get("witness", {}).items():
+            into = joined.setdefault(side, {})
+            for name, (least, most) in seen.items():
+                low, high = into.get(name, (least, most))
+                into[name] = [min(low, least), max(high, most)]
+    return {"witness": joined} if joined else {}
 
 
 def _mean(values: pd.Series) -> float | None:

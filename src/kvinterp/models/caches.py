@@ -106,7 +106,8 @@ class OwnCache:
         Raises:
             UnsupportedError: It cannot.
         """
-        raise UnsupportedError(f"a {self.name or 'cache of this kind'} cannot take positions back: leave the call out of the path.")
+        name = self.name or "cache of this kind"
+        raise UnsupportedError(f"a {name} cannot take positions back: leave the call out of the path.")
 
     def select(self, rows: Int[Tensor, " chosen"]) -> None:
         """Keeps these sequences, in this order; only where :attr:`can_select`."""

@@ -84,6 +84,26 @@ class _OwnCache(OwnCache):
         """The entry's own tensors."""
         return _turned((self.model_cache[layer].past_keys, self.model_cache[layer].past_values))
 
+    can_select = True
+
+    def crop(self, length: int) -> None:
+        """The first rows of every entry."""
+        self._each(lambda held: held[:, :length])
+
+    def select(self, rows: Tensor) -> None:
+        """These sequences of every entry."""
+        self._each(lambda held: held[rows.to(held.device)])
+
+    def join(self, other: OwnCache) -> None:
+        """Puts the other's entries behind these."""
+        for mine, theirs in zip(self.model_cache.entries, other.model_cache.entries, strict=True):
+            mine.past_keys = torch.cat([mine.past_keys, theirs.past_keys])
+            mine.past_values = torch.cat([mine.past_values, theirs.past_values])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        for entry in self.model_cache.entries:
+            entry.past_keys, entry.past_values = change(entry.past_keys), change(entry.past_values)
+
     def let_go(self, kind: str) -> None:
         """Refuses: keys are held before RoPE, and turned at every step by the number of their row."""
         raise UnsupportedError(

@@ -203,14 +203,16 @@ class TransformersCache(OwnCache):
         return type(self.model_cache) is DynamicCache and is_attention_only(self.model_cache)
 
     def crop(self, length: int) -> None:
-        """transformers' own ``crop``."""
+        """Transformers' own ``crop``."""
         try:
-            self.model_cache.crop(length)
+            # Of a negative number every release takes so many away.
+            self.model_cache.crop(length - int(self.model_cache.get_seq_length()))
         except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
-            raise UnsupportedError(f"a {self.name} of this model cannot take positions back ({str(error).rstrip('.')}).") from error
+            why = str(error).rstrip(".")
+            raise UnsupportedError(f"a {self.name} of this model cannot take positions back ({why}).") from error
 
     def select(self, rows: Tensor) -> None:
-        """transformers' own ``reorder_cache``, as beam search calls it, or ``batch_select_indices``."""
+        """Transformers' own ``reorder_cache``, as beam search calls it, or ``batch_select_indices``."""
         batch = self.model_cache.layers[0].keys.shape[0]
         (self.model_cache.reorder_cache if len(rows) == batch else self.model_cache.batch_select_indices)(rows)
 

@@ -26,12 +26,17 @@ def two_paths(
     """Both paths by name, checked, and in another dtype where one is given.
 
     Raises:
-        InputError: The first is no cached path, or the second no recompute path in one piece.
+        InputError: The first is no cached path, or the second no recompute path in one piece; or one has a call plan.
     """
     paths = path_named(cached), path_named(recompute)
     if paths[0].form != "cached" or paths[1].form != "recompute" or paths[1].chunk is not None:
         raise InputError(
             f"{what} needs a cached and an unchunked recompute path, and {paths[0]} and {paths[1]} were given."
+        )
+    called = next((path for path in paths if path.call is not None), None)
+    if called is not None:
+        raise InputError(
+            f"{what} follows the rows of one prompt by their number, and path {called} was given: leave call out."
         )
     if dtype is None:
         return paths

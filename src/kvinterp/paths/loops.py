@@ -102,7 +102,7 @@ class Runner:
         self.step, self._device = -1, self.adapter.device
         self.cache = "none"
         cached = path.form == "cached"
-        call, self.witness = path.call, dict[str, Any]()
+        call, self.witness = path.call, dict[str, int]()
         if call is not None:
             call.check(self.adapter, prompt.shape[1])
             if len(prompt) > 1:
@@ -110,7 +110,8 @@ class Runner:
         if cached or path.chunk is not None:
             # Whatever is to be found out about this model's cache is found out here, before anything is heard.
             begun = range(0, room, path.refresh) if cached and path.refresh and room else (0,)
-            shapes = [call.room(prompt.shape[1], room)] if call is not None else [(len(prompt), prompt.shape[1] + step, room - step if cached else 0) for step in begun]
+            shapes = [(len(prompt), prompt.shape[1] + step, room - step if cached else 0) for step in begun]
+            shapes = shapes if call is None else [call.room(prompt.shape[1], room)]
             self.cache = "; ".join(dict.fromkeys(path_store(self.adapter, path, *shape, ()).name for shape in shapes))
         self._store: Store | None = None
         # Without a store a forward reads the keys it made and no others.
@@ -175,19 +176,17 @@ class Runner:
         self._store = path_store(adapter, path, batch, length, room, hooks)
         return self._store
 
-    def _feeder(
-        self, path: ExecutionPath, prompt: Tensor, room: int, hears: Sequence[PathHook], view: View
-    ) -> Feeder:
+    def _feeder(self, path: ExecutionPath, prompt: Tensor, room: int, hears: Sequence[PathHook], view: View) -> Feeder:
         """What a call plan drives the model with."""
 
         def begin(tokens: Tensor, after: int) -> Store | None:
             self._begin()
             if path.form == "recompute":
                 return uncached(self.adapter, path, tokens, self._stores, hears)
-            return self._stores(self.adapter, path, *tokens.shape, after, hears)
+            return self._stores(self.adapter, path, len(tokens), tokens.shape[1], after, hears)
 
         def aside(tokens: Tensor, after: int) -> Store:
-            return path_store(self.adapter, path, *tokens.shape, after, ())
+            return path_store(self.adapter, path, len(tokens), tokens.shape[1], after, ())
 
         asked = prompt.to(self._device)
         return Feeder(self.adapter, path.form, asked, room, path.chunk, begin, aside, view, self.witness)

@@ -93,7 +93,9 @@ class ExecutionPath:
             if getattr(self, name) is not None:
                 raise InputError(f"{name}={getattr(self, name)} was given with call={self.call}: leave one out.")
         if self.policy.evicts or self.policy.sites or (self.policy.acts and not self.call.policies):
-            raise InputError(f"policy={self.policy} was given with call={self.call}, which moves rows under it: leave one out.")
+            raise InputError(
+                f"policy={self.policy} was given with call={self.call}, which moves rows under it: leave one out."
+            )
 
     def _check_smooth(self) -> None:
         """Refuses what is no weight, and a cache that would be checked without what it is mixed with."""
@@ -215,8 +217,8 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
     if match is None:
         raise InputError(
             f"path {text!r} cannot be read: expected cached or recompute, then if wanted "
-            "[call=PLAN,chunk=N,refresh=N,smooth=WEIGHT,prefill=stored,cache=KIND,cache_dtype=DTYPE,kernels=MODE], +POLICY once or more "
-            "and @DTYPE, as in cached, recompute@float64 or cached[chunk=16]."
+            "[call=PLAN,chunk=N,refresh=N,smooth=WEIGHT,prefill=stored,cache=KIND,cache_dtype=DTYPE,kernels=MODE], "
+            "+POLICY once or more and @DTYPE, as in cached, recompute@float64 or cached[chunk=16]."
         )
     form, options, policy, dtype = match.groups()
     chosen: dict[str, str] = {}
@@ -226,7 +228,8 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
         name = "cache_dtype" if name == "cache" and value in DTYPES else name
         if name not in OPTIONS or not value or name in chosen:
             raise InputError(
-                f"path option {part!r} in {text!r} is {'given twice' if name in chosen else 'unknown'}: expected call=PLAN, chunk=N, "
+                f"path option {part!r} in {text!r} is {'given twice' if name in chosen else 'unknown'}: expected call=PLAN, "
+                "chunk=N, "
                 "refresh=N, smooth=WEIGHT, prefill=stored, cache=KIND, cache_dtype=DTYPE or kernels=MODE."
             )
         chosen[name] = value

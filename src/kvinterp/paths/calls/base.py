@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import logging
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +20,8 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.view import View
 from kvinterp.spec import text_of
+
+log = logging.getLogger("kvinterp")
 
 Loop = Generator[Float[Tensor, "batch vocab"], Int[Tensor, " batch"], None]
 
@@ -43,7 +46,7 @@ class Call(abc.ABC):
         """Rows of the batch, positions before the first decode step and after it, for a prompt of ``length`` tokens."""
         return 1, length, steps
 
-    def check(self, adapter: Adapter, length: int) -> None:
+    def check(self, adapter: Adapter, length: int) -> None:  # noqa: B027  # most refuse nothing
         """Raises InputError or UnsupportedError, before anything runs, where a model or a prompt cannot be run so.
 
         Args:
@@ -51,7 +54,7 @@ class Call(abc.ABC):
             length: Tokens of the prompt.
         """
 
-    def missing(self, witness: dict[str, Any]) -> str:
+    def missing(self, witness: dict[str, int]) -> str:
         """What did not happen although the plan stands for it, in a few words; empty where it ran as said."""
         return ""
 
@@ -100,7 +103,7 @@ class Feeder:
     begin: Callable[[Tensor, int], Any]
     aside: Callable[[Tensor, int], Any]
     view: View
-    witness: dict[str, Any] = dataclasses.field(default_factory=dict)
+    witness: dict[str, int] = dataclasses.field(default_factory=dict)
     store: Any = None
 
     def start(self, tokens: Tensor, room: int) -> None:
@@ -149,10 +152,18 @@ class Feeder:
         self.witness[name] = self.witness.get(name, 0) + more
 
 
+def witnessed(path: Any, witness: dict[str, int]) -> dict[str, int]:
+    """What a path's call plan saw itself do; what it stands for and did not happen is said, and counted."""
+    why = path.call.missing(witness)
+    if why:
+        log.warning("call=%s was not exercised: %s", path.call, why)
+    return witness | ({"not exercised": 1} if why else {})
+
+
 def check_masks(adapter: Adapter, what: str) -> None:
     """Raises UnsupportedError where a model cannot be told which positions hold no token."""
     if not adapter.takes_mask:
         raise UnsupportedError(
-            f"call={what} has rows to be masked, and {adapter.facts.architecture}, as kind {adapter.kind} runs it, cannot be told "
-            "which: leave the call out, or load the model with kind='native'."
+            f"call={what} has rows to be masked, and {adapter.facts.architecture}, as kind {adapter.kind} runs it, cannot be "
+            "told which: leave the call out, or load the model with kind='native'."
         )

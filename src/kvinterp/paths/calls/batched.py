@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_whole
-from kvinterp.models import Adapter
 from kvinterp.paths.calls.base import NOTHING, Call, Feeder, Loop, Masking
 from kvinterp.paths.calls.padded import counted
 
@@ -20,9 +18,10 @@ EVERY = 2
 
 @dataclasses.dataclass(frozen=True)
 class Batched(Call):
-    """The prompt in a batch. Its neighbours are its own tokens, turned and shorter: padded on the left, where a model takes a mask.
+    """The prompt among others in a batch.
 
-    A neighbour leaves, and another joins with a cache of its own, every second step in turn where the cache can do that.
+    They are its own tokens, turned and shorter: padded on the left, where a model takes a mask; else as long. A neighbour leaves,
+    and another joins with a cache of its own, every second step in turn where the cache can do that.
 
     Attributes:
         rows: Rows of the batch, the prompt's among them.
@@ -79,6 +78,6 @@ class Batched(Call):
         feeder.count("neighbours that joined")
         return torch.cat([mask, mask.new_ones(1, total)])
 
-    def missing(self, witness: dict[str, Any]) -> str:
+    def missing(self, witness: dict[str, int]) -> str:
         """Rows beside the prompt's."""
         return "" if witness.get("rows", 0) > 1 else "no neighbour was in the batch"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
@@ -35,7 +34,9 @@ class Beams(Call):
         view, tokens = feeder.view, feeder.prompt.expand(self.beams, -1)
         feeder.start(tokens, feeder.steps)
         if not feeder.store.can_select:
-            raise UnsupportedError(f"call={self} moves rows, and a {feeder.store.name} has none to move: leave the call out.")
+            raise UnsupportedError(
+                f"call={self} moves rows, and a {feeder.store.name} has none to move: leave the call out."
+            )
         logits = feeder.pieces(tokens)
         order = torch.arange(self.beams, device=tokens.device).roll(1)
         while True:
@@ -46,6 +47,6 @@ class Beams(Call):
             new = (token + torch.arange(self.beams, device=token.device) - view.row) % feeder.adapter.facts.vocabulary
             logits = feeder.forward(new[:, None])
 
-    def missing(self, witness: dict[str, Any]) -> str:
+    def missing(self, witness: dict[str, int]) -> str:
         """Rows that were moved."""
         return "" if witness.get("rows moved") else "no row was moved"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ OTHERS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Forked(Call):
-    """Another request fills the cache with the first tokens of the prompt and goes on with tokens of its own, which are taken back.
+    """The prompt behind a prefix that another request put into the cache, whose own tokens behind that were taken back.
 
     Attributes:
         prefix: How many tokens of the prompt are its.
@@ -54,12 +53,14 @@ class Forked(Call):
         finally:
             feeder.view.silent = False
         feeder.crop(self.prefix)
-        feeder.count("cached positions reused", min(feeder.store.length(layer) for layer in range(feeder.adapter.facts.layers)))
+        feeder.count(
+            "cached positions reused", min(feeder.store.length(layer) for layer in range(feeder.adapter.facts.layers))
+        )
         logits = feeder.forward(rest)
         while True:
             token = yield logits[:, -1]
             logits = feeder.forward(token[:, None])
 
-    def missing(self, witness: dict[str, Any]) -> str:
+    def missing(self, witness: dict[str, int]) -> str:
         """Positions that were reused."""
         return "" if witness.get("cached positions reused", 0) >= self.prefix else "no cached position was reused"

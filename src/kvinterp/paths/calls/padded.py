@@ -48,7 +48,7 @@ class Padded(Call):
             masking = counted(own[None].to(tokens))
             feeder.start(tokens, feeder.steps)
             logits = feeder.pieces(tokens, masking, own)[:, int(own.nonzero()[-1])]
-            feeder.witness |= {"pads masked": self.pads, "side": self.side}
+            feeder.witness |= {"pads masked": self.pads}
             while feeder.form == "cached":
                 token = yield logits
                 own = torch.cat([own, own.new_ones(1)])

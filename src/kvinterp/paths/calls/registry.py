@@ -7,7 +7,7 @@ from kvinterp import spec
 from kvinterp.errors import InputError
 from kvinterp.paths.calls.base import Call
 
-CALLS = spec.plugins_of(folder, Call)
+CALLS = spec.plugins_of(folder, Call)  # type: ignore[type-abstract]
 
 
 def call_named(given: object) -> Call | None:
@@ -19,5 +19,7 @@ def call_named(given: object) -> Call | None:
     if given is None or isinstance(given, Call):
         return given
     if not isinstance(given, str):
-        raise InputError(f"call={given!r} was given: expected a call plan, one of {', '.join(CALLS)}, as in 'padded(left,5)'.")
+        raise InputError(
+            f"call={given!r} was given: expected a call plan, one of {', '.join(CALLS)}, as in 'padded(left,5)'."
+        )
     return spec.read("call plan", given, CALLS, "Values go in brackets, as in padded(left,5).")

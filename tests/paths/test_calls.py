@@ -1,0 +1,206 @@
+"""Call plans: another way for the tokens to reach the model, and the same numbers where its code is right."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvinterp as kv
+from kvinterp.paths import Runner
+from kvinterp.paths.calls import CALLS, call_named
+from kvinterp.recording import PathHook
+
+PROMPT = "3+4=7\n5+2=7\n1+1="
+PLANS = ["padded(left,5)", "padded(right,3)", "batched(4)", "forked(4)", "beams(3)", "verified(3)"]
+SHORT = {"max_new_tokens": 6, "stop": "length", "progress": "none"}
+SITES = "resid_post,pattern,kv"
+KINDS = ["native", "bridge", "hooked"]
+
+
+@pytest.fixture(scope="module")
+def native():
+    return kv.load_model("zoo:gqa2-mini", dtype="float64", kind="native")
+
+
+def apart(found: kv.Comparison) -> float:
+    """The largest difference of any logit and of any recorded site."""
+    return max(
+        found.steps["max_abs_logit"].max(), found.layers["relative_l2"].max(), found.kv_steps["relative_error"].max()
+    )
+
+
+def test_every_plan_is_tried_here():
+    assert {plan.split("(")[0] for plan in PLANS} == set(CALLS)
+
+
+@pytest.mark.hooked
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_shows_what_the_prompt_alone_shows(plan, kind):
+    model = kv.load_model("zoo:gqa2-mini", dtype="float64", kind=kind)
+    if plan.startswith("padded") and kind != "native":
+        with pytest.raises(kv.UnsupportedError, match="cannot be told which"):
+            kv.run(model, PROMPT, f"cached[call={plan}]", max_new_tokens=2)
+        return
+    found = kv.compare(model, [PROMPT], a=f"cached[call={plan}]", b="cached", record=SITES, **SHORT)
+    # A bridge's chunks are off by more than float64's rounding, plan or no plan.
+    assert apart(found) < (1e-4 if kind == "bridge" and plan.startswith("forked") else 1e-9)
+    assert found.provenance["witness"]["a"]
+    assert "not exercised" not in found.provenance["witness"]["a"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_with_one_order_of_additions_not_a_bit_differs(plan, dtype):
+    model = kv.load_model("zoo:gqa2-mini", dtype=dtype, kind="native")
+    fixed = "kernels=batch_invariant"
+    found = kv.compare(model, [PROMPT], a=f"cached[call={plan},{fixed}]", b=f"cached[{fixed}]", record=SITES, **SHORT)
+    assert apart(found) == 0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_against_itself_is_bitwise_zero(native, plan):
+    path = f"cached[call={plan}]"
+    assert apart(kv.compare(native, [PROMPT], a=path, b=f"cached[call={plan},prefill=stored]", record=SITES, **SHORT)) == 0
+    assert str(kv.path_named(path)) == path
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_is_the_plain_loop_to_the_bit(side):
+    model = kv.load_model("zoo:gqa2-mini", dtype="float32", kind="native")
+    trace = kv.run(model, PROMPT, f"cached[call=padded({side},4)]", max_new_tokens=5, stop="length", logits="keep")
+    ids, pads = torch.tensor([trace.prompt]), 4
+    filler, ones = ids[:, :1].expand(1, pads), torch.ones_like(ids)
+    parts = [(filler, torch.zeros_like(filler)), (ids, ones)][:: 1 if side == "left" else -1]
+    tokens, mask = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    cache, at, logits = DynamicCache(config=model.model.config), -1 if side == "left" else ids.shape[1] - 1, []
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        for token in (*trace.fed, None):
+            made = model.model(
+                input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            ).logits
+            logits.append(made[0, at])
+            if token is not None:
+                tokens, at = torch.tensor([[token]]), -1
+                mask = torch.cat([mask, torch.ones_like(tokens)], 1)
+                positions = mask.sum(-1, keepdim=True) - 1
+    assert torch.equal(torch.stack(logits), trace.logits)
+
+
+def broken(model, change):
+    """The model, whose forward is given what ``change`` makes of its arguments."""
+    forward = model.model.forward
+
+    def other(**given):
+        return forward(**change(given))
+
+    other.__signature__ = inspect.signature(forward)
+    model.model.forward = other
+    return kv.wrap(model.model, tokenizer=model.tokenizer)
+
+
+FAULTS = {
+    "the mask is ignored in decode": lambda g: g | ({"attention_mask": None} if g["input_ids"].shape[1] == 1 else {}),
+    "positions count the pads in decode": lambda g: (
+        g | ({"position_ids": g["position_ids"] + 5} if g["input_ids"].shape[1] == 1 and "position_ids" in g else {})
+    ),
+    "positions count the pads": lambda g: g | {"position_ids": None},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_of_padding_is_seen_and_the_plain_path_is_clean(fault):
+    model = broken(kv.load_model("zoo:gqa2-mini", dtype="float64", kind="native"), FAULTS[fault])
+    found = kv.compare(model, [PROMPT], a="cached[call=padded(left,5)]", b="recompute", record=SITES, **SHORT)
+    assert apart(found) > 1e-6
+    assert apart(kv.compare(model, [PROMPT], a="cached", b="recompute", record=SITES, **SHORT)) < 1e-9
+
+
+CUT = {
+    "a crop that leaves rows": ("forked(4)", "crop", lambda cache, count: None),
+    "beams that stay where they were": ("beams(3)", "reorder_cache", lambda cache, rows: None),
+    "beams of which one tensor moves": ("beams(3)", "reorder_cache", None),
+    "drafts that stay in the cache": ("verified(3)", "crop", lambda cache, count: None),
+    "rows selected wrongly": ("batched(4)", "batch_select_indices", lambda cache, rows: None),
+}
+
+
+@pytest.mark.parametrize("fault", CUT)
+def test_a_planted_fault_of_a_cache_is_seen(fault, native, monkeypatch):
+    plan, method, wrong = CUT[fault]
+
+    def keys_only(cache, rows):
+        for layer in cache.layers:
+            layer.keys = layer.keys[rows]
+
+    monkeypatch.setattr(DynamicCache, method, wrong or keys_only)
+    with contextlib.suppress(RuntimeError, IndexError):
+        # Rows that do not fit fail in the model, which is seen too.
+        found = kv.compare(native, [PROMPT], a=f"cached[call={plan}]", b="cached", record="", **SHORT)
+        assert found.steps["max_abs_logit"].max() > 1e-6
+
+
+def test_what_a_hook_returns_is_put_into_the_rows_that_it_saw(native):
+    given = kv.run(native, PROMPT, "cached", record="resid_post", positions="all", max_new_tokens=2, stop="length")
+
+    class Doubled(PathHook):
+        listeners: ClassVar = {("resid_post", 0): lambda tensor: 2 * tensor}
+
+    def logits(path):
+        tokens = torch.tensor([given.prompt])
+        with Runner(native, kv.path_named(path), tokens, 2, [Doubled()]) as runner:
+            return torch.cat([runner.advance(), runner.advance(tokens[:, 3])])
+
+    plain = logits("cached")
+    for plan in PLANS:
+        assert (logits(f"cached[call={plan}]") - plain).abs().max() < 1e-9, plan
+    assert (plain[0] - kv.run(native, PROMPT, "cached", max_new_tokens=1, logits="keep").logits[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("recompute[call=beams(3)]", "which it cannot drive"),
+        ("cached[call=forkd]", "did you mean 'forked'"),
+        ("cached[call=padded(up,3)]", "side"),
+        ("cached[call=padded(left,0)]", "pads"),
+        ("cached[call=batched(1)]", "at least 2 rows"),
+        ("cached[call=beams(1)]", "at least 2 beams"),
+        ("cached[call=verified(3)]+q8_0", "moves rows under it"),
+        ("cached[call=padded(left,3)]+h2o", "moves rows under it"),
+        ("cached[call=padded(left,3),refresh=2]", "leave one out"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(path, said):
+    with pytest.raises(kv.InputError, match=said):
+        kv.path_named(path)
+
+
+def test_a_prompt_shorter_than_a_prefix_is_refused_before_anything_runs(native):
+    with pytest.raises(kv.InputError, match="give a longer prompt, or forked"):
+        kv.run(native, PROMPT, "cached[call=forked(400)]")
+
+
+def test_a_verb_that_counts_rows_refuses_a_plan(native):
+    with pytest.raises(kv.InputError, match="leave call out"):
+        kv.localise(native, PROMPT, cached="cached[call=padded(left,5)]")
+
+
+def test_what_was_not_exercised_is_said(native, caplog):
+    trace = kv.run(native, PROMPT, "cached[call=beams(2)]", max_new_tokens=1)
+    assert trace.provenance["witness"]["not exercised"] == 1
+    assert "no row was moved" in caplog.text
+
+
+def test_two_prompts_join_their_witnesses(native):
+    found = kv.compare(native, [PROMPT, PROMPT + "2\n"], a="cached[call=verified(2)]", b="cached", record="", **SHORT)
+    least, most = found.provenance["witness"]["a"]["positions taken back"]
+    assert 0 < least <= most
+    assert dataclasses.is_dataclass(call_named("verified(2)"))
