@@ -186,10 +186,10 @@ def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
             panel.minorticks_off()
             log_ticks(panel.yaxis)
             panel.set_ylabel("mean |logit difference| / std")
-        legend_outside(figure, panels[0, 0])
+        legend_outside(figure, panels[0, 0], side="upper")
         signed(
             figure,
-            f"{here['device']}, {here['threads']} thread; SmolLM2-135M (depth, length), random Llama (others)",
+            f"{here['device']}, {here['threads']} thread; SmolLM2-135M (depth, length), random Llama (others); zeros left out",
             [here],
         )
         save(figure, picture)
@@ -218,7 +218,8 @@ def main() -> None:
             f"exponent {fit['exponent']:6.2f} ({fit['low']:.2f} to {fit['high']:.2f}), {fit['times_off_the_line']:.2f} times off the "
             f"line at most, {fit['zeros']} zeros; {fit['by_size']}"
         )
-    keep(given.out, "scale", {"model": REAL, "steps": STEPS, "exponents": fits, "rows": rows, "provenance": here})
+    plain = [{name: None if value != value else value for name, value in fit.items()} for fit in fits]
+    keep(given.out, "scale", {"model": REAL, "steps": STEPS, "exponents": plain, "rows": rows, "provenance": here})
     draw(fits, here, given.figure)
 
 
