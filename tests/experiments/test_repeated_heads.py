@@ -92,8 +92,9 @@ def test_prompts_are_drawn_with_another_seed() -> None:
     assert prompts_of_seed("arithmetic:20", 0) == "arithmetic:20"
     assert prompts_of_seed("arithmetic:20", 2) == "arithmetic:20:2"
     assert prompts_of_seed("restate:4:5", 1) == "restate:4:6"
-    with pytest.raises(kv.InputError, match="of which there is one set"):
-        RootCause(("zoo:mqa-mini",), prompts="my.jsonl", seeds=2).parts(1)
+    for prompts in ("my.jsonl", "natural:6"):
+        with pytest.raises(kv.InputError, match="of which there is one set"):
+            RootCause(("zoo:mqa-mini",), prompts=prompts, seeds=2).parts(1)
 
 
 def test_each_set_of_prompts_has_its_rows() -> None:

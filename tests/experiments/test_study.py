@@ -306,6 +306,13 @@ def test_what_does_not_fit_is_said_in_one_sentence(tmp_path: Path, options: tupl
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("preset", ["zoo", "quick", "real"])
+def test_a_preset_is_one_that_root_cause_takes(monkeypatch: pytest.MonkeyPatch, preset: str) -> None:
+    monkeypatch.setattr(study, "EXPERIMENTS", ("root-cause",))
+    monkeypatch.setattr(study, "experiment_named", experiment_named)
+    Study(preset=preset).settled().check()
+
+
 def test_a_choice_of_an_experiment_keeps_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "EXPERIMENTS", ("root-cause",))
     monkeypatch.setattr(study, "experiment_named", experiment_named)

@@ -69,6 +69,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "root-cause": {
                 "kind": "native",
                 "prompts": "natural:6",
+                "seeds": 1,  # Of natural prompts there is one set.
                 "flip_steps": 24,
                 "flip_seeds": 1,
                 "ladder_prompts": 5,

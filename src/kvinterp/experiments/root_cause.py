@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pandas as pd
 
 from kvinterp.cells import stacked
-from kvinterp.data import load_prompts
+from kvinterp.data import TASKS, load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.accumulation import Accumulation
 from kvinterp.experiments.base import Outcome
@@ -176,7 +176,7 @@ def prompts_of_seed(prompts: str, seed: int) -> str:
     if not seed:
         return prompts
     match = re.fullmatch(r"(\w+):(\d+)(?::(\d+))?", prompts.strip())
-    if match is None:
+    if match is None or match[1] not in TASKS:
         raise InputError(
             f"seeds was given with prompts {prompts!r}, of which there is one set: give generated ones such as arithmetic:20."
         )
