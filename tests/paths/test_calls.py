@@ -55,6 +55,7 @@ def test_a_plan_shows_what_the_prompt_alone_shows(plan, kind):
     assert "not exercised" not in found.provenance["witness"]["a"]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_with_one_order_of_additions_not_a_bit_differs(plan, dtype):
@@ -71,6 +72,7 @@ def test_a_plan_against_itself_is_bitwise_zero(native, plan):
     assert str(kv.path_named(path)) == path
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_is_the_plain_loop_to_the_bit(side):
     model = kv.load_model("zoo:gqa2-mini", dtype="float32", kind="native")
