@@ -146,3 +146,32 @@ def test_an_unknown_format_is_named(tmp_path: Path) -> None:
         read_given(file, "sglan")
     with pytest.raises(InputError, match="as nemo"):
         read_given(file, "nemo")
+
+
+OWN = {"prompt": [3, 4], "tokens": [5], "logprobs": [-1.0]}
+META = {"input_token_logprobs": [[None, 3]], "output_token_logprobs": [[-1.0, 3]], "output_top_logprobs": [3]}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{**OWN, "logprobs": [10**400]}, {**OWN, "logprobs": [float("inf")]}, {**OWN, "top": [[[1, 10**400]]]},
+     {**OWN, "top": [None] * 4}, {"meta_info": META}],
+)  # fmt: skip
+def test_numbers_that_are_none_and_lists_that_are_none_get_a_sentence(record: Any, tmp_path: Path) -> None:
+    (file := tmp_path / "given.jsonl").write_text(json.dumps(record))
+    with pytest.raises(InputError):
+        read_given(file)
+
+
+def test_a_name_that_is_no_text_is_made_one(tmp_path: Path) -> None:
+    (file := tmp_path / "given.jsonl").write_text(json.dumps({**OWN, "id": "\ud800"}))
+    assert read_given(file)[0].id == "\\ud800"
+
+
+@pytest.mark.parametrize(
+    "given", [{"file": 3}, {"file": None}, {"seed": "x"}, {"seed": 1.5}, {"allow": "xroundingx"}, {"allow": 3}, {"tell": 3}]
+)
+def test_choices_of_a_judgement_are_checked(sample: Any, given: dict[str, Any], tmp_path: Path) -> None:
+    (file := tmp_path / "given.jsonl").write_text(json.dumps(OWN))
+    with pytest.raises(InputError):
+        kv.audit_given(sample[0], **{"file": file, **given})

@@ -25,7 +25,7 @@ from kvinterp.auditing.lengths import CHUNK_NAMES
 from kvinterp.auditing.measure import climb, onset
 from kvinterp.auditing.reading import Evidence
 from kvinterp.auditing.values import grid_module, on_grid
-from kvinterp.auditing.verdict import VERDICTS, Audit
+from kvinterp.auditing.verdict import Audit, allowed
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
@@ -109,10 +109,7 @@ def audit(
     check_known("checks", checks, CHECKS)
     check_seed(seed)
     check_callable("progress", progress)
-    words = f"a list of words of {', '.join(VERDICTS)}"
-    allow = (allow,) if isinstance(allow, str) else tuple(given_list("allow", allow, words))
-    for word in allow:
-        check_known("verdict to allow", word, VERDICTS)
+    allow = allowed(allow)
     lengths, steps = _checked_lengths(_own_lengths(adapter) if lengths is None else lengths, steps)
     dtypes = _precisions(rungs, adapter)
     with contextlib.ExitStack() as held:

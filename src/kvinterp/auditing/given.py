@@ -22,8 +22,9 @@ from kvinterp.auditing import given_steps as steps
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.given_paths import RUNGS, Way, candidates, check_paths, chosen_of, log_probs
 from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
-from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict
+from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict, allowed
 from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.inputs import check_callable, check_seed
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.models import Adapter, wrap
 from kvinterp.provenance import provenance
@@ -63,6 +64,9 @@ def judge_given(
         InputError: A text cannot be one of this model's.
     """
     adapter = wrap(model)
+    check_seed(seed)
+    check_callable("tell", tell)
+    allow = allowed(allow)
     check_paths(adapter, paths)
     with adapter.alone("kv.audit"), adapter.unchanged(), torch.no_grad():
         return _Judge(adapter, paths, _declared(paths, declared), seed, tell).verdict(allow)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +15,7 @@ from kvinterp.auditing.bench import Check
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.errors import InputError
 from kvinterp.files import read_sealed, strict_json
-from kvinterp.inputs import check_choice
+from kvinterp.inputs import check_choice, check_known, given_list
 from kvinterp.kept import Held, Kept
 
 if TYPE_CHECKING:
@@ -236,3 +236,12 @@ def _with_infinities(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_infinities(inner) for inner in value]
     return float(value) if value in ("inf", "-inf") else value
+
+
+def allowed(allow: str | Sequence[str]) -> tuple[str, ...]:
+    """The words that shall not fail, each of :data:`VERDICTS`."""
+    words = f"a list of words of {', '.join(VERDICTS)}"
+    named = (allow,) if isinstance(allow, str) else tuple(given_list("allow", allow, words))
+    for word in named:
+        check_known("verdict to allow", word, VERDICTS)
+    return named

@@ -14,6 +14,8 @@ from kvinterp.errors import InputError, shown
 
 MISSING = -9000.0
 """At or below this a log-prob stands for none: vLLM writes -9999, llama.cpp the lowest float32."""
+LARGEST = 1e30
+"""Above this a number is no log-prob, nor a probability or a logit in its place."""
 Pairs = tuple[np.ndarray, np.ndarray]
 """Token ids and their log-probs at one position."""
 
@@ -76,6 +78,10 @@ def log_probs(values: Iterable[Any], where: str, missing: Counter[str], zero: st
     for value in values:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise InputError(f"{where} has {shown(value)} for a log-prob: expected a number or null; mend it.")
+        if value is not None and value > LARGEST:
+            raise InputError(
+                f"{where} has {shown(value)} for a log-prob: expected a number of at most 0, or null; mend it."
+            )
         word = _missing(value, zero)
         if word:
             missing[word] += 1

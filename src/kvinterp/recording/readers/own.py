@@ -42,6 +42,8 @@ class Own(Reader):
         if record.get("trainer_logprobs") is not None:
             second = log_probs(part(record, "trainer_logprobs", list, where), where, missing, zero)
             trainer = np.concatenate([np.full(len(prompt), np.nan), second])
+        if len(part(record, "top", list, where, [])) > len(prompt) + len(tokens):
+            raise InputError(f"{where}: 'top' holds more lists than there are tokens: expected one for each; mend it.")
         top = {}
         for at, pairs in enumerate(part(record, "top", list, where, [])):
             if pairs is None:
@@ -50,7 +52,7 @@ class Own(Reader):
                 raise InputError(f"{where}: 'top' must hold a list of [id, log-prob] a token, or null; mend it.")
             token_ids([p[0] for p in pairs], f"{where}: 'top'")
             top[at] = pairs_of([(p[0], p[1]) for p in pairs], where, missing)
-        name = str(record.get("id", where))
+        name = str(record.get("id", where)).encode(errors="backslashreplace").decode()
         yield GivenPath(name, prompt, tokens, np.concatenate(rows), top, missing, trainer, declared)
 
 

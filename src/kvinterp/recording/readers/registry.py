@@ -13,6 +13,7 @@ import kvinterp.recording.readers as folder
 from kvinterp import spec
 from kvinterp.errors import InputError, shown, unknown
 from kvinterp.files import bytes_of, is_file
+from kvinterp.inputs import check_instance
 from kvinterp.recording.given import GivenPath, value_in
 from kvinterp.recording.readers.base import Reader, Token
 from kvinterp.recording.readers.kl_base import MAGIC, read_kl_base
@@ -37,6 +38,7 @@ def read_given(
     Raises:
         InputError: It is not there, is of no format that is known, or holds what cannot be.
     """
+    check_instance("file", file, (str, Path), "the path of a file")
     path = Path(file)
     if not is_file(path):
         raise InputError(

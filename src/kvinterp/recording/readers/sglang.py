@@ -44,6 +44,9 @@ def _side(held: Mapping[str, Any], side: str, where: str) -> list[tuple[int, Any
     tops = part(held, f"{side}_top_logprobs", list, where, []) or [None] * len(rows)
     if len(tops) != len(rows):
         raise InputError(f"{where} has {len(rows)} {side} log-probs and {len(tops)} lists beside them: ask again.")
+    for top in tops:
+        if top is not None and not isinstance(top, list):
+            raise InputError(f"{where} has {shown(top)} beside a log-prob: expected a list, or null; ask again.")
     return [(*_entry(row, where), [_entry(e, where) for e in top or []]) for row, top in zip(rows, tops, strict=True)]
 
 
