@@ -166,6 +166,33 @@ def test_what_a_hook_returns_is_put_into_the_rows_that_it_saw(native):
     assert (plain[0] - kv.run(native, PROMPT, "cached", max_new_tokens=1, logits="keep").logits[0]).abs().max() > 1e-3
 
 
+class Rolled(DynamicCache):
+    """A cache that keeps the values of layer 1 a row too far where a prompt comes with pads."""
+
+    def __init__(self, config):
+        super().__init__(config=config)
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        given = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == 1 and key_states.shape[2] > 1 and torch.equal(key_states[:, :, 0], key_states[:, :, 1]):
+            self.layers[1].values = value_states.roll(1, 2)
+        return given
+
+
+@pytest.mark.parametrize("direction", ["into-cached"])
+def test_a_fault_behind_pads_is_located_by_moving_keys_and_then_values(native, direction):
+    given = {"direction": direction, "max_new_tokens": 4, "stop": "length", "progress": "none", "controls": "none"}
+    shares = {}
+    for site in ("cache_k", "cache_v"):
+        path = kv.Cached(cache=Rolled, call="padded(left,5)")
+        table = kv.sweep(native, PROMPT, site, cached=path, steps="every", **given).aggregate()
+        shares[site] = table[table["sweep"] == "single"].set_index("layer")["mean"]
+    assert shares["cache_v"].idxmax() == 1
+    assert shares["cache_v"][1] > 0.99
+    assert shares["cache_v"].drop(1).abs().max() < 0.5
+    assert shares["cache_k"].abs().max() < 0.5
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [

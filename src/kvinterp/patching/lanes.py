@@ -21,9 +21,9 @@ from kvinterp.recording import PathHook, SiteHook
 
 
 def two_paths(
-    cached: str | ExecutionPath, recompute: str | ExecutionPath, what: str, dtype: str | None = None
+    cached: str | ExecutionPath, recompute: str | ExecutionPath, what: str, dtype: str | None = None, calls: bool = False
 ) -> tuple[ExecutionPath, ExecutionPath]:
-    """Both paths by name, checked, and in another dtype where one is given.
+    """Both paths by name, checked, and in another dtype where one is given; ``calls`` where the cached one may have a call plan.
 
     Raises:
         InputError: The first is no cached path, or the second no recompute path in one piece; or one has a call plan.
@@ -33,7 +33,7 @@ def two_paths(
         raise InputError(
             f"{what} needs a cached and an unchunked recompute path, and {paths[0]} and {paths[1]} were given."
         )
-    called = next((path for path in paths if path.call is not None), None)
+    called = next((path for path in paths[calls:] if path.call is not None), None)
     if called is not None:
         raise InputError(
             f"{what} follows the rows of one prompt by their number, and path {called} was given: leave call out."

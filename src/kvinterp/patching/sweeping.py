@@ -183,7 +183,7 @@ def sweep(
     ):
         check_choice(name, given, tuple(known))
     tokens = encode_all(adapter, prompts, max_new_tokens)
-    paths = two_paths(cached, recompute, "a sweep")
+    paths = two_paths(cached, recompute, "a sweep", calls=True)
     spot = positions_of(("all" if site in PATCHED_CACHE else "newest") if positions is None else positions)
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
     lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
@@ -263,7 +263,7 @@ def highest_kl(
     for name, given, known in (("protocol", protocol, PROTOCOLS), ("progress", progress, ("bar", "none"))):
         check_choice(name, given, known)
     tokens = encode_all(adapter, prompts, max_new_tokens)
-    paths = two_paths(cached, recompute, "a sweep")
+    paths = two_paths(cached, recompute, "a sweep", calls=True)
     setting = Setting(adapter, *paths, "into-recompute", protocol, "kl", max_new_tokens)
     return _chosen_examples(setting, tokens, count, progress)
 
