@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
+import threading
 from typing import ClassVar
 
 import pytest
@@ -17,7 +19,7 @@ from kvinterp.paths.calls import CALLS, call_named
 from kvinterp.recording import PathHook
 
 PROMPT = "3+4=7\n5+2=7\n1+1="
-PLANS = ["padded(left,5)", "padded(right,3)", "batched(4)", "forked(4)", "beams(3)", "verified(3)"]
+PLANS = ["padded(left,5)", "padded(right,3)", "batched(4)", "forked(4)", "beams(3)", "verified(3)", "generate"]
 SHORT = {"max_new_tokens": 6, "stop": "length", "progress": "none"}
 SITES = "resid_post,pattern,kv"
 KINDS = ["native", "bridge", "hooked"]
@@ -44,8 +46,8 @@ def test_every_plan_is_tried_here():
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_shows_what_the_prompt_alone_shows(plan, kind):
     model = kv.load_model("zoo:gqa2-mini", dtype="float64", kind=kind)
-    if plan.startswith("padded") and kind != "native":
-        with pytest.raises(kv.UnsupportedError, match="cannot be told which"):
+    if plan.startswith(("padded", "generate")) and kind != "native":
+        with pytest.raises(kv.UnsupportedError, match="load the model with kind='native'"):
             kv.run(model, PROMPT, f"cached[call={plan}]", max_new_tokens=2)
         return
     found = kv.compare(model, [PROMPT], a=f"cached[call={plan}]", b="cached", record=SITES, **SHORT)
@@ -147,6 +149,35 @@ def test_a_planted_fault_of_a_cache_is_seen(fault, native, monkeypatch):
         # Rows that do not fit fail in the model, which is seen too.
         found = kv.compare(native, [PROMPT], a=f"cached[call={plan}]", b="cached", record="", **SHORT)
         assert found.steps["max_abs_logit"].max() > 1e-6
+
+
+def test_a_planted_fault_of_what_generate_prepares_is_seen():
+    model = kv.load_model("zoo:gqa2-mini", dtype="float64", kind="native")
+    prepare = model.model.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def one_late(*args, **given):
+        made = prepare(*args, **given)
+        if made["input_ids"].shape[1] == 1:
+            made["position_ids"] = made["position_ids"] + 1
+        return made
+
+    model.model.prepare_inputs_for_generation = one_late
+    model = kv.wrap(model.model, tokenizer=model.tokenizer)
+    found = kv.compare(model, [PROMPT], a="cached[call=generate]", b="cached", record="", **SHORT)
+    late = found.steps.set_index("step")["max_abs_logit"]
+    assert late[0] == 0
+    assert (late[1:] > 1e-6).all()
+
+
+def test_a_generate_that_is_cut_off_leaves_no_thread_and_no_forward(native):
+    given, before = torch.tensor([[1, 2, 3]]), threading.active_count()
+    for steps in (0, 1):
+        with Runner(native, kv.path_named("cached[call=generate]"), given, 4) as runner:
+            for token in [None, *[torch.tensor([5])] * steps]:
+                runner.advance(token)
+    assert threading.active_count() == before
+    assert "forward" not in vars(native.model)
 
 
 def test_what_a_hook_returns_is_put_into_the_rows_that_it_saw(native):

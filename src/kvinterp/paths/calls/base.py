@@ -128,6 +128,13 @@ class Feeder:
             self.store.settle()
         return logits
 
+    def shown(self, new: int, run: Callable[[], Any]) -> Any:
+        """What a forward of ``new`` of the path's own tokens gives, run by whoever knows what else it is given."""
+        self.view.feed(torch.ones(new, dtype=torch.bool))
+        made = run()
+        self.store.settle()
+        return made
+
     def pieces(self, tokens: Tensor, masking: Masking = NOTHING, own: Tensor | None = None) -> Tensor:
         """Logits of a prompt, ``[batch, position, vocab]``, fed in chunks where the path says so."""
         begun, made = 0, []

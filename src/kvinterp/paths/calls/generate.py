@@ -1,0 +1,151 @@
+"""``generate``: transformers' own loop decides what each forward is given; the tokens that it takes are the path's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvinterp.errors import UnsupportedError
+from kvinterp.models import Adapter
+from kvinterp.paths.calls.base import Call, Feeder, Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate(Call):
+    """Tokens, positions and masks as transformers' ``generate()`` gives them to the forward, on the path's cache."""
+
+    def check(self, adapter: Adapter, length: int) -> None:
+        """Refuses a model that has no ``generate()`` of transformers'."""
+        from transformers import GenerationMixin
+
+        model: Any = adapter.model
+        if not isinstance(model, GenerationMixin) or not model.can_generate():
+            raise UnsupportedError(
+                f"call={self} needs transformers' generate(), and a {type(model).__name__} has none: load the model with "
+                "kind='native'."
+            )
+
+    def feed(self, feeder: Feeder) -> Loop:
+        """Runs each forward that ``generate()`` asks for, and tells it which token was chosen."""
+        feeder.start(feeder.prompt, feeder.steps)
+        cache = getattr(feeder.store.own, "model_cache", None)
+        if cache is None:
+            raise UnsupportedError(
+                f"call={self} needs a cache of transformers', and this model keeps its own: leave it out."
+            )
+        with _Generating(feeder, cache) as generating:
+            for number, given in enumerate(generating.calls()):
+                new = given["input_ids"].shape[1]
+                if feeder.chunk is not None and not number and new > feeder.chunk:
+                    raise UnsupportedError(f"call={self} feeds its prompt as it likes: leave chunk={feeder.chunk} out.")
+                made = feeder.shown(new, functools.partial(feeder.adapter.model, **given))
+                feeder.count("forwards of generate()")
+                feeder.count("cached positions read", int(cache.get_seq_length()) - new)
+                token = yield made.logits[:, -1]
+                generating.answer(made, token)
+
+    def missing(self, witness: dict[str, int]) -> str:
+        """Forwards on the cache."""
+        return "" if witness.get("cached positions read") else "generate() read no cached position"
+
+
+class _StoppedError(Exception):
+    """Ends a ``generate()`` whose path is over."""
+
+
+class _Generating:
+    """A ``generate()`` in a thread of its own that only prepares forwards: they are run where the hooks are, in the caller's."""
+
+    def __init__(self, feeder: Feeder, cache: Any) -> None:
+        self._feeder, self._cache, self._model = feeder, cache, feeder.adapter.model
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._token = feeder.prompt[:, -1]
+        self._thread = threading.Thread(target=self._generate, daemon=True)
+
+    def __enter__(self) -> _Generating:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._led(self._model.forward))
+            stack.callback(self._end)
+            self._thread.start()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def calls(self) -> Iterator[dict[str, Any]]:
+        """What ``generate()`` gives each forward, by name."""
+        while True:
+            asked = self._asked.get()
+            if isinstance(asked, BaseException):
+                raise asked
+            yield asked
+
+    def answer(self, made: Any, token: Tensor) -> None:
+        """Hands back a forward's output, and the token that follows."""
+        self._token = token
+        self._answers.put(made)
+
+    def _end(self) -> None:
+        self._answers.put(None)
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def _led(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Leads the forwards of that thread, and of no other, to the caller."""
+
+        @functools.wraps(forward)
+        def led(*args: Any, **given: Any) -> Any:
+            if threading.current_thread() is not self._thread:
+                return forward(*args, **given)
+            self._asked.put(given)
+            made = self._answers.get()
+            if made is None:
+                raise _StoppedError
+            return made
+
+        before = vars(self._model).get("forward")
+        vars(self._model)["forward"] = led
+        try:
+            yield
+        finally:
+            vars(self._model).pop("forward")
+            if before is not None:
+                vars(self._model)["forward"] = before
+
+    def _generate(self) -> None:
+        from transformers import GenerationConfig
+
+        prompt = self._feeder.prompt
+        chosen = GenerationConfig(
+            max_new_tokens=self._feeder.steps + 2,
+            do_sample=False,
+            num_beams=1,
+            disable_compile=True,
+            # No token ends it: the path says when it is over.
+            eos_token_id=self._feeder.adapter.facts.vocabulary,
+            pad_token_id=0,
+        )
+
+        def forced(_: Tensor, scores: Tensor) -> Tensor:
+            return torch.full_like(scores, -torch.inf).scatter(1, self._token[:, None].to(scores.device), 0.0)
+
+        try:
+            given = {"attention_mask": torch.ones_like(prompt), "past_key_values": self._cache}
+            generate: Any = self._model.generate
+            generate(prompt, generation_config=chosen, logits_processor=[forced], **given)
+            self._asked.put(UnsupportedError("generate() of this model ended by itself: leave call=generate out."))
+        except _StoppedError:
+            pass
+        # Whatever a model's own generate() meets first is raised where the path runs.
+        except BaseException as error:
+            self._asked.put(error)
