@@ -15,6 +15,7 @@ import torch
 from kvinterp.auditing.accounting import account
 from kvinterp.auditing.bench import NARROW, Check, Feeder, first_line
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
+from kvinterp.auditing.called import plans_of
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.comparing import difference
@@ -35,6 +36,7 @@ from kvinterp.inputs import (
     check_instance,
     check_known,
     check_seed,
+    check_text,
     given_list,
     token_ids,
     whole_number,
@@ -73,6 +75,7 @@ def audit(
     sweep: str = "yes",
     checks: str = "default",
     reach: str = "no",
+    calls: str = "",
     allow: Sequence[str] = (),
     out: str | os.PathLike[str] | None = None,
     detail: str = "verdict",
@@ -93,6 +96,7 @@ def audit(
             chunks, the model's window, as far as they are cheap), ``"thorough"`` (all of it) or ``"none"``.
         reach: ``"yes"`` also decodes over every edge that the config names (window, RoPE switch, context end), however far;
             ``"no"`` lists those that cost too much as not run.
+        calls: Call plans to try besides, with commas between, such as ``"padded(left,5),batched(8)"``; or ``"all"``.
         allow: Words of :data:`VERDICTS` that shall not fail, such as ``"hidden-cast"``.
         out: A folder for verdict.json and the page, or None.
         detail: ``"verdict"`` returns the :class:`Verdict`, ``"everything"`` the :class:`Audit`.
@@ -107,6 +111,9 @@ def audit(
     check_choice("sweep", sweep, ("yes", "no"))
     check_choice("reach", reach, ("yes", "no"))
     check_known("checks", checks, CHECKS)
+    plans = plans_of(check_text("calls", calls, "call plans such as 'padded(left,5)', or 'all'"))
+    if plans and checks == "none":
+        raise InputError(f"calls={calls!r} was given with checks='none': leave one of the two out.")
     check_seed(seed)
     check_callable("progress", progress)
     allow = allowed(allow)
@@ -124,7 +131,7 @@ def audit(
             check_causal(adapter)
             room = min(adapter.facts.context, max(lengths) + steps)
             plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
-            seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, progress or (lambda _: None)).run()
+            seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, plans, progress or (lambda _: None)).run()
             about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
         verdict = dataclasses.replace(seen.judge(allow), provenance=about, seconds=tuple(seen.seconds))
         result = Audit(verdict, list(seen.rungs.values()), plan, about)
@@ -143,6 +150,7 @@ class _Auditor:
     sweep: str
     checks: str
     reach: str
+    calls: Sequence[str]
     progress: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -220,7 +228,8 @@ class _Auditor:
         plan, thorough = self.plan, self.checks == "thorough"
         prompts = [list(p[: plan.length]) for p in plan.prompts]
         with self._timed("exercises", dtype_name(twin.dtype)):
-            return exercise(twin, prompts, steps=plan.steps, thorough=thorough, reach=self.reach, progress=self.progress)
+            more: dict[str, Any] = {"thorough": thorough, "reach": self.reach, "calls": self.calls}
+            return exercise(twin, prompts, steps=plan.steps, progress=self.progress, **more)
 
     @contextlib.contextmanager
     def _timed(self, part: str, rung: str) -> Iterator[None]:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,11 +37,13 @@ import torch
 from kvinterp.auditing import batches, lengths
 from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, Seen, attempted, one_line
 from kvinterp.auditing.blocks import evaluating
+from kvinterp.auditing.called import CALLED, by_call
 from kvinterp.auditing.causes import COARSE, WithoutCasts
 from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.watch import Event
 from kvinterp.models import Adapter
+from kvinterp.paths.calls import call_named
 from kvinterp.paths.kernels import BatchInvariant, Kernels
 
 FEWER_BITS = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
@@ -73,6 +76,7 @@ def exercise(
     steps: int = 3,
     thorough: bool = False,
     reach: str = "no",
+    calls: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> list[Check]:
     """Tries what a model's users do with its cache.
@@ -85,20 +89,22 @@ def exercise(
         steps: How many tokens are fed one by one, at least 2.
         thorough: Also what costs more: longer windows, quantised caches.
         reach: ``"yes"`` goes to every edge that the config names, whatever that costs.
+        calls: Call plans to try besides.
         progress: Told the name of each check before it runs.
 
     Returns:
-        A check each, in the order of the table above.
+        A check each, in the order of the table above, and then of the call plans.
     """
+    names = [*CHECKS, *(f"{CALLED}{plan}" for plan in calls)]
     with _as_it_was(adapter), torch.no_grad():
         try:
             bench = Bench.of(adapter, prompts, steps, thorough, reach)
         # Whatever a model raises is no error of the audit's.
         except Exception as error:
             why = f"plain decoding on the model's own cache raised {one_line(error)}, so nothing else can be tried."
-            return [Check(name, NOT_RUN, why) for name in CHECKS]
+            return [Check(name, NOT_RUN, why) for name in names]
         found: list[Check] = []
-        for name in CHECKS:
+        for name in names:
             if progress is not None:
                 progress(name)
             found += _tried(bench, name)
@@ -147,11 +153,19 @@ def _tried(bench: Bench, name: str) -> list[Check]:
 
 def _run(bench: Bench, name: str) -> list[Check]:
     try:
-        made: Any = attempted(bench, name, CHECKS[name])
+        made: Any = attempted(bench, name, _check_of(name))
     # A model that cannot be used in this way says so with whatever error its code meets first.
     except Exception as error:
         return [Check(name, UNCLEAR, f"it raised {one_line(error)}.")]
     return made if isinstance(made, list) else [made]
+
+
+def _check_of(name: str) -> Callable[[Bench], Any]:
+    if name in CHECKS:
+        return CHECKS[name]
+    plan = call_named(name.removeprefix(CALLED))
+    assert plan is not None
+    return functools.partial(by_call, plan=plan)
 
 
 def _suspicious(one: Check) -> bool:
@@ -231,7 +245,7 @@ def _placed(bench: Bench, check: Check, name: str) -> Check:
     The same check is made with each block's output in the place of the logits: the first that fails holds the error, or is
     handed it. There what attention reads in the last cached step is compared with what it reads in the recomputation.
     """
-    if check.name.startswith("generate()"):
+    if check.name.startswith(("generate()", CALLED)):
         return check  # What generate() feeds is wrong, not what the blocks make of it.
     blocks = len(bench.runner.blocks)
     # What is wrong in one block stays wrong in those after it.

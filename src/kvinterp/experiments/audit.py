@@ -76,6 +76,7 @@ class Audit(Experiment):
     reach: bool = option(
         False, "Also decode over every edge that the config names, however far: window, RoPE, context end."
     )
+    calls: str = option("", "Call plans to try besides, as padded(left,5),batched(8); or all.")
     allow: tuple[str, ...] = option((), "A word that shall not fail, such as hidden-cast; may be repeated.")
     junit: Path | None = option(None, "Also write the checks as JUnit XML here.", decides="nothing")
     seed: int = option(
@@ -109,6 +110,7 @@ class Audit(Experiment):
     def check(self) -> None:
         """Precisions and words too."""
         from kvinterp.auditing.audit import CHECKS
+        from kvinterp.auditing.called import plans_of
         from kvinterp.auditing.verdict import VERDICTS
         from kvinterp.inputs import check_known
         from kvinterp.models import dtype_named
@@ -125,13 +127,14 @@ class Audit(Experiment):
             dtype_named(rung.strip())
         if self.thorough and self.checks not in ("default", "thorough"):
             raise InputError(f"--thorough was given with --checks {self.checks!r}: leave one of the two out.")
-        if self.reach and self.checks == "none":
-            raise InputError("--reach was given with --checks none: leave one of the two out.")
+        for name, value in {"reach": self.reach, "calls": plans_of(self.calls)}.items():
+            if value and self.checks == "none":
+                raise InputError(f"--{name} was given with --checks none: leave one of the two out.")
 
     def _check_against(self) -> None:
         """Refuses what is read of the audit of a cache alone."""
         fields = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach"):
+        for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach", "calls"):
             if getattr(self, name) != fields[name]:
                 raise InputError(
                     f"--{name} was given with --against, which feeds the tokens of its file and runs no checks: leave it out."
@@ -152,6 +155,7 @@ class Audit(Experiment):
             "rungs": [part.strip() for part in self.rungs.split(",")],
             "checks": "thorough" if self.thorough else self.checks,
             "reach": "yes" if self.reach else "no",
+            "calls": self.calls,
         }
         return [Cell("audit", f"{__name__}:audited", settings)]
 

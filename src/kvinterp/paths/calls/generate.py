@@ -27,7 +27,7 @@ class Generate(Call):
         from transformers import GenerationMixin
 
         model: Any = adapter.model
-        if not isinstance(model, GenerationMixin) or not model.can_generate():
+        if not isinstance(model, GenerationMixin) or not model.can_generate():  # type: ignore[attr-defined]
             raise UnsupportedError(
                 f"call={self} needs transformers' generate(), and a {type(model).__name__} has none: load the model with "
                 "kind='native'."

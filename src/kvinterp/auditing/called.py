@@ -1,0 +1,74 @@
+"""Call plans as checks of an audit: the path's own runner feeds them, the bench judges them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kvinterp.auditing.bench import PROMPT, Bench, Check, Errors, NotRunError
+from kvinterp.auditing.comparing import apart
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models import Adapter
+from kvinterp.paths import ExecutionPath, Runner
+from kvinterp.paths.calls import CALLS, Call, call_named
+from kvinterp.paths.kernels import Native
+from kvinterp.recording import Recorder
+
+CALLED = "call="
+STEPS = 8
+"""Tokens fed one by one: enough for rows to leave and to join."""
+
+
+def plans_of(calls: str) -> tuple[str, ...]:
+    """The call plans of a text with commas; one of each for ``"all"``, none for an empty text.
+
+    Raises:
+        InputError: One is unknown.
+    """
+    from kvinterp import spec
+
+    if calls == "all":
+        return (*(str(kind()) for kind in CALLS.values()), "padded(right,5)")
+    return tuple(str(call_named(part)) for part in spec.split(calls, ","))
+
+
+def by_call(bench: Bench, plan: Call) -> Check:
+    """A prompt that reaches the model along a call plan, against recomputation of the same tokens alone."""
+    adapter, length = bench.runner.adapter, min(PROMPT + STEPS, bench.context)
+    prompt, path = max(length - STEPS, 1), ExecutionPath(kernels=bench.runner.kernels or Native(), call=plan)
+    tokens = bench.tokens(length)
+    try:
+        made, _, witness = _decoded(adapter, path, tokens, prompt)
+    except (InputError, UnsupportedError) as why:
+        raise NotRunError(str(why)) from why
+    if missing := plan.missing(witness):
+        raise NotRunError(f"not exercised: {missing}.")
+    reference = bench.reference(tokens, first=prompt - 1)
+    happened = ", ".join(f"{name} {count}" for name, count in witness.items())
+    what = f"a prompt of {prompt} tokens and {length - prompt} decode steps ({happened}), against recomputation alone"
+    check = bench.settle(Errors().add(made, reference, prompt - 1), what)
+    return check if check.status != "failed" else dataclasses.replace(check, layer=_place(bench, path, tokens, prompt))
+
+
+def _decoded(
+    adapter: Adapter, path: ExecutionPath, tokens: Tensor, prompt: int
+) -> tuple[Tensor, list[Tensor], dict[str, int]]:
+    """Logits from the prompt's last token on, ``[1, step, vocab]``; what each block gave there; the witness."""
+    layers = range(adapter.facts.layers)
+    recorder = Recorder(adapter, "resid_post") if all(adapter.supports("resid_post", n) for n in layers) else None
+    with Runner(adapter, path, tokens[:, :prompt], tokens.shape[1] - prompt, [recorder] if recorder else []) as runner:
+        made = [runner.advance()] + [runner.advance(token) for token in tokens[:, prompt:].unbind(1)]
+    if recorder is not None:
+        recorder.end_step()
+    streams = [] if recorder is None else [torch.stack(kept, 1) for kept in recorder.kept.values()]
+    return torch.stack(made, 1), streams, runner.witness
+
+
+def _place(bench: Bench, path: ExecutionPath, tokens: Tensor, prompt: int) -> int:
+    """The first block whose output is off by more than rounding; that behind the last where it is the logits alone."""
+    adapter, plain = bench.runner.adapter, dataclasses.replace(path, form="recompute", call=None)
+    mine, theirs = (_decoded(adapter, each, tokens, prompt)[1] for each in (path, plain))
+    limit = bench.excused * bench.plain_null
+    return next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) if apart(a, b) > limit), len(mine))
