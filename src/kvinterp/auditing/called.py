@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.bench import PROMPT, Bench, Check, Errors, NotRunError
+from kvinterp.auditing.bench import PROMPT, Bench, Check, Errors, NotRunError, UnclearError
 from kvinterp.auditing.comparing import apart
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
@@ -46,6 +46,13 @@ def by_call(bench: Bench, plan: Call) -> Check:
     if missing := plan.missing(witness):
         raise NotRunError(f"not exercised: {missing}.")
     reference = bench.reference(tokens, first=prompt - 1)
+    if "recompute" in plan.forms:
+        whole = _decoded(adapter, dataclasses.replace(path, form="recompute"), tokens, prompt)[0]
+        off = apart(whole, reference.logits[:, prompt - 1 :])
+        if off > bench.beyond * reference.null and off > bench.reach / bench.beyond:
+            said = f"without a cache {plan} is off by {off:.1e} from the prompt alone, so it shows nothing of the cache"
+            raise UnclearError(f"{said}.", off)
+        reference = reference._replace(null=max(reference.null, off))
     happened = ", ".join(f"{name} {count}" for name, count in witness.items())
     what = f"a prompt of {prompt} tokens and {length - prompt} decode steps ({happened}), against recomputation alone"
     check = bench.settle(Errors().add(made, reference, prompt - 1), what)
