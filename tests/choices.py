@@ -208,7 +208,14 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
     ),
     "flip-law": (
         {"model": SMALL, **_ONE, "path": ("cached",), "max_new_tokens": 4},
-        {**_MODEL, **_PROMPTS, "path": Changes(("cached+int4",)), "max_new_tokens": Changes(5)},
+        {
+            **_MODEL,
+            **_PROMPTS,
+            "path": Changes(("cached+int4",)),
+            "max_new_tokens": Changes(5),
+            "strategy": Changes("top_p(0.5,3.0)"),
+            "seed": Changes(1, {"strategy": "top_p(0.5,3.0)"}),
+        },
     ),
     "flips": (
         {"models": (SMALL,), **_ONE, "steps": 3, "seeds": 1},

@@ -23,7 +23,7 @@ from command_line import kvinterp, wrong
 from kvinterp import __version__
 from kvinterp.cli import GROUPS
 from kvinterp.experiments.base import NOTHING
-from kvinterp.experiments.registry import experiments
+from kvinterp.experiments.registry import experiment_named, experiments
 from kvinterp.models import zoo
 from writing import cells_of
 
@@ -73,6 +73,31 @@ def test_compare_writes_what_the_issue_promises(done: tuple[Path, Result]) -> No
     figures = {p.stem for p in (out / "figures").glob("*.png")}
     assert figures == {"kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position"}
     assert cells_of(out) == []
+
+
+def test_a_folder_that_nobody_names_bears_the_names_of_command_and_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ("compare", MODEL, "--prompts", "arithmetic:1", "--record", "", *QUICK)
+    assert kvinterp(*given).exit_code == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["compare-mistral-mini"]
+    wrong("folder 'out/compare-mistral-mini' already holds a result", *given)
+
+
+@pytest.mark.parametrize(
+    ("model", "folder"),
+    [
+        ("zoo:gqa2-mini", "compare-gqa2-mini"),
+        ("meta-llama/Llama-2-7b-hf", "compare-Llama-2-7b-hf"),
+        ("/a/b/model.gguf/", "compare-model.gguf"),
+        ("..", "compare"),
+        ("../\x1b[2J x", "compare-2J-x"),
+        ("x" * 5000, "compare-" + "x" * 72),
+    ],
+)
+def test_such_a_folder_lies_in_out_whatever_the_model_is_called(model: str, folder: str) -> None:
+    assert experiment_named("compare")(model=model).place() == Path("out") / folder
 
 
 def test_the_summary_agrees_with_the_tables(done: tuple[Path, Result]) -> None:

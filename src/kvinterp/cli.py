@@ -193,6 +193,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         _speak()
         asked = experiment(**given | lists)
+        out = asked.place() if out is None and experiment.OUT == "" else out
         with shown() as tell:
             outcome = asked.run(out, "overwrite" if overwrite else "error", tell=tell)
         asked.say(outcome, echo)
@@ -232,9 +233,10 @@ def _folder_named(text: str | Path) -> Path:
 
 
 def _out(default: str | None) -> inspect.Parameter:
-    info = typer.Option("--out", parser=_folder_named, metavar="PATH", help="Folder for the tables, figures and report.")
-    value = inspect.Parameter.empty if default == "" else default and Path(default)
-    hint = Path | None if default is None else Path
+    said = "Folder for the tables, figures and report" + (": out/VERB-MODEL unless given." if default == "" else ".")
+    info = typer.Option("--out", parser=_folder_named, metavar="PATH", help=said)
+    value = Path(default) if default else None
+    hint = Path if default else Path | None
     return inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[hint, info])
 
 

@@ -32,6 +32,26 @@ def test_the_steps_are_those_of_a_plain_comparison(kind: str, load) -> None:
         torch.testing.assert_close(torch.tensor(coarse[name].to_numpy()), values, rtol=0.02, atol=0.02)
 
 
+def test_a_drawn_text_leads_and_the_highest_logit_is_what_flips(load) -> None:
+    """Of a text drawn at temperature 2 the token fed is often not the one of the highest logit; the flips are of the latter."""
+    adapter, prompt = load(Case("zoo:gqa2-mini", "native"), "bfloat16"), kv.load_prompts("arithmetic:1")[0]
+    drawn = {"max_new_tokens": 12, "strategy": "top_k(50,4)", "seed": 3}
+    steps = steps_of(adapter, prompt, ["cached+int4"], **drawn)
+    leader = kv.run(adapter, prompt, "recompute", logits="keep", **drawn)
+    fed = kv.run(
+        adapter,
+        prompt,
+        "cached+int4",
+        max_new_tokens=len(leader.tokens),
+        stop="length",
+        logits="keep",
+        continuation=list(leader.tokens),
+    )
+    best = leader.logits.argmax(-1)
+    assert best.tolist() != list(leader.tokens), "at this temperature something else is drawn somewhere"
+    assert steps["flip"].tolist() == (best != fed.logits.argmax(-1))[1:].tolist()
+
+
 def test_what_rounds_as_the_model_does_is_said(load) -> None:
     adapter = load(Case("zoo:gqa2-mini", "native"), "bfloat16")
     steps = steps_of(adapter, kv.load_prompts("arithmetic:1")[0], ["cached"], 12)

@@ -18,10 +18,14 @@ def world(
     size: float = 0.1,
     common: float = 0.0,
     near: float = 1.0,
+    third: float = 0.0,
     least: float = 0.0,
     grid: str = metrics.EXACT,
 ) -> pd.DataFrame:
-    """Steps of a made-up model: margins with density 1 near 0, normal errors; near ties they are ``near`` times as large."""
+    """Steps of a made-up model: margins with density 1 near 0, normal errors.
+
+    Near ties they are ``near`` times as large; at a share ``third`` of steps a third token takes over.
+    """
     random, count = np.random.default_rng(seed), prompts * steps
     first = random.uniform(16, 31, count)
     second = first - least - random.exponential(1.0, count)
@@ -36,6 +40,7 @@ def world(
         return np.where((x > y) | ((x == y) & (one < two)), one, two)
 
     flip = top(first, second) != top(first + errors[0], second + errors[1])
+    flip |= random.random(count) < third
     columns = {"first": first, "second": second, "first_token": one, "second_token": two}
     columns |= {"first_error": errors[0], "second_error": errors[1], "flip": flip}
     return pd.DataFrame(columns).assign(example=np.repeat(np.arange(prompts), steps))
@@ -43,15 +48,24 @@ def world(
 
 @pytest.mark.parametrize("grid", [metrics.EXACT, "bfloat16"])
 def test_it_holds_where_errors_know_nothing_of_margins(grid: str) -> None:
-    """Of forty such worlds about one in twenty lies outside by chance; what was foretold is right on average."""
-    rows = [metrics.counted(world(seed, grid=grid), grid, "flip") for seed in range(40)]
-    assert sum(row["verdict"] == "holds" for row in rows) >= 34
+    """Of twenty such worlds about one in twenty lies outside by chance; what was foretold is right on average."""
+    rows = [metrics.counted(world(seed, grid=grid), grid, "flip") for seed in range(20)]
+    assert sum(row["verdict"] == "holds" for row in rows) >= 17
     came, foretold = (np.mean([row[name] for row in rows]) for name in ("flips", "foretold"))
-    assert came == pytest.approx(foretold, rel=0.05)
+    assert came == pytest.approx(foretold, rel=0.06)
 
 
-def test_it_fails_where_errors_are_larger_at_near_ties() -> None:
+def test_it_holds_where_errors_are_larger_at_near_ties() -> None:
+    """The zoo is such a world: of texts drawn at temperature 2 the errors near a tie are twice as large as elsewhere."""
     rows = [metrics.counted(world(seed, near=4.0), metrics.EXACT, "flip") for seed in range(10)]
+    came, foretold = (np.mean([row[name] for row in rows]) for name in ("flips", "foretold"))
+    assert came == pytest.approx(foretold, rel=0.15)
+    assert sum(row["verdict"] == "holds" for row in rows) >= 7
+
+
+def test_it_fails_where_a_third_token_takes_over() -> None:
+    """Of the zoo with noise of 0.4 in its cache 25 of 32 flips are to a third token, and 17.5 [11, 26] are foretold."""
+    rows = [metrics.counted(world(seed, third=0.1), metrics.EXACT, "flip") for seed in range(10)]
     assert all(row["verdict"] == "fails" and row["flips"] > row["high"] for row in rows)
 
 

@@ -11,6 +11,7 @@ import abc
 import contextlib
 import dataclasses
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""
 
+_LONGEST = 80
+"""So many characters has the name of a folder that nobody named."""
 SAID = 12
 """So many lines of what was found are printed."""
 
@@ -51,7 +54,7 @@ class Experiment(abc.ABC):
     """A question asked of one or more models; the fields are its choices."""
 
     OUT: ClassVar[str | None] = ""
-    """The folder that the command writes unless another is given: ``""``, one must be given; None, nothing is written."""
+    """The folder that the command writes unless another is given: ``""``, that of :meth:`place`; None, nothing is written."""
     OVERWRITES: ClassVar[str] = "asked"
     """``"always"``: the command writes over its own earlier result without ``--overwrite``."""
     TABLES: ClassVar[tuple[str, ...]] = ()
@@ -227,6 +230,12 @@ class Experiment(abc.ABC):
             echo(line)
 
     # What all of them share --------------------------------------------------------------------------------------------
+
+    def place(self) -> Path:
+        """The folder that its command writes unless one is given: ``out/VERB-MODEL``."""
+        models = filter(None, (vars(self).get("model"), *vars(self).get("models", ())))
+        names = [re.sub(r"[^\w.-]+", "-", re.split("[:/]", str(name).rstrip("/"))[-1]).strip("-") for name in models]
+        return Path("out") / "-".join([self.verb(), *names])[:_LONGEST].rstrip("-.")
 
     def settled(self) -> Experiment:
         """The experiment that these choices come to, where one of them stands for several."""

@@ -1,9 +1,10 @@
 """Foretell how many tokens flip, from margins, errors and the grid of the logits, and hold it against those that do.
 
-One recompute path leads, and every other path is fed its tokens. Of each path the last residual stream is kept, from which
-the two top logits follow without rounding; the other path's difference there is the error. The flips of a prompt are
-foretold from its own margins and the errors of the other prompts, twice: of logits rounded to the model's 16 bits, as they
-are, and of a float32 unembedding above the very same streams.
+One recompute path leads, and every other path is fed its tokens; a flip is a step at which another token has the highest
+logit. Drawn at a high temperature, the leader's text has more steps where two logits are close. Of each path the last residual
+stream is kept, from which the two top logits follow without rounding; the other path's difference there is the error. The flips
+of a prompt are foretold from its own margins and the errors of the other prompts at steps of a like margin, twice: of logits
+rounded to the model's 16 bits, as they are, and of a float32 unembedding above the very same streams.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.experiments.base import Experiment, Outcome
 from kvinterp.experiments.circumstances import tried
-from kvinterp.experiments.options import SHARED, model, option, shared
+from kvinterp.experiments.options import DRAWS, SHARED, model, option, sampled, shared
 from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.inputs import check_whole
 from kvinterp.models.unembedding import Unembedding
@@ -50,6 +51,8 @@ class FlipLaw(Experiment):
     kind: str = shared("kind")
     dtype: str = option("bfloat16", SHARED["dtype"][1])
     max_new_tokens: int = option(48, "Most steps a prompt.")
+    strategy: str = option("greedy", "How the leading path writes its text: greedy, top_k(50,2), top_p(0.95,0.8).")
+    seed: int = option(0, "Seeds the random numbers of the strategy.", only=(lambda asked: sampled(asked.strategy), DRAWS))
     device: str | None = shared("device")
     attention: str | None = shared("attention")
 
@@ -67,7 +70,8 @@ class FlipLaw(Experiment):
         (adapter,) = self.adapters()
         tried(adapter, paths)
         prompts = load_prompts(self.prompts)
-        given = {"model": self.named(), "prompts": self.prompts, "paths": paths, "max_new_tokens": self.max_new_tokens}
+        passed = ("prompts", "max_new_tokens", "strategy", "seed")
+        given = {"model": self.named(), "paths": paths, **{name: getattr(self, name) for name in passed}}
         return [
             Cell(f"prompt-{number}", f"{__name__}:measured", {**given, "number": number}, f"prompt {prompt.id}")
             for number, prompt in enumerate(prompts)
@@ -83,7 +87,7 @@ class FlipLaw(Experiment):
         summary = {
             "law": law.to_dict("records"),
             "as_rounded": {"steps": len(rounded), "alike": int(rounded.sum())},
-            "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens),
+            "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens, strategy=self.strategy, seed=self.seed),
         }
         return Outcome(tables, tables, summary)
 
@@ -129,13 +133,15 @@ class FlipLaw(Experiment):
 
 
 def measured(
-    model: Mapping[str, Any], prompts: str, paths: list[str], max_new_tokens: int, number: int
+    model: Mapping[str, Any], prompts: str, paths: list[str], number: int, **settings: Any
 ) -> dict[str, pd.DataFrame]:
     """One prompt along all paths."""
-    return {"table": steps_of(loaded(model), load_prompts(prompts)[number], paths, max_new_tokens).assign(example=number)}
+    return {"table": steps_of(loaded(model), load_prompts(prompts)[number], paths, **settings).assign(example=number)}
 
 
-def steps_of(adapter: Any, prompt: Any, paths: list[str], max_new_tokens: int) -> pd.DataFrame:
+def steps_of(
+    adapter: Any, prompt: Any, paths: list[str], max_new_tokens: int, strategy: str = "greedy", seed: int = 0
+) -> pd.DataFrame:
     """The two top logits at every step from 1 on, without rounding, and what each path makes of them.
 
     Args:
@@ -143,6 +149,8 @@ def steps_of(adapter: Any, prompt: Any, paths: list[str], max_new_tokens: int) -
         prompt: One prompt.
         paths: Text forms.
         max_new_tokens: Most steps.
+        strategy: How the leader writes its text.
+        seed: Seeds the random numbers of the strategy.
 
     Returns:
         One row a path and step: first, second (the leader's two top logits in float32; float64 of wider models), first_token,
@@ -151,17 +159,17 @@ def steps_of(adapter: Any, prompt: Any, paths: list[str], max_new_tokens: int) -
         (the wide logits, rounded, choose what the model chose, on both paths).
     """
     last = adapter.facts.layers - 1
-    how: dict[str, Any] = {"record": "resid_post", "layers": [last]}
+    how: dict[str, Any] = {"record": "resid_post", "layers": [last], "logits": "keep"}
     head = Unembedding(adapter, torch.float32 if adapter.dtype.itemsize < 4 else torch.float64)
-    leader = run(adapter, prompt, LEADER, max_new_tokens=max_new_tokens, **how)
+    leader = run(adapter, prompt, LEADER, max_new_tokens=max_new_tokens, strategy=strategy, seed=seed, **how)
     count = len(leader.tokens)
     own = _logits(head, leader)
     (first, second), (one, two) = own.topk(2, -1).values.T, own.topk(2, -1).indices.T
-    chosen = torch.tensor(leader.tokens)
+    chosen = leader.logits.argmax(-1).cpu()
     tables = []
     for text in paths:
         trace = run(adapter, prompt, text, max_new_tokens=count, stop="length", continuation=list(leader.tokens), **how)
-        others, took = _logits(head, trace), torch.tensor(trace.tokens)
+        others, took = _logits(head, trace), trace.logits.argmax(-1).cpu()
         rounded = (own.to(adapter.dtype).argmax(-1) == chosen) & (others.to(adapter.dtype).argmax(-1) == took)
         flip = took != chosen
         columns = {
