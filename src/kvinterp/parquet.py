@@ -55,13 +55,13 @@ class LongTable:
         for place, size in self._places:
             self._file.seek(place)
             read = pq.ParquetFile(io.BytesIO(self._file.read(size)))
-            yield read.read([name for name in columns if name in read.schema_arrow.names] or None).to_pandas()
+            piece = read.read([name for name in columns if name in read.schema_arrow.names] or None).to_pandas()
+            piece.attrs = dict(self.attrs)
+            yield piece
 
     def whole(self) -> pd.DataFrame:
         """All of it in memory."""
-        table = pd.concat(self.pieces(), ignore_index=True)
-        table.attrs = dict(self.attrs)
-        return table
+        return pd.concat(self.pieces(), ignore_index=True)
 
 
 def write_table(table: pd.DataFrame | LongTable, file: IO[bytes]) -> None:

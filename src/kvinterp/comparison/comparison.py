@@ -230,21 +230,20 @@ class Comparison(Kept):
             for name, several in pieces.items():
                 several.append(getattr(part, name))
             if len(abouts) % _TOGETHER == 0:
+                _put(pieces, long)
                 # Many small tables take more memory than one.
-                for name, several in pieces.items():
+                for several in pieces.values():
                     several[-_TOGETHER:] = [_stacked(several[-_TOGETHER:])]
-                    if name in long:
-                        long[name].add(several.pop())
                 # Of these rows there is room for a number, however many prompts there are.
                 pieces["attention_rows"] = [within(_stacked(pieces["attention_rows"]), _stacked(pieces["steps"]))]
         if not abouts:
             raise InputError("there is no comparison to join: give at least one.")
-        for name, table in long.items():
-            for piece in pieces.pop(name):
-                table.add(piece)
-        tables: dict[str, Any] = {**long, **{name: _stacked(pieces.pop(name)) for name in tuple(pieces)}}
+        _put(pieces, long)
+        tables = {name: _stacked(several) for name, several in pieces.items()}
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
-        return cls(**tables, provenance=abouts[0] | _caches(abouts) | _witnesses(abouts))
+        found = cls(**tables, provenance=abouts[0] | _caches(abouts) | _witnesses(abouts))
+        vars(found).update(long)
+        return found
 
     def without_rows(self) -> Comparison:
         """The same with tables of the same columns that hold nothing."""
@@ -253,6 +252,13 @@ class Comparison(Kept):
 
 _TOGETHER = 32
 """How many parts are joined at a time."""
+
+
+def _put(pieces: dict[str, list[pd.DataFrame]], long: Mapping[str, LongTable]) -> None:
+    """Moves what there is of the long tables to where they are kept; their columns stay."""
+    for name, table in long.items():
+        table.add(_stacked(pieces[name]))
+        pieces[name] = [pieces[name][0].iloc[:0]]
 
 
 def _stacked(tables: list[pd.DataFrame]) -> pd.DataFrame:
