@@ -55,7 +55,7 @@ class LongTable:
         for place, size in self._places:
             self._file.seek(place)
             read = pq.ParquetFile(io.BytesIO(self._file.read(size)))
-            piece = read.read([name for name in columns if name in read.schema_arrow.names] or None).to_pandas()
+            piece = read.read([name for name in read.schema_arrow.names if name in columns] or None).to_pandas()
             piece.attrs = dict(self.attrs)
             yield piece
 

@@ -121,7 +121,7 @@ class Comparison(Kept):
         if isinstance(held, LongTable):
             yield from held.pieces(*columns)
         else:
-            yield held[[each for each in columns if each in held]] if columns else held
+            yield held[[each for each in held if each in columns]] if columns else held
 
     def count(self, name: str) -> int:
         """How many rows a table has."""
