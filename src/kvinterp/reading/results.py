@@ -125,9 +125,3 @@ def site_of(comparison: Comparison) -> str:
     """The site whose drift is told: resid_post, or else the first recorded; empty where none was."""
     sites = sites_of(comparison)
     return "resid_post" if "resid_post" in sites else str(sites[0]) if sites else ""
-
-
-def drift_medians(comparison: Comparison) -> pd.Series:
-    """Median relative L2 of :func:`site_of` by layer over prompts and steps from 1 on at which both hold the same text."""
-    frame = decoded(comparison, "layers", "site", "layer", "relative_l2")
-    return frame[frame["site"] == site_of(comparison)].groupby("layer")["relative_l2"].median().dropna()
