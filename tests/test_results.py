@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import sqlite3
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from kvinterp.comparison import TABLES, Comparison
+from kvinterp.cells import CellsMade
+from kvinterp.comparison import PARTS, TABLES, Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
+from kvinterp.experiments.compare import outcome_of
+from kvinterp.findings.of_comparison import charts_of_comparisons, rows_of_comparison
+from kvinterp.parquet import GROUP, LongTable, write_table
+from kvinterp.report.tokens import packed_comparison
 from kvinterp.results import load_result
 from kvinterp.store import Lock, Record, check_free, write_whole
 from synthetic import comparison, failed, prompts
@@ -110,6 +117,52 @@ def test_a_killed_run_goes_on_and_gives_the_same_tables(tmp_path: Path) -> None:
     again.close()
     same(tables(tmp_path / "whole"), tables(tmp_path / "cut"))
     assert cells_of(tmp_path / "cut") == []
+
+
+def test_memory_does_not_grow_with_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is long is read and written a piece at a time: four times as many prompts take the same memory."""
+    monkeypatch.setattr("kvinterp.comparison.comparison._TOGETHER", 2)
+    one = comparison((0,))
+    part = {name: getattr(one, name) for name in PARTS}
+    for name in ("heads", "kv_steps", "kv_positions"):
+        part[name] = pd.concat([part[name]] * (2**15 // max(len(part[name]), 1)))
+
+    def peak(count: int) -> int:
+        parts, cells = (made := folder(tmp_path / str(count), count)).folder.parts, {}
+        for number in range(count):
+            tables = {name: table.assign(example=number) for name, table in part.items()}
+            parts.keep(f"example-{number}", tables, one.provenance)
+            cells[f"example-{number}"] = parts
+        tracemalloc.start()
+        outcome = outcome_of(CellsMade(cells), made.asked, made.folder.settings, made.folder.folder)
+        found = outcome.result.comparison
+        rows_of_comparison(found), charts_of_comparisons({"": found}), packed_comparison(found)
+        made.folder.finish(outcome.tables, outcome.summary, outcome.texts)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        made.folder.release()
+        assert len(found.heads) == count * len(part["heads"]) > count * 2**14
+        return most
+
+    peak(1)  # What is imported on the way is not measured.
+    assert peak(16) < 1.5 * peak(4)
+
+
+def test_files_are_the_same_however_their_tables_were_cut(tmp_path: Path) -> None:
+    """What was compared in memory is saved as the command writes it, be it longer than a group of rows."""
+    table = pd.concat([comparison((0, 1, 2)).heads] * 2000, ignore_index=True)
+    long = LongTable(tmp_path)
+    long.attrs = table.attrs = {"weights": "0123"}
+    for start in (0, 10, 11, len(table) // 2):
+        long.add(table[start : {0: 10, 10: 11, 11: len(table) // 2}.get(start)])
+    files = io.BytesIO(), io.BytesIO()
+    for each, file in zip((table, long), files, strict=True):
+        write_table(each, file)
+    assert len(table) > GROUP
+    assert files[0].getvalue() == files[1].getvalue()
+    pd.testing.assert_frame_equal(pd.read_parquet(files[0]), table, check_exact=True)
+    pd.testing.assert_frame_equal(long.whole(), table, check_exact=True)
+    assert pd.read_parquet(files[0]).attrs == long.whole().attrs == table.attrs
 
 
 def test_an_interrupted_run_writes_what_it_has_and_goes_on(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def bytes_with(path: Path, digest: str) -> bytes | None:
             if file.read() != b"PAR1":
                 return None
             file.seek(0)
-        if _digest(file) != digest:
+        if digest_in(file) != digest:
             return None
         file.seek(0)
         content = file.read()
@@ -278,10 +278,11 @@ def is_plain(path: Path) -> bool:
 def digest_of(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
     with opened(path) as file:
-        return _digest(file)
+        return digest_in(file)
 
 
-def _digest(file: IO[bytes]) -> str:
+def digest_in(file: IO[bytes]) -> str:
+    """SHA-256 of what a file holds from where it is read, in hexadecimal."""
     digest = hashlib.sha256()
     while block := file.read(2**20):
         digest.update(block)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -27,6 +28,7 @@ from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError, KvinterpError, in_one_line
 from kvinterp.files import SUMMARY, bytes_with, differences, read_json, read_sealed, sealed, strict_json, told
 from kvinterp.kept import flat
+from kvinterp.parquet import LongTable, write_table
 from kvinterp.store import ADVICE, Lock, Parts, Record, check_free, choices_of, unlike, write_whole
 
 PROMPTS = "prompts.jsonl"
@@ -104,7 +106,7 @@ class ResultFolder(Lock):
 
     def finish(
         self,
-        tables: Mapping[str, pd.DataFrame],
+        tables: Mapping[str, pd.DataFrame | LongTable],
         summary: Mapping[str, Any],
         texts: Mapping[str, str] | None = None,
         draw: Callable[[Path], Iterable[Path]] | None = None,
@@ -135,7 +137,7 @@ class ResultFolder(Lock):
         files = [self.folder / f"{name}.parquet" for name in tables]
         for file, table in zip(files, tables.values(), strict=True):
             with told(self.folder):
-                digests[file.name] = write_whole(file, table.to_parquet(None, index=False))
+                digests[file.name] = write_whole(file, functools.partial(write_table, table))
         figures = [] if draw is None else list(draw(self.folder / "figures"))
         write_whole(place, sealed(SUMMARY, summary, digests))
         record.finish("go" if ending == "finished" else "stay")

@@ -20,9 +20,9 @@ import sqlite3
 import threading
 import weakref
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import pandas as pd
 from pyarrow import ArrowException
@@ -32,6 +32,7 @@ from kvinterp.files import (
     SUMMARY,
     check_writable,
     differences,
+    digest_in,
     digest_of,
     is_plain,
     is_there,
@@ -344,8 +345,12 @@ def _is_own_name(name: Any) -> bool:
     return 1 <= len(parts) <= 2 and all(map(_OWN_NAME.fullmatch, parts))
 
 
-def write_whole(path: Path, content: str | bytes) -> str:
+def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> str:
     """Writes a file so that it is there whole or not at all; its folder is made. In a folder with a store that knows of it.
+
+    Args:
+        path: The file.
+        content: What is in it, or what writes that.
 
     Returns:
         Its digest.
@@ -353,16 +358,19 @@ def write_whole(path: Path, content: str | bytes) -> str:
     Raises:
         InputError: It cannot be written, or it would replace a file that kvinterp did not write into a result's folder.
     """
-    # Of a file's name that is no UTF-8, which a page may show, an escape is written.
-    written = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-    digest = hashlib.sha256(written).hexdigest()
     with told(path.parent):
         record = Record.over(path)
         name = "" if record is None else path.relative_to(record.folder).as_posix()
         if record is not None:
             refuse_foreign(record, [name])
         with replaced(path) as file:
-            file.write(written)
+            if callable(content):
+                content(file)
+            else:
+                # Of a file's name that is no UTF-8, which a page may show, an escape is written.
+                file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+            file.seek(0)
+            digest = digest_in(file)
             if record is not None:
                 record.expect(name, digest)
     return digest

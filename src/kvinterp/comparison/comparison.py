@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -17,9 +18,12 @@ from kvinterp.data import Prompt
 from kvinterp.errors import InputError
 from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, wrap
+from kvinterp.parquet import LongTable
 from kvinterp.reading.where import where
 
 TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv", "tokens", "attention_rows")
+LONG = ("layers", "heads", "kv_steps", "kv_positions", "kv")
+"""Those that are most of a comparison of many prompts: in one that is kept in a folder they are on disk."""
 PARTS = (*TABLES, "failures")
 """The tables of a comparison, and with them the list of what could not be compared."""
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -104,7 +108,24 @@ class Comparison(Kept):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the model, which is not the comparison's to keep."""
-        return {**self.__dict__, "origin": None}
+        return {**{name: getattr(self, name) for name in vars(self)}, "origin": None}
+
+    def __getattribute__(self, name: str) -> Any:
+        """An attribute; of a table on disk all of it, read anew each time."""
+        held = super().__getattribute__(name)
+        return held.whole() if isinstance(held, LongTable) else held
+
+    def pieces(self, name: str, *columns: str) -> Iterator[pd.DataFrame]:
+        """A table in pieces of whole examples, one after another in memory; all columns, or those of these that it has."""
+        held = vars(self)[name]
+        if isinstance(held, LongTable):
+            yield from held.pieces(*columns)
+        else:
+            yield held[[each for each in held if each in columns]] if columns else held
+
+    def count(self, name: str) -> int:
+        """How many rows a table has."""
+        return len(vars(self)[name])
 
     @property
     def statistics(self) -> dict[str, float]:
@@ -134,7 +155,7 @@ class Comparison(Kept):
             "provenance": {k: v for k, v in self.provenance.items() if k not in ("paths", "protocol", "strategy")},
         }
 
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    def written(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Its tables, each with what it was made with, and what ``summary.json`` holds."""
         numbers = self.summary()
         counts = {name: numbers.pop(name) for name in ("examples", "steps", "failed")}
@@ -143,7 +164,7 @@ class Comparison(Kept):
         front = {name: numbers.pop(name) for name in ("paths", "protocol", "strategy")}
         reading, interrupted = self.where().splitlines(), seen < counts["planned"]
         summary = {**front, "counts": counts, "interrupted": interrupted, "reading": reading, **numbers}
-        return signed({name: getattr(self, name) for name in TABLES}, self.provenance), {
+        return signed({name: vars(self)[name] for name in TABLES}, self.provenance), {
             **summary,
             "provenance": self.provenance,
         }
@@ -185,14 +206,19 @@ class Comparison(Kept):
         return f"<Comparison of {about['model']}: {paths}, {len(self.steps)} steps of {len(self.examples)} prompts>"
 
     @classmethod
-    def joined(cls, parts: Iterable[Comparison]) -> Comparison:
+    def joined(cls, parts: Iterable[Comparison], folder: Path | None = None) -> Comparison:
         """Several comparisons of one model along the same paths as one; each part is asked for once, and then let go of.
+
+        Args:
+            parts: The comparisons.
+            folder: Where the tables of :data:`LONG` are kept meanwhile; unless given they are in memory.
 
         Raises:
             InputError: They were made differently: averaging them together would mix unlike things.
         """
         abouts: list[dict[str, Any]] = []
         pieces: dict[str, list[pd.DataFrame]] = {name: [] for name in PARTS}
+        long = {} if folder is None else {name: LongTable(folder) for name in LONG}
         for part in parts:
             abouts.append(part.provenance)
             first = abouts[0]
@@ -204,16 +230,20 @@ class Comparison(Kept):
             for name, several in pieces.items():
                 several.append(getattr(part, name))
             if len(abouts) % _TOGETHER == 0:
+                _put(pieces, long)
                 # Many small tables take more memory than one.
                 for several in pieces.values():
-                    several[-_TOGETHER:] = [pd.concat(several[-_TOGETHER:])]
+                    several[-_TOGETHER:] = [_stacked(several[-_TOGETHER:])]
                 # Of these rows there is room for a number, however many prompts there are.
-                pieces["attention_rows"] = [within(pd.concat(pieces["attention_rows"]), pd.concat(pieces["steps"]))]
+                pieces["attention_rows"] = [within(_stacked(pieces["attention_rows"]), _stacked(pieces["steps"]))]
         if not abouts:
             raise InputError("there is no comparison to join: give at least one.")
-        tables = {name: pd.concat(pieces.pop(name), ignore_index=True) for name in PARTS}
+        _put(pieces, long)
+        tables = {name: _stacked(several) for name, several in pieces.items()}
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
-        return cls(**tables, provenance=abouts[0] | _caches(abouts) | _witnesses(abouts))
+        found = cls(**tables, provenance=abouts[0] | _caches(abouts) | _witnesses(abouts))
+        vars(found).update(long)
+        return found
 
     def without_rows(self) -> Comparison:
         """The same with tables of the same columns that hold nothing."""
@@ -222,6 +252,18 @@ class Comparison(Kept):
 
 _TOGETHER = 32
 """How many parts are joined at a time."""
+
+
+def _put(pieces: dict[str, list[pd.DataFrame]], long: Mapping[str, LongTable]) -> None:
+    """Moves what there is of the long tables to where they are kept; their columns stay."""
+    for name, table in long.items():
+        table.add(_stacked(pieces[name]))
+        pieces[name] = [pieces[name][0].iloc[:0]]
+
+
+def _stacked(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    """Tables one below the other; one without rows knows nothing of the columns' types, and is left out beside others."""
+    return pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
 
 
 def _caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:

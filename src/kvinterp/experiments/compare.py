@@ -13,7 +13,6 @@ from kvinterp.experiments.base import Experiment, Outcome, numbered
 from kvinterp.experiments.options import DRAWS, model, option, sampled, shared
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
     from kvinterp.cells import Cell, Made
@@ -201,18 +200,12 @@ def outcome_of(
     made: Mapping[str, Made], prompts: Sequence[Any], settings: Mapping[str, Any], folder: Path | None = None
 ) -> Outcome:
     """The comparison of all examples that are finished, in the order of their numbers."""
-    from kvinterp.comparison import PARTS, Comparison
+    from kvinterp.comparison import Comparison
 
-    comparison = Comparison.joined(Comparison(**tables, provenance=about) for tables, about in made.values())
-    ordered = {n: _by_example(getattr(comparison, n)) for n in PARTS}
-    return outcome_with(dataclasses.replace(comparison, **ordered, prompts=list(prompts)), settings, folder)
-
-
-def _by_example(table: pd.DataFrame) -> pd.DataFrame:
-    """A table in the order of its examples; one that has it already is not copied: with many prompts it is large."""
-    if table["example"].is_monotonic_increasing:
-        return table.reset_index(drop=True)
-    return table.sort_values("example", kind="stable", ignore_index=True)
+    parts = (made[key] for _, key in sorted(numbered(made).items()))
+    comparison = Comparison.joined((Comparison(**tables, provenance=about) for tables, about in parts), folder)
+    comparison.prompts = list(prompts)
+    return outcome_with(comparison, settings, folder)
 
 
 def outcome_with(comparison: Comparison, settings: Mapping[str, Any], folder: Path | None = None) -> Outcome:

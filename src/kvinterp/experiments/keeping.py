@@ -209,6 +209,7 @@ def sentences(found: Kept) -> list[str]:
 
 def latex(found: Kept, table: str | None = None) -> str:
     """Does what :meth:`Kept.to_latex` says."""
+    from kvinterp.parquet import LongTable
     from kvinterp.report.latex import latex_of
 
     if table is None:
@@ -216,7 +217,8 @@ def latex(found: Kept, table: str | None = None) -> str:
     tables, _ = found.written()
     if table not in tables:
         raise unknown("table", table, tables)
-    return latex_of(table, tables[table], f"{table}: {repr(found)[1:-1]}")
+    held = tables[table]
+    return latex_of(table, held.whole() if isinstance(held, LongTable) else held, f"{table}: {repr(found)[1:-1]}")
 
 
 def card(found: Kept) -> str:

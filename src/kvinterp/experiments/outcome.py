@@ -23,7 +23,7 @@ class Outcome(Kept):
 
     Attributes:
         result: What its reduction made of the cells: a ``Comparison`` with its prompts, a ``Sweep``, ...
-        tables: The tables by the names of their files.
+        tables: The tables by the names of their files: data frames, or on disk (:class:`kvinterp.parquet.LongTable`).
         summary: What ``summary.json`` holds.
         texts: Other files by their names.
         folder: Where it was written; None where it was not.
@@ -35,7 +35,7 @@ class Outcome(Kept):
     """
 
     result: Any
-    tables: Mapping[str, pd.DataFrame] = dataclasses.field(default_factory=dict)
+    tables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     folder: Path | None = None

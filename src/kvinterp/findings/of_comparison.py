@@ -13,7 +13,7 @@ from kvinterp.findings.charts import Chart, Panel
 from kvinterp.findings.rows import finding, median_of
 from kvinterp.metrics.statistics import mean_error
 from kvinterp.reading.numbers import counted, every, most, number
-from kvinterp.reading.results import decoded, site_of, unit_roundoff
+from kvinterp.reading.results import alike, decoded, let_go_of, means_of, site_of, sites_of, unit_roundoff
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -64,8 +64,9 @@ def _varies(steps: pd.DataFrame, name: str) -> bool:
 
 
 def _of_layers(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    for site in dict.fromkeys([site_of(comparison), *comparison.layers["site"]]) if len(comparison.layers) else ():
-        rows = decoded(comparison, comparison.layers[comparison.layers["site"] == site])
+    table = decoded(comparison, "layers", "site", "layer", "example", "relative_l2")
+    for site in dict.fromkeys(filter(None, [site_of(comparison), *sites_of(comparison)])):
+        rows = table[table["site"] == site]
         medians = rows.groupby("layer")["relative_l2"].median().dropna()
         if medians.empty:
             continue
@@ -77,28 +78,31 @@ def _of_layers(comparison: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def _of_attention(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    rows = decoded(comparison, comparison.heads)
-    means = rows.groupby(["layer", "head"])["kl"].mean().dropna()
+    means = means_of(comparison, "heads", ("layer", "head"), "kl").dropna()
     if means.empty:
         return
     derived = "derived beside a fused kernel, which shows no pattern" if "pattern" in comparison.derived else ""
     largest, _ = most(means, ("layer", "head"))
     layer, head = means.idxmax() if largest > 0 else (np.nan, np.nan)
     what = "largest mean KL of an attention head"
-    yield finding(what, largest, n=rows["example"].nunique(), measure="nats", note=derived, layer=layer, head=head)
+    prompts = sum(rows["example"].nunique() for rows in alike(comparison, "heads", "example"))
+    yield finding(what, largest, n=prompts, measure="nats", note=derived, layer=layer, head=head)
 
 
 def _of_cache(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    rows = comparison.same_text(comparison.kv_positions)
-    if rows.empty and len(comparison.kv_positions):
+    means, sums = means_of(comparison, "kv_positions", ("tensor", "layer", "kv_head"), "relative_error"), []
+    if means.empty and comparison.count("kv_positions"):
         note = "there is no step after the prefill at which both paths hold the same text"
         yield finding("K and V vectors that differ", np.nan, note=note)
-    prompt = rows["example"].map(comparison.examples.set_index("example")["prompt_tokens"])
-    for name, part in (("prompt", rows[rows["position"] < prompt]), ("decoded tokens", rows[rows["position"] >= prompt])):
-        count, differing = int(part["vectors"].sum()), int(part["differing"].sum())
+    prompt = comparison.examples.set_index("example")["prompt_tokens"]
+    for rows in alike(comparison, "kv_positions", "example", "position", "vectors", "differing", "ulp_mean"):
+        counts = rows[["vectors", "differing"]].assign(units=rows["ulp_mean"] * rows["vectors"])
+        sums.append(counts.groupby(rows["position"] >= rows["example"].map(prompt)).sum())
+    for later, (vectors, differing, units) in pd.concat(sums).groupby(level=0).sum().iterrows():
+        name, count, differing = "decoded tokens" if later else "prompt", int(vectors), int(differing)
         if count:
             # Vectors that are equal are 0 units apart, so that they add nothing to the sum.
-            units = (part["ulp_mean"] * part["vectors"]).sum() / differing if differing else 0.0
+            units = units / differing if differing else 0.0
             note = f"those differ by {number(units)} units in the last place on average" if differing else ""
             yield finding(
                 f"K and V vectors of the {name} that differ",
@@ -108,26 +112,15 @@ def _of_cache(comparison: Comparison) -> Iterator[dict[str, Any]]:
                 measure="%",
                 note=note,
             )
-    if len(rows):
-        means = mean_error(rows, ("tensor", "layer", "kv_head"))
-        if means.max() > 0:
-            tensor, layer, head = means.idxmax()
-            yield finding("largest mean relative error of K and V", means.max(), n=int(rows["vectors"].sum()), unit="vectors",
-                          tensor=tensor, layer=layer, head=head)  # fmt: skip
-    for side, gone, of in _let_go(comparison):
+    if means.max() > 0:
+        tensor, layer, head = means.idxmax()
+        vectors = int(sum(each["vectors"].sum() for each in sums))
+        yield finding("largest mean relative error of K and V", means.max(), n=vectors, unit="vectors",
+                      tensor=tensor, layer=layer, head=head)  # fmt: skip
+    for side, gone, of, _ in let_go_of(comparison):
         room = "" if gone else "it had room for all"
         yield finding("cache rows let go of by the last step", gone / of, n=of, unit="rows", measure="%", note=room,
                       path=comparison.provenance["paths"][side])  # fmt: skip
-
-
-def _let_go(comparison: Comparison) -> Iterator[tuple[str, int, int]]:
-    """Of each path whose policy lets go of rows: how many of how many, counted over prompts, layers and KV heads."""
-    rows = comparison.kv_steps
-    last = rows[rows["step"] == rows.groupby("example")["step"].transform("max")]
-    last = last[last["tensor"] == last["tensor"].min()]
-    context = last["example"].map(comparison.examples.set_index("example")["prompt_tokens"]) + last["step"]
-    for side in comparison.provenance.get("lets_go", ()) if len(last) else ():
-        yield side, int(last[f"let_go_{side}"].sum()), int(context.sum())
 
 
 def headline_of(comparisons: list[Comparison]) -> list[str]:
@@ -190,7 +183,7 @@ def _kl_by_step(comparisons: Mapping[str, Comparison]) -> list[Panel]:
 def _drift_by_layer(comparisons: Mapping[str, Comparison]) -> list[Panel]:
     lines = []
     for label, one in comparisons.items():
-        frame = _later(one, one.layers)
+        frame = decoded(one, "layers", "site", "layer", "relative_l2", first=_first(one, "layers"))
         for site, mine in frame.groupby("site", sort=False) if len(frame) else ():
             line = mine.groupby("layer")["relative_l2"].quantile([0.25, 0.5, 0.75]).unstack()
             name = label if frame["site"].nunique() == 1 else ", ".join(filter(None, (label, str(site))))
@@ -204,21 +197,24 @@ def _drift_by_layer(comparisons: Mapping[str, Comparison]) -> list[Panel]:
 
 
 def _attention_by_head(comparison: Comparison) -> list[Panel]:
-    frame = _later(comparison, comparison.heads)
-    if frame.empty:
+    first = _first(comparison, "heads")
+    means = means_of(comparison, "heads", ("layer", "head"), "kl", first).rename("kl").reset_index()
+    if means.empty:
         return []
-    means = frame.groupby(["layer", "head"])["kl"].mean().reset_index()
     return [Panel(means, "head", "layer", "map", "kl", label="mean KL of attention (nats)", xlabel="query head")]
 
 
 def _kv_by_position(comparison: Comparison) -> list[Panel]:
-    rows = comparison.same_text(comparison.kv_positions)
-    if rows.empty:
+    there = {int(n) for rows in alike(comparison, "kv_positions", "example") for n in rows["example"].unique()}
+    if not there:
         return []
-    drawn = comparison.examples[comparison.examples["example"].isin(rows["example"])]
+    drawn = comparison.examples[comparison.examples["example"].isin(there)]
     example = int(drawn.sort_values("steps", kind="stable")["example"].iloc[-1])
     prompt = int(comparison.examples.set_index("example")["prompt_tokens"].loc[example])
-    table = mean_error(rows[rows["example"] == example], ("tensor", "layer", "position")).rename("error").reset_index()
+    keys = ("tensor", "layer", "position")
+    pieces = alike(comparison, "kv_positions", "example", *keys, "vectors", "relative_error")
+    rows = pd.concat([each[each["example"] == example] for each in pieces])
+    table = mean_error(rows, keys).rename("error").reset_index()
     positions = range(table["position"].min(), table["position"].max() + 1)
     # Positions that no row was held at by both are there, without a value.
     places = pd.MultiIndex.from_product([dict.fromkeys(table["tensor"]), dict.fromkeys(table["layer"]), positions],
@@ -229,10 +225,9 @@ def _kv_by_position(comparison: Comparison) -> list[Panel]:
                   xlabel=f"absolute cache position (prompt {example}; white: exactly equal)")]  # fmt: skip
 
 
-def _later(comparison: Comparison, frame: pd.DataFrame) -> pd.DataFrame:
-    """The steps from 1 on at which both paths hold the same text; step 0 where there is no other."""
-    found = decoded(comparison, frame)
-    return found if len(found) else comparison.same_text(frame)
+def _first(comparison: Comparison, table: str) -> int:
+    """The first step that is drawn: 1, or 0 where a table has no other at which both paths hold the same text."""
+    return int(any(map(len, alike(comparison, table, "step"))))
 
 
 def ladder_of_comparisons(rungs: Mapping[str, Sequence[Comparison]]) -> Chart:

@@ -117,11 +117,11 @@ def _closest(comparison: Comparison, lead: str = "The closest call") -> list[str
 def kept_said(comparison: Comparison, maps: int, rows: int) -> list[str]:
     """What of a comparison the page holds, maps and attention rows of so many steps, and why not more."""
     steps, said = len(comparison.steps), []
-    if comparison.heads.empty and comparison.layers.empty:
+    if not comparison.count("heads") and not comparison.count("layers"):
         said.append(
             "No activation was recorded: there is neither a map of heads nor a drift by layer, and no attention to show."
         )
-    elif comparison.heads.empty:
+    elif not comparison.count("heads"):
         said.append("No attention pattern was recorded, so there is no map of heads and no attention to show.")
     elif "pattern" in comparison.derived:
         said.append("Attention patterns were derived, from queries and keys, beside a kernel that shows none.")
@@ -137,7 +137,7 @@ def kept_said(comparison: Comparison, maps: int, rows: int) -> list[str]:
             "and its steps of largest KL on the same text, as far as there is room."
             + (f" attention_rows.parquet has those of {kept} steps." if kept > rows else "")
         )
-    elif not comparison.heads.empty:
+    elif comparison.count("heads"):
         said.append("No attention row was kept with this comparison.")
     return said
 

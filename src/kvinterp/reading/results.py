@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -77,19 +77,51 @@ def unit_roundoff(dtype: str) -> float:
     return float(torch.finfo(named).eps / 2)
 
 
-def decoded(comparison: Comparison, table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a table from step 1 on at which both paths hold the same text."""
-    table = comparison.same_text(table)
-    return table[table["step"] > 0]
+def alike(comparison: Comparison, table: str, *columns: str, first: int = 1) -> Iterator[pd.DataFrame]:
+    """The rows of a table from a step on at which both paths hold the same text, in pieces of whole examples.
+
+    Args:
+        comparison: The comparison.
+        table: The table's name; what it sums over the steps leaves out step 0, which is the prefill's on both paths.
+        columns: The columns that are wanted.
+        first: The step.
+    """
+    for piece in comparison.pieces(table, *columns, "after_flip", "step"):
+        same = comparison.same_text(piece)
+        yield same[same["step"] >= first] if "step" in same else same
+
+
+def decoded(comparison: Comparison, table: str, *columns: str, first: int = 1) -> pd.DataFrame:
+    """The rows of :func:`alike` together, of as few columns as are asked for."""
+    return pd.concat(alike(comparison, table, *columns, first=first), ignore_index=True)
+
+
+def means_of(comparison: Comparison, table: str, keys: Sequence[str], value: str, first: int = 1) -> pd.Series:
+    """The mean of a column over the rows of :func:`alike`, where they are of several vectors over those."""
+    sums = []
+    for piece in alike(comparison, table, *keys, value, "vectors", first=first):
+        weights = piece["vectors"] if "vectors" in piece else piece[value].notna()
+        sums.append(pd.DataFrame({"of": piece[value] * weights, "by": weights}).groupby([piece[k] for k in keys]).sum())
+    total = pd.concat(sums).groupby(level=list(keys)).sum()
+    return total["of"] / total["by"]
+
+
+def let_go_of(comparison: Comparison) -> list[tuple[str, int, int, int]]:
+    """Of each path whose policy lets go of rows: how many by the last step, of how many, and of how many prompts."""
+    pieces = comparison.pieces("kv_steps", "example", "step", "tensor", "let_go_a", "let_go_b")
+    last = pd.concat([each[each["step"] == each.groupby("example")["step"].transform("max")] for each in pieces])
+    last = last[last["tensor"] == last["tensor"].min()]
+    context = last["example"].map(comparison.examples.set_index("example")["prompt_tokens"]) + last["step"]
+    sides, prompts = comparison.provenance.get("lets_go", ()) if len(last) else (), last["example"].nunique()
+    return [(side, int(last[f"let_go_{side}"].sum()), int(context.sum()), prompts) for side in sides]
+
+
+def sites_of(comparison: Comparison) -> list[str]:
+    """The sites whose drift was measured."""
+    return list(dict.fromkeys(site for piece in comparison.pieces("layers", "site") for site in piece["site"].unique()))
 
 
 def site_of(comparison: Comparison) -> str:
     """The site whose drift is told: resid_post, or else the first recorded; empty where none was."""
-    sites = list(comparison.layers["site"].unique())
+    sites = sites_of(comparison)
     return "resid_post" if "resid_post" in sites else str(sites[0]) if sites else ""
-
-
-def drift_medians(comparison: Comparison) -> pd.Series:
-    """Median relative L2 of :func:`site_of` by layer over prompts and steps from 1 on at which both hold the same text."""
-    frame = decoded(comparison, comparison.layers)
-    return frame[frame["site"] == site_of(comparison)].groupby("layer")["relative_l2"].median().dropna()

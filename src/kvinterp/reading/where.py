@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pandas as pd
-
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
-from kvinterp.metrics.statistics import mean_error
 from kvinterp.reading.numbers import against, counted, every, machine_of, most, share, typical_said
+from kvinterp.reading.results import let_go_of, means_of, sites_of
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -60,13 +58,9 @@ def where(comparison: Comparison) -> list[str]:
 
 def let_go(comparison: Comparison) -> list[str]:
     """How many rows of the cache each path had let go of by the last step, of those whose policy lets go of rows."""
-    rows, lines = comparison.kv_steps, []
-    last = rows[rows["step"] == rows.groupby("example")["step"].transform("max")]
-    last = last[last["tensor"] == last["tensor"].min()]
-    context = last["example"].map(comparison.examples.set_index("example")["prompt_tokens"]) + last["step"]
-    for side in comparison.provenance.get("lets_go", ()) if len(last) else ():
-        gone, of = int(last[f"let_go_{side}"].sum()), int(context.sum())
-        over = f"counted over the layers and KV heads of {counted(last['example'].nunique(), 'prompt')}"
+    lines = []
+    for side, gone, of, prompts in let_go_of(comparison):
+        over = f"counted over the layers and KV heads of {counted(prompts, 'prompt')}"
         said = (
             f"had let go of {share(gone, of)} of its rows by the last step ({gone} of {of}, {over}); K and V are compared on the "
             "rows that both paths hold."
@@ -81,27 +75,21 @@ def _places(comparison: Comparison) -> list[str]:
     """In which layer, head and cache position the paths differ most."""
     lines = []
     derived = " (derived beside the kernel)" * ("pattern" in comparison.derived)
-    streams = set(comparison.layers["site"]) <= _STREAMS
-    for frame, value, subject, unit, keys in (
-        (comparison.layers, "relative_l2", "residual stream" if streams else "recorded tensors", "relative L2 {:.2e}",
+    streams = {*sites_of(comparison)} <= _STREAMS
+    for table, value, subject, unit, keys in (
+        ("layers", "relative_l2", "residual stream" if streams else "recorded tensors", "relative L2 {:.2e}",
          ("site", "layer")),
-        (comparison.heads, "kl", f"attention pattern{derived}", "KL {:.2e} nats", ("layer", "head")),
-        (comparison.kv_positions, "relative_error", "cache", "relative error {:.2e}", ("tensor", "layer", "kv_head")),
+        ("heads", "kl", f"attention pattern{derived}", "KL {:.2e} nats", ("layer", "head")),
+        ("kv_positions", "relative_error", "cache", "relative error {:.2e}", ("tensor", "layer", "kv_head")),
     ):  # fmt: skip
-        # Step 0 is the prefill's on both paths; what is summed over steps leaves it out.
-        frame = comparison.same_text(frame)
-        frame = frame[frame["step"] > 0] if "step" in frame else frame
+        means = means_of(comparison, table, keys, value)
         verb = "differ" if subject.endswith("s") else "differs"
-        if frame.empty:
+        if means.empty:
             continue
-        if not frame[value].max() > 0:
+        if not means.max() > 0:
             lines.append(f"From step 1 on the {subject} {verb} nowhere that was compared.")
             continue
-        largest, place = most(_means(frame, value, keys), keys)
-        over = " over its vectors" * ("vectors" in frame)
+        largest, place = most(means, keys)
+        over = " over its vectors" * (table == "kv_positions")
         lines.append(f"From step 1 on the {subject} {verb} most ({unit.format(largest)}) on average{over} at {place}.")
     return lines
-
-
-def _means(frame: pd.DataFrame, value: str, keys: tuple[str, ...]) -> pd.Series:
-    return mean_error(frame, keys, value) if "vectors" in frame else frame.groupby(list(keys))[value].mean()

@@ -116,12 +116,12 @@ def overview_of(results: Sequence[Result]) -> Figure:
     main = [r for r in results if r.comparison.provenance["dtype"] == dtype and not r.comparison.steps.empty]
     lead = leading(main)
     recorded = ("layers", "heads", "kv_positions")
-    chosen = next((r for r in lead if all(len(getattr(r.comparison, table)) for table in recorded)), None)
+    chosen = next((r for r in lead if all(map(r.comparison.count, recorded))), None)
     if chosen is None:
         raise InputError("no model and kind recorded resid_post, pattern and kv: the four figures need all of them.")
     label = " ".join(place_of(chosen))
     kl = {f"{label}, {r.comparison.provenance['protocol']}": r.comparison for r in grouped(main)[place_of(chosen)]}
-    drift = {" ".join(place_of(r)): r.comparison for r in lead if not r.comparison.layers.empty}
+    drift = {" ".join(place_of(r)): r.comparison for r in lead if r.comparison.count("layers")}
     return overview(kl, drift, {label: chosen.comparison}, {label: chosen.comparison})
 
 
@@ -187,20 +187,20 @@ def drift_pictures(main: Sequence[Result], folder: Path) -> list[Picture]:
     """How far apart the residual streams are, layer by layer."""
     lines: dict[tuple[str, str], dict[str, Comparison]] = {}
     for result in leading(main):
-        if not result.comparison.layers.empty:
+        if result.comparison.count("layers"):
             lines.setdefault((model_of(result), ""), {})[kind_of(result)] = result.comparison
     return _pictures(folder, "drift_by_layer", lines, main)
 
 
 def attention_pictures(main: Sequence[Result], folder: Path) -> list[Picture]:
     """How far apart the attention patterns are, head by head."""
-    lines = {place_of(r): {"": r.comparison} for r in leading(main) if not r.comparison.heads.empty}
+    lines = {place_of(r): {"": r.comparison} for r in leading(main) if r.comparison.count("heads")}
     return _pictures(folder, "attention_by_head", lines, main)
 
 
 def kv_pictures(main: Sequence[Result], folder: Path) -> list[Picture]:
     """How far apart K and V are, position by position."""
-    lines = {place_of(r): {"": r.comparison} for r in leading(main) if not r.comparison.kv_positions.empty}
+    lines = {place_of(r): {"": r.comparison} for r in leading(main) if r.comparison.count("kv_positions")}
     return _pictures(folder, "kv_by_position", lines, main)
 
 
@@ -316,7 +316,7 @@ def _files(results: Sequence[Result], folder: Path) -> list[Any]:
     rows: list[list[str | Links]] = []
     for result in results:
         place = "" if result.folder == folder else f"{os.path.relpath(result.folder, folder)}/".replace(os.sep, "/")
-        names = [f"{name}.parquet" for name in TABLES if len(getattr(result.comparison, name))]
+        names = [f"{name}.parquet" for name in filter(result.comparison.count, TABLES)]
         names += ["summary.json", "prompts.jsonl"]
         rows.append([result.folder.name, Links(files={name: place + name for name in names})])
     note = "The tables hold every number above, summary.json statistics and settings, figures/ every figure as PNG."

@@ -6,7 +6,7 @@ heads and its drift by layer, for a chosen head its attention on both paths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -199,7 +199,7 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
         "no_distance": no_boundary(comparison),
         "said": kept_said(comparison, len(of_maps["map_step"]), len({*of_rows["row_step"].tolist()})),
         "square": square_said(comparison),
-        "patterns": not comparison.heads.empty,
+        "patterns": comparison.count("heads") > 0,
         **mapped,
     }
     return packed(head, {**columns, **of_maps, **of_rows})
@@ -259,20 +259,33 @@ def _prompts(comparison: Comparison, steps: pd.DataFrame, texts: _Texts) -> tupl
 
 def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The KL of each head and the drift of each layer at as many steps as there is room for."""
-    heads, site = comparison.heads, site_of(comparison)
-    drift = comparison.layers[comparison.layers["site"] == site] if site else comparison.layers
+    site = site_of(comparison)
+
+    def rows(table: str, *columns: str) -> Iterator[pd.DataFrame]:
+        for piece in comparison.pieces(table, *columns, "site"):
+            yield piece[piece["site"] == site] if site and "site" in piece else piece
+
     names = {
-        "map_layers": sorted(heads["layer"].unique().tolist()),
-        "map_heads": sorted(heads["head"].unique().tolist()) if len(heads) else [],
-        "drift_layers": sorted(drift["layer"].unique().tolist()) if len(drift) else [],
+        name: sorted({label for piece in rows(table, column) for label in piece[column].unique().tolist()})
+        for name, table, column in (
+            ("map_layers", "heads", "layer"),
+            ("map_heads", "heads", "head"),
+            ("drift_layers", "layers", "layer"),
+        )
     }
     size = len(names["map_layers"]) * len(names["map_heads"]) + len(names["drift_layers"])
     kept = _first(comparison, steps, most // size if size else 0)
     chosen = steps.loc[kept, _OF]
     return {**names, "site": site}, {
         "map_step": kept.astype("<u4"),
-        "map": three_digits(_grid(heads, chosen, "kl", layer=names["map_layers"], head=names["map_heads"])),
-        "drift": three_digits(_grid(drift, chosen, "relative_l2", layer=names["drift_layers"])),
+        "map": three_digits(
+            _grid(
+                rows("heads", *_OF, "layer", "head", "kl"), chosen, "kl", layer=names["map_layers"], head=names["map_heads"]
+            )
+        ),
+        "drift": three_digits(
+            _grid(rows("layers", *_OF, "layer", "relative_l2"), chosen, "relative_l2", layer=names["drift_layers"])
+        ),
     }
 
 
@@ -285,11 +298,11 @@ def _first(comparison: Comparison, steps: pd.DataFrame, most: int) -> np.ndarray
     return np.sort(ranked.to_numpy())
 
 
-def _grid(table: pd.DataFrame, chosen: pd.DataFrame, value: str, **labels: list[int]) -> np.ndarray:
-    """A column of a table as ``[step, *labels]``, NaN where there is none."""
+def _grid(pieces: Iterable[pd.DataFrame], chosen: pd.DataFrame, value: str, **labels: list[int]) -> np.ndarray:
+    """A column of a table, given in pieces, as ``[step, *labels]``, NaN where there is none."""
     grid = np.full((len(chosen), *map(len, labels.values())), np.nan)
-    if grid.size:
-        places = chosen.assign(place=np.arange(len(chosen)))
+    places = chosen.assign(place=np.arange(len(chosen)))
+    for table in pieces if grid.size else ():
         found = table[[*_OF, *labels, value]].merge(places, on=_OF)
         at = [np.searchsorted(names, found[label]) for label, names in labels.items()]
         grid[(found["place"].to_numpy(), *at)] = found[value]
