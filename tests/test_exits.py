@@ -41,7 +41,9 @@ OPTIONS = [
 QUICK: dict[str, Any] = {"lengths": (5,), "steps": 1, "rungs": ("float32",), "checks": "none"}
 LEFT = "expected code that returns, or raises an error"
 # Not with 0: where it is not seen, the tests shall not end as if they had passed.
-WAYS = {"sys": "sys.exit(0)", "quit": "exit()", "os": "os._exit(7)", "abort": "os.abort()", "raise": "raise SystemExit"}
+WAYS = {"sys": "sys.exit(0)", "quit": "exit()", "os": "os._exit(7)", "abort": "os.abort()", "raise": "raise SystemExit",
+        "posix": "__import__('posix')._exit(7)", "exec": "os.execvp('false', ['false'])",
+        "kill": "os.kill(os.getpid(), 9)", "signal": "__import__('signal').raise_signal(6)"}  # fmt: skip
 
 MODULE = """
 import os, sys

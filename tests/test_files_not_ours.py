@@ -27,7 +27,19 @@ TABLE = {"recovery": pd.DataFrame({"x": [1.0, 2.0]})}
 
 @pytest.mark.parametrize(
     "name",
-    ["../victim", "/etc/hostname", "a/../../victim", ".git/HEAD", "a/b/c", "a\\b", "", "..", "figures/.hidden", "x\n"],
+    [
+        "../victim",
+        "/etc/hostname",
+        "a/../../victim",
+        ".git/HEAD",
+        "a/b/c",
+        "a\\b",
+        "",
+        "..",
+        "figures/.hidden",
+        "x\n",
+        "x" * 300,
+    ],
 )
 def test_a_record_that_names_what_it_cannot_is_refused(tmp_path: Path, name: str) -> None:
     """`--overwrite` over a record naming ../.git/HEAD removed that file, and its folder with it."""

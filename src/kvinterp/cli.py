@@ -154,7 +154,8 @@ def main() -> None:
     except Exception:
         # Of an error of kvinterp's own there is a traceback to report, and never the exit code of a verdict.
         traceback.print_exc()
-        sys.exit(2)
+    # The command line leaves by sys.exit: a 0 that nobody gave is no verdict.
+    raise SystemExit(2)
 
 
 @app.callback(invoke_without_command=True)
