@@ -238,6 +238,18 @@ def test_an_error_of_kvinterps_own_is_no_verdict(
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_a_0_that_nobody_gave_is_no_verdict(code: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line leaves by sys.exit; code that had replaced it made every refusal end with 0."""
+    from kvinterp import cli
+
+    code("sys.exit = print; raise KeyError('z')")
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["kvinterp", "audit", "leaving:made", *OPTIONS])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+
+
 # What is printed arrives -----------------------------------------------------------------------------------------------
 
 

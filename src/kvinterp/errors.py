@@ -174,7 +174,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 @contextlib.contextmanager
 def returning(whose: str) -> Iterator[None]:
-    """Within it code of others has to return: leaving the process (``sys.exit``, ``os._exit``, ``os.exec*``, a signal) is an error.
+    """Within it code of others has to return: that it ends the process (``sys.exit``, ``os._exit``, ``os.exec*``) is an error.
 
     Seen is what this thread calls; ``os._exit`` in another ends the process, though never with 0. What a library in C or a
     handler of ``atexit`` does is not seen.
