@@ -20,7 +20,7 @@ from typing import Any
 
 REMEDIES = (
     *("expected", "mend", "give", "use", "copy", "install", "save", "leave", "remove", "choose", "known are", "ask for"),
-    *("shorten", "record", "decode", "name ", "write", "call ", " has ", "are numbered", "unset"),
+    *("convert", "shorten", "record", "decode", "name ", "write", "call ", " has ", "are numbered", "unset"),
 )
 CASES = 1600
 LONGEST = 2200

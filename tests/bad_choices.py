@@ -165,6 +165,19 @@ CONTRADICTIONS: list[list[str]] = [
     ["compare", *RIGHT["compare"], "--a", "cached+int8", "--b", "given(x.jsonl)"],
     ["compare", *RIGHT["compare"], "--a", "cached[cache=static]+sinks(2,8)"],
     ["compare", *RIGHT["compare"], "--a", "cached@float64[cache=float16,cache=float32]"],
+    *[
+        ["compare", *RIGHT["compare"], "--a", f"{form}[call={call}]"]
+        for form, call in (
+            *[("cached", each) for each in ("", "nosuch", "padded(up,5)", "padded(left,0)", "padded(left,5", "batched(1)")],
+            *[("cached", each) for each in ("padded(left,1000000000)", "batched(1000000)", "beams(99999)", "forked(9999)")],
+            *[("cached", each) for each in ("os.system(1)", "verified(2),refresh=2", "forked(2),cache=static", "\x1b[31m")],
+            *[("recompute", each) for each in ("beams(2)", "generate")],
+        )
+    ],
+    *[
+        ["audit", *with_option(RIGHT["audit"], "--checks", "default"), "--calls", each]
+        for each in ("nosuch", "all,all", ",", "beams(1000000)")
+    ],
     ["chain", *RIGHT["chain"], "--text", "a b c"],
     ["chain", *RIGHT["chain"], "--template", "no place"],
     ["eval", MODEL, "--tasks", "gsm8k", "--policy", "q8_0", "--path", "cached", "--out", "out"],

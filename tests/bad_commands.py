@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bad_arguments import LONGEST, REMEDIES
 from bad_choices import of_choices, of_cost, of_environment, of_options, of_streams
-from bad_files import Results, found_in, of_files, of_results, of_special
+from bad_files import GIVEN, Results, found_in, of_files, of_given, of_results, of_special
 from forked import Ended, forked, fresh, warmed
 from right_commands import Case
 
@@ -34,9 +34,10 @@ KINDS = {
     "result": 100,
     "special": 90,
     "stream": 80,
-    "composed": 110,
+    "composed": 130,
     "cost": 110,
     "environment": 50,
+    "given": len(GIVEN),
 }
 """How many cases there are of each kind; seeds are counted through, in this order."""
 CASES = sum(KINDS.values())
@@ -65,6 +66,7 @@ class Cases:
             "composed": lambda: of_choices(chosen, number),
             "cost": lambda: of_cost(chosen, number),
             "environment": lambda: of_environment(chosen, number),
+            "given": lambda: of_given(number),
         }
         return kind, draw[kind]()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
 import socket
+import sqlite3
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -371,6 +373,45 @@ def found_in(folder: Path) -> dict[str, Any]:
     return {name: steps[name].tolist() for name in ("token_a", "token_b", "kl", "max_abs_logit") if name in steps}
 
 
+def _store(*lines: str) -> Callable[[Path], None]:
+    """Changes the store of a folder by SQL."""
+
+    def make(place: Path) -> None:
+        with contextlib.closing(sqlite3.connect(place)) as store:
+            store.executescript(";".join(lines))
+
+    return make
+
+
+_ROW = "insert into written values({}, 'a', 0)"
+STORE = {
+    "a view without an end": _store(
+        "drop table written",
+        "create view written as with recursive c(x) as (select 1 union all select x + 1 from c) "
+        "select x as name, x as sha, 0 as state from c",
+    ),
+    "a trigger": _store("create trigger t before insert on written begin select raise(abort, '\x1b[31mno'); end"),
+    "no table": _store("drop table written"),
+    "other columns": _store("drop table run", "create table run(x)"),
+    "another application": _store("pragma application_id=7"),
+    "cut": lambda place: os.truncate(place, 100),
+    "a page that is none": lambda place: os.truncate(place, 5000),
+    **{
+        f"a row {name}": _store(_ROW.format(value))
+        for name, value in {
+            "outside": "'../good.jsonl'",
+            "that is long": f"'{'x' * 100_000}'",
+            "that is none": "null",
+            "of bytes": "x'fffe'",
+            "that is no UTF-8": "cast(x'fffe41' as text)",
+            "with an escape": "'\x1b[31m'",
+        }.items()
+    },
+    "a run that is none": _store("insert into run values('result', '[[[', x'ff')"),
+}
+"""What is wrong with the store of a result."""
+
+
 def of_results(chosen: random.Random, results: Results) -> Case:
     """One file of a result is bad, and the result is read."""
     verb = chosen.choice(["compare", "compare", "patch", "audit", "study"])
@@ -379,7 +420,7 @@ def of_results(chosen: random.Random, results: Results) -> Case:
         path.name for path in source.iterdir() if path.is_file() and path.suffix in (".parquet", ".json", ".jsonl")
     )
     first = "verdict.json" if verb == "audit" else "summary.json"
-    file = chosen.choice([*files, first, first])
+    file = chosen.choice([*files, first, first, ".kvinterp.db"])
     changes = {
         "digests taken out": _json(sha256=...),
         "digests {}": _json(sha256={}),
@@ -395,8 +436,10 @@ def of_results(chosen: random.Random, results: Results) -> Case:
         **SPECIAL,
         **PLAIN,
         **(changes if file == "summary.json" else {}),
-        **(changes if file == "summary.json" else {}),
     }
+    if file == ".kvinterp.db":
+        # Of no bytes it is one that was begun and killed, which whoever comes next takes away.
+        many = {**STORE, "a FIFO": SPECIAL["a FIFO"], "a folder": SPECIAL["a folder"]}
     what = chosen.choice(sorted(many))
     how = chosen.choice(
         [["show", "out", "--rewrite", "--no-open"], ["report", "out"], ["show", "out", "--no-open"], ["again"]]
@@ -409,7 +452,9 @@ def of_results(chosen: random.Random, results: Results) -> Case:
 
     def prepare(folder: Path) -> None:
         shutil.copytree(source, folder / "out")
-        many[what](folder / "out" / file)
+        place = folder / "out" / file
+        if what in ("a folder", "a FIFO") or file != ".kvinterp.db" or place.exists():
+            many[what](place)
 
     return Case(arguments, judged, prepare, {"BROWSER": "true"}, shown=f"{verb}'s {file}: {what}")
 
@@ -428,6 +473,7 @@ PATHS = {
     "examples": ["patch"],
     "model": ["compare", "audit", "patch"],
     "given": ["compare"],
+    "against": ["audit"],
     "include": ["eval"],
     "gsm8k": ["compare"],
     "train": ["compare"],
@@ -474,6 +520,8 @@ def of_special(chosen: random.Random) -> Case:
             arguments = with_option(arguments, "", name)
         case "given":
             arguments = with_option(arguments, "--b", f"given({name})")
+        case "against":
+            arguments = [MODEL, "--against", name, "--out", "out"]
         case "gsm8k":
             arguments = with_option(arguments, "--prompts", f"gsm8k({name},shots=0)")
         case "train":
@@ -496,3 +544,51 @@ def of_special(chosen: random.Random) -> Case:
         make(folder / name.partition("/")[0]) if make is not _long else None
 
     return Case([verb, *arguments], judged, prepare, {"BROWSER": "true"}, shown=f"{option} is {what[:40]}")
+
+
+# Log-probs of another engine ---------------------------------------------------------------------------------------------
+
+
+def _given(**changes: Any) -> str:
+    ids = list(range(5, 60))
+    right = {"prompt": ids[:12], "tokens": ids[12:], "logprobs": [-2.0] * 43}
+    return json.dumps({**right, **changes})
+
+
+GIVEN: dict[str, tuple[str, str | bytes]] = {
+    **{name: ("refused", content) for name, content in {"empty": "", "5": "5", "null": "null", "{}": "{}"}.items()},
+    **{f"{value} for a log-prob": ("any", _given(logprobs=[value] * 43)) for value in (0.5, 1e29, 1e-6, 0.0, -1e9)},
+    **{
+        f"{value!r} for a log-prob": ("refused", _given(logprobs=[value] * 43))
+        for value in ("-1", True, [], 1e999, 10**400)
+    },
+    **{f"{value!r} for a token": ("refused", _given(tokens=[value] * 43)) for value in (-1, 10**12, 1.0, True, "a", None)},
+    "fewer": ("refused", _given(logprobs=[-1.0])),
+    "more than the context": ("refused", _given(tokens=[5] * 100_000, logprobs=[-1.0] * 100_000)),
+    "another dtype": ("refused", _given(declared={"dtype": "\x1b[31m"})),
+    "a name that commands": ("any", _given(id="\x1b]0;owned\x07")),
+    "a name that is none": ("any", _given(id="\ud800")),
+    "tokens beside": ("refused", _given(top=[[[1.5, -1.0]]] * 99)),
+    "cut": ("refused", _given()[:100]),
+    "nested": ("refused", '{"a":' * 50_000),
+    "another file's": ("refused", b"SQLite format 3\0" + bytes(100)),
+    "an archive": ("refused", b"PK\x03\x04" + bytes(50)),
+    "a base that is cut": ("refused", b"_logits_" + b"\xff" * 12),
+    "a base of 2**31": ("refused", b"_logits_" + (2**31 - 1).to_bytes(4, "little") * 3),
+    "a dump without tokens": ("refused", '{"token_ids": [], "generation_logprobs": []}'),
+    "a dump of 99 of 3": ("any", '{"token_ids": [1, 2, 3], "generation_logprobs": [0, -1, -1], "input_lengths": 99}'),
+    "an answer of nobody": ("refused", '{"choices": [{"logprobs": null}]}'),
+    "an answer without a prompt": ("refused", '{"meta_info": {"output_token_logprobs": [[-1, 5, null]]}}'),
+}
+"""What is wrong with a file of log-probs, and how it is judged."""
+
+
+def of_given(number: int) -> Case:
+    """A file of another engine's log-probs is bad."""
+    what = sorted(GIVEN)[number % len(GIVEN)]
+    judged, content = GIVEN[what]
+
+    def prepare(folder: Path) -> None:
+        (folder / "given.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return Case(["audit", MODEL, "--against", "given.jsonl", "--out", "out"], judged, prepare, shown=f"given: {what}")

@@ -55,6 +55,7 @@ def test_a_sample_of_bad_arguments():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3300)
 @pytest.mark.parametrize("first", range(0, bad_arguments.CASES, SHARE))
 def test_every_bad_argument(first):
     _run("bad_arguments.py", (first, min(first + SHARE, bad_arguments.CASES)))
@@ -68,6 +69,7 @@ def test_a_sample_of_bad_commands():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3300)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="its processes are forks of one that has imported what they need")
 @pytest.mark.parametrize("kind", bad_commands.KINDS)
 def test_every_bad_command(kind):

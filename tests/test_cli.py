@@ -413,6 +413,9 @@ def test_interrupted_after_one_prompt_it_says_what_is_there(tmp_path: Path, monk
     monkeypatch.setattr(Parts, "keep", interrupted)
     made = kvinterp(*THREE, "--out", tmp_path)
     _says_what_is_there(tmp_path, made.exit_code, made.stderr)
+    made = kvinterp("show", tmp_path, "--rewrite", "--no-open")
+    assert made.exit_code == 0, made.output
+    assert made.stdout.startswith("This run was interrupted: only what was finished by then is in it.")
 
 
 def test_interrupted_before_anything_is_finished_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

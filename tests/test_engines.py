@@ -122,13 +122,14 @@ def test_a_worker_unlike_this_machine_is_refused(cluster: Any, tmp_path: Path, m
 
 @pytest.mark.long
 @pytest.mark.parametrize(("who", "said"), [("raylet", "agent (raylet) ended"), ("gcs_server", "head process at")])
-def test_a_cluster_that_is_killed_is_said(tmp_path: Path, who: str, said: str) -> None:
+def test_a_cluster_that_is_killed_is_said(tmp_path: Path, request: pytest.FixtureRequest, who: str, said: str) -> None:
     """Ray itself waits for ever, or ends the process with an audit's exit code; what is finished is gone on from."""
     pytest.importorskip("ray")
     arguments = ["study", "--preset", "quick", "--model", "zoo:gqa2-mini", "--only", "layer-drift", "--set"]
     arguments += ["layer-drift.divergent=1", "--prompts", "arithmetic:40", "--max-new-tokens", "48", "--out", "out"]
     command = [sys.executable, "-m", "kvinterp.cli", *arguments, "--engine", "ray(2)"]
     study = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    request.addfinalizer(study.kill)
     until, store = time.monotonic() + 300, tmp_path / "out" / ".kvinterp.db"
     # Somebody else holds the store; it grows when a cell is kept.
     while not (store.exists() and store.stat().st_size > 100_000):

@@ -41,7 +41,9 @@ OPTIONS = [
 QUICK: dict[str, Any] = {"lengths": (5,), "steps": 1, "rungs": ("float32",), "checks": "none"}
 LEFT = "expected code that returns, or raises an error"
 # Not with 0: where it is not seen, the tests shall not end as if they had passed.
-WAYS = {"sys": "sys.exit(0)", "quit": "exit()", "os": "os._exit(7)", "abort": "os.abort()", "raise": "raise SystemExit"}
+WAYS = {"sys": "sys.exit(0)", "quit": "exit()", "os": "os._exit(7)", "abort": "os.abort()", "raise": "raise SystemExit",
+        "posix": "__import__('posix')._exit(7)", "exec": "os.execvp('false', ['false'])",
+        "kill": "os.kill(os.getpid(), 9)", "signal": "__import__('signal').raise_signal(6)"}  # fmt: skip
 
 MODULE = """
 import os, sys
@@ -234,6 +236,18 @@ def test_an_error_of_kvinterps_own_is_no_verdict(
         cli.main()
     assert left.value.code == 2
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_0_that_nobody_gave_is_no_verdict(code: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line leaves by sys.exit; code that had replaced it made every refusal end with 0."""
+    from kvinterp import cli
+
+    code("sys.exit = print; raise KeyError('z')")
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["kvinterp", "audit", "leaving:made", *OPTIONS])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
 
 
 # What is printed arrives -----------------------------------------------------------------------------------------------

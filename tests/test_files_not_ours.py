@@ -18,7 +18,7 @@ from kvinterp.files import digest_of, partial_name
 from kvinterp.recording import Trace
 from kvinterp.results import load_result
 from kvinterp.showing import page_of
-from kvinterp.store import Lock, Parts, Record, write_whole
+from kvinterp.store import _SCHEMA, Lock, Parts, Record, write_whole
 from synthetic import comparison, prompts
 from writing import Compared, cells_of, write_tables
 
@@ -27,7 +27,19 @@ TABLE = {"recovery": pd.DataFrame({"x": [1.0, 2.0]})}
 
 @pytest.mark.parametrize(
     "name",
-    ["../victim", "/etc/hostname", "a/../../victim", ".git/HEAD", "a/b/c", "a\\b", "", "..", "figures/.hidden", "x\n"],
+    [
+        "../victim",
+        "/etc/hostname",
+        "a/../../victim",
+        ".git/HEAD",
+        "a/b/c",
+        "a\\b",
+        "",
+        "..",
+        "figures/.hidden",
+        "x\n",
+        "x" * 300,
+    ],
 )
 def test_a_record_that_names_what_it_cannot_is_refused(tmp_path: Path, name: str) -> None:
     """`--overwrite` over a record naming ../.git/HEAD removed that file, and its folder with it."""
@@ -80,19 +92,39 @@ def test_partial_files_cannot_be_foreseen(tmp_path: Path, monkeypatch: pytest.Mo
     assert flags & os.O_NOFOLLOW
 
 
-@pytest.mark.parametrize("what", ["text", "another program's"])
+STORES = {
+    "a text": "",
+    "another program's": "create table cell(x)",
+    "without tables": f"{_SCHEMA} drop table written;",
+    "with a trigger": f"{_SCHEMA} create trigger t after delete on run begin delete from written; end;",
+    "with a view that has no end": f"{_SCHEMA} drop table written; create view written as with recursive c(x) as"
+    " (select 1 union all select x + 1 from c) select x as name, x as sha, 0 as state from c;",
+}
+
+
+@pytest.mark.parametrize("what", STORES)
 def test_somebody_elses_store_is_left(tmp_path: Path, what: str) -> None:
+    """Triggers and views of a store that came from elsewhere ran: a view without an end hung every verb."""
     file = tmp_path / ".kvinterp.db"
-    if what == "text":
+    if what == "a text":
         file.write_text("mine")
     else:
         with contextlib.closing(sqlite3.connect(file)) as other:
-            other.execute("create table cell(x)")
+            other.executescript(STORES[what])
     before = file.read_bytes()
     with pytest.raises(InputError, match=r"'\.kvinterp\.db', which this version of kvinterp did not write"):
         write_tables(tmp_path, TABLE, {}, "overwrite")
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_store_that_is_cut_is_said_to_be_damaged(tmp_path: Path) -> None:
+    write_tables(tmp_path, TABLE, {}, "overwrite")
+    file = tmp_path / ".kvinterp.db"
+    file.write_bytes(before := file.read_bytes()[:100])
+    with pytest.raises(InputError, match=r"'\.kvinterp\.db', which is damaged"):
+        write_tables(tmp_path, TABLE, {}, "overwrite")
+    assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize("name", [".kvinterp.json", ".parts/0123456789abcdef/settings.json"])

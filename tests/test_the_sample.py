@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,3 +83,9 @@ def test_of_what_is_slow_one_case_runs_by_default() -> None:
     both = items(("slow", "each"), a="abc", b="de")
     assert len(left_out(both)) == 5
     assert len(left_out(both, slow=True)) == 3
+
+
+def test_no_two_modules_of_tests_have_one_name() -> None:
+    """Two stop the collection of the whole suite, which a run of either alone does not show."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, times in names.items() if times > 1] == []

@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import traceback
 import typing
 from collections.abc import Callable, Mapping
@@ -154,7 +153,8 @@ def main() -> None:
     except Exception:
         # Of an error of kvinterp's own there is a traceback to report, and never the exit code of a verdict.
         traceback.print_exc()
-        sys.exit(2)
+    # The command line leaves by sys.exit: a 0 that nobody gave is no verdict.
+    raise SystemExit(2)
 
 
 @app.callback(invoke_without_command=True)
@@ -228,7 +228,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
 def _folder_named(text: str | Path) -> Path:
     """A folder's name; an empty one, as of a variable that is not set, would be the current folder."""
     if not str(text).strip():
-        raise InputError("--out '' was given: expected the name of a folder; for the current one give --out .")
+        raise InputError("'' was given: expected the name of a folder; for the current one give .")
     return Path(text)
 
 

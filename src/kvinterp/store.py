@@ -10,10 +10,12 @@ name in it that leads out of the folder, or to a hidden file, is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import logging
+import os
 import re
 import secrets
 import sqlite3
@@ -94,12 +96,28 @@ def _opened(folder: Path) -> sqlite3.Connection:
     try:
         if not place.stat().st_size:
             db.executescript(_SCHEMA)
-        if db.execute("pragma application_id").fetchone() != (_APPLICATION,):
+        # Views and triggers are code, which SQLite would run for whoever put them there.
+        if _made_of(db) != _ours():
             raise _not_ours(folder)
     except BaseException:
         db.close()
         raise
     return db
+
+
+def _made_of(db: sqlite3.Connection) -> list[Any]:
+    """Whose a database is, and every table, index, view and trigger of it."""
+    return (
+        db.execute("pragma application_id").fetchall()
+        + db.execute("select type, name, sql from sqlite_master order by name").fetchall()
+    )
+
+
+@functools.cache
+def _ours() -> list[Any]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(_SCHEMA)
+        return _made_of(db)
 
 
 def _not_ours(folder: Path) -> InputError:
@@ -121,6 +139,8 @@ def _answers(folder: Path) -> Iterator[None]:
                 ) from error
             if "is not a database" in str(error):
                 raise _not_ours(folder) from error
+            if "malformed" in str(error):
+                raise InputError(f"folder {str(folder)!r} holds {FILE!r}, which is damaged ({error}): {_MOVE}") from error
             raise OSError(str(error)) from error
 
 
@@ -342,7 +362,8 @@ def _object(text: Any) -> dict[str, Any] | None:
 
 def _is_own_name(name: Any) -> bool:
     parts = name.split("/") if isinstance(name, str) else []
-    return 1 <= len(parts) <= 2 and all(map(_OWN_NAME.fullmatch, parts))
+    # A part of more bytes no file system has: asked for one, it raises.
+    return 1 <= len(parts) <= 2 and all(_OWN_NAME.fullmatch(part) and len(os.fsencode(part)) < 256 for part in parts)
 
 
 def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Tree
@@ -119,6 +120,20 @@ def test_what_cannot_be_read_fails_closed(model: Any, walked: Any) -> None:
         judge_given(model, [GivenPath("0", (5,), (70_000,), np.array([np.nan, -1.0]))])
     with pytest.raises(InputError, match="context"):
         judge_given(model, [GivenPath("0", (5,), (6,) * 2000, np.full(2001, -1.0))])
+
+
+def test_a_log_prob_above_0_is_rounding_and_said_or_none(model: Any, walked: Any, tmp_path: Path) -> None:
+    """Of a small positive one nothing was said, and beside ours in a table even 0.5 was taken."""
+    paths = walked(planted.prefill, "float32")
+    for path in paths:
+        path.chosen[-1] = 1e-6
+    found = judge_given(model, paths)
+    assert f"{len(paths)} above 0, by 1e-06 at most, are taken for 0, rounded." in str(found)
+    for value, refused in ((1e-6, False), (0.5, True)):
+        paths[0].chosen[-1] = value
+        file = write_given(paths, tmp_path / "given.jsonl")
+        with pytest.raises(InputError, match=r"1 of .* are above 0, which no log-prob is") if refused else nullcontext():
+            kv.compare_given(model, file)
 
 
 def test_generate_with_scores_is_a_clean_engine(model: Any, tmp_path: Path) -> None:

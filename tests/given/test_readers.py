@@ -129,6 +129,7 @@ def test_texts_become_ids_only_where_one_token_has_them(sample: Any, tmp_path: P
         (b'{"choices": [{"logprobs": {"token_logprobs": [-1], "tokens": ["a"]}}]}', "no ids of the prompt"),
         (b'{"meta_info": {"output_token_logprobs": [3]}}', "for a log-prob"),
         (b'{"token_ids": [1, 2], "generation_logprobs": [-1.0]}', "expected as many"),
+        (b'{"token_ids": [], "generation_logprobs": []}', "has no token"),
         (b"[" * 100_000, "nested too deeply"),
     ],
 )

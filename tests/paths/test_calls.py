@@ -231,8 +231,9 @@ def test_a_fault_behind_pads_is_located_by_moving_keys_and_then_values(native, d
         ("cached[call=forkd]", "did you mean 'forked'"),
         ("cached[call=padded(up,3)]", "side"),
         ("cached[call=padded(left,0)]", "pads"),
-        ("cached[call=batched(1)]", "at least 2 rows"),
-        ("cached[call=beams(1)]", "at least 2 beams"),
+        ("cached[call=batched(1)]", "from 2 to 1000, the prompt's among them"),
+        ("cached[call=beams(1)]", "from 2 to 1000"),
+        ("cached[call=beams(99999)]", "from 2 to 1000"),
         ("cached[call=verified(3)]+q8_0", "moves rows under it"),
         ("cached[call=padded(left,3)]+h2o", "moves rows under it"),
         ("cached[call=padded(left,3),refresh=2]", "leave one out"),
@@ -241,6 +242,12 @@ def test_a_fault_behind_pads_is_located_by_moving_keys_and_then_values(native, d
 def test_what_does_not_go_together_is_one_sentence(path, said):
     with pytest.raises(kv.InputError, match=said):
         kv.path_named(path)
+
+
+def test_pads_are_weighed_before_they_are_made(native):
+    """`padded(left,1000000000)` took memory until it was killed."""
+    with pytest.raises(kv.InputError, match=r"from 1 to [0-9]+, the positions of"):
+        kv.run(native, PROMPT, "cached[call=padded(left,1000000000)]")
 
 
 def test_a_prompt_shorter_than_a_prefix_is_refused_before_anything_runs(native):

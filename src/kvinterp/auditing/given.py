@@ -35,6 +35,8 @@ TRIED = 1024
 """The most tokens on which causes, alignments and semantics are tried."""
 LOGITS = 2**24
 """The most logits that are held for it."""
+ROUNDED = 1e-3
+"""So far above 0 a log-prob is 0, rounded."""
 BEYOND = 4.0
 """So many times bfloat16's own distance is no rounding of anything."""
 
@@ -116,6 +118,8 @@ def compare_given(model: Any, file: str | Path, format: str | None = None, dtype
     adapter = wrap(model)
     paths, rows = _read(adapter, file, format), []
     check_paths(adapter, paths)
+    if why := _positive(np.concatenate([path.chosen for path in paths])):
+        raise InputError(f"file {str(file)!r}: {why} Give log-probs.")
     with adapter.alone("kv.compare_given"), adapter.unchanged():
         for path in paths:
             every = log_probs(adapter, path.ids, len(path.prompt), Way(dtype, dtype=dtype))
@@ -136,6 +140,14 @@ def compare_given(model: Any, file: str | Path, format: str | None = None, dtype
                 said = "of the whole vocabulary" if whole else "not given"
                 rows.append({**row, "difference": engine - float(ours[at]), "kl": kl, "kl_is": said})
     return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def _positive(values: np.ndarray) -> str | None:
+    """What is wrong with log-probs that are above 0, None where none is by more than rounding."""
+    positive = int((values > ROUNDED).sum())
+    n = int(np.isfinite(values).sum())
+    said = f"{positive:,} of {n:,} values are above 0, which no log-prob is: they may be probabilities, or logits."
+    return said if positive else None
 
 
 _COLUMNS = ["sequence", "position", "token", "engine", "ours", "difference", "kl", "kl_is"]
@@ -220,13 +232,12 @@ class _Judge:
             f"{given:,} of {total:,} tokens in {len(self.paths):,} sequences have a log-prob; for not given stood {said}."
         )
         self.found |= {"sequences": len(self.paths), "tokens": given, "missing": dict(missing)}
-        positive = 0 if tokens is None else int((tokens.engine > 1e-3).sum())
-        why = None
-        if positive:
-            why = (
-                f"{positive:,} of {given:,} values are above 0, which no log-prob is: they may be probabilities, or logits."
-            )
-        elif given < FEWEST:
+        engine = np.array([]) if tokens is None else tokens.engine
+        why = _positive(engine)
+        if why is None and (above := engine > 0).any():
+            where += f" {int(above.sum()):,} above 0, by {engine.max():.1g} at most, are taken for 0, rounded."
+            engine[above] = 0
+        if why is None and given < FEWEST:
             why = f"{given} tokens have a log-prob, and of fewer than {FEWEST} nothing is judged: ask the engine for more."
         self._say("readable", "passed" if why is None else "cannot tell", where if why is None else f"{why} {where}")
         return why

@@ -160,15 +160,18 @@ def names_of(adapter: Model, names: Names) -> list[str]:
             check_module(adapter, name)
         return given
     every = [f"blocks.{layer}.{hook}" for hook in HOOKS.values() for layer in range(adapter.facts.layers)]
-    try:
-        taken = [name for name in every if names(name)]
-    except TypeError as error:
-        raise unexpected("names_filter", names, "a function of a hook's name") from error
-    if not taken:
+    if not (taken := _taken(names, every)):
         raise InputError(
             f"the names_filter takes no hook at which a site is: expected some of {', '.join(HOOKS.values())}."
         )
     return taken
+
+
+def _taken(names: Callable[[str], Any], every: list[str]) -> list[str]:
+    try:
+        return [name for name in every if names(name)]
+    except (TypeError, ValueError) as error:
+        raise unexpected("names_filter", names, "a function of a hook's name") from error
 
 
 def one_site(adapter: Model, name: Any) -> tuple[Any, tuple[int, ...] | None]:
@@ -206,7 +209,7 @@ def sites_of(names: Names) -> tuple[str, ...]:
         InputError: A name is none.
     """
     if callable(names):
-        names = [f"blocks.0.{hook}" for hook in HOOKS.values() if names(f"blocks.0.{hook}")]
+        names = _taken(names, [f"blocks.0.{hook}" for hook in HOOKS.values()])
     return expand_sites([site_of(name)[0] if isinstance(name, str) else name for name in listed_names(names)])
 
 

@@ -209,7 +209,8 @@ class TransformersCache(OwnCache):
             self.model_cache.crop(length - int(self.model_cache.get_seq_length()))
         except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
             why = str(error).rstrip(".")
-            raise UnsupportedError(f"a {self.name} of this model cannot take positions back ({why}).") from error
+            said = f"a {self.name} of this model cannot take positions back ({why}): leave the call out of the path."
+            raise UnsupportedError(said) from error
 
     def select(self, rows: Tensor) -> None:
         """Transformers' own ``reorder_cache``, as beam search calls it, or ``batch_select_indices``."""

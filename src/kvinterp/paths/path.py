@@ -88,7 +88,7 @@ class ExecutionPath:
         check_instance("call", self.call, Call, "a call plan, or use Cached(call='padded(left,5)')")
         assert self.call is not None
         if self.form not in self.call.forms:
-            raise InputError(f"call={self.call} was given for {self.form}, which it cannot drive: use Cached(...).")
+            raise InputError(f"call={self.call} was given for {self.form}, which it cannot drive: use cached.")
         for name in ("refresh", "smooth"):
             if getattr(self, name) is not None:
                 raise InputError(f"{name}={getattr(self, name)} was given with call={self.call}: leave one out.")
@@ -114,10 +114,10 @@ class ExecutionPath:
         for name, (value, default) in {**given, **more}.items():
             if value != default:
                 shown_value = repr(value) if name == "cache_dtype" else value
-                raise InputError(f"{name}={shown_value} was given for recompute, which keeps no cache: use Cached(...).")
+                raise InputError(f"{name}={shown_value} was given for recompute, which keeps no cache: use cached.")
         if isinstance(self.policy, Policy) and (self.policy.evicts or self.policy.sites):
             raise InputError(
-                f"policy={self.policy} chooses which rows stay by what it sees, and recompute keeps no rows: use Cached(...)."
+                f"policy={self.policy} chooses which rows stay by what it sees, and recompute keeps no rows: use cached."
             )
 
     def __str__(self) -> str:

@@ -7,8 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvinterp.errors import InputError
-from kvinterp.inputs import check_whole
+from kvinterp.inputs import MOST_LISTED, check_whole
 from kvinterp.paths.calls.base import NOTHING, Call, Feeder, Loop, Masking
 from kvinterp.paths.calls.padded import counted
 
@@ -30,8 +29,7 @@ class Batched(Call):
     rows: int = 8
 
     def __post_init__(self) -> None:
-        if check_whole("rows", self.rows) < 2:
-            raise InputError(f"call={self} was given: expected at least 2 rows, the prompt's among them.")
+        check_whole("rows", self.rows, 2, MOST_LISTED, ", the prompt's among them")
 
     def room(self, length: int, steps: int) -> tuple[int, int, int]:
         """As many rows."""

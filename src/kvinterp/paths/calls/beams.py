@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.inputs import check_whole
+from kvinterp.errors import UnsupportedError
+from kvinterp.inputs import MOST_LISTED, check_whole
 from kvinterp.paths.calls.base import Call, Feeder, Loop
 
 
@@ -22,8 +22,7 @@ class Beams(Call):
     beams: int = 3
 
     def __post_init__(self) -> None:
-        if check_whole("beams", self.beams) < 2:
-            raise InputError(f"call={self} was given: expected at least 2 beams.")
+        check_whole("beams", self.beams, 2, MOST_LISTED)
 
     def room(self, length: int, steps: int) -> tuple[int, int, int]:
         """A row a beam."""

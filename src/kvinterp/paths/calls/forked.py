@@ -35,9 +35,9 @@ class Forked(Call):
     def check(self, adapter: Adapter, length: int) -> None:
         """Refuses a prompt that is no longer than the prefix."""
         if length <= self.prefix:
+            shorter = f", or forked({length - 1})" if length > 1 else ""
             raise InputError(
-                f"call={self} reuses {self.prefix} tokens of a prompt, and one has {length}: give a longer prompt, or "
-                f"forked({max(length - 1, 1)})."
+                f"call={self} reuses {self.prefix} tokens of a prompt, and one has {length}: give a longer prompt{shorter}."
             )
 
     def feed(self, feeder: Feeder) -> Loop:

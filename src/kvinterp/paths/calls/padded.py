@@ -37,8 +37,9 @@ class Padded(Call):
         return 1, length + self.pads, steps
 
     def check(self, adapter: Adapter, length: int) -> None:
-        """Refuses a model that takes no mask."""
+        """Refuses a model that takes no mask, and more pads than a prompt beside this one could be longer."""
         check_masks(adapter, str(self))
+        check_whole("pads", self.pads, most=adapter.facts.context, hint=f", the positions of {adapter.facts.name}")
 
     def feed(self, feeder: Feeder) -> Loop:
         """Feeds pads and prompt together, then a token a step."""

@@ -31,7 +31,7 @@ class Nemo(Reader):
         length = record.get("input_lengths")
         ids = token_ids(record["token_ids"], f"{where}: 'token_ids'")
         ids = ids[: length if type(length) is int and length > 0 else None]
-        mask = np.array([bool(m) for m in part(record, self.mask, list, where, [1] * len(ids))][: len(ids)])
+        mask = np.array([bool(m) for m in part(record, self.mask, list, where, [1] * len(ids))][: len(ids)], bool)
         missing: Counter[str] = Counter()
         engine, trainer = (self._side(record, name, len(ids), where, missing) for name in self.sides)
         if not len(mask) == len(ids) == len(engine):
