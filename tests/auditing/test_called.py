@@ -61,3 +61,12 @@ def test_an_unknown_plan_is_refused_before_anything_runs():
         kv.audit(native(), calls="paddedd")
     with pytest.raises(kv.InputError, match="leave one of the two out"):
         kv.audit(native(), calls="all", checks="none")
+
+
+def test_a_plan_that_was_named_and_cannot_be_run_is_refused_before_anything_runs():
+    """One of "all" that a model cannot run is listed as not run; of one that was asked for a PASS would say nothing."""
+    with pytest.raises(kv.InputError, match="reuses 10000 tokens"):
+        kv.audit(native(), calls="beams(3),forked(10000)")
+    hooked = kv.load_model("zoo:gqa2-mini", kind="bridge")
+    with pytest.raises(kv.KvinterpError, match="cannot be told"):
+        kv.audit(hooked, calls="padded(left,5)")

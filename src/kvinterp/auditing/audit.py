@@ -15,7 +15,7 @@ import torch
 from kvinterp.auditing.accounting import account
 from kvinterp.auditing.bench import NARROW, Check, Feeder, first_line
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
-from kvinterp.auditing.called import plans_of
+from kvinterp.auditing.called import check_plans, plans_of
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.comparing import difference
@@ -114,6 +114,8 @@ def audit(
     plans = plans_of(check_text("calls", calls, "call plans such as 'padded(left,5)', or 'all'"))
     if plans and checks == "none":
         raise InputError(f"calls={calls!r} was given with checks='none': leave one of the two out.")
+    if calls != "all":
+        check_plans(adapter, plans)
     check_seed(seed)
     check_callable("progress", progress)
     allow = allowed(allow)

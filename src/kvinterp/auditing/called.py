@@ -34,10 +34,22 @@ def plans_of(calls: str) -> tuple[str, ...]:
     return tuple(str(call_named(part)) for part in spec.split(calls, ","))
 
 
+def check_plans(adapter: Adapter, plans: tuple[str, ...]) -> None:
+    """Raises where the model cannot run one: a plan that was named and is not run would leave a PASS that says nothing of it."""
+    for plan in plans:
+        call_named(plan).check(adapter, _lengths(adapter.facts.context)[0])
+
+
+def _lengths(context: int) -> tuple[int, int]:
+    """The length of the prompt, and that with the tokens fed after it."""
+    length = min(PROMPT + STEPS, context)
+    return max(length - STEPS, 1), length
+
+
 def by_call(bench: Bench, plan: Call) -> Check:
     """A prompt that reaches the model along a call plan, against recomputation of the same tokens alone."""
-    adapter, length = bench.runner.adapter, min(PROMPT + STEPS, bench.context)
-    prompt, path = max(length - STEPS, 1), ExecutionPath(kernels=bench.runner.kernels or Native(), call=plan)
+    adapter, (prompt, length) = bench.runner.adapter, _lengths(bench.context)
+    path = ExecutionPath(kernels=bench.runner.kernels or Native(), call=plan)
     tokens = bench.tokens(length)
     try:
         made, _, witness = _decoded(adapter, path, tokens, prompt)
