@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,14 +198,18 @@ def test_a_cast_nearby_does_not_excuse_a_wrong_key(
 
 
 @pytest.mark.long
-def test_the_finest_rung_is_swept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [2e11, 0.0], ids=["beside its prefixes", "beside one recomputation"])
+def test_the_finest_rung_is_swept_too(most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key off by 1e-5 at one position between the lengths: below what float32 rounds, and nowhere but in the long decode."""
+    monkeypatch.setattr(sys.modules["kvinterp.auditing.audit"], "SWEPT", most)
 
     def once(store: Any, k: Any, v: Any, cache: Any, decoding: bool) -> Any:
         return store(k * (1 + 1e-5) if decoding and cache.get_seq_length(1) == 20 else k, v)
 
     on_update(once, 1)(monkeypatch)
-    assert where(quick(build("llama"), lengths=(9, 33), sweep="yes")) == ("bug", 1, "K", 20)
+    found = quick(build("llama"), lengths=(9, 33), sweep="yes")
+    assert where(found) == ("bug", 1, "K", 20)
+    assert ("beside one recomputation" in found.reading) == (not most)
 
 
 def test_a_key_dropped_in_the_middle_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:

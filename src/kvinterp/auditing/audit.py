@@ -64,6 +64,10 @@ AFFORDED, A_KEY = 1.2e10, 4e4
 how many of them one key of one layer's attention counts, which is added up by itself."""
 
 
+SWEPT = 2e11
+"""Products that the recomputed prefixes of one long decode may take on a processor, some ten seconds' worth."""
+
+
 def audit(
     model: Any,
     prompts: Sequence[Any] | None = None,
@@ -158,6 +162,7 @@ class _Auditor:
     def __post_init__(self) -> None:
         self.finest = min(self.dtypes, key=lambda name: unit_roundoff(self.dtypes[name]))
         facts, matrices = self.adapter.facts, [p.shape[-1] for p in self.adapter.model.parameters() if p.dim() == 2]
+        self.weights = sum(p.numel() for p in self.adapter.model.parameters())
         terms = max([self.plan.length, facts.width, *matrices])
         self.seen = Evidence(facts.name, dtype_name(self.adapter.dtype), terms)
 
@@ -244,10 +249,13 @@ class _Auditor:
         """One rung, or None where torch cannot run the model in its dtype."""
         long = "yes" if name in (self.seen.own, "float32") else "first" if name == self.finest else "no"
         sweep = long if self.sweep == "yes" else "no"
+        # Each prefix recomputed costs the square of the length: beyond that, one recomputation stands beside them all.
+        costly = self.adapter.device.type == "cpu" and self.weights * self.plan.length**2 / 2 > SWEPT
+        swept = "whole" if costly else "prefix"
 
         def own() -> PrecisionRun:
             with self._timed("own kernels", name):
-                return climb(twin, self.plan, sweep=sweep)
+                return climb(twin, self.plan, sweep=sweep, swept=swept)
 
         try:
             run = own()
@@ -289,7 +297,7 @@ class _Auditor:
         plan, steps, every = self.plan, self.plan.steps, self.plan.prefills
         if self.adapter.device.type != "cpu":
             return plan, sweep
-        weights, layers = sum(p.numel() for p in self.adapter.model.parameters()), len(self.adapter.blocks)
+        weights, layers = self.weights, len(self.adapter.blocks)
         smaller = [(plan.prompts[:1], every[:count], "no") for count in range(len(every), 0, -1)]
         for prompts, prefills, swept in [(plan.prompts, every, sweep), (plan.prompts, every, "no"), *smaller]:
             longest, long = max(prefills) + steps, swept != "no"
@@ -308,7 +316,9 @@ class _Auditor:
         plan, runs = self.plan, self.seen.rungs.values()
         said = f"Prompts of {', '.join(map(str, plan.prefills))} tokens, each with the next {plan.steps} one by one; "
         if any(len(run.sweep) for run in runs):
-            said += f"positions {plan.sweep} to {plan.length - 1} one by one; "
+            said += f"positions {plan.sweep} to {plan.length - 1} one by one"
+            beside = ", ".join(run.name for run in runs if run.among_more.any())
+            said += f" (in {beside} beside one recomputation of all); " if beside else "; "
         if any((run.chunks["start"] > 0).any() for run in runs):
             return f"{said}positions {plan.chunk} to {plan.length - 1} at once on a cache of {plan.chunk}."
         return f"{said}never several tokens at once on a cache that is not empty."

@@ -114,7 +114,7 @@ class RungJudge:
             self._kernels(self.run.fixed)
         else:
             # Without a fixed order every block that differs is judged beside float64 on the same inputs.
-            for case, layers in _cases(self.run, self.run.every_error, 0.0).items():
+            for case, layers in _cases(self.run, self.run.every_error, self.run.among_more * self.limit).items():
                 for sight, tensors in self._look(case, None, layers).values():
                     self._explain(case, sight, tensors, None)
         return self._ordered()
@@ -304,7 +304,7 @@ class RungJudge:
         """The first tensor that differs with the machine's kernels, which a fixed order takes away."""
         every = self.run.every_error
         # Tokens fed one by one are what a user of a cache waits for: their first difference is the one to name.
-        off = every[(every["error"] > 0) & (every["stop"] == every["start"] + 1)]
+        off = every[(every["error"] > 0) & (every["stop"] == every["start"] + 1) & ~self.run.among_more]
         if off.empty:
             return
         row = off.sort_values(["layer", "position", "prefill"]).iloc[0]

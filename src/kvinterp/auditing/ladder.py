@@ -175,6 +175,12 @@ class PrecisionRun:
         return pd.concat(frames, ignore_index=True) if frames else self.local
 
     @property
+    def among_more(self) -> pd.Series:
+        """Which of them are single tokens beside a row that is among more rows than theirs: no null was measured there."""
+        every = self.every_error
+        return (every["start"] > 0) & (every["stop"] == every["start"] + 1) & every["null"].isna()
+
+    @property
     def largest_error(self) -> float:
         """The largest error given equal inputs, of any part in any case."""
         return _largest(self.every_error, "error") or 0.0

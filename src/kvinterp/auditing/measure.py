@@ -15,7 +15,7 @@ from torch import Tensor
 from kvinterp import metrics
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference, referenced
 from kvinterp.auditing.comparing import difference, row_errors
-from kvinterp.auditing.ladder import LOCAL, STEPS, Plan, PrecisionRun, dtype_name
+from kvinterp.auditing.ladder import LOCAL, STEPS, Plan, PrecisionRun, band, dtype_name
 from kvinterp.auditing.values import first_nonfinite, logit_grid
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
@@ -32,7 +32,12 @@ Row = dict[str, Any]
 
 
 def climb(
-    adapter: Adapter, plan: Plan, kernels: Kernels | None = None, sweep: str = "no", against: str = "prefix"
+    adapter: Adapter,
+    plan: Plan,
+    kernels: Kernels | None = None,
+    sweep: str = "no",
+    against: str = "prefix",
+    swept: str = "",
 ) -> PrecisionRun:
     """Runs one rung.
 
@@ -45,15 +50,17 @@ def climb(
         against: ``"prefix"`` recomputes the prefix of every step, so that both sides look at as many keys. ``"whole"`` takes
             the row out of one forward of all tokens; right where a row's bits do not depend on the rows after it, which the
             null of each length's last step shows.
+        swept: The same of the long decode; ``"whole"`` only where the nulls show that no more than rounding moves a row that
+            is among more rows. Default: as ``against``.
     """
     started = time.perf_counter()
     kernels = kernels or Native()
     name = dtype_name(adapter.dtype) + ("" if isinstance(kernels, Native) else f", {kernels}")
     run, hooks = PrecisionRun(name, adapter.dtype, kernels, plan=plan), BlockHooks(BlockModel(adapter, kernels))
-    climbed, swept = _Climb(run, hooks, against), {"yes": len(plan.prompts), "first": 1}.get(sweep, 0)
+    climbed, long = _Climb(run, hooks, against, swept or against), {"yes": len(plan.prompts), "first": 1}.get(sweep, 0)
     with hooks.attached():
         for number in range(len(plan.prompts)):
-            climbed.prompt(number, number < swept)
+            climbed.prompt(number, number < long)
     for table, rows in climbed.rows.items():
         setattr(run, table, pd.DataFrame(rows, columns=list(STEPS if table == "steps" else LOCAL)))
     run.seconds = time.perf_counter() - started
@@ -63,8 +70,8 @@ def climb(
 class _Climb:
     """What one rung shows, filled in prompt by prompt."""
 
-    def __init__(self, run: PrecisionRun, hooks: BlockHooks, against: str) -> None:
-        self.run, self.hooks, self.against, self.plan = run, hooks, against, run.plan
+    def __init__(self, run: PrecisionRun, hooks: BlockHooks, against: str, swept: str) -> None:
+        self.run, self.hooks, self.against, self.swept, self.plan = run, hooks, against, swept, run.plan
         self.rows: dict[str, list[Row]] = {"steps": [], "local": [], "sweep": [], "chunks": []}
 
     def prompt(self, number: int, swept: bool) -> None:
@@ -84,7 +91,10 @@ class _Climb:
                 mine, cache = _fed(hooks, start, stop, cache)
                 self._keep("chunks", number, plan.chunk, _at_once(hooks, start, stop, self.against, mine))
         if swept and plan.sweep is not None and not run.nonfinite:
-            self._keep("sweep", number, plan.sweep, forced(hooks, plan.sweep, plan.length, self.against))
+            most = band(run.dtype, hooks.model.adapter.facts.width)
+            alike = all(row["null"] <= most for row in self.rows["local"] if row["prompt"] == number)
+            against = self.swept if alike else self.against
+            self._keep("sweep", number, plan.sweep, forced(hooks, plan.sweep, plan.length, against))
 
     def _prefill(self, number: int, prefill: int) -> None:
         """One prompt length: free-running, given equal inputs token by token, and the rows of the prompt itself."""
