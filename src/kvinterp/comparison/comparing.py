@@ -190,6 +190,7 @@ def compare(  # type: ignore[misc]
             # With lanes of its own it is one of many, whose caller says what is done.
             say(forecast(adapter.facts, sites, len(layers), [len(t) for t in tokens], runs[0].length, cache_errors))
         parts: list[Comparison] = []
+        bare: dict[str, Any] = {}
         with counting(len(tokens) * len(runs), "comparing", "prompt", progress) as counted:
 
             def finished(indices: Sequence[int], made: Sequence[list[Comparison]]) -> None:
@@ -197,8 +198,10 @@ def compare(  # type: ignore[misc]
                 for number in range(len(made[0])) if done is not None else ():
                     # Kept elsewhere, or many prompts would be held here twice.
                     if done(Comparison.joined([each[number] for each in made])) is True:  # type: ignore[misc]
+                        # All have the same empty tables: of hundreds each with its own the memory would be seen.
+                        bare.update({} if bare else made[0][number].without_rows())
                         for each in made:
-                            each[number] = each[number].without_rows()
+                            each[number] = dataclasses.replace(each[number], **bare)
 
             for run in runs:
 

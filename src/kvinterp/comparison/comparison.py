@@ -245,9 +245,9 @@ class Comparison(Kept):
         vars(found).update(long)
         return found
 
-    def without_rows(self) -> Comparison:
-        """The same with tables of the same columns that hold nothing."""
-        return dataclasses.replace(self, **{name: getattr(self, name).iloc[:0].copy() for name in PARTS})
+    def without_rows(self) -> dict[str, pd.DataFrame]:
+        """Its tables by name, of the same columns and without rows."""
+        return {name: getattr(self, name).iloc[:0].copy() for name in PARTS}
 
 
 _TOGETHER = 32

@@ -93,7 +93,7 @@ def foretold(steps: pd.DataFrame, grid: str, seed: int = 0, worlds: int = 400) -
         lower = torch.tensor((group["first_token"] < group["second_token"]).to_numpy())[:, None]
         stays = _leads(before, lower, dtype) == _leads(before + torch.from_numpy(drawn), lower, dtype)
         counts += (~stays).sum(0).numpy()
-    low, high = np.quantile(counts, [0.025, 0.975])
+    low, high = np.quantile(counts, [0.025, 0.975], method="nearest")
     return float(counts.mean()), float(low), float(high)
 
 
