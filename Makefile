@@ -68,10 +68,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/sweeps.py
 	$(BIN)/python benchmarks/panel.py
 
-figures: $(STAMP)
+figures: real
 	$(BIN)/kvinterp demo --out demo --overwrite --picture figures/demo.png
-	$(BIN)/kvinterp compare zoo:mqa-mini --prompts arithmetic:40 --a "cached[cache=quantized(8,fp8)]" --b cached \
-		--protocol free --max-new-tokens 48 --out out/page --overwrite
+	$(BIN)/kvinterp compare real:smollm2-135m --prompts natural:8 --dtype bfloat16 --max-new-tokens 32 --out out/page --overwrite
 	$(BIN)/python tools/picture.py out/page/report.html figures/page.png --height 1650
 
 zoo: $(STAMP)

@@ -11,6 +11,8 @@ import torch
 import kvinterp as kv
 from kvinterp.comparison import PARTS, comparing
 from kvinterp.errors import InputError
+from kvinterp.findings.of_comparison import headline_of
+from kvinterp.metrics.recovery import ONLY_THE_PREFILL
 from kvinterp.paths import Runner
 
 OTHERS = ["recompute[kernels=split_k(4,float16)]", "cached+int4", "recompute@float64"]
@@ -73,3 +75,13 @@ def test_a_list_of_one_is_a_list(model: Any) -> None:
 def test_lists_that_are_none(model: Any, b: list[Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         kv.compare(model, "1 + 1 =", b=b)
+
+
+def test_where_nothing_was_decoded_equality_says_nothing_of_the_cache(model: Any) -> None:
+    """A chat model ended a plain question at once, and the comparison said "bit for bit" without a word on why."""
+    only = kv.compare(model, ["Tom has 3 apples."], max_new_tokens=1, record="", progress="none")
+    assert "no token was decoded" in only.where()
+    more = kv.compare(model, ["Tom has 3 apples."], max_new_tokens=3, stop="length", record="", progress="none")
+    assert "no token was decoded" not in more.where()
+    assert headline_of([only]) == [ONLY_THE_PREFILL]
+    assert headline_of([more]) != [ONLY_THE_PREFILL]

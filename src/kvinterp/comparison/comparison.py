@@ -19,6 +19,7 @@ from kvinterp.errors import InputError
 from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, wrap
 from kvinterp.parquet import LongTable
+from kvinterp.reading.numbers import counted
 from kvinterp.reading.where import where
 
 TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv", "tokens", "attention_rows")
@@ -203,7 +204,8 @@ class Comparison(Kept):
         """What it is of, in one line; the tables are attributes."""
         about = self.provenance
         paths = f"{about['paths']['a']} against {about['paths']['b']}"
-        return f"<Comparison of {about['model']}: {paths}, {len(self.steps)} steps of {len(self.examples)} prompts>"
+        size = f"{counted(len(self.steps), 'step')} of {counted(len(self.examples), 'prompt')}"
+        return f"<Comparison of {about['model']}: {paths}, {size}>"
 
     @classmethod
     def joined(cls, parts: Iterable[Comparison], folder: Path | None = None) -> Comparison:

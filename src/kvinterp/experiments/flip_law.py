@@ -98,7 +98,7 @@ class FlipLaw(Experiment):
         law, alike = outcome.tables["law"], outcome.summary["as_rounded"]
         by = law["verdict"].value_counts()
         decided = int(by.get("holds", 0) + by.get("fails", 0))
-        of = f"({counted(int(law['prompts'].iloc[0]), 'prompt')}, {law['steps'].iloc[0]} steps each)"
+        of = f"({counted(int(law['prompts'].iloc[0]), 'prompt')}, {law['steps'].iloc[0]} decode steps)"
         lines = [f"Too few flips are expected, or too few prompts were given, to tell whether they come as foretold {of}."]
         if decided:
             came = f"Flips come as foretold at {by.get('holds', 0)} of {decided} counts that could tell"
@@ -117,8 +117,7 @@ class FlipLaw(Experiment):
             of = {"path": row["path"], "unembedding": row["unembedding"]}
             third = f"{row['third']} to or from a third token, which are not foretold" if row["third"] else ""
             ends, steps = (row["low"], row["high"]), row["steps"]
-            what = "flips foretold, with 95% of such counts"
-            rows.append(finding(what, row["foretold"], ends, steps, "steps", verdict=row["verdict"], **of))
+            rows.append(finding("flips foretold", row["foretold"], ends, steps, "steps", verdict=row["verdict"], **of))
             rows.append(finding("flips that came", row["flips"], n=steps, unit="steps", note=third, **of))
         return findings_of(rows)
 

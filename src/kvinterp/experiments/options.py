@@ -67,4 +67,4 @@ DRAWS = "greedy decoding draws nothing; give a strategy that does, such as top_p
 
 def model() -> Any:
     """The argument that names a model."""
-    return argument("zoo:mistral-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
+    return argument("zoo:mistral-mini", "zoo:NAME, real:NAME, a transformers checkpoint folder, a .gguf file, or a hub id.")

@@ -11,6 +11,7 @@ import pandas as pd
 from kvinterp import metrics
 from kvinterp.findings.charts import Chart, Panel
 from kvinterp.findings.rows import finding, median_of
+from kvinterp.metrics.recovery import ONLY_THE_PREFILL
 from kvinterp.metrics.statistics import mean_error
 from kvinterp.reading.numbers import counted, every, most, number
 from kvinterp.reading.results import alike, decoded, let_go_of, means_of, site_of, sites_of, unit_roundoff
@@ -130,6 +131,8 @@ def headline_of(comparisons: list[Comparison]) -> list[str]:
     examples = pd.concat([one.examples for one in comparisons])
     flips, decodes = examples["flip_index"].dropna(), counted(len(examples), "decode")
     equal = f"The two paths give the same logits, bit for bit, at {every(len(steps), 'step')}."
+    if differing.empty and not steps["step"].any():
+        return [ONLY_THE_PREFILL]
     largest = number(float(differing["max_abs_logit"].max()))
     apart = (
         f"The two paths give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {largest} at most."

@@ -13,6 +13,12 @@ TO_SEE_A_DIFFERENCE = (
     "cached[kernels=split_k(4,float16)]), longer prompts or more steps, or another kind of model."
 )
 """What to do where everything is equal, whatever was compared."""
+ONLY_THE_PREFILL = (
+    "Only step 0 was compared, which is the prefill's and the same on both paths: no token was decoded, since every text ended "
+    "there or one step was asked for. Give --stop length and more steps, or a prompt that the model goes on with: a chat model "
+    "wants messages, as in a .jsonl file or natural:8."
+)
+"""What equality says where nothing was decoded."""
 
 
 def recovery(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]) -> Measure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
+from kvinterp.metrics.recovery import ONLY_THE_PREFILL, TO_SEE_A_DIFFERENCE
 from kvinterp.reading.numbers import against, counted, every, machine_of, most, share, typical_said
 from kvinterp.reading.results import let_go_of, means_of, sites_of
 
@@ -32,7 +32,8 @@ def where(comparison: Comparison) -> list[str]:
     differing, machine = same[same["max_abs_logit"] > 0], machine_of(provenance)
     if differing.empty and len(same) == len(steps) and not same["flipped"].any():
         equal = f"bitwise equal at {every(len(steps), 'step')} of {counted(count, 'prompt')}, on {machine}."
-        return [f"{head}: {equal}", *(let_go(comparison) or [TO_SEE_A_DIFFERENCE]), *out]
+        advice = TO_SEE_A_DIFFERENCE if steps["step"].any() else ONLY_THE_PREFILL
+        return [f"{head}: {equal}", *(let_go(comparison) or [advice]), *out]
     after = steps.drop(same.index)
     flips = int(steps.groupby("example")["flipped"].any().sum())
     split = not after.empty
