@@ -60,5 +60,6 @@ def _scaled(table: pd.DataFrame) -> list[Interval]:
         if known.min() > 0 and known.max() > _WIDE * known.min():
             own, known = np.log(own), np.log(known)
         low, high = known.min(), known.max()
-        values[places] = (own - low) / (high - low) if high > low else np.where(np.isfinite(own), 0.5, np.nan)
+        # A number that stands alone has no place on a scale.
+        values[places] = (own - low) / (high - low) if high > low else np.nan
     return [Interval(*(None if not np.isfinite(each) else round(float(each), 3) for each in row)) for row in values]
