@@ -184,7 +184,7 @@ def test_help_has_the_options_that_matter_and_help_all_the_others(monkeypatch: p
     monkeypatch.setenv("COLUMNS", "120")
     short, long = (kvinterp("compare", option) for option in ("--help", "--help-all"))
     assert short.exit_code == long.exit_code == 0
-    named = [re.findall(r"^│ \*?\s+(--[a-z-]+) ", made.stdout, re.M) for made in (short, long)]
+    named = [re.findall(r"^│ \*?\s*(--[a-z-]+) ", made.stdout, re.M) for made in (short, long)]
     assert named[0] == ["--out", "--prompts", "--a", "--b", "--kind", "--help-all", "--help"]
     assert set(named[0]) < set(named[1])
     assert {"--overwrite", "--json", "--seed", "--record"} <= set(named[1])
@@ -342,7 +342,7 @@ def test_a_finished_result_is_in_the_way(done: tuple[Path, Result]) -> None:
 
 def test_usage_errors_leave_with_2() -> None:
     assert kvinterp("compare").exit_code == 2
-    assert kvinterp("compare", MODEL).exit_code == 2
+    assert kvinterp("compare", MODEL, "--no-such").exit_code == 2
     assert kvinterp("list", "nothing").exit_code == 2
     assert kvinterp("comapre").exit_code == 2
 
