@@ -90,7 +90,8 @@ def draw(kept: Sequence[Path], picture: Path) -> None:
                 counts, [row[name] for row in rows], "o-", color=colour, label=f"{sites}, {content['provenance']['device']}"
             )
     for panel, (_, label) in zip(panels, measures, strict=True):
-        panel.set(xlabel="prompts", ylabel=label, ylim=(0, None), xlim=(0, None))
+        highest = max(line.get_ydata().max() for line in panel.lines)
+        panel.set(xlabel="prompts", ylabel=label, ylim=(0, 1.1 * highest), xlim=(0, None))
         panel.grid(alpha=0.3)
     panels[1].axhline(rows[0]["start_mib"], color="#888888", linestyle="--", label="model and libraries loaded")
     figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)

@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -125,6 +127,27 @@ def test_a_store_that_is_cut_is_said_to_be_damaged(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"'\.kvinterp\.db', which is damaged"):
         write_tables(tmp_path, TABLE, {}, "overwrite")
     assert file.read_bytes() == before
+
+
+CUT = """
+import os, sqlite3, sys
+db = sqlite3.connect(sys.argv[1], isolation_level=None)
+for each in ("pragma auto_vacuum=full", "pragma cache_size=1", "begin", "create table written(name text, sha text)"):
+    db.execute(each)
+for number in range(2000):
+    db.execute("insert into written values(?, ?)", (str(number), "x" * 64))
+os._exit(0)
+"""
+
+
+def test_a_store_whose_making_was_killed_is_made_again(tmp_path: Path) -> None:
+    """A kill -9 between the store's first page and the end of its journal left a size and nothing in it, and stuck the folder."""
+    file = tmp_path / ".kvinterp.db"
+    subprocess.run([sys.executable, "-c", CUT, file], check=True)
+    assert file.stat().st_size > 0
+    assert (tmp_path / ".kvinterp.db-journal").exists()
+    write_tables(tmp_path, TABLE, {}, "overwrite")
+    assert (tmp_path / "summary.json").exists()
 
 
 @pytest.mark.parametrize("name", [".kvinterp.json", ".parts/0123456789abcdef/settings.json"])

@@ -94,15 +94,20 @@ def _opened(folder: Path) -> sqlite3.Connection:
         raise _not_ours(folder)
     db = sqlite3.connect(place, timeout=0, check_same_thread=False)
     try:
-        if not place.stat().st_size:
+        # One in which there is nothing is new, or whoever made it was killed meanwhile: then it has a size all the same.
+        if (made := _made_of(db)) == _NOTHING:
             db.executescript(_SCHEMA)
+            made = _made_of(db)
         # Views and triggers are code, which SQLite would run for whoever put them there.
-        if _made_of(db) != _ours():
+        if made != _ours():
             raise _not_ours(folder)
     except BaseException:
         db.close()
         raise
     return db
+
+
+_NOTHING = [(0,)]
 
 
 def _made_of(db: sqlite3.Connection) -> list[Any]:
