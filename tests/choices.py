@@ -213,7 +213,7 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             **_PROMPTS,
             "path": Changes(("cached+int4",)),
             "max_new_tokens": Changes(5),
-            "strategy": Changes("top_p(0.5,3.0)"),
+            "strategy": Changes("top_k(50,4)"),
             "seed": Changes(1, {"strategy": "top_k(50,4)"}),
         },
     ),
