@@ -81,7 +81,7 @@ def foretold(steps: pd.DataFrame, grid: str, seed: int = 0, worlds: int = 400) -
     ranked = np.argsort(margin, kind="stable")
     for name in names:
         own, elsewhere = of == name, ranked[of[ranked] != name]
-        width = max(LEAST, int(LIKE * len(elsewhere)))
+        width = min(len(elsewhere), max(LEAST, int(LIKE * len(elsewhere))))
         begin = np.searchsorted(margin[elsewhere], margin[own]) - width // 2
         begin = begin.clip(0, len(elsewhere) - width)[:, None, None]
         tried = elsewhere[begin + random.integers(width, size=(len(begin), worlds, _TRIES))]
