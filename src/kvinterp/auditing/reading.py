@@ -100,7 +100,7 @@ class Evidence:
         allowed = "yes" if word in self.allow else "no"
         passes = word in GOOD or allowed == "yes"
         tried = sum(check.status in (PASSED, FAILED) for check in checks)
-        uses = f"{tried} of {len(checks)} uses" if checks else "decoding token by token alone"
+        uses = f"{tried} of {len(checks)} uses tried" if checks else "decoding token by token alone"
         first = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
         first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.model} in {self.own}, {uses}"
         text = "\n".join([first, *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)])
