@@ -15,7 +15,8 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, KVStore
 from kvinterp.models.caches import CacheKind, check_plain
 from kvinterp.models.hook_names import HOOKS
-from kvinterp.models.hooks import Tap
+from kvinterp.models.hooks import Tap, routing_tap
+from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
@@ -95,8 +96,10 @@ class BridgeAdapter(OnTransformersCache):
         """The HookPoint that carries a site."""
         if site.startswith("cache_"):
             raise UnsupportedError(f"site {site!r} has no hook in a bridge: it is read from the cache.")
-        name = f"blocks.{layer}.{HOOKS[site]}"
         block: Any = self.model.blocks[layer]  # type: ignore[index]
+        if site in ROUTING_SITES:
+            return routing_tap(getattr(block, "mlp", None), site, layer, self.facts.architecture)
+        name = f"blocks.{layer}.{HOOKS[site]}"
         if site in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
             raise UnsupportedError(
                 f"site {site!r} is not there: {self.facts.architecture} scales what it adds to the residual stream, and the "
