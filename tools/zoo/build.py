@@ -51,7 +51,7 @@ def model_config(name: str) -> LlamaConfig | MistralConfig | MixtralConfig | Gem
     """
     if name == "moe-mini":
         sparse = {key: value for key, value in _COMMON.items() if key != "attention_bias"} | {"intermediate_size": 64}
-        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
+        experts: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
         return MixtralConfig(**sparse, **_EIGHT_HEADS, **experts, num_key_value_heads=2, sliding_window=None)
     if name == "mistral-mini":
         shared = {key: value for key, value in _COMMON.items() if key != "attention_bias"}

@@ -16,7 +16,6 @@ from kvinterp.models.adapter import Adapter, KVStore
 from kvinterp.models.caches import CacheKind, check_plain
 from kvinterp.models.hook_names import HOOKS
 from kvinterp.models.hooks import Tap, routing_tap
-from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
@@ -24,6 +23,7 @@ from kvinterp.models.native import (
     text_config,
     transformers_facts,
 )
+from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.models.transformers_cache import OnTransformersCache, TransformersCache, model_cache
 
 

@@ -18,8 +18,8 @@ from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo
 from kvinterp.models.caches import CacheKind, OwnCache, check_plain
 from kvinterp.models.hook_names import HOOKS
 from kvinterp.models.hooks import Tap, routing_tap
-from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.models.leading import lead
+from kvinterp.models.sites import ROUTING_SITES
 
 
 def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ class Tap:
     Attributes:
         module: The module to hook.
         side: ``"input"`` (first argument), ``"output"``, ``"softmax"`` (scores or pattern inside eager attention),
-            ``"fused"`` (the same, derived beside SDPA from what that is given), or ``"routing"`` (what a router does inside an MLP).
+            ``"fused"`` (the same, derived beside SDPA from what that is given), or ``"routing"`` (a router inside an MLP).
         heads: Number of heads to split the last dimension into, or None where the layout is the common one already; of
             what is derived, the number of query heads.
         span: Start and stop of the last dimension that belongs to this site in a fused projection, or None for all.

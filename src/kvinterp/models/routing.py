@@ -86,7 +86,8 @@ class RoutingMode(torch.overrides.TorchFunctionMode):
     def _replayed(self, given: Tensor, own: Any, new: Int[Tensor, "*row chosen"]) -> Any:
         if bool((new < 0).any()) or bool((new >= self.experts).any()):
             raise InputError(
-                f"experts {int(new.min())} to {int(new.max())} were given to choose: expected numbers from 0 to {self.experts - 1}."
+                f"experts {int(new.min())} to {int(new.max())} were given to choose: expected numbers from 0 to "
+                f"{self.experts - 1}."
             )
         # Of an equal set the order stays this run's own, in which some kernels add the experts up.
         same = (new.sort(-1).values == own.indices.sort(-1).values).all(-1, keepdim=True)

@@ -1,8 +1,9 @@
 """Seven small trained checkpoints that come with the package, so that everything runs offline and on a laptop's CPU.
 
 Four of them differ in nothing but how many query heads share a KV head (``llama-mini`` 1, ``gqa2-mini`` 2,
-``mistral-mini`` 4, ``mqa-mini`` 8); ``gemma2-mini`` has the parts of Gemma 2 that the others lack, ``llama64-mini`` the heads of 64 that block formats of a quantised cache need, and ``moe-mini`` a router that chooses two of
-eight experts. ``CARD.md`` says how they were trained and how well they do; ``tools/zoo`` makes them again (``make zoo``).
+``mistral-mini`` 4, ``mqa-mini`` 8); ``gemma2-mini`` has the parts of Gemma 2 that the others lack, ``llama64-mini`` the
+heads of 64 that block formats of a quantised cache need, and ``moe-mini`` eight experts a layer. ``CARD.md`` says how
+they were trained and how well they do; ``tools/zoo`` makes them again (``make zoo``).
 """
 
 from __future__ import annotations
