@@ -20,6 +20,7 @@ from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
     keeps_only_keys_and_values,
+    plain_experts,
     text_config,
     transformers_facts,
 )
@@ -62,6 +63,7 @@ class BridgeAdapter(OnTransformersCache):
         facts = transformers_facts(source, name, attention="bridge")
         super().__init__(model, facts, tokenizer if tokenizer is not None else getattr(model, "tokenizer", None))
         self._blocks = decoder_layers(source)
+        plain_experts(model, self.dtype)
         self.hooks: dict[str, nn.Module] = dict(model.hook_dict)  # type: ignore[arg-type]
 
     @property

@@ -27,7 +27,8 @@ CONVERTED = {
 CARRIED = re.compile(
     r"model\.(embed_tokens|norm)\.weight|lm_head\.weight|model\.layers\.\d+\."
     r"((input|post_attention|pre_feedforward|post_feedforward)_layernorm\.weight"
-    r"|self_attn\.[qkvo]_proj\.(weight|bias)|mlp\.(gate|up|down)_proj\.weight|mlp\.(gate\.weight|experts\.(gate_up|down)_proj)|self_attn\.rotary_emb\.inv_freq)"
+    r"|self_attn\.[qkvo]_proj\.(weight|bias)|mlp\.(gate|up|down)_proj\.weight|self_attn\.rotary_emb\.inv_freq"
+    r"|mlp\.(gate\.weight|experts\.(gate_up|down)_proj))"
 )
 """The tensors that the conversion carries over. TransformerLens adds the bias of a gated MLP behind the product with the
 gate, where these families add it before, so that it has no place for theirs."""
@@ -120,6 +121,10 @@ def hooked_from_transformers(
     weights |= _attention_biases(tensors, weights)
     with device:
         model: Any = model_class(hooked_config, tokenizer=None, move_to_device=False)
+    if hooked_config.num_experts:
+        for block in model.blocks:
+            # TransformerLens makes experts in float32, whatever the config says.
+            block.mlp.to(dtype)
     model.load_and_process_state_dict(
         {key: tensor.to(device) for key, tensor in weights.items()},
         fold_ln=False,
