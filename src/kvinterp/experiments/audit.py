@@ -219,7 +219,7 @@ def audited(
     # What a user's code prints is no part of what this command says.
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
-        with _models_own_errors():
+        with models_own_errors():
             found = audit(
                 adapter,
                 given,
@@ -285,7 +285,7 @@ def _share(tell: Tell, model: str, rungs: int) -> Callable[[str], None]:
 
 
 @contextlib.contextmanager
-def _models_own_errors() -> Iterator[None]:
+def models_own_errors() -> Iterator[None]:
     """A model that is being written raises whatever its code meets first; that is no verdict, so it may not exit with 1."""
     try:
         yield

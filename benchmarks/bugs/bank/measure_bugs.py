@@ -1,6 +1,6 @@
 """Plain transformers code, no kvinterp: what each planted bug does to the logits, and that the full forward keeps its bits.
 
-Run as `python tests/auditing/bank/measure_bugs.py [name ...]`; prints one line a bug.
+Run as `python benchmarks/bugs/bank/measure_bugs.py [name ...]`; prints one line a bug.
 """
 
 from __future__ import annotations
