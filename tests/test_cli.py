@@ -177,7 +177,7 @@ def test_alone_it_prints_the_commands_in_groups() -> None:
     titles = [made.stdout.index(title) for title in (*GROUPS, "compare ", "audit ", "list ")]
     assert titles[: len(GROUPS)] == sorted(titles[: len(GROUPS)])
     assert titles[0] < titles[-3] < titles[1] < titles[-2]
-    assert {name for names in GROUPS.values() for name in names} == {*experiments(), "show", "report", "list"}
+    assert {name for names in GROUPS.values() for name in names} == {*experiments(), "show", "report", "list", "export"}
 
 
 def test_help_has_the_options_that_matter_and_help_all_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "study", "behaviour", "boundary", "layer-drift", "localisation", "root-cause", "flips", "gqa", "ladder", "kv-write",
         "accumulation", "propagation", "repeated-heads",
     ),
-    "Results and names": ("show", "report", "list"),
+    "Results and names": ("show", "report", "list", "export"),
 }  # fmt: skip
 """The commands as help shows them; others come last."""
 _MATTER = (
@@ -342,6 +342,27 @@ def _show(
 def _report(folder: Folder) -> Mapping[str, Any]:
     """The same as show --rewrite --no-open."""
     return _show.__wrapped__(folder, rewrite=True, no_open=True)  # type: ignore[attr-defined,no-any-return]
+
+
+@app.command("export", rich_help_panel="Results and names")
+@told("nothing was written; run the same command again")
+def _export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, a checkpoint folder or a hub id: a Llama.")],
+    out: Annotated[Path, typer.Option("--out", parser=_folder_named, metavar="FILE", help="The file, NAME.gguf.")],
+    format: Annotated[str, typer.Option("--format", help="gguf.")] = "gguf",
+    dtype: Annotated[str, typer.Option("--dtype", help="How weights are stored: float32, float16, bfloat16.")] = "float32",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+) -> Mapping[str, Any]:
+    """Write a model as a file that another engine runs: a Llama as GGUF, for llama.cpp (docs/engines.md)."""
+    from kvinterp.models import load_model
+    from kvinterp.models.gguf_writing import check_export, export
+
+    _speak()
+    existing = "overwrite" if overwrite else "error"
+    check_export(out, format, dtype, existing)
+    export(load_model(model, kind="native", dtype="float32", device="cpu"), out, format, dtype, existing)
+    echo(out)
+    return {"verb": "export", "file": str(out), "bytes": out.stat().st_size, "exit_code": 0}
 
 
 What = enum.Enum("What", {name: name for name in LISTED}, type=str)  # type: ignore[misc]
