@@ -29,11 +29,15 @@ from bank.small import small
 
 
 def seen(query: Tensor, key: Tensor, mask: Any) -> Tensor:
-    """The mask that is meant, of (rows of the batch or 1, 1, queries, keys): True where a key is seen."""
+    """The mask that is meant, of (rows of the batch or 1, 1, queries, keys): True where a key is seen.
+
+    As transformers leaves a mask out: one query sees every key, several see so many as their number says.
+    """
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask == 0
     rows, keys = query.shape[-2], key.shape[-2]
-    return torch.ones(1, 1, rows, keys, dtype=torch.bool, device=key.device).tril(keys - rows)
+    every = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=key.device)
+    return every if rows == 1 else every.tril()
 
 
 def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
@@ -383,7 +387,14 @@ class _LastSum(GPTNeoXLayer):
 class _Ring(MistralAttention):
     """A window's keys and values stand where their positions modulo the window put them, where one token comes."""
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any = None, **given: Any) -> Any:  # fmt: skip
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Any,
+        past_key_values: Any = None,
+        **given: Any,
+    ) -> Any:
         if past_key_values is None or hidden_states.shape[1] > 1:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **given)
         past = int(past_key_values.get_seq_length(self.layer_idx))
@@ -402,7 +413,14 @@ class _Ring(MistralAttention):
 class _Absorbed(DeepseekV3Attention):
     """Queries are brought to the latents, and what is read of the latents to the values, where one token comes."""
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any = None, **given: Any) -> Any:  # fmt: skip
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Any,
+        past_key_values: Any = None,
+        **given: Any,
+    ) -> Any:
         if past_key_values is None or hidden_states.shape[1] > 1:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **given)
         batch, rows, _ = hidden_states.shape
@@ -564,14 +582,14 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
         partial(_of, "deepseek_v3", DeepseekV3Attention, _Absorbed, num_key_value_heads=4),
         "float32",
         True,
-    ),  # fmt: skip
+    ),
     "bloom-distances-to-the-newest": (_distances_to_the_newest, "float32", True),
     "mixtral-all-experts": (_all_experts, "float32", False),
     "mamba2-state-in-other-units": (
         partial(_state_in_other_units, "mamba2", 0, n_groups=2, chunk_size=16),
         "float32",
         True,
-    ),  # fmt: skip
+    ),
     "qwen3_5-state-in-other-units": (
         partial(
             _state_in_other_units,
@@ -582,7 +600,7 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
         ),
         "float32",
         True,
-    ),  # fmt: skip
+    ),
     "llama-head-in-float32": (partial(_head_in_float32, dtype="float16"), "float16", False),
     "qwen3-head-in-two-parts": (_head_in_two_parts, "float32", False),
     "llama-stream-in-float32": (partial(_stream_in_float32, dtype="float16"), "float16", False),
