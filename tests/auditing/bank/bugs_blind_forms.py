@@ -29,9 +29,7 @@ def _becomes(old: type, new: type, *, layer: int | None = 1) -> Plant:
 
     def plant(model: nn.Module, monkeypatch: Any) -> None:
         for module in model.modules():
-            if type(module) is old and getattr(module, "layer_idx", layer) == (
-                getattr(module, "layer_idx", layer) if layer is None else layer
-            ):
+            if type(module) is old and (layer is None or module.layer_idx == layer):
                 module.__class__ = new
 
     return plant

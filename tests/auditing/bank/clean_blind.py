@@ -201,22 +201,16 @@ def _cap_in_the_query(
     return (scores.softmax(-1) @ _repeated(value, query)).transpose(1, 2), None
 
 
-def sinks(**config: Any) -> nn.Module:
-    """A model with attention sinks."""
-    return _registered(small("gpt_oss", **config), "blind_sinks", _sinks_in_the_sum, "eager")
-
-
-def soft_cap(**config: Any) -> nn.Module:
-    """A model with a soft cap."""
-    model = small("gemma2", attn_logit_softcapping=2.0, **config)
-    return _registered(model, "blind_cap", _cap_in_the_query, "eager")
+def _own(kind: str, attention: Callable, **config: Any) -> nn.Module:
+    return _registered(small(kind, **config), f"blind_{kind}", attention, "eager")
 
 
 # Modules of another make ---------------------------------------------------------------------------------------------------
 
 
-def _made_of(model: nn.Module, old: type, new: type) -> nn.Module:
-    """Every module of one class is of another."""
+def _of(kind: str, old: type, new: type, **config: Any) -> nn.Module:
+    """A model in which every module of one class is of another."""
+    model = small(kind, **config)
     for module in model.modules():
         if type(module) is old:
             module.__class__ = new
@@ -445,10 +439,6 @@ def _folded(**config: Any) -> nn.Module:
     return model
 
 
-def _of(kind: str, old: type, new: type, **config: Any) -> nn.Module:
-    return _made_of(small(kind, **config), old, new)
-
-
 # Wrapped modules -----------------------------------------------------------------------------------------------------------
 
 
@@ -558,8 +548,8 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
     **{f"llama-{name.replace('_', '-')}": (partial(attending, name), "float32", False) for name in (*DECODES, *WHOLE)},
     "qwen3-grouped-bfloat16": (partial(attending, "grouped", "qwen3", dtype="bfloat16"), "bfloat16", False),
     "llama-cascade-float16": (partial(attending, "cascade", dtype="float16"), "float16", False),
-    "gpt_oss-sinks-in-the-sum": (sinks, "float32", False),
-    "gemma2-cap-in-the-query": (soft_cap, "float32", True),
+    "gpt_oss-sinks-in-the-sum": (partial(_own, "gpt_oss", _sinks_in_the_sum), "float32", False),
+    "gemma2-cap-in-the-query": (partial(_own, "gemma2", _cap_in_the_query, attn_logit_softcapping=2.0), "float32", True),
     **{
         f"llama-{name}": (partial(_of, "llama", LlamaAttention, made), "float32", False)
         for name, made in (
