@@ -7,10 +7,10 @@ detectable. Inspired by reports against transformers, llama.cpp, vLLM, mlx-lm an
 
 from __future__ import annotations
 
-from bank import bugs_blind, bugs_blocks, bugs_cache, bugs_forms, bugs_paths
+from bank import bugs_blind, bugs_blind_forms, bugs_blocks, bugs_cache, bugs_forms, bugs_paths
 from bank.bug import Bug
 
-FILES = (bugs_cache, bugs_blocks, bugs_paths, bugs_forms, bugs_blind)
+FILES = (bugs_cache, bugs_blocks, bugs_paths, bugs_forms, bugs_blind, bugs_blind_forms)
 BUGS: dict[str, Bug] = {bug.name: bug for each in FILES for bug in each.BUGS}
 
 assert len(BUGS) == sum(len(each.BUGS) for each in FILES), "two bugs have one name"

@@ -106,6 +106,26 @@ def _repeat(model: nn.Module, length: int) -> float:
     return _moved(model, ids, ids.repeat_interleave(2, 0), length, lambda cache: cache.batch_repeat_interleave(2))
 
 
+def _select(model: nn.Module, length: int) -> float:
+    ids, rows = torch.cat([tokens(length + 3, seed) for seed in range(3)]), torch.tensor([2, 1])
+    return _moved(model, ids, ids[rows], length, lambda cache: cache.batch_select_indices(rows))
+
+
+def _mask(model: nn.Module, length: int) -> float:
+    """Steps that are given a mask of ones and no positions."""
+    ids, cache, found = tokens(length + 3), None, []
+    for start, stop in [(0, length), *((at, at + 1) for at in range(length, length + 3))]:
+        mask = torch.ones(1, stop, dtype=torch.long)
+        out = model(ids[:, start:stop], attention_mask=mask, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        found.append(out.logits)
+    return relative(torch.cat(found, 1), _full(model, ids))
+
+
+def _long(model: nn.Module, length: int) -> float:
+    return steps(model, 140)
+
+
 def _moved(model: nn.Module, ids: Tensor, then: Tensor, length: int, move: Callable[[DynamicCache], None]) -> float:
     cache = DynamicCache(config=model.config)
     model(ids[:, :length], past_key_values=cache, use_cache=True)
@@ -146,6 +166,9 @@ PATHS = {
     "thirds": _thirds,
     "repeat": _repeat,
     "generate-padded": _generate_padded,
+    "select": _select,
+    "mask": _mask,
+    "long": _long,
 }
 
 
