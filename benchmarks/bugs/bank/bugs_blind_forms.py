@@ -151,7 +151,8 @@ def _router_in(dtype: torch.dtype) -> Plant:
         logits = F.linear(stream.to(dtype), self.weight.to(dtype)).to(stream.dtype)
         chances = logits.float().softmax(-1)
         weights, chosen = chances.topk(self.top_k, -1)
-        return logits, (weights / weights.sum(-1, keepdim=True)).to(stream.dtype), chosen
+        weights = weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights
+        return logits, weights.to(stream.dtype), chosen
 
     def plant(model: nn.Module, monkeypatch: Any) -> None:
         around(watched(model).get_submodule("model.layers.1.mlp.gate"), wrapper)
