@@ -146,6 +146,9 @@ def headline_of_decomposition(split: Decomposition) -> list[str]:
     led = [f"{part} at {summary['most'][part]}" for part in PARTS if summary["most"].get(part)]
     most = f"most of it is {', '.join(led)}" if led else "no part is most of it at any"
     lines = [f"The logits differ at {differ} of {counted(steps, 'decode step')} of {of}; {most}."]
+    if "with_changed" in summary:
+        changed = f"Another expert is chosen, in some row, at {summary['with_changed']} of {counted(steps, 'decode step')}"
+        lines.append(f"{changed}; at the others no part of the difference is routing.")
     none, within = summary["without_cache"], summary["within_null"]
     if none or within:
         lines.append(
