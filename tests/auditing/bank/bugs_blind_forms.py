@@ -302,6 +302,29 @@ def _scale_of_the_embedding(model: nn.Module, monkeypatch: Any) -> None:
     around(watched(model).get_submodule("model.embed_tokens"), wrapper)
 
 
+def _request_before(model: nn.Module, monkeypatch: Any) -> None:
+    """Where the request before had a prompt of another length, a decode stands one position late: a counter that is not reset."""
+    counted = [0, 0]
+
+    def wrapper(self: nn.Module, forward: Callable[..., Any], args: tuple, keywords: dict) -> Any:
+        if not Now.past:
+            counted[:] = counted[1], Now.rows
+        elif counted[0] and counted[0] != counted[1]:
+            keywords = {n: v + 1 if n == "position_ids" else v for n, v in keywords.items()}
+        return forward(*args, **keywords)
+
+    around(watched(model).get_submodule("model.rotary_emb"), wrapper)
+
+
+def _last_position(model: nn.Module, monkeypatch: Any) -> None:
+    """The last position of the context reads the row before its own."""
+
+    def wrapper(self: nn.Module, forward: Callable[..., Any], args: tuple, keywords: dict) -> Any:
+        return forward(*(a.clamp(max=254) if Now.past else a for a in args), **keywords)
+
+    around(watched(model).get_submodule("transformer.wpe"), wrapper)
+
+
 CASTS = ("router-in-bfloat16", "output-of-a-block-in-float16")
 
 BUGS = (
@@ -388,4 +411,24 @@ BUGS = (
         1.4e-03,
         path="long",
     ),
+    Bug(
+        "values-off-by-two-ulps-in-bfloat16-alone",
+        "llama",
+        plants.reads(0, lambda k, v, p: (k, v * (1 + 2**-6) if v.dtype == BRAIN else v)),
+        (0,),
+        ("V",),
+        1.2e-02,
+        dtype="bfloat16",
+    ),
+    Bug(
+        "one-token-on-the-cache-is-not-seen",
+        "mistral",
+        plants.reads(0, lambda k, v, p: (k, v * 0.5 if p == 1 else v)),
+        (0, None),
+        (),
+        3.5e-01,
+        path="one",
+    ),
+    Bug("counter-left-by-the-request-before", "llama", _request_before, (0, None), (), 9.3e-02, path="twice"),
+    Bug("last-position-of-the-context-twice", "gpt2", _last_position, (None, -1, 0), (), 6.8e-01, path="end"),
 )

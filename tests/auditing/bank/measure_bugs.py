@@ -126,6 +126,20 @@ def _long(model: nn.Module, length: int) -> float:
     return steps(model, 140)
 
 
+def _end(model: nn.Module, length: int) -> float:
+    return steps(model, 253)
+
+
+def _one(model: nn.Module, length: int) -> float:
+    return steps(model, 1)
+
+
+def _twice(model: nn.Module, length: int) -> float:
+    """Steps after another request was served."""
+    steps(model, length - 2)
+    return steps(model, length)
+
+
 def _moved(model: nn.Module, ids: Tensor, then: Tensor, length: int, move: Callable[[DynamicCache], None]) -> float:
     cache = DynamicCache(config=model.config)
     model(ids[:, :length], past_key_values=cache, use_cache=True)
@@ -169,6 +183,9 @@ PATHS = {
     "select": _select,
     "mask": _mask,
     "long": _long,
+    "end": _end,
+    "one": _one,
+    "twice": _twice,
 }
 
 
