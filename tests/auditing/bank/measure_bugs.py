@@ -30,14 +30,15 @@ def _chunks(model: nn.Module, length: int) -> float:
     return relative(cached(model, ids, length, 4, 4, 4), _full(model, ids))
 
 
-def _batch(model: nn.Module, length: int) -> float:
-    ids = torch.cat((tokens(length + 3), tokens(length + 3, seed=1)))
+def _batch(model: nn.Module, length: int, step: int = 1) -> float:
+    end = length + 3 * step
+    ids = torch.cat((tokens(end), tokens(end, seed=1)))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     full = _full(model, ids, attention_mask=mask, position_ids=positions)
     cache, found = None, []
-    for start, stop in [(0, length), *((at, at + 1) for at in range(length, length + 3))]:
+    for start, stop in [(0, length), *((at, at + step) for at in range(length, end, step))]:
         out = model(
             ids[:, start:stop],
             attention_mask=mask[:, :stop],
@@ -88,6 +89,10 @@ def _reorder(model: nn.Module, length: int) -> float:
     ids = ids.flip(0)
     found = [model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits for at in range(length, length + 3)]
     return relative(torch.cat(found, 1), _full(model, ids)[:, length:])
+
+
+def _padded_chunks(model: nn.Module, length: int) -> float:
+    return _batch(model, length, 4)
 
 
 def _sixteen(model: nn.Module, length: int) -> float:
@@ -177,6 +182,7 @@ PATHS = {
     "crop": _crop,
     "reorder": _reorder,
     "sixteen": _sixteen,
+    "padded-chunks": _padded_chunks,
     "thirds": _thirds,
     "repeat": _repeat,
     "generate-padded": _generate_padded,
