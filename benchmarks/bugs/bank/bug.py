@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from torch import nn
 
 from bank.clean import ARCHITECTURES
 from bank.small import small
 
-Plant = Callable[[nn.Module, pytest.MonkeyPatch], None]
+Plant = Callable[[nn.Module, Any], None]
+"""Given a model, and what has pytest's `monkeypatch.setattr`."""
 
 
 @dataclasses.dataclass(frozen=True)
