@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from kvinterp.auditing.given_attention import ADDED, llama_cpp
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.native import text_config
@@ -58,6 +59,10 @@ RUNGS = (
     Way("bfloat16", dtype="bfloat16"),
 )
 
+FLOAT16 = "float16 cache"
+FLASH_ROW = "values added up in float16, a key after another, as llama.cpp's flash attention of a row does over a float16 cache"
+FLASH = "values added up in float16 in a prompt of fewer than 64 rows, as llama.cpp's flash attention does over a float16 cache"
+
 
 def candidates() -> list[Way]:
     """The causes that are tried, each in float64, so that nothing but the cause is in them."""
@@ -68,6 +73,14 @@ def candidates() -> list[Way]:
         found.append(Way(f"{policy} cache", "policy", path=f"cached[prefill=stored]+{policy}"))
         found.append(Way(f"{policy} cache, read behind the prompt", "policy", path=f"cached+{policy}"))
         found.append(Way(f"{policy} cache of the prompt alone", "policy", spoilt=policy))
+    for cache in ("q8_0", "q4_0"):
+        for turned in ("turned", ""):
+            name = f"{cache} cache as llama.cpp's, {turned or 'not turned'}"
+            found.append(Way(name, "policy", change=llama_cpp(cache, turned)))
+    for way in ("", "rounded"):
+        name = f"float16 cache as llama.cpp's{', with probabilities in float16' if way else ''}"
+        found.append(Way(name, "policy", change=llama_cpp("float16", "", way)))
+    found.append(Way(FLASH_ROW, "kernel", change=llama_cpp("float16", "", ADDED)))
     for shift in (1, -1):
         found.append(Way(f"positions {shift:+d} behind the prompt", "bug", change=_shifted(shift)))
     found += [_rope_scale(size) for size in (0.25, 0.5, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 2.0, 4.0)]
