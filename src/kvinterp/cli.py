@@ -56,7 +56,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The commands as help shows them; others come last."""
 _MATTER = (
-    "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "tasks", "kind", "max_new_tokens", "dtype",
+    "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "tasks", "dtype", "max_new_tokens", "kind",
 )  # fmt: skip
 """The options that help shows, the first five of them that a command has."""
 _SHOWN_OPTIONS = 5
@@ -95,7 +95,8 @@ class _Verb(TyperCommand):
         hidden = [] if self.every_option else first[_SHOWN_OPTIONS:]
         places, before = {each.name: place for place, each in enumerate(first)}, list(self.params)
         self.params.sort(key=lambda each: places.get(each.name, -1 if each.param_type_name == "argument" else len(places)))
-        self.epilog = f"--help-all shows {len(hidden)} more options." if hidden else ""
+        names = ", ".join(each.opts[0] for each in hidden)
+        self.epilog = f"--help-all shows {len(hidden)} more options: {names}." if hidden else ""
         try:
             for each in hidden:
                 each.hidden = True
@@ -380,8 +381,9 @@ def _list(
     tables = {item.value: LISTED[item.value]() for item in (What if what is None else (what,))}
     console = Console()
     for name, table in tables.items():
-        if what is None and name != "models":
-            console.print(f"[bold]{name}[/bold]  {', '.join(names_in(table))}")
+        if what is None:
+            also = f"; {table.caption}" if name == "models" else ""
+            console.print(f"[bold]{name}[/bold]  {', '.join(names_in(table))}{also}")
         else:
             console.print(table)
     if what is None:
