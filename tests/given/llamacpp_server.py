@@ -63,7 +63,9 @@ def walked(url: str, ids: list[int], cached: bool = False, begin: int = 1, **ask
     found = np.full(len(ids), np.nan)
     with contextlib.closing(http.client.HTTPConnection(urllib.parse.urlsplit(url).netloc, timeout=60)) as connection:
         for at in range(begin, len(ids)):
-            connection.request("POST", "/v1/completions", json.dumps({"prompt": ids[:at], **body}), {"content-type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", json.dumps({"prompt": ids[:at], **body}), {"content-type": "application/json"}
+            )
             entry = json.loads(connection.getresponse().read())["choices"][0]["logprobs"]["content"][0]
             for each in entry.get("top_logprobs") or entry["top_probs"]:
                 if each["id"] == ids[at]:

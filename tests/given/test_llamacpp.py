@@ -41,15 +41,28 @@ def ids(model: Any) -> list[int]:
     return [model.tokenizer.bos_token_id, *text[: LENGTH - 1]]
 
 
+@pytest.fixture(scope="module")
+def long_ids(model: Any) -> list[int]:
+    """Of which enough tokens are among the twenty likeliest."""
+    text = [t for prompt in kv.load_prompts("natural:24") for t in model.encode(prompt.text)[1:]]
+    return [model.tokenizer.bos_token_id, *text[:239]]
+
+
 def judged(model: Any, ids: list[int], chosen: np.ndarray, kind: str = "F32", prompt: int = 1) -> Any:
     return judge_given(model, [GivenPath("0", tuple(ids[:prompt]), tuple(ids[prompt:]), chosen)], STORED[kind])
 
 
 @pytest.mark.parametrize(
     ("kind", "cache"),
-    [("F32", "f32"), pytest.param("F16", "f16", marks=pytest.mark.slow), pytest.param("BF16", "bf16", marks=pytest.mark.slow)],
+    [
+        ("F32", "f32"),
+        pytest.param("F16", "f16", marks=pytest.mark.slow),
+        pytest.param("BF16", "bf16", marks=pytest.mark.slow),
+    ],
 )
-def test_weights_and_cache_in_one_precision_pass_cold_and_warm(kind: str, cache: str, model: Any, files: Any, ids: Any) -> None:
+def test_weights_and_cache_in_one_precision_pass_cold_and_warm(
+    kind: str, cache: str, model: Any, files: Any, ids: Any
+) -> None:
     with serving(files(kind), cache) as url:
         sides = [walked(url, ids, cached) for cached in (False, True)]
     for chosen in sides:
@@ -110,15 +123,19 @@ def test_a_wrong_epsilon_is_named(ids: Any, model: Any, tmp_path: Path) -> None:
         ("top-k", "processed", "after top_k=20"),
     ],
 )
-def test_what_was_asked_wrongly_is_named(fault: str, word: str, says: str, model: Any, files: Any, ids: Any) -> None:
+def test_what_was_asked_wrongly_is_named(
+    fault: str, word: str, says: str, model: Any, files: Any, ids: Any, long_ids: Any
+) -> None:
+    ids = long_ids if fault == "top-k" else ids
     samplers = {"temperature": ["temperature"], "top-k": ["top_k"]}.get(fault)
-    asked = {} if samplers is None else {"post_sampling_probs": True, "samplers": samplers, "top_p": 1, "min_p": 0, "seed": 1}
+    asked = (
+        {} if samplers is None else {"post_sampling_probs": True, "samplers": samplers, "top_p": 1, "min_p": 0, "seed": 1}
+    )
     asked |= {"temperature": {"temperature": 0.9}, "top-k": {"temperature": 1.0, "top_k": 20}}.get(fault, {})
     with serving(files("F32")) as url:
-        if fault == "no BOS":
-            chosen = np.concatenate([[np.nan], walked(url, ids[1:])])
-        else:
-            chosen = walked(url, ids, **asked)
+        chosen = walked(url, ids[1:] if fault == "no BOS" else ids, **asked)
+    if fault == "no BOS":
+        chosen = np.concatenate([[np.nan], chosen])
     if fault == "shift":
         chosen = np.concatenate([[np.nan], chosen[:-1]])
     found = judged(model, ids, chosen)

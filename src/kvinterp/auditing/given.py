@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import scipy.optimize
 import torch
 
 from kvinterp.auditing import given_steps as steps
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.given_live import audit_endpoint
-from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, Way, candidates, check_paths, chosen_of, log_probs
+from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, Way, candidates, log_probs
 from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict, allowed
+from kvinterp.comparison.given import check_paths, chosen_of, positive, read_paths
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.inputs import check_callable, check_seed, check_unread
 from kvinterp.metrics.rollouts import rollout_statistics
@@ -31,14 +31,11 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.provenance import provenance
 from kvinterp.recording.endpoint import is_endpoint
 from kvinterp.recording.given import GivenPath
-from kvinterp.recording.readers import read_given
 
 TRIED = 1024
 """The most tokens on which causes, alignments and semantics are tried."""
 LOGITS = 2**24
 """The most logits that are held for it."""
-ROUNDED = 1e-3
-"""So far above 0 a log-prob is 0, rounded."""
 BEYOND = 4.0
 """So many times bfloat16's own distance is no rounding of anything."""
 
@@ -110,82 +107,12 @@ def audit_given(
         allowed(allow)
         _declared((), declared)
         return audit_endpoint(
-            adapter, str(file), prompts, keep, lambda answers: _read(adapter, answers, None),
+            adapter, str(file), prompts, keep, lambda answers: read_paths(adapter, answers),
             lambda paths: judge_given(adapter, paths, declared, allow, seed, tell), tell,
         )  # fmt: skip
     for name, value in (("prompts", prompts), ("keep", keep)):
         check_unread(name, value, None, "a file holds its own texts; leave it out")
-    return judge_given(adapter, _read(adapter, file, format), declared, allow, seed, tell)
-
-
-def compare_given(model: Any, file: str | Path, format: str | None = None, dtype: str = "float64") -> pd.DataFrame:
-    """Another engine's log-probs beside our own of the same tokens, token by token.
-
-    Args:
-        model: The model, as :func:`kvinterp.wrap` takes it.
-        file: What the engine wrote, see docs/engines.md.
-        format: The format's name; known by the content unless given.
-        dtype: What ours are computed in.
-
-    Returns:
-        A row for each token that has a log-prob: sequence, position, token, ``engine``, ``ours`` and ``difference`` (engine less
-        ours) in nats; ``kl``, KL(engine || ours), where the engine gave the whole vocabulary, and ``kl_is``, which says
-        ``"not given"`` where it did not.
-
-    Raises:
-        InputError: The file cannot be read, or its texts cannot be this model's.
-    """
-    adapter = wrap(model)
-    paths, rows = _read(adapter, file, format), []
-    check_paths(adapter, paths)
-    if why := _positive(np.concatenate([path.chosen for path in paths])):
-        raise InputError(f"file {str(file)!r}: {why} Give log-probs.")
-    with adapter.alone("kv.compare_given"), adapter.unchanged():
-        for path in paths:
-            every = log_probs(adapter, path.ids, len(path.prompt), Way(dtype, dtype=dtype))
-            assert every is not None
-            ours = chosen_of(every, path.ids)
-            for at in map(int, np.flatnonzero(np.isfinite(path.chosen[1:])) + 1):
-                ids, values = path.top.get(at, (np.array([], int), np.array([])))
-                whole = len(set(ids.tolist())) == adapter.facts.vocabulary
-                kl = float((np.exp(values) * (values - every[at - 1].cpu().numpy()[ids])).sum()) if whole else None
-                engine = float(path.chosen[at])
-                row = {
-                    "sequence": path.id,
-                    "position": at,
-                    "token": path.ids[at],
-                    "engine": engine,
-                    "ours": float(ours[at]),
-                }
-                said = "of the whole vocabulary" if whole else "not given"
-                rows.append({**row, "difference": engine - float(ours[at]), "kl": kl, "kl_is": said})
-    return pd.DataFrame(rows, columns=_COLUMNS)
-
-
-def _positive(values: np.ndarray) -> str | None:
-    """What is wrong with log-probs that are above 0, None where none is by more than rounding."""
-    positive = int((values > ROUNDED).sum())
-    n = int(np.isfinite(values).sum())
-    said = f"{positive:,} of {n:,} values are above 0, which no log-prob is: they may be probabilities, or logits."
-    return said if positive else None
-
-
-_COLUMNS = ["sequence", "position", "token", "engine", "ours", "difference", "kl", "kl_is"]
-
-
-def _read(adapter: Adapter, file: str | Path, format: str | None) -> list[GivenPath]:
-    """The paths of a file, with the model's own ids of texts and its own beginning."""
-    texts: dict[str, int | None] = {}
-
-    def token(text: str) -> int | None:
-        if not texts and adapter.tokenizer is not None:
-            for number, piece in enumerate(adapter.pieces(range(adapter.facts.vocabulary))):
-                texts[piece] = None if piece in texts else number
-        return texts.get(text)
-
-    bos = getattr(adapter.tokenizer, "bos_token_id", None)
-    begins = adapter.encode("a")[0] == bos if bos is not None else False
-    return read_given(file, format, token, bos if begins else None)
+    return judge_given(adapter, read_paths(adapter, file, format), declared, allow, seed, tell)
 
 
 def _declared(paths: Sequence[GivenPath], declared: str | None) -> str | None:
@@ -253,7 +180,7 @@ class _Judge:
         )
         self.found |= {"sequences": len(self.paths), "tokens": given, "missing": dict(missing)}
         engine = np.array([]) if tokens is None else tokens.engine
-        why = _positive(engine)
+        why = positive(engine)
         if why is None and (above := engine > 0).any():
             where += f" {int(above.sum()):,} above 0, by {engine.max():.1g} at most, are taken for 0, rounded."
             engine[above] = 0

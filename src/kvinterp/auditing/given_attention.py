@@ -62,7 +62,9 @@ def _attention(cache: str, turned: str, way: str, pairs: bool) -> Callable[..., 
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **more: Any
     ) -> tuple[Tensor, None]:
         if any(more.get(name) is not None for name in ("sliding_window", "softcap", "s_aux")) or mask is not None:
-            raise UnsupportedError("attention with a window, a cap or sinks is not computed as llama.cpp does: use another.")
+            raise UnsupportedError(
+                "attention with a window, a cap or sinks is not computed as llama.cpp does: use another."
+            )
         query, key = (_turn(_paired(each, pairs), turned, each.shape[-1] & -each.shape[-1]) for each in (query, key))
         value = _turn(value, turned, 64)
         query = _rounded(query, "float16" if cache == "float16" else "q8_0")

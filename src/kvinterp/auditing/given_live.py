@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,11 @@ import numpy as np
 
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
-from kvinterp.data import load_prompts
-from kvinterp.inputs import encode
+from kvinterp.comparison.given import asked
 from kvinterp.models import Adapter
-from kvinterp.recording.endpoint import Endpoint, Fetched
+from kvinterp.recording.endpoint import Fetched
 from kvinterp.recording.given import GivenPath
 
-TEXTS = "natural:4"
-PROMPT, STEPS = 24, 48
-"""So many tokens of each prompt are sent, and so many are written behind it: 388 requests of four prompts."""
 ORDER = ("equal", "rounding", "kernel")
 
 
@@ -50,13 +45,7 @@ def audit_endpoint(
     Raises:
         InputError: The server does not answer as one does.
     """
-    # Ours are plain text, whatever a chat model is asked otherwise.
-    plain = [adapter.encode(each.text) for each in load_prompts(TEXTS)] if prompts is None and adapter.tokenizer else None
-    given = plain or (load_prompts(TEXTS if prompts is None else prompts) if isinstance(prompts, str | None) else prompts)
-    room = max(2, min(STEPS, adapter.facts.context - PROMPT))
-    texts = [list(encode(adapter, each, room))[:PROMPT] for each in given]
-    folder = Path(tempfile.mkdtemp(prefix="kvinterp-answers-") if keep is None else keep)
-    fetched = Endpoint(url, folder, tell).fetch(texts, room, lambda token: adapter.pieces([token])[0])
+    fetched = asked(adapter, url, prompts, keep, tell)
     sides = {name: read(getattr(fetched, name)) for name in ("cold", "warm")}
     witness = fetched.cached[1] is not None and fetched.cached[1] > (fetched.cached[0] or 0)
     verdicts = {name: judge(paths) for name, paths in sides.items() if name == "cold" or witness}
@@ -68,7 +57,12 @@ def audit_endpoint(
     head, why = found.reading.splitlines()[:2]
     head = head.replace("another engine's log-probs", f"{url}, {worse}")
     lines = [head, f"  {worse}: {why.strip()}", *(f"  {check.name}: {check.detail}" for check in checks)]
-    about = {"cached_tokens": fetched.cached, "prompt_tokens": fetched.asked, "model": fetched.model, "answers": str(folder)}
+    about = {
+        "cached_tokens": fetched.cached,
+        "prompt_tokens": fetched.asked,
+        "model": fetched.model,
+        "answers": str(fetched.cold.parent),
+    }
     return dataclasses.replace(
         found, checks=tuple(checks), reading="\n".join(lines), given={**found.given, "server": {"url": url, **about}}
     )
@@ -83,8 +77,9 @@ def _witness(fetched: Fetched, sides: dict[str, list[GivenPath]], witness: bool)
     """How far warm is from cold, and the server's own word that it was warm."""
     cold, warm = fetched.cached
     if not witness:
-        said = "does not say how many tokens it took from its cache" if warm is None else (
-            f"took {warm:,} of {fetched.asked:,} prompt tokens from its cache the second time, and {cold or 0:,} the first")  # fmt: skip
+        said = "does not say how many tokens it took from its cache"
+        if warm is not None:
+            said = f"took {warm:,} of {fetched.asked:,} prompt tokens from its cache the second time, and {cold or 0:,} the first"
         why = f"the server {said}: nothing shows that the second time was warm, and only the first is judged."
         return Check("cold against warm", "cannot tell", why, None)
     first = {path.prompt: path.chosen for path in sides["cold"]}

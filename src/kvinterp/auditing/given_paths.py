@@ -8,19 +8,16 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from kvinterp.auditing.given_attention import ADDED, llama_cpp
-from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.native import text_config
 from kvinterp.paths.model_cache import own_store
 from kvinterp.paths.path import path_named
 from kvinterp.policies import Place, policy_named
-from kvinterp.recording.given import GivenPath
 
 Change = Callable[[nn.Module, int], "contextlib.AbstractContextManager[bool]"]
 """Changes a model for as long as it is open, given the prompt's length; whether there was something to change."""
@@ -60,8 +57,12 @@ RUNGS = (
 )
 
 FLOAT16 = "float16 cache"
-FLASH_ROW = "values added up in float16, a key after another, as llama.cpp's flash attention of a row does over a float16 cache"
-FLASH = "values added up in float16 in a prompt of fewer than 64 rows, as llama.cpp's flash attention does over a float16 cache"
+FLASH_ROW = (
+    "values added up in float16, a key after another, as llama.cpp's flash attention of a row does over a float16 cache"
+)
+FLASH = (
+    "values added up in float16 in a prompt of fewer than 64 rows, as llama.cpp's flash attention does over a float16 cache"
+)
 
 
 def candidates() -> list[Way]:
@@ -209,28 +210,3 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
     else:
         logits = model.forward(tokens)
     return logits[0].double().log_softmax(-1)
-
-
-def chosen_of(rows: Tensor, ids: Sequence[int]) -> np.ndarray:
-    """``[position]``: the log-prob of each id given those before it; NaN for the first."""
-    own = rows[:-1].gather(1, torch.tensor(list(ids[1:]), device=rows.device)[:, None])[:, 0]
-    return np.concatenate([[np.nan], own.cpu().numpy()])
-
-
-def check_paths(adapter: Adapter, paths: Sequence[GivenPath]) -> None:
-    """Raises where a text cannot be one of this model's.
-
-    Raises:
-        InputError: It has a token outside the vocabulary, or is longer than the context.
-    """
-    facts = adapter.facts
-    for path in paths:
-        if max(path.ids) >= facts.vocabulary:
-            raise InputError(
-                f"{path.id} has the token {max(path.ids)}, and {facts.name} has {facts.vocabulary:,}: it is of another one; "
-                "give the model that the engine ran."
-            )
-        if len(path.ids) > facts.context:
-            raise InputError(
-                f"{path.id} has {len(path.ids):,} tokens, and the context of {facts.name} {facts.context:,}: leave it out."
-            )

@@ -51,7 +51,7 @@ class Fetched:
     model: str
 
 
-class _Failed(Exception):
+class _FailedError(Exception):
     """An answer that another try may mend."""
 
 
@@ -79,7 +79,9 @@ class Endpoint:
             host, found = None, urllib.parse.urlsplit("")
         extra = found.username or found.query or found.fragment or not found.path.rstrip("/").endswith("/v1")
         if not host or extra or any(c <= " " for c in self.url):
-            raise InputError(f"{shown(self.url)} is no address of a server: expected one such as http://127.0.0.1:8000/v1; mend it.")
+            raise InputError(
+                f"{shown(self.url)} is no address of a server: expected one such as http://127.0.0.1:8000/v1; mend it."
+            )
         self.parts, self.files = found, {name: self.keep / f"{name}.jsonl" for name in ("made", "cold", "warm")}
         if is_file(self.keep / DONE):
             # What was answered whole is asked for anew: the server may be another by now.
@@ -134,15 +136,19 @@ class Endpoint:
 
     def _written(self, answer: Mapping[str, Any], piece: Callable[[int], str]) -> list[int]:
         """The ids that the server wrote, and whether they are this model's: each has the text that it has here."""
-        choice = answer["choices"][0]
-        logs = choice.get("logprobs") if isinstance(choice, dict) else None
-        logs = logs if isinstance(logs, dict) else {}
+        choice = answer["choices"][0] if isinstance(answer["choices"][0], dict) else {}
+        logs = choice.get("logprobs") if isinstance(choice.get("logprobs"), dict) else {}
+        logs = logs or {}
         entries = [e for e in logs.get("content") or [] if isinstance(e, dict)]
         texts = [e.get("token") for e in entries] or list(logs.get("tokens") or [])
-        ids = choice.get("token_ids") if isinstance(choice, dict) else None
-        ids = ids or [e.get("id") for e in entries] or [int(t[9:]) if str(t).startswith("token_id:") else None for t in texts]
+        ids = choice.get("token_ids")
+        ids = (
+            ids or [e.get("id") for e in entries] or [int(t[9:]) if str(t).startswith("token_id:") else None for t in texts]
+        )
         if not ids or any(type(i) is not int or i < 0 for i in ids):
-            raise self._wrong(f"gives no log-probs with token ids ({shown(choice)}): it needs logprobs and return_token_ids")
+            raise self._wrong(
+                f"gives no log-probs with token ids ({shown(choice)}): it needs logprobs and return_token_ids"
+            )
         named = [(i, t) for i, t in zip(ids, texts, strict=False) if isinstance(t, str) and not t.startswith("token_id:")]
         try:
             other = [(i, t) for i, t in named if t.isascii() and piece(i).isascii() and piece(i).strip() != t.strip()]
@@ -150,12 +156,16 @@ class Endpoint:
             raise self._wrong(f"wrote token {max(ids)}, which this model has not: it runs another one") from None
         if 2 * len(other) > len(named):
             at, text = other[0]
-            raise self._wrong(f"calls token {at} {shown(text)}, and here it is {shown(piece(at))}: it runs another tokenizer")
+            raise self._wrong(
+                f"calls token {at} {shown(text)}, and here it is {shown(piece(at))}: it runs another tokenizer"
+            )
         return list(ids)
 
     def _wrong(self, what: str) -> InputError:
         done = sum(1 for name in self.files.values() for _ in _records(name))
-        kept = f"; {done} answers are kept in {shown(str(self.keep))}, and the same command goes on from there" if done else ""
+        kept = (
+            f"; {done} answers are kept in {shown(str(self.keep))}, and the same command goes on from there" if done else ""
+        )
         return InputError(f"the server at {shown(self.url)} {what}{kept}; mend it and ask again.")
 
     def _kept(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,12 +190,18 @@ class Endpoint:
                 time.sleep(0.25 * 4**again)
             try:
                 return self._once(method, path, body)
-            except _Failed as error:
+            except _FailedError as error:
                 why = str(error)
             except (OSError, http.client.HTTPException) as error:
                 cut = isinstance(error, http.client.IncompleteRead | http.client.RemoteDisconnected | ConnectionResetError)
                 slow = isinstance(error, TimeoutError)
-                why = "stopped in the middle of an answer" if cut else "gave no answer in time" if slow else f"cannot be reached ({error})"
+                why = (
+                    "stopped in the middle of an answer"
+                    if cut
+                    else "gave no answer in time"
+                    if slow
+                    else f"cannot be reached ({error})"
+                )
         raise self._wrong(f"{why} ({what}, {TRIES} tries of at most {self.seconds:g} s)")
 
     def _once(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -206,7 +222,7 @@ class Endpoint:
                 raise http.client.IncompleteRead(content)
         said = shown(content[:200].decode("utf-8", "replace"))
         if answer.status in (408, 429) or answer.status >= 500:
-            raise _Failed(f"answered {answer.status} {said}")
+            raise _FailedError(f"answered {answer.status} {said}")
         if 300 <= answer.status < 400:
             raise self._wrong(f"answered with a redirect to {shown(answer.getheader('Location'))}, which is not followed")
         if answer.status != 200:
