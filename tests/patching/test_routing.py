@@ -99,10 +99,12 @@ def test_a_difference_of_choices_is_all_routing_and_the_page_says_so():
     assert not later["null_changed"].any()
     assert (later["null_routing_l2"] == 0).all()
     assert (later.loc[later["changed"] == 0, "routing_l2"] == 0).all()
-    headline = f"Another expert is chosen, in some row, at {len(changed)} of {len(later)} decode steps; at the others no part"
+    headline = (
+        f"Another expert is chosen, in some row, at {len(changed)} of {len(later)} decode steps; at the others no part"
+    )
     assert any(line.startswith(headline) for line in headline_of_decomposition(split))
     said = {row["finding"]: row for row in rows_of_decomposition(split)}
-    share = said["decode steps with a changed choice: routing's share of the difference of the logits"]
+    share = said["decode steps with a changed choice in the newest row: routing's share of the difference of the logits"]
     assert share["estimate"] == pytest.approx(1.0, abs=SHARE)
     assert math.isclose(
         said["choices of experts that differ, in all rows"]["estimate"], later["changed"].sum() / later["choices"].sum()
@@ -121,7 +123,7 @@ def test_a_difference_of_keys_is_no_routing_where_no_choice_changes():
         0.0,
         "no choice differs there, so that all of the difference is continuous",
     )
-    assert not any("with a changed choice: " in name for name in said)
+    assert not any("with a changed choice in the newest row: " in name for name in said)
 
 
 def test_a_dense_model_has_no_split_of_routing():
