@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.experiments.keeping import experiment, load
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
+    from kvinterp.models.gguf_writing import export
     from kvinterp.patching import (
         Patch,
         PatchBench,
@@ -47,6 +48,7 @@ _HOMES = {
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
     "experiments.keeping": ("experiment", "load"),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
+    "models.gguf_writing": ("export",),
     "patching": (
         "Patch",
         "PatchBench",
@@ -106,6 +108,7 @@ __all__ = [
     "decompose",
     "donor_trace",
     "experiment",
+    "export",
     "kernels_table",
     "load",
     "load_model",

@@ -123,8 +123,8 @@ def audit(
     check_seed(seed)
     check_callable("progress", progress)
     allow = allowed(allow)
-    lengths, steps = _checked_lengths(_own_lengths(adapter) if lengths is None else lengths, steps)
-    dtypes = _precisions(rungs, adapter)
+    lengths, steps = checked_lengths(_own_lengths(adapter) if lengths is None else lengths, steps)
+    dtypes = precisions(rungs, adapter)
     with contextlib.ExitStack() as held:
         if out is not None:
             check_instance("out", out, (str, os.PathLike), "the name of a folder, or None")
@@ -335,7 +335,7 @@ class _Auditor:
 # What is given ---------------------------------------------------------------------------------------------------------
 
 
-def _precisions(rungs: Any, adapter: Adapter) -> dict[str, torch.dtype]:
+def precisions(rungs: Any, adapter: Adapter) -> dict[str, torch.dtype]:
     """The precisions to climb by name, the model's own among them."""
     expected = f"a list of at least one precision of {', '.join(RUNGS)}"
     rungs = given_list("rungs", rungs, expected)
@@ -362,7 +362,7 @@ def _torchs_own_words() -> Iterator[None]:
         ) from error
 
 
-def _checked_lengths(lengths: Any, steps: Any) -> tuple[tuple[int, ...], int]:
+def checked_lengths(lengths: Any, steps: Any) -> tuple[tuple[int, ...], int]:
     """The lengths and steps as whole numbers, where an audit of them ends."""
     expected = "whole numbers of at least 1, as in lengths=(5, 63, 64), steps=3"
     counts = [whole_number(value) or 0 for value in (*given_list("lengths", lengths, expected), steps)]

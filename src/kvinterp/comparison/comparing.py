@@ -40,6 +40,7 @@ from kvinterp.inputs import (
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
+from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
@@ -125,10 +126,11 @@ def compare(  # type: ignore[misc]
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
         seed: Seeds the random numbers.
         continuation: Token ids to feed both paths (matched, one prompt) instead of the leading path's choices.
-        record: Sites to compare, out of the residual sites, pattern and the cache sites (``kv``), or hooks by TransformerLens's
-            names (``blocks.1.attn.hook_pattern``), which are of one layer; ``""`` for none; for None resid_post, pattern and
-            kv, without those that this model cannot give (the log says which and why). Under SDPA, which shows no pattern, it
-            is derived beside the kernel from queries and keys; the tables say so.
+        record: Sites to compare, out of the residual sites, pattern, the cache sites (``kv``) and ``routing``, or hooks by
+            TransformerLens's names (``blocks.1.attn.hook_pattern``), which are of one layer; ``""`` for none; for None
+            resid_post, pattern, kv and, in a mixture of experts, routing, without those that this model cannot give (the log
+            says which and why). Under SDPA, which shows no pattern, it is derived beside the kernel from queries and keys; the
+            tables say so.
         layers: Layers to compare (default: all).
         stop: ``"end of sequence"`` or ``"length"``.
         batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
@@ -396,5 +398,11 @@ def _compared(adapter: Adapter, record: Names | None, layers: Iterable[int] | in
     if wrong:
         raise InputError(
             f"site {wrong[0]!r} cannot be compared: expected one of {', '.join(COMPARED)} or kv; use run() to record it."
+        )
+    half = set(ROUTING_SITES).intersection(sites)
+    if len(half) == 1:
+        raise InputError(
+            f"site {half.pop()!r} alone cannot be compared: a choice is read beside the logits that it is made from; record "
+            "routing, which is both."
         )
     return tuple(names)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 class Audit(Experiment):
     """Is a model's cached decoding right, and if not, what is wrong and where?"""
 
-    OUT: ClassVar = "kvinterp-audit"
     OVERWRITES: ClassVar = "always"
     INTERRUPTED: ClassVar = NOTHING
 
@@ -161,11 +160,10 @@ class Audit(Experiment):
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """What the audit says."""
-        _, about = made["audit"]
+        tables, about = made["audit"]
         verdict = json.loads(about["texts"]["verdict.json"])
-        return Outcome(
-            about, summary={**verdict, "claims": about["claims"]}, texts=about["texts"], exit_code=about["exit_code"]
-        )
+        summary = {**verdict, "claims": about["claims"]}
+        return Outcome(about, tables, summary, texts=about["texts"], exit_code=about["exit_code"])
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """How the model is built: of a checkpoint, a config, or the user's code."""
@@ -189,7 +187,7 @@ class Audit(Experiment):
                 check_target(self.junit, "--junit")
             outcome = super().answered(dataclasses.replace(how, out=None))
             if folder is not None:
-                put(outcome.texts, folder)
+                put(outcome.texts, folder, outcome.tables)
             if self.junit is not None:
                 write_whole(self.junit, outcome.result["junit"])
         outcome.folder = folder
@@ -199,7 +197,7 @@ class Audit(Experiment):
         """The verdict, and where it is."""
         echo(f"{outcome.result['reading']}\n")
         assert outcome.folder is not None, "the command writes a folder"
-        written = {"page": outcome.folder / "audit.html", "verdict": outcome.folder / "verdict.json", "junit": self.junit}
+        written = {"page": outcome.folder / "report.html", "verdict": outcome.folder / "verdict.json", "junit": self.junit}
         for what, path in written.items():
             if path is not None:
                 echo(f"{what:<8} {path}")
@@ -207,8 +205,8 @@ class Audit(Experiment):
 
 def audited(
     model: Mapping[str, Any], prompts: str | None, tell: Tell, rungs: Sequence[str], **settings: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The audit of a model, as texts."""
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """The audit of a model: its tables, and page and verdict as texts."""
     from kvinterp.auditing import audit
     from kvinterp.auditing.junit import junit_xml
     from kvinterp.auditing.report import tables_of, texts_of
@@ -221,7 +219,7 @@ def audited(
     # What a user's code prints is no part of what this command says.
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
-        with _models_own_errors():
+        with models_own_errors():
             found = audit(
                 adapter,
                 given,
@@ -230,9 +228,10 @@ def audited(
                 detail="everything",
                 progress=_share(tell, adapter.facts.name, len(rungs)),
             )
-    verdict, claims = found.verdict, claims_of(tables_of(found), adapter.facts.name)
+    verdict, tables = found.verdict, tables_of(found)
+    claims = claims_of(tables, adapter.facts.name)
     said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code, "claims": records(claims)}
-    return {}, {**said, "texts": texts_of(found, claims_said(claims)), "junit": junit_xml(found)}
+    return tables, {**said, "texts": texts_of(found, claims_said(claims)), "junit": junit_xml(found)}
 
 
 def judged(
@@ -286,7 +285,7 @@ def _share(tell: Tell, model: str, rungs: int) -> Callable[[str], None]:
 
 
 @contextlib.contextmanager
-def _models_own_errors() -> Iterator[None]:
+def models_own_errors() -> Iterator[None]:
     """A model that is being written raises whatever its code meets first; that is no verdict, so it may not exit with 1."""
     try:
         yield

@@ -35,9 +35,17 @@ class Compare(Experiment):
         "kv",
         "tokens",
         "attention_rows",
+        "routing",
     )
     FILES: ClassVar = ("report.html", "prompts.jsonl")
-    DRAWN: ClassVar = ("kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position", "precision_ladder")
+    DRAWN: ClassVar = (
+        "kl_by_step",
+        "drift_by_layer",
+        "attention_by_head",
+        "kv_by_position",
+        "routing_by_step",
+        "precision_ladder",
+    )
     PAGE: ClassVar = ""
     UNIT: ClassVar = "prompts"
     PARTIAL: ClassVar = "yes"
@@ -54,7 +62,7 @@ class Compare(Experiment):
     record: str | None = option(
         None,
         "Sites to compare, comma-separated; '' for none. "
-        "Unless given: resid_post,pattern,kv, without those that the model cannot give.",
+        "Unless given: resid_post,pattern,kv, and routing of a mixture of experts, without those that the model cannot give.",
         show_default=False,
     )
     layers: tuple[int, ...] | None = option(

@@ -7,11 +7,10 @@ detectable. Inspired by reports against transformers, llama.cpp, vLLM, mlx-lm an
 
 from __future__ import annotations
 
-from bank import bugs_blocks, bugs_cache, bugs_forms, bugs_paths
+from bank import bugs_blind, bugs_blocks, bugs_cache, bugs_forms, bugs_paths
 from bank.bug import Bug
 
-BUGS: dict[str, Bug] = {bug.name: bug for bug in (*bugs_cache.BUGS, *bugs_blocks.BUGS, *bugs_paths.BUGS, *bugs_forms.BUGS)}
+FILES = (bugs_cache, bugs_blocks, bugs_paths, bugs_forms, bugs_blind)
+BUGS: dict[str, Bug] = {bug.name: bug for each in FILES for bug in each.BUGS}
 
-assert len(BUGS) == sum(len(each.BUGS) for each in (bugs_cache, bugs_blocks, bugs_paths, bugs_forms)), (
-    "two bugs have one name"
-)
+assert len(BUGS) == sum(len(each.BUGS) for each in FILES), "two bugs have one name"
