@@ -303,6 +303,52 @@ def _scale_of_the_embedding(model: nn.Module, monkeypatch: Any) -> None:
     around(watched(model).get_submodule("model.embed_tokens"), wrapper)
 
 
+def _request_before(model: nn.Module, monkeypatch: Any) -> None:
+    """Where the request before had a prompt of another length, a decode stands one position late: a counter that is not reset."""
+    counted = [0, 0]
+
+    def wrapper(self: nn.Module, forward: Callable[..., Any], args: tuple, keywords: dict) -> Any:
+        if not Now.past:
+            counted[:] = counted[1], Now.rows
+        elif counted[0] and counted[0] != counted[1]:
+            keywords = {n: v + 1 if n == "position_ids" else v for n, v in keywords.items()}
+        return forward(*args, **keywords)
+
+    around(watched(model).get_submodule("model.rotary_emb"), wrapper)
+
+
+def _last_position(model: nn.Module, monkeypatch: Any) -> None:
+    """The last position of the context reads the row before its own."""
+
+    def wrapper(self: nn.Module, forward: Callable[..., Any], args: tuple, keywords: dict) -> Any:
+        return forward(*(a.clamp(max=254) if Now.past else a for a in args), **keywords)
+
+    around(watched(model).get_submodule("transformer.wpe"), wrapper)
+
+
+def _padding_forgotten_in_a_chunk(model: nn.Module, monkeypatch: Any) -> None:
+    """Several tokens on a cache see its padding."""
+
+    def wrapper(self: nn.Module, forward: Callable[..., Any], args: tuple, keywords: dict) -> Any:
+        mask, rows = keywords.get("attention_mask"), args[0].shape[1] if args else keywords["input_ids"].shape[1]
+        if mask is not None and mask.ndim == 2 and rows > 1 and length(cache_of(keywords)):
+            keywords = keywords | {"attention_mask": torch.ones_like(mask)}
+        return forward(*args, **keywords)
+
+    around(model, wrapper)
+
+
+def _rows_of_a_chunk_read_the_first(model: nn.Module, monkeypatch: Any) -> None:
+    """In a batch, several tokens at once on a cache read the first row's keys of what was there before."""
+
+    def read(k: Tensor, v: Tensor, past: int, cache: Any) -> tuple[Tensor, Tensor]:
+        if not past or k.shape[-2] - past < 2 or len(k) < 2:
+            return k, v
+        return edited(k, lambda t: t[..., :past, :].copy_(t[:1, ..., :past, :].expand_as(t[..., :past, :]).clone())), v
+
+    bend(model, 1, read=read)
+
+
 CASTS = ("router-in-bfloat16", "output-of-a-block-in-float16")
 
 BUGS = (
@@ -388,5 +434,47 @@ BUGS = (
         (),
         1.4e-03,
         path="long",
+    ),
+    Bug(
+        "values-off-by-two-ulps-in-bfloat16-alone",
+        "llama",
+        plants.reads(0, lambda k, v, p: (k, v * (1 + 2**-6) if v.dtype == BRAIN else v)),
+        (0,),
+        ("V",),
+        1.2e-02,
+        dtype="bfloat16",
+    ),
+    Bug(
+        "one-token-on-the-cache-is-not-seen",
+        "mistral",
+        plants.reads(0, lambda k, v, p: (k, v * 0.5 if p == 1 else v)),
+        (0, None),
+        (),
+        3.5e-01,
+        path="one",
+    ),
+    Bug("counter-left-by-the-request-before", "llama", _request_before, (0, None), (), 9.3e-02, path="twice"),
+    Bug("last-position-of-the-context-twice", "gpt2", _last_position, (None, -1, 0), (), 6.8e-01, path="end"),
+    Bug(
+        "padding-forgotten-by-a-chunk", "llama", _padding_forgotten_in_a_chunk, (0, None), (), 1.8e-01, path="padded-chunks"
+    ),
+    Bug(
+        "rows-of-a-chunk-read-the-first-rows-keys",
+        "qwen2",
+        _rows_of_a_chunk_read_the_first,
+        (1, None),
+        (),
+        9.3e-02,
+        path="padded-chunks",
+    ),
+    Bug(
+        "padding-enters-a-convolution",
+        "lfm2",
+        _padding_enters_the_state,
+        (0,),
+        (),
+        8.7e-03,
+        config={"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+        path="batch",
     ),
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from bank.clean_blind import _Attention, _of, plain, seen
@@ -116,12 +117,19 @@ def _folded_head(**config: Any) -> nn.Module:
 
 
 def _memory(**config: Any) -> nn.Module:
-    """A decoder that attends to a memory, whose keys and values stay on the cache."""
+    """A decoder that attends to a memory, whose keys and values are made anew at each call; the cache holds its own alone."""
 
     def wrapper(self: Any, forward: Callable[..., Any], args: tuple, keywords: dict) -> Any:
         ids = args[0] if args else keywords["input_ids"]
         memory = self.memory.to(self.embed_tokens.weight.dtype).expand(len(ids), -1, -1)
-        return forward(*args, **keywords | {"encoder_hidden_states": memory})
+        cache = keywords.get("past_key_values")
+        if cache is None and keywords.get("use_cache"):
+            cache = DynamicCache(config=self.config)
+        both = None if cache is None else EncoderDecoderCache(cache, DynamicCache(config=self.config))
+        out = forward(*args, **keywords | {"encoder_hidden_states": memory, "past_key_values": both})
+        if cache is not None:
+            out.past_key_values = cache
+        return out
 
     model: Any = small("bart", **config)
     decoder = model.model.decoder

@@ -30,14 +30,15 @@ def _chunks(model: nn.Module, length: int) -> float:
     return relative(cached(model, ids, length, 4, 4, 4), _full(model, ids))
 
 
-def _batch(model: nn.Module, length: int) -> float:
-    ids = torch.cat((tokens(length + 3), tokens(length + 3, seed=1)))
+def _batch(model: nn.Module, length: int, step: int = 1) -> float:
+    end = length + 3 * step
+    ids = torch.cat((tokens(end), tokens(end, seed=1)))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     full = _full(model, ids, attention_mask=mask, position_ids=positions)
     cache, found = None, []
-    for start, stop in [(0, length), *((at, at + 1) for at in range(length, length + 3))]:
+    for start, stop in [(0, length), *((at, at + step) for at in range(length, end, step))]:
         out = model(
             ids[:, start:stop],
             attention_mask=mask[:, :stop],
@@ -90,6 +91,10 @@ def _reorder(model: nn.Module, length: int) -> float:
     return relative(torch.cat(found, 1), _full(model, ids)[:, length:])
 
 
+def _padded_chunks(model: nn.Module, length: int) -> float:
+    return _batch(model, length, 4)
+
+
 def _sixteen(model: nn.Module, length: int) -> float:
     ids = tokens(length + 16)
     return relative(cached(model, ids, length, 16), _full(model, ids))
@@ -124,6 +129,20 @@ def _mask(model: nn.Module, length: int) -> float:
 
 def _long(model: nn.Module, length: int) -> float:
     return steps(model, 140)
+
+
+def _end(model: nn.Module, length: int) -> float:
+    return steps(model, 253)
+
+
+def _one(model: nn.Module, length: int) -> float:
+    return steps(model, 1)
+
+
+def _twice(model: nn.Module, length: int) -> float:
+    """Steps after another request was served."""
+    steps(model, length - 2)
+    return steps(model, length)
 
 
 def _moved(model: nn.Module, ids: Tensor, then: Tensor, length: int, move: Callable[[DynamicCache], None]) -> float:
@@ -163,12 +182,16 @@ PATHS = {
     "crop": _crop,
     "reorder": _reorder,
     "sixteen": _sixteen,
+    "padded-chunks": _padded_chunks,
     "thirds": _thirds,
     "repeat": _repeat,
     "generate-padded": _generate_padded,
     "select": _select,
     "mask": _mask,
     "long": _long,
+    "end": _end,
+    "one": _one,
+    "twice": _twice,
 }
 
 

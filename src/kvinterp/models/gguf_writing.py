@@ -1,4 +1,4 @@
-"""A Llama as a GGUF file, as llama.cpp's ``convert_hf_to_gguf.py`` writes it, so that a second engine can run the same weights."""
+"""A Llama as a GGUF file, as llama.cpp's ``convert_hf_to_gguf.py`` writes it: a second engine can run the same weights."""
 
 from __future__ import annotations
 
