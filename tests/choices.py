@@ -420,6 +420,8 @@ ELSEWHERE = {
     ("boundary", "above"): "the tables of made-up decodes with flips, in tests/experiments/test_boundary.py",
     ("chain", "prefill"): "policies under both readings, in tests/behaviour/test_chains.py and tests/policies",
     ("kernels", "seed"): "the prompt that is fed, in tests/auditing/test_shape_dependence.py",
+    ("compare-runs", "first"): "two results, in tests/experiments/test_compare_runs.py",
+    ("compare-runs", "second"): "two results, in tests/experiments/test_compare_runs.py",
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",
     ("audit", "against"): "another engine's log-probs, in tests/given/test_judge.py",
     ("audit", "format"): "how they are written, in tests/given/test_readers.py",

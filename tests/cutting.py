@@ -200,14 +200,14 @@ def same(one: Path, other: Path) -> None:
 def _untimed(path: Path) -> bytes:
     # An audit says how long each check took, and its digest is also of that.
     content = path.read_bytes()
-    if path.name == "audit.html":
+    if path.name == "report.html":
         before, _, behind = content.partition(b"<h2>What took how long</h2>")
         return before + behind[behind.find(b"<h2>") :]
     if path.name == "summary.json":
         # What it took stands in a table of its own, and its digest here.
         return re.sub(rb'"(seconds.csv|summary.json)": "\w+"', b"", content)
     return (
-        re.sub(rb'seconds": [0-9.e-]+|"(verdict.json|audit.html)": "\w+"', b"", content)
+        re.sub(rb'seconds": [0-9.e-]+|"(verdict.json|report.html)": "\w+"', b"", content)
         if path.name == "verdict.json"
         else content
     )

@@ -162,10 +162,10 @@ class Verdict(Kept):
         Returns:
             The page's path.
         """
-        if folder is None and self.held is not None and (self.held.folder / "audit.html").is_file():
-            return self.held.folder / "audit.html"
+        if folder is None and self.held is not None and (self.held.folder / "report.html").is_file():
+            return self.held.folder / "report.html"
         kept = None if self.held is None else self.held.folder
-        return self.save(folder or kept or tempfile.mkdtemp(prefix="kvinterp-"), existing) / "audit.html"
+        return self.save(folder or kept or tempfile.mkdtemp(prefix="kvinterp-"), existing) / "report.html"
 
     def figures(self) -> dict[str, Figure]:
         """The ladder of precisions."""
@@ -222,11 +222,11 @@ class Audit(Kept):
         return tables_of(self), self.verdict.written()[1]
 
     def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
-        """Writes verdict.json, audit.html and the tables as CSV, over an earlier audit's; returns the folder."""
-        from kvinterp.auditing.report import put, texts_of
+        """Writes verdict.json, report.html and the tables as Parquet, over an earlier audit's; returns the folder."""
+        from kvinterp.auditing.report import put, tables_of, texts_of
 
         check_choice("existing", existing, ("overwrite",))
-        return put(texts_of(self), Path(folder))
+        return put(texts_of(self), Path(folder), tables_of(self))
 
     report, overview, figures = Verdict.report, Verdict.overview, Verdict.figures
 
