@@ -403,6 +403,7 @@ ELSEWHERE = {
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",
     ("audit", "against"): "another engine's log-probs, in tests/given/test_judge.py",
     ("audit", "format"): "how they are written, in tests/given/test_readers.py",
+    ("audit", "answers"): "the folder of what a server answered, in tests/given/test_endpoint.py",
     ("audit", "config"): "the config of code of one's own, in tests/auditing/test_product.py",
 }
 """Options that are shown to be used by another test, and which."""

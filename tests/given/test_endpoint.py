@@ -67,7 +67,9 @@ def right(handler: Any, body: dict[str, Any] | None) -> None:
     cached = len(body["prompt"]) - 1 if body.get("cache_prompt") else 0
     logs = {"tokens": tokens, "token_logprobs": [-0.5] * count, "top_logprobs": [{t: -0.5} for t in tokens]}
     choice = {"text": "", "logprobs": logs, "token_ids": [last + n + 1 for n in range(count)]}
-    return send(handler, json.dumps({"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": cached}}}).encode())
+    return send(
+        handler, json.dumps({"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": cached}}}).encode()
+    )
 
 
 @pytest.fixture
@@ -176,7 +178,9 @@ def test_what_a_server_does_wrong_is_one_sentence(
     assert "\x1b" not in str(said.value)
 
 
-@pytest.mark.parametrize("url", ["http://", "http://127.0.0.1:1/x", "http://a@127.0.0.1:1/v1", "http://127.0.0.1:99999999/v1"])
+@pytest.mark.parametrize(
+    "url", ["http://", "http://127.0.0.1:1/x", "http://a@127.0.0.1:1/v1", "http://127.0.0.1:99999999/v1"]
+)
 def test_an_address_that_is_none_is_named(url: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is no address of a server"):
         fetched(url, tmp_path)
@@ -191,7 +195,16 @@ def test_the_command_asks_a_server_and_says_that_it_saw_no_cache(tmp_path: Path)
             body["prompt"] = [min(t, 300) for t in body["prompt"]]
         right(handler, body)
 
-    asked = ("--out", tmp_path / "out", "--answers", tmp_path / "kept", "--prompts", "Ben has 3 pens.", "--dtype", "float32")
+    asked = (
+        "--out",
+        tmp_path / "out",
+        "--answers",
+        tmp_path / "kept",
+        "--prompts",
+        "Ben has 3 pens.",
+        "--dtype",
+        "float32",
+    )
     with serving(silent) as (url, _):
         made = kvinterp("audit", "zoo:gqa2-mini", "--against", url, *asked)
     assert made.exit_code in (1, 3), made.output
