@@ -44,7 +44,7 @@ _NARROWEST = 20
 """Columns of a terminal that a help text needs."""
 GROUPS: dict[str, tuple[str, ...]] = {
     "Two paths side by side": ("compare", "patch", "decompose", "demo"),
-    "Is it correct?": ("audit", "kernels"),
+    "Is it correct?": ("audit", "kernels", "norms", "bench-bugs"),
     "What errors in the cache do": (
         "kv-error", "equivalent-noise", "susceptibility", "flip-law", "mitigate", "chain", "eval",
     ),
@@ -52,7 +52,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "study", "behaviour", "boundary", "layer-drift", "localisation", "root-cause", "flips", "gqa", "ladder", "kv-write",
         "accumulation", "propagation", "repeated-heads",
     ),
-    "Results and names": ("show", "report", "list", "export"),
+    "Results and names": ("show", "report", "compare-runs", "list", "export"),
 }  # fmt: skip
 """The commands as help shows them; others come last."""
 _MATTER = (
@@ -61,6 +61,8 @@ _MATTER = (
 """The options that help shows, the first five of them that a command has."""
 _SHOWN_OPTIONS = 5
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_OF_RESULTS = ("compare-runs",)
+"""The commands whose arguments are results, and no models."""
 
 
 class _Verb(TyperCommand):
@@ -80,7 +82,7 @@ class _Verb(TyperCommand):
         models = itertools.takewhile(lambda each: not each.startswith("-"), args)
         # What an experiment's file imports takes longer than a hub that is not there.
         with refused(args):
-            for name in filter(_HUB_ID.fullmatch, models):
+            for name in filter(_HUB_ID.fullmatch, () if self.name in _OF_RESULTS else models):
                 check_reached(name)
         return super().make_context(info_name, args, *given, **extra)
 

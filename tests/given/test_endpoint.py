@@ -30,10 +30,10 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     seen: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             answer(self, None)
 
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             seen.append(body)
             answer(self, body)
@@ -109,7 +109,7 @@ def test_what_was_answered_before_a_server_died_is_not_asked_again(tmp_path: Pat
         return right(handler, body)
 
     with serving(dying) as (url, _):
-        with pytest.raises(InputError, match="stopped in the middle|cannot be reached") as said:
+        with pytest.raises(InputError, match=r"stopped in the middle|cannot be reached") as said:
             fetched(url, tmp_path)
         assert "6 answers are kept" in str(said.value)
         count = -100

@@ -52,14 +52,14 @@ def by_call(bench: Bench, plan: Call) -> Check:
     path = ExecutionPath(kernels=bench.runner.kernels or Native(), call=plan)
     tokens = bench.tokens(length)
     try:
-        made, _, witness = _decoded(adapter, path, tokens, prompt)
+        made, _, witness = decoded(adapter, path, tokens, prompt)
     except (InputError, UnsupportedError) as why:
         raise NotRunError(str(why)) from why
     if missing := plan.missing(witness):
         raise NotRunError(f"not exercised: {missing}.")
     reference = bench.reference(tokens, first=prompt - 1)
     if "recompute" in plan.forms:
-        whole = _decoded(adapter, dataclasses.replace(path, form="recompute"), tokens, prompt)[0]
+        whole = decoded(adapter, dataclasses.replace(path, form="recompute"), tokens, prompt)[0]
         off = apart(whole, reference.logits[:, prompt - 1 :])
         if off > bench.beyond * reference.null and off > bench.reach / bench.beyond:
             said = f"without a cache {plan} is off by {off:.1e} from the prompt alone, so it shows nothing of the cache"
@@ -71,7 +71,7 @@ def by_call(bench: Bench, plan: Call) -> Check:
     return check if check.status != "failed" else dataclasses.replace(check, layer=_place(bench, path, tokens, prompt))
 
 
-def _decoded(
+def decoded(
     adapter: Adapter, path: ExecutionPath, tokens: Tensor, prompt: int
 ) -> tuple[Tensor, list[Tensor], dict[str, int]]:
     """Logits from the prompt's last token on, ``[1, step, vocab]``; what each block gave there; the witness."""
@@ -88,6 +88,6 @@ def _decoded(
 def _place(bench: Bench, path: ExecutionPath, tokens: Tensor, prompt: int) -> int:
     """The first block whose output is off by more than rounding; that behind the last where it is the logits alone."""
     adapter, plain = bench.runner.adapter, dataclasses.replace(path, form="recompute", call=None)
-    mine, theirs = (_decoded(adapter, each, tokens, prompt)[1] for each in (path, plain))
+    mine, theirs = (decoded(adapter, each, tokens, prompt)[1] for each in (path, plain))
     limit = bench.excused * bench.plain_null
     return next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) if apart(a, b) > limit), len(mine))
