@@ -19,7 +19,8 @@ from kvinterp.paths.calls import CALLS, call_named
 from kvinterp.recording import PathHook
 
 PROMPT = "3+4=7\n5+2=7\n1+1="
-PLANS = ["padded(left,5)", "padded(right,3)", "batched(4)", "forked(4)", "beams(3)", "verified(3)", "generate"]
+PLANS = ["padded(left,5)", "padded(right,3)", "batched(4)", "forked(4)", "beams(3)", "verified(3)", "generate", "assisted(3)"]
+PLANS += ["chunked(4)", "static", "padded(left,5)+static", "verified(2)+chunked(5)"]
 SHORT = {"max_new_tokens": 6, "stop": "length", "progress": "none"}
 SITES = "resid_post,pattern,kv"
 KINDS = ["native", "bridge", "hooked"]
@@ -80,7 +81,7 @@ def test_padded_is_the_plain_loop_to_the_bit(side):
     model = kv.load_model("zoo:gqa2-mini", dtype="float32", kind="native")
     trace = kv.run(model, PROMPT, f"cached[call=padded({side},4)]", max_new_tokens=5, stop="length", logits="keep")
     ids, pads = torch.tensor([trace.prompt]), 4
-    filler, ones = ids[:, :1].expand(1, pads), torch.ones_like(ids)
+    filler, ones = ((ids[:, :1] + 1) % model.facts.vocabulary).expand(1, pads), torch.ones_like(ids)
     parts = [(filler, torch.zeros_like(filler)), (ids, ones)][:: 1 if side == "left" else -1]
     tokens, mask = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     cache, at, logits = DynamicCache(config=model.model.config), -1 if side == "left" else ids.shape[1] - 1, []

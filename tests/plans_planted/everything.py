@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import plans_planted
 from plans_planted.fault import Fault, checked
 
-NO_FAMILY = ("fault", "tools", "everything")
+NO_FAMILY = ("fault", "tools", "everything", "clean")
 FAULTS: dict[str, Fault] = {}
 for _found in pkgutil.iter_modules(plans_planted.__path__):
     if _found.name not in NO_FAMILY:

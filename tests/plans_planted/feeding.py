@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from bank.planting import blocks, edited
@@ -17,6 +19,7 @@ def prepared(change):
     def plant(model):
         base = type(model)
 
+        @functools.wraps(base.prepare_inputs_for_generation)
         def prepare(self, *args, **given):
             made = base.prepare_inputs_for_generation(self, *args, **given)
             return made | change(made)
@@ -42,7 +45,9 @@ def _positions(by, decode_only=True):
 
 
 def _first_dropped(made):
-    mask = made["attention_mask"]
+    mask = made.get("attention_mask")
+    if mask is None:
+        mask = torch.ones(1, int(made["past_key_values"].get_seq_length()) + made["input_ids"].shape[1], dtype=torch.long)
     return {"attention_mask": edited(mask, lambda m: m[:, :1].zero_())} if mask is not None and mask.dim() == 2 else {}
 
 

@@ -22,7 +22,7 @@ class Now:
 
     batch = new = past = 0
     pads: Tensor | None = None
-    static = False
+    static = grown = False
 
     @classmethod
     def padded(cls) -> bool:

@@ -133,14 +133,16 @@ def _tried(bench: Bench, name: str) -> list[Check]:
     coarse_unit = max(bench.runner.unit, unit_roundoff(torch.float32))
     if bench.left_out:
         # The model's casts are left out all along: that this way of using the cache makes none of its own is looked at too.
-        coarse = otherwise(None, coarse_unit) if bench.thorough else {}
+        coarse = otherwise(None, coarse_unit) if bench.thorough or name.startswith(CALLED) else {}
         found = [_cast_of_its_own(one, coarse.get(one.name)) for one in found]
     elif bench.runner.narrow and failed():
         fixed = otherwise(BatchInvariant())
         found = [_of_the_order(one, fixed.get(one.name), bench.beyond) for one in found]
     elif not bench.runner.narrow and any(map(_suspicious, found)):
-        without, coarse = otherwise(WithoutCasts()), otherwise(None, coarse_unit)
+        first, without, coarse = found, otherwise(WithoutCasts()), otherwise(None, coarse_unit)
         found = [_explained(one, without.get(one.name), coarse.get(one.name)) for one in found]
+        # Decoding alone is right to the last bits, casts and all: what casts here is this way of calling.
+        found = [_cast_by_call(one, before) for one, before in zip(found, first, strict=True)]
     if failed() and bench.runner.dtype != torch.float64:
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
@@ -189,6 +191,14 @@ def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check
         return without
     detail = f"{without.detail.rstrip('.')} (with them {one.error:.1e})."
     return _cast_of_its_own(dataclasses.replace(without, detail=detail), coarse)
+
+
+def _cast_by_call(one: Check, before: Check) -> Check:
+    """A call plan that failed and passes without casts, where nothing else casts: the plan computes in fewer bits."""
+    if one.status != PASSED or before.status != FAILED or not one.name.startswith(CALLED):
+        return one
+    also = "with casts to fewer bits left out it passes, and decoding alone makes none"
+    return dataclasses.replace(before, detail=_and(before, also), hint=FEWER_BITS)
 
 
 def _of_the_order(one: Check, fixed: Check | None, beyond: float) -> Check:

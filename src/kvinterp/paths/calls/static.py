@@ -1,0 +1,39 @@
+"""``static``: a name for ``cache=static``, so that a cache of a fixed size is a plan as the others are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from kvinterp.models import caches
+from kvinterp.paths.calls.base import Call
+
+
+@dataclasses.dataclass(frozen=True)
+class Static(Call):
+    """Keys and values in transformers' StaticCache, whose empty room is masked.
+
+    Attributes:
+        room: Its positions; as many as are run for None.
+    """
+
+    policies: ClassVar = True
+    feeds: ClassVar = False
+
+    room: int | None = None
+
+    def __post_init__(self) -> None:
+        caches.Static(self.room)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it is a name for."""
+        return {"cache": caches.Static(self.room)}
+
+    def seen(self, cache: str, length: int) -> dict[str, int]:
+        """Whether the cache was that."""
+        return {"static caches": int(cache == "StaticCache")}
+
+    def missing(self, witness: dict[str, int]) -> str:
+        """That cache."""
+        return "" if witness.get("static caches", 1) else "another cache was run"
