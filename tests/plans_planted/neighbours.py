@@ -52,6 +52,7 @@ def _joined(condition, change):
 
     def note(given):
         cache = given.get("past_key_values")
+        Now.grown = False
         if cache is not None:
             smallest = min(getattr(cache, "smallest", Now.batch), Now.batch)
             cache.smallest = smallest

@@ -60,6 +60,7 @@ def by_call(bench: Bench, plan: Call) -> Check:
     adapter, tokens = bench.runner.adapter, _drafted(bench.tokens(length), prompt, bench.row(1, length))
     path = ExecutionPath(kernels=bench.runner.kernels or Native(), call=plan)
     try:
+        plan.check(adapter, prompt, length - prompt)
         made, witness = _decoded(adapter, path, tokens, prompt, plan)
     except (InputError, UnsupportedError) as why:
         raise NotRunError(str(why)) from why

@@ -38,6 +38,7 @@ from kvinterp.auditing import batches, lengths
 from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, Seen, attempted, one_line
 from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.called import CALLED, by_call
+from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.causes import COARSE, WithoutCasts
 from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import unit_roundoff
@@ -141,8 +142,9 @@ def _tried(bench: Bench, name: str) -> list[Check]:
     elif not bench.runner.narrow and any(map(_suspicious, found)):
         first, without, coarse = found, otherwise(WithoutCasts()), otherwise(None, coarse_unit)
         found = [_explained(one, without.get(one.name), coarse.get(one.name)) for one in found]
-        # Decoding alone is right to the last bits, casts and all: what casts here is this way of calling.
-        found = [_cast_by_call(one, before) for one, before in zip(found, first, strict=True)]
+        if len(benches) > 1 and not _casts(bench, benches[1]):
+            # What casts is this way of calling, and nothing else.
+            found = [_cast_by_call(one, before) for one, before in zip(found, first, strict=True)]
     if failed() and bench.runner.dtype != torch.float64:
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
@@ -193,11 +195,18 @@ def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check
     return _cast_of_its_own(dataclasses.replace(without, detail=detail), coarse)
 
 
+def _casts(bench: Bench, without: Bench) -> bool:
+    """Whether the model alone gives other logits once its casts are left out."""
+    tokens = bench.tokens(bench.short()[1])
+    off = apart(bench.runner.recompute(tokens), without.runner.recompute(tokens))
+    return off > without.excused * without.plain_null
+
+
 def _cast_by_call(one: Check, before: Check) -> Check:
-    """A call plan that failed and passes without casts, where nothing else casts: the plan computes in fewer bits."""
+    """A call plan that failed and passes without casts, where the model alone makes none: the plan computes in fewer bits."""
     if one.status != PASSED or before.status != FAILED or not one.name.startswith(CALLED):
         return one
-    also = "with casts to fewer bits left out it passes, and decoding alone makes none"
+    also = "with casts to fewer bits left out it passes, and the model alone makes none"
     return dataclasses.replace(before, detail=_and(before, also), hint=FEWER_BITS)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from kvinterp.models import caches
+from kvinterp.errors import UnsupportedError
+from kvinterp.models import Adapter, caches
 from kvinterp.paths.calls.base import Call
 
 
@@ -24,6 +25,14 @@ class Static(Call):
 
     def __post_init__(self) -> None:
         caches.Static(self.room)
+
+    def check(self, adapter: Adapter, length: int, steps: int) -> None:
+        """Refuses a transformers model that does not say that it can, as ``generate()`` does."""
+        if adapter.kind == "native" and not getattr(adapter.model, "_can_compile_fullgraph", False):
+            raise UnsupportedError(
+                f"call={self} needs a model that says it runs on a StaticCache, and {adapter.facts.architecture} does not "
+                "(_can_compile_fullgraph): leave it out."
+            )
 
     @property
     def options(self) -> dict[str, Any]:
