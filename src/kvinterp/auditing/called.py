@@ -33,7 +33,7 @@ def plans_of(calls: str) -> tuple[str, ...]:
     from kvinterp import spec
 
     if calls == "all":
-        return (*(str(kind()) for kind in CALLS.values()), "padded(right,5)")
+        return (*(kind.audited or str(kind()) for kind in CALLS.values()), "padded(right,5)")
     return tuple(str(call_named(part)) for part in spec.split(calls, ","))
 
 

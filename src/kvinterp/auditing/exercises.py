@@ -134,7 +134,7 @@ def _tried(bench: Bench, name: str) -> list[Check]:
     coarse_unit = max(bench.runner.unit, unit_roundoff(torch.float32))
     if bench.left_out:
         # The model's casts are left out all along: that this way of using the cache makes none of its own is looked at too.
-        coarse = otherwise(None, coarse_unit) if bench.thorough or name.startswith(CALLED) else {}
+        coarse = otherwise(None, coarse_unit) if bench.thorough or _without_casts(name) else {}
         found = [_cast_of_its_own(one, coarse.get(one.name)) for one in found]
     elif bench.runner.narrow and failed():
         fixed = otherwise(BatchInvariant())
@@ -170,6 +170,12 @@ def _check_of(name: str) -> Callable[[Bench], Any]:
     plan = call_named(name.removeprefix(CALLED))
     assert plan is not None
     return functools.partial(by_call, plan=plan)
+
+
+def _without_casts(name: str) -> bool:
+    """Whether it is a call plan of which a cast of its own may have been left out."""
+    plan = call_named(name.removeprefix(CALLED)) if name.startswith(CALLED) else None
+    return plan is not None and plan.kernels
 
 
 def _suspicious(one: Check) -> bool:

@@ -35,12 +35,14 @@ class Call:
         policies: Whether it goes together with a policy, whose memory it then does not cut or reorder.
         kernels: Whether it goes together with a kernel mode.
         feeds: Whether it says what is fed; of those that do one alone can be given.
+        audited: The text form that an audit of all plans takes, where that is not its name alone.
     """
 
     forms: ClassVar[tuple[str, ...]] = ("cached",)
     policies: ClassVar[bool] = False
     kernels: ClassVar[bool] = True
     feeds: ClassVar[bool] = True
+    audited: ClassVar[str] = ""
 
     @property
     def options(self) -> dict[str, Any]:
