@@ -19,7 +19,16 @@ from kvinterp.paths.calls import CALLS, call_named
 from kvinterp.recording import PathHook
 
 PROMPT = "3+4=7\n5+2=7\n1+1="
-PLANS = ["padded(left,5)", "padded(right,3)", "batched(4)", "forked(4)", "beams(3)", "verified(3)", "generate", "assisted(3)"]
+PLANS = [
+    "padded(left,5)",
+    "padded(right,3)",
+    "batched(4)",
+    "forked(4)",
+    "beams(3)",
+    "verified(3)",
+    "generate",
+    "assisted(3)",
+]
 TOGETHER = ["padded(left,5)+static", "verified(2)+chunked(5)", "beams(2)+chunked(3)"]
 OPTIONS = {"chunked(4)": "chunk=4", "static": "cache=static", "static(64)+beams(2)": "call=beams(2),cache=static(64)"}
 RUN = {"compiled"}

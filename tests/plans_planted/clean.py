@@ -14,18 +14,48 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-
 from bank.clean import ARCHITECTURES
 from bank.small import small
+
 from kvinterp.auditing import exercises
 from kvinterp.auditing.called import plans_of
 from kvinterp.models import wrap
 from plans_planted.fault import PROMPTS
 
-NAMES = (
-    "llama mistral qwen2 qwen3 gemma gemma3_text phi phi3 olmo2 cohere2 granite glm4 helium nemotron smollm3 stablelm "
-    "starcoder2 gpt2 gpt_neox gptj opt bloom falcon biogpt codegen mixtral qwen3_moe olmoe gpt_oss granitemoe phimoe gpt_neo"
-).split()
+NAMES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "olmo2",
+    "cohere2",
+    "granite",
+    "glm4",
+    "helium",
+    "nemotron",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "bloom",
+    "falcon",
+    "biogpt",
+    "codegen",
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+    "granitemoe",
+    "phimoe",
+    "gpt_neo",
+]
 """Attention of all kinds, windows, learned, rotary and ALiBi positions, experts."""
 LONG = ("compiled", "exported")
 

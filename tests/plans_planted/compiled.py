@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-
 from bank.planting import around, mixer
+
 from plans_planted.fault import Fault, named
 from plans_planted.tools import head, mlp
 
@@ -28,10 +28,18 @@ def _when_compiled(find, change):
 PLAN = "compiled(eager)"
 FAULTS = named(
     Fault("compiled code scales one layer's feed-forward", PLAN, _when_compiled(mlp(1), lambda made: made * 1.01)),
-    Fault("compiled code casts one layer's attention", PLAN, _when_compiled(
-        lambda model: mixer(model, 0), lambda made: made.to(torch.bfloat16).to(made.dtype)
-    ), None, "gpt2"),
-    Fault("compiled code gives the logits of the row before", PLAN, _when_compiled(
-        head, lambda made: made.roll(1, 2)
-    ), None, "qwen2"),
+    Fault(
+        "compiled code casts one layer's attention",
+        PLAN,
+        _when_compiled(lambda model: mixer(model, 0), lambda made: made.to(torch.bfloat16).to(made.dtype)),
+        None,
+        "gpt2",
+    ),
+    Fault(
+        "compiled code gives the logits of the row before",
+        PLAN,
+        _when_compiled(head, lambda made: made.roll(1, 2)),
+        None,
+        "qwen2",
+    ),
 )

@@ -35,9 +35,18 @@ def main(chosen: Sequence[str]) -> None:
         seen["missed"] += not found
         took = time.process_time() - began
         bad = "" if found and placed and clean.status == "passed" else "  <<<"
-        print(f"{name:70} {fault.architecture:10} {fault.plan:22} {clean.status:8} {faulty.status:8} {faulty.layer} {fault.layer} {took:4.1f}{bad}", flush=True)
+        print(
+            f"{name:70} {fault.architecture:10} {fault.plan:22} {clean.status:8} {faulty.status:8} {faulty.layer} {fault.layer} {took:4.1f}{bad}",
+            flush=True,
+        )
         if bad:
-            print("      clean:", clean.detail[:250] if clean.status != "passed" else "", " faulty:", faulty.detail[:300], flush=True)
+            print(
+                "      clean:",
+                clean.detail[:250] if clean.status != "passed" else "",
+                " faulty:",
+                faulty.detail[:300],
+                flush=True,
+            )
     print(len(FAULTS), seen)
 
 

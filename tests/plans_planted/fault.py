@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from torch import nn
-
 from bank.clean import ARCHITECTURES
 from bank.small import small
+from torch import nn
+
 from kvinterp.auditing import exercises
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.called import plans_of

@@ -5,11 +5,22 @@ from __future__ import annotations
 import functools
 
 import torch
+from bank.planting import edited
 
-from bank.planting import blocks, edited
 from plans_planted.fault import Fault, named
 from plans_planted.tools import (
-    Now, attention, cached, decode, embedding, head, many, mlp, read, returned, stored, then, told, watched, when
+    Now,
+    attention,
+    decode,
+    embedding,
+    head,
+    many,
+    mlp,
+    read,
+    returned,
+    stored,
+    told,
+    when,
 )  # fmt: skip
 
 
@@ -153,18 +164,35 @@ FAULTS = named(
     Fault("room of a static cache that nobody cleared", "static", _filled(torch.nan), 0),
     Fault("a static cache that writes over an older slot behind pads", "padded(left,5)+static", _slots(5), 1),
     Fault("a static cache read a row too far", "static", read(1, _static(lambda k, v: (k, v.roll(1, 2)))), 1),
-    Fault("a static cache whose newest row is not there yet", "static", read(
-        0, _static(lambda k, v: (k, edited(v, lambda t: t[:, :, Now.past + Now.new - 1].zero_())) if Now.past else (k, v))
-    ), 0, "gpt2"),
+    Fault(
+        "a static cache whose newest row is not there yet",
+        "static",
+        read(
+            0,
+            _static(lambda k, v: (k, edited(v, lambda t: t[:, :, Now.past + Now.new - 1].zero_())) if Now.past else (k, v)),
+        ),
+        0,
+        "gpt2",
+    ),
     Fault("a chunk's last row is not written", "chunked(4)", stored(1, when(many, _last_lost)), 1),
     Fault("a chunk's last rows change places", "chunked(4)", stored(1, when(many, _shifted(2))), 1, "qwen2"),
     Fault("a chunk's values are read from where the cache begins", "chunked(3)", read(1, when(many, _over_first)), 1),
     Fault("a chunk's feed-forward is a row off", "chunked(4)", returned(mlp(0), when(many, _rows_exchanged)), 0),
-    Fault("a chunk's attention is scaled", "chunked(4)", returned(attention(1), when(many, lambda made: made * 1.01)), 1, "phi"),
+    Fault(
+        "a chunk's attention is scaled",
+        "chunked(4)",
+        returned(attention(1), when(many, lambda made: made * 1.01)),
+        1,
+        "phi",
+    ),
     Fault("a window counts the pads", LEFT, read(1, _windowed(3)), 1, "mistral"),
     Fault("a window wraps at the wrong row behind a prefix", "forked(4)", read(1, _ring), 1, "mistral"),
     Fault("the logits of drafts are a row off", "verified(3)", returned(head, when(many, _rows_exchanged)), 2),
     Fault("drafts' values are read a row off", "verified(3)", read(1, when(many, lambda k, v: (k, v.roll(1, 2)))), 1),
-    Fault("accepted drafts are written in each other's place", "verified(3)", stored(0, when(many, _shifted(3))), 0, "gpt2"),
-    Fault("embeddings of drafts are a row off", "verified(3)", returned(embedding, when(many, _rows_exchanged)), 0, "qwen2"),
+    Fault(
+        "accepted drafts are written in each other's place", "verified(3)", stored(0, when(many, _shifted(3))), 0, "gpt2"
+    ),
+    Fault(
+        "embeddings of drafts are a row off", "verified(3)", returned(embedding, when(many, _rows_exchanged)), 0, "qwen2"
+    ),
 )

@@ -86,15 +86,26 @@ FAULTS = named(
     ),
     Fault("positions of the first row for all", "batched(4)", _of_row(lambda at: at[:1]), 0),
     Fault("positions of the first row for all: gpt2", "batched(4)", _of_row(lambda at: at[:1]), 0, "gpt2"),
-    Fault("positions of the row with most pads for all", "batched(8)", _of_row(lambda at: at.amin(0, keepdim=True)), 0, "qwen2"),
+    Fault(
+        "positions of the row with most pads for all",
+        "batched(8)",
+        _of_row(lambda at: at.amin(0, keepdim=True)),
+        0,
+        "qwen2",
+    ),
     Fault("a counter of positions that a crop leaves: prefix", "forked(4)", _counter(lambda: True), 0),
     Fault("a counter of positions that a crop leaves: drafts", "verified(3)", _counter(lambda: True), 0, "gpt2"),
     Fault("a counter of positions that a crop leaves: any draft", "verified(3)", _counter(lambda: True), 0, "mistral"),
     Fault("positions of a rest start at 0", "forked(4)", _own(many, -4), 0, "gpt2"),
-    Fault("positions of a chunk start at 0", "chunked(4)", told(
-        lambda _: {"position_ids": torch.arange(Now.new)[None]} if many() else {}
-    ), 0),
+    Fault(
+        "positions of a chunk start at 0",
+        "chunked(4)",
+        told(lambda _: {"position_ids": torch.arange(Now.new)[None]} if many() else {}),
+        0,
+    ),
     Fault("the last row of a chunk is turned with the first's angle", "chunked(4)", _turned(1, many), 1),
     Fault("drafts are turned with one another's angle", "verified(3)", _turned(-1, many), 1, "qwen3"),
-    Fault("a padded prompt is turned a row too far in one layer", LEFT, _turned(1, lambda: Now.padded() and not Now.past), 1),
+    Fault(
+        "a padded prompt is turned a row too far in one layer", LEFT, _turned(1, lambda: Now.padded() and not Now.past), 1
+    ),
 )

@@ -105,22 +105,36 @@ FAULTS = named(
     Fault("a crop that leaves rows", "forked(4)", _crop(lambda *_: None), 0),
     Fault("a crop that leaves rows: gpt2", "forked(4)", _crop(lambda *_: None), 0, "gpt2"),
     Fault("a crop that leaves one row", "forked(4)", _crop(lambda cache, own, left, before: own(left + 1 - before)), 0),
-    Fault("a crop that takes one row too many", "forked(4)", _crop(
-        lambda cache, own, left, before: own(left - 1 - before)
-    ), 0, "mistral"),
+    Fault(
+        "a crop that takes one row too many",
+        "forked(4)",
+        _crop(lambda cache, own, left, before: own(left - 1 - before)),
+        0,
+        "mistral",
+    ),
     Fault("a crop that drops the oldest rows of one layer", "forked(4)", _oldest(1), 1),
     Fault("a crop that drops the oldest rows of one layer: qwen3", "verified(3)", _oldest(0), 0, "qwen3"),
     Fault("rejected drafts stay in the cache", "verified(3)", _crop(lambda *_: None), 0),
     Fault("rejected drafts stay in the cache: gpt2", "verified(3)", _crop(lambda *_: None), 0, "gpt2"),
-    Fault("one rejected draft stays in the cache", "verified(3)", _crop(
-        lambda cache, own, left, before: own(left + 1 - before)
-    ), 0, "qwen2"),
-    Fault("a rejection takes an accepted row too", "verified(3)", _crop(
-        lambda cache, own, left, before: own(left - 1 - before)
-    ), 0, "phi"),
+    Fault(
+        "one rejected draft stays in the cache",
+        "verified(3)",
+        _crop(lambda cache, own, left, before: own(left + 1 - before)),
+        0,
+        "qwen2",
+    ),
+    Fault(
+        "a rejection takes an accepted row too",
+        "verified(3)",
+        _crop(lambda cache, own, left, before: own(left - 1 - before)),
+        0,
+        "phi",
+    ),
     Fault("a rejection zeroes the newest row that stays", "verified(3)", _after_crop(_scaled(1, "values", 0, -1)), 1),
     Fault("a stale prefix after an update of one layer's values", "forked(4)", _after_crop(_scaled(1, "values", 0.98)), 1),
-    Fault("a stale prefix after an update of one layer's keys", "forked(4)", _after_crop(_scaled(0, "keys", 1.01)), 0, "gpt2"),
+    Fault(
+        "a stale prefix after an update of one layer's keys", "forked(4)", _after_crop(_scaled(0, "keys", 1.01)), 0, "gpt2"
+    ),
     Fault("a prefix in which the other request wrote", "forked(4)", _overwritten(1), 1),
     Fault("a prefix whose first row is lost", "forked(4)", _after_crop(_scaled(0, "values", 0, 0)), 0, "qwen3_moe"),
     Fault("beams stay where they were", "beams(3)", _reorder(lambda *_: None), 0),

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from bank.planting import around, bend, blocks, length, mixer
+from torch import Tensor, nn
 
 Plant = Callable[[nn.Module], nn.Module]
 

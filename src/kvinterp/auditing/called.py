@@ -77,9 +77,13 @@ def by_call(bench: Bench, plan: Call) -> Check:
     happened = ", ".join(f"{name} {count}" for name, count in witness.items())
     what = f"a prompt of {prompt} tokens and {length - prompt} decode steps ({happened}), against recomputation alone"
     alike = off > bench.excused * reference.null
-    hint = f"without a cache too, by {off:.1e}: it is {plan} that changes the answer, whatever the cache does" if alike else ""
+    hint = (
+        f"without a cache too, by {off:.1e}: it is {plan} that changes the answer, whatever the cache does" if alike else ""
+    )
     check = bench.settle(errors, what, hint)
-    return check if check.status != "failed" else dataclasses.replace(check, layer=_place(bench, path, tokens, prompt, plan))
+    return (
+        check if check.status != "failed" else dataclasses.replace(check, layer=_place(bench, path, tokens, prompt, plan))
+    )
 
 
 def _drafted(tokens: Tensor, prompt: int, others: Sequence[int]) -> Tensor:

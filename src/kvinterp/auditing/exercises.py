@@ -38,8 +38,8 @@ from kvinterp.auditing import batches, lengths
 from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, Seen, attempted, one_line
 from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.called import CALLED, by_call
-from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.causes import COARSE, WithoutCasts
+from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.watch import Event

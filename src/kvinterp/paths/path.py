@@ -87,10 +87,10 @@ class ExecutionPath:
 
     def _take_options(self, call: Call) -> None:
         """Puts the options that a call plan is a name for in their place, so that a path has one text whichever was given."""
-        defaults = {field.name: field for field in dataclasses.fields(self)}
+        plain = {"chunk": None, "cache": Dynamic()}
         for name, value in call.options.items():
-            default, given = defaults[name], getattr(self, name)
-            if given != (default.default_factory() if default.default is dataclasses.MISSING else default.default):  # type: ignore[misc]
+            given = getattr(self, name)
+            if given != plain[name]:
                 raise InputError(f"{name}={given} was given with call={call}, which says that too: leave one out.")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "call", call.rest)

@@ -1,10 +1,8 @@
-"""``assisted(3)``: transformers' own assisted generation drafts, checks and takes back; the tokens that it takes are the path's."""
+"""``assisted(3)``: transformers' own assisted generation drafts, checks and takes back; the tokens taken are the path's."""
 
 from __future__ import annotations
 
 import dataclasses
-
-import torch
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.inputs import check_whole

@@ -60,7 +60,7 @@ class Generating:
 
     def __init__(self, feeder: Feeder, call: Call, **more: Any) -> None:
         feeder.start(feeder.prompt, feeder.steps)
-        self.cache = getattr(feeder.store.own, "model_cache", None)
+        self.cache: Any = getattr(feeder.store.own, "model_cache", None)
         if self.cache is None:
             raise UnsupportedError(
                 f"call={call} needs a cache of transformers', and this model keeps its own: leave it out."

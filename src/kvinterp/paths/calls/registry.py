@@ -30,7 +30,9 @@ class Together(Call):
         feeding = [str(plan) for plan in self.plans if plan.feeds]
         kinds = [type(plan) for plan in self.plans]
         if len(feeding) > 1 or len(set(kinds)) < len(kinds):
-            raise InputError(f"call={self} was given, of which each says what is fed or the same thing twice: leave one out.")
+            raise InputError(
+                f"call={self} was given, of which each says what is fed or the same thing twice: leave one out."
+            )
         for name, together in (("forms", self._forms()), ("policies", all(plan.policies for plan in self.plans))):
             object.__setattr__(self, name, together)
         object.__setattr__(self, "kernels", all(plan.kernels for plan in self.plans))

@@ -15,16 +15,16 @@ class Static(Call):
     """Keys and values in transformers' StaticCache, whose empty room is masked.
 
     Attributes:
-        room: Its positions; as many as are run for None.
+        size: Its positions; as many as are run for None.
     """
 
     policies: ClassVar = True
     feeds: ClassVar = False
 
-    room: int | None = None
+    size: int | None = None
 
     def __post_init__(self) -> None:
-        caches.Static(self.room)
+        caches.Static(self.size)
 
     def check(self, adapter: Adapter, length: int, steps: int) -> None:
         """Refuses a transformers model that does not say that it can, as ``generate()`` does."""
@@ -37,7 +37,7 @@ class Static(Call):
     @property
     def options(self) -> dict[str, Any]:
         """What it is a name for."""
-        return {"cache": caches.Static(self.room)}
+        return {"cache": caches.Static(self.size)}
 
     def seen(self, cache: str, length: int) -> dict[str, int]:
         """Whether the cache was that."""
