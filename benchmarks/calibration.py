@@ -120,11 +120,11 @@ def intervals() -> dict[str, tuple[str, Study]]:
             "probability",
             lambda rows: _of(metrics.mean_of(rows["probability"], rows["prompt"]), "effect"),
         ),
-        "for comparison: mean KL, Student's": (
+        "for comparison: mean KL, as means are held": (
             "kl",
             lambda rows: _of(metrics.mean_of(rows["kl"], rows["prompt"]), "effect"),
         ),
-        "for comparison: geometric mean of KL, Student's": (
+        "for comparison: geometric mean of KL, as means are held": (
             "kl",
             lambda rows: _of(metrics.mean_of(np.log(rows.groupby("prompt")["kl"].mean())), "effect"),
         ),

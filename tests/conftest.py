@@ -35,6 +35,8 @@ from kvinterp.models import Adapter, load_model, real, wrap, zoo
 from sampling import left_out
 from support import BARE, TINY, Case, bare_hooked_transformer, has_hooked_transformer, write_checkpoint
 
+pytest_plugins = ["pytester"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What may be asked of the whole suite."""

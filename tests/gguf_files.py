@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import transformers
 from gguf import GGMLQuantizationType
 
 from kvinterp.models import zoo
+from kvinterp.models.gguf_writing import add_header, add_tokenizer, tensors, written
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_K")
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -42,39 +42,18 @@ def write_gguf(
         architecture: What the header calls it.
         add_bos: Whether the tokenizer puts its first token before a text.
     """
-    config = model.config
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     writer = gguf.GGUFWriter(file, architecture)
-    writer.add_name(file.stem)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
+    add_header(writer, model.config, file.stem)
     if tokenizer is not None:
-        _add_tokenizer(writer, tokenizer, add_bos)
+        add_tokenizer(writer, tokenizer, add_bos)
+        if not tokenizer.chat_template:
+            writer.add_chat_template(CHAT)
     if change is not None:
         change(writer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = tensor.float().numpy()
-        for part, count in heads.items():
-            if f".{part}." in name:
-                values = permuted(values, count)
+    for name, values in tensors(model):
         stored = stored_as(values, kind)
-        called = names.get_name(name, try_suffixes=(".weight",))
-        writer.add_tensor(called, packed(values, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        writer.add_tensor(name, packed(values, stored), raw_dtype=stored)
+    written(writer)
     return file
 
 
@@ -84,11 +63,6 @@ def zoo_gguf(name: str, file: Path, kind: str = "F32", **more: Any) -> Path:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     tokenizer = more.pop("tokenizer", transformers.AutoTokenizer.from_pretrained(folder))
     return write_gguf(model, tokenizer, file, kind, **more)
-
-
-def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys as llama.cpp's RoPE has them: a pair's two halves beside each other (convert_hf_to_gguf.py)."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def stored_as(values: np.ndarray, kind: str) -> GGMLQuantizationType:
@@ -130,25 +104,3 @@ def q4_k(values: np.ndarray) -> np.ndarray:
     nibbles = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(len(four), -1)
     bytes_ = np.concatenate([*(half.view(np.uint8) for half in halves), twelve, nibbles], 1)
     return bytes_.reshape(*values.shape[:-1], -1)
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, add_bos: bool) -> None:
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    special = set(tokenizer.all_special_tokens)
-    kinds = [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges(_merges(tokenizer))
-    writer.add_bos_token_id(tokenizer.bos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_pad_token_id(tokenizer.pad_token_id)
-    writer.add_add_bos_token(add_bos)
-    writer.add_chat_template(tokenizer.chat_template or CHAT)
-
-
-def _merges(tokenizer: Any) -> Sequence[str]:
-    found = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in found]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.models import SITES, zoo
+from kvinterp.models.sites import ROUTING_SITES
 
 SEED = 20240
 PROMPT = (3, 17, 44, 9, 71, 26, 58, 5, 33, 90, 12, 64)
@@ -198,13 +199,13 @@ class Case:
     @property
     def sites(self) -> list[str]:
         """Every site this case must give; beside SDPA scores and patterns are derived."""
-        return list(SITES)
+        return [site for site in SITES if site not in ROUTING_SITES or self.model == "zoo:moe-mini"]
 
     @property
     def patched(self) -> list[str]:
         """Every site that can be replaced: what is derived cannot, and scores are not offered."""
         derived = ("pattern",) if self.attention == "sdpa" else ()
-        return [site for site in SITES if site not in ("attn_scores", *derived)]
+        return [site for site in self.sites if site not in ("attn_scores", *derived)]
 
     @property
     def compared(self) -> str:
@@ -246,6 +247,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "zoo:mqa-mini": ("MQA", "rotary"),
     "zoo:gemma2-mini": ("GQA", "rotary", "soft cap"),
     "zoo:llama64-mini": ("GQA", "rotary"),
+    "zoo:moe-mini": ("GQA", "rotary", "experts"),
 }
 """What can matter of a model; by default each meets each kind once (``sampling.py``)."""
 

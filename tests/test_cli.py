@@ -177,7 +177,7 @@ def test_alone_it_prints_the_commands_in_groups() -> None:
     titles = [made.stdout.index(title) for title in (*GROUPS, "compare ", "audit ", "list ")]
     assert titles[: len(GROUPS)] == sorted(titles[: len(GROUPS)])
     assert titles[0] < titles[-3] < titles[1] < titles[-2]
-    assert {name for names in GROUPS.values() for name in names} == {*experiments(), "show", "report", "list"}
+    assert {name for names in GROUPS.values() for name in names} == {*experiments(), "show", "report", "list", "export"}
 
 
 def test_help_has_the_options_that_matter_and_help_all_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_help_has_the_options_that_matter_and_help_all_the_others(monkeypatch: p
     short, long = (kvinterp("compare", option) for option in ("--help", "--help-all"))
     assert short.exit_code == long.exit_code == 0
     named = [re.findall(r"^│ \*?\s*(--[a-z-]+) ", made.stdout, re.M) for made in (short, long)]
-    assert named[0] == ["--out", "--prompts", "--a", "--b", "--kind", "--help-all", "--help"]
+    assert named[0] == ["--out", "--prompts", "--a", "--b", "--dtype", "--help-all", "--help"]
     assert set(named[0]) < set(named[1])
     assert {"--overwrite", "--json", "--seed", "--record"} <= set(named[1])
     assert "--help-all shows" in short.stdout
@@ -239,13 +239,14 @@ def test_what_is_planted_by_tests_is_no_policy_to_choose() -> None:
 
 def test_list_models_shows_what_is_known_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    made = kvinterp("list")
-    assert made.exit_code == 0, made.output
+    made, short = kvinterp("list", "models"), kvinterp("list")
+    assert made.exit_code == short.exit_code == 0, made.output
     for record in zoo.describe():
         (line,) = (line for line in made.stdout.splitlines() if f"zoo:{record['name']}" in line)
-        assert f"{record['parameters']:,}" in line
+        assert f"{record['parameters'] / 1e6:.2g} M parameters" in line
         assert f"arithmetic {record['accuracy']['arithmetic']:.0%}" in line
-    assert all(title in made.stdout for title in ("models", "kinds", "sites", "strategies", "policies", "protocols"))
+        assert f"zoo:{record['name']}" in short.stdout
+    assert all(title in short.stdout for title in ("models", "kinds", "sites", "strategies", "policies", "protocols"))
 
 
 # Bad input -------------------------------------------------------------------------------------------------------------

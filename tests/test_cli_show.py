@@ -28,9 +28,8 @@ def paged(folder: Path, name: str) -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize("name", ["report.html", "audit.html"])
-def test_the_page_is_opened_and_named(tmp_path: Path, browser: list[str], name: str) -> None:
-    page = paged(tmp_path / "a folder", name)
+def test_the_page_is_opened_and_named(tmp_path: Path, browser: list[str]) -> None:
+    page = paged(tmp_path / "a folder", "report.html")
     made = kvinterp("show", page.parent)
     assert (made.exit_code, made.stdout) == (0, f"{page}\n")
     assert browser == [page.as_uri()]
@@ -50,7 +49,7 @@ def test_without_a_browser_it_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_folder_without_a_page(tmp_path: Path, browser: list[str]) -> None:
-    wrong("holds no page (report.html or audit.html): give one that kvinterp wrote", "show", tmp_path)
+    wrong("holds no page (report.html): give one that kvinterp wrote", "show", tmp_path)
     wrong("is not there: give one that kvinterp wrote", "show", tmp_path / "none")
     assert browser == []
 

@@ -104,7 +104,7 @@ def test_audit_of_a_clean_model_leaves_with_0(tmp_path: Path) -> None:
     assert verdict["verdict"] in ("equal", "rounding", "kernel")
     alone = "decoding token by token alone"
     assert made.stdout.startswith(f"PASS  {verdict['verdict']}  {MODEL} in float16, {alone}\n")
-    page = (tmp_path / "out" / "audit.html").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
     assert "<svg" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
 

@@ -155,15 +155,18 @@ def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb
     assert content(tmp_path) == before
 
 
-def test_an_audit_beside_it_is_no_part_of_a_result(tmp_path: Path, audited: Any) -> None:
-    """A result written without --overwrite takes the place of nothing, and an audit takes that of audits alone."""
-    report.put(report.texts_of(audited), tmp_path)
-    audit = content(tmp_path).keys()
-    write_tables(tmp_path, {"recovery": TABLE}, {}, about={"verb": "patch"})
-    assert content(tmp_path).keys() == audit | {"recovery.parquet", "summary.json"}
+def test_an_audit_takes_the_place_of_audits_alone(tmp_path: Path, audited: Any) -> None:
+    """Its page has the name of every page: beside another command's result it would take that one's place."""
+    report.put(report.texts_of(audited), tmp_path / "audit", report.tables_of(audited))
+    before = content(tmp_path / "audit").keys()
     audited.rungs = []
-    report.put(report.texts_of(audited), tmp_path)
-    assert content(tmp_path).keys() == audit - {"steps.csv"} | {"recovery.parquet", "summary.json"}
+    report.put(report.texts_of(audited), tmp_path / "audit", report.tables_of(audited))
+    assert content(tmp_path / "audit").keys() == before - {"steps.parquet"} < before
+    write_tables(tmp_path / "patch", {"recovery": TABLE}, {}, about={"verb": "patch"})
+    kept = content(tmp_path / "patch")
+    with pytest.raises(InputError, match="holds another command's result"):
+        report.put(report.texts_of(audited), tmp_path / "patch")
+    assert content(tmp_path / "patch") == kept
 
 
 @pytest.mark.usefixtures("no_model")
@@ -180,9 +183,9 @@ def test_an_audit_cut_off_while_it_is_written_says_so(
     with monkeypatch.context() as patch:
         patch.setattr(report, "write_whole", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            report.put(report.texts_of(audited), tmp_path)
+            report.put(report.texts_of(audited), tmp_path, report.tables_of(audited))
     assert Record(tmp_path).unfinished() == {"verb": "audit"}
     with pytest.raises(InputError, match="holds an unfinished result of 'audit'"):
         write_tables(tmp_path, {"recovery": TABLE}, {}, about={"verb": "patch"})
-    report.put(report.texts_of(audited), tmp_path)
+    report.put(report.texts_of(audited), tmp_path, report.tables_of(audited))
     assert Record(tmp_path).unfinished() is None

@@ -269,12 +269,12 @@ def test_a_verdict_is_kept_with_a_page_of_its_own(model: Any, tmp_path: Path) ->
         assert read.to_json() == found.verdict.to_json()
         assert read.verdict == found.verdict.verdict
         assert read.sentences() == found.sentences() == made.sentences()
-        assert read.report() == tmp_path / name / "audit.html"
+        assert read.report() == tmp_path / name / "report.html"
         assert (f"{read.provenance['weights']}" in read.report().read_text()) == (made.sentences()[0] in made._repr_html_())
         assert list(made.figures()) == list(read.figures()) == ["precision_ladder"]
         assert len(made.overview()) == len(read.overview()) == 3
         assert "rung & unit" in read.to_latex()
-    whole, alone = ((tmp_path / name / "audit.html").read_text() for name in ("all", "verdict"))
+    whole, alone = ((tmp_path / name / "report.html").read_text() for name in ("all", "verdict"))
     cut = "Block by block"
     assert whole.partition(cut)[0] == alone.partition(cut)[0]
     assert "This page was made of the verdict alone" in alone

@@ -38,7 +38,8 @@ def verbs(*by_default: str) -> Any:
 
 
 def test_every_experiment_is_cut_off() -> None:
-    assert set(VERBS) == set(experiments())
+    # What lays two results side by side does no work that could be lost.
+    assert set(VERBS) == set(experiments()) - {"compare-runs"}
 
 
 @pytest.fixture(scope="session")

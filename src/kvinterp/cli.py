@@ -44,7 +44,7 @@ _NARROWEST = 20
 """Columns of a terminal that a help text needs."""
 GROUPS: dict[str, tuple[str, ...]] = {
     "Two paths side by side": ("compare", "patch", "decompose", "demo"),
-    "Is it correct?": ("audit", "kernels"),
+    "Is it correct?": ("audit", "kernels", "norms", "bench-bugs"),
     "What errors in the cache do": (
         "kv-error", "equivalent-noise", "susceptibility", "flip-law", "mitigate", "chain", "eval",
     ),
@@ -52,15 +52,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "study", "behaviour", "boundary", "layer-drift", "localisation", "root-cause", "flips", "gqa", "ladder", "kv-write",
         "accumulation", "propagation", "repeated-heads",
     ),
-    "Results and names": ("show", "report", "list"),
+    "Results and names": ("show", "report", "compare-runs", "list", "export"),
 }  # fmt: skip
 """The commands as help shows them; others come last."""
 _MATTER = (
-    "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "tasks", "kind", "max_new_tokens", "dtype",
+    "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "tasks", "dtype", "max_new_tokens", "kind",
 )  # fmt: skip
 """The options that help shows, the first five of them that a command has."""
 _SHOWN_OPTIONS = 5
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_OF_RESULTS = ("compare-runs",)
+"""The commands whose arguments are results, and no models."""
 
 
 class _Verb(TyperCommand):
@@ -80,7 +82,7 @@ class _Verb(TyperCommand):
         models = itertools.takewhile(lambda each: not each.startswith("-"), args)
         # What an experiment's file imports takes longer than a hub that is not there.
         with refused(args):
-            for name in filter(_HUB_ID.fullmatch, models):
+            for name in filter(_HUB_ID.fullmatch, () if self.name in _OF_RESULTS else models):
                 check_reached(name)
         return super().make_context(info_name, args, *given, **extra)
 
@@ -95,7 +97,8 @@ class _Verb(TyperCommand):
         hidden = [] if self.every_option else first[_SHOWN_OPTIONS:]
         places, before = {each.name: place for place, each in enumerate(first)}, list(self.params)
         self.params.sort(key=lambda each: places.get(each.name, -1 if each.param_type_name == "argument" else len(places)))
-        self.epilog = f"--help-all shows {len(hidden)} more options." if hidden else ""
+        names = ", ".join(each.opts[0] for each in hidden)
+        self.epilog = f"--help-all shows {len(hidden)} more options: {names}." if hidden else ""
         try:
             for each in hidden:
                 each.hidden = True
@@ -343,6 +346,27 @@ def _report(folder: Folder) -> Mapping[str, Any]:
     return _show.__wrapped__(folder, rewrite=True, no_open=True)  # type: ignore[attr-defined,no-any-return]
 
 
+@app.command("export", rich_help_panel="Results and names")
+@told("nothing was written; run the same command again")
+def _export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, a checkpoint folder or a hub id: a Llama.")],
+    out: Annotated[Path, typer.Option("--out", parser=_folder_named, metavar="FILE", help="The file, NAME.gguf.")],
+    format: Annotated[str, typer.Option("--format", help="gguf.")] = "gguf",
+    dtype: Annotated[str, typer.Option("--dtype", help="How weights are stored: float32, float16, bfloat16.")] = "float32",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+) -> Mapping[str, Any]:
+    """Write a model as a file that another engine runs: a Llama as GGUF, for llama.cpp (docs/engines.md)."""
+    from kvinterp.models import load_model
+    from kvinterp.models.gguf_writing import check_export, export
+
+    _speak()
+    existing = "overwrite" if overwrite else "error"
+    check_export(out, format, dtype, existing)
+    export(load_model(model, kind="native", dtype="float32", device="cpu"), out, format, dtype, existing)
+    echo(out)
+    return {"verb": "export", "file": str(out), "bytes": out.stat().st_size, "exit_code": 0}
+
+
 What = enum.Enum("What", {name: name for name in LISTED}, type=str)  # type: ignore[misc]
 
 
@@ -359,8 +383,9 @@ def _list(
     tables = {item.value: LISTED[item.value]() for item in (What if what is None else (what,))}
     console = Console()
     for name, table in tables.items():
-        if what is None and name != "models":
-            console.print(f"[bold]{name}[/bold]  {', '.join(names_in(table))}")
+        if what is None:
+            also = f"; {table.caption}" if name == "models" else ""
+            console.print(f"[bold]{name}[/bold]  {', '.join(names_in(table))}{also}")
         else:
             console.print(table)
     if what is None:

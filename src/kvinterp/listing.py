@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 def _models() -> Table:
     from kvinterp.models import real, zoo
 
-    table = table_of("models", "name", "family", "parameters", "layers", "heads/KV", "right of held-out")
+    table = table_of("models", "name", "what it is", "layers", "heads/KV", "right of held-out problems")
     for record in zoo.describe():
-        right = ", ".join(f"{task} {share:.0%}" for task, share in record["accuracy"].items())
+        right = "\n".join(f"{task} {share:.0%}" for task, share in record["accuracy"].items())
         family, heads = record["architecture"].removesuffix("ForCausalLM"), f"{record['heads']}/{record['kv_heads']}"
-        table.add_row(f"zoo:{record['name']}", family, f"{record['parameters']:,}", str(record["layers"]), heads, right)
+        what = f"{family}, {record['parameters'] / 1e6:.2g} M parameters"
+        table.add_row(f"zoo:{record['name']}", what, str(record["layers"]), heads, right)
     for name, one in real.REAL.items():
         if one.member.endswith(".gguf"):
-            table.add_row(f"real:{name}", one.what, "", "", "", "make real fetches it")
+            there = "" if real.is_here(name) else f"\n{one.megabytes:.0f} MB, fetched by make real"
+            table.add_row(f"real:{name}", f"{one.what}{there}", "", "", "")
     table.caption = "and any transformers checkpoint folder, GGUF file or hub id"
     return table
 

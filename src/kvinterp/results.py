@@ -152,7 +152,8 @@ def load_result(folder: str | Path) -> Result:
     """
     path = Path(folder)
     summary = read_summary(path)
-    tables = read_tables(path, summary, TABLES)
+    # A result of before there were routers has no table of them.
+    tables = read_tables(path, summary, [name for name in TABLES if name != "routing"])
     with reading(path, summary):
         about = summary["provenance"]
         if not isinstance(about, Mapping) or not {"paths", "protocol", "strategy"} <= about.keys():

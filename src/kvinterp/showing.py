@@ -8,7 +8,7 @@ from pathlib import Path
 from kvinterp.errors import InputError
 from kvinterp.files import SUMMARY, is_file, is_folder
 
-_PAGES = ("report.html", "audit.html")
+_PAGE = "report.html"
 
 
 def page_of(folder: Path) -> Path:
@@ -21,19 +21,18 @@ def page_of(folder: Path) -> Path:
 
     if not is_folder(folder):
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
-    for name in _PAGES:
-        if is_file(folder / name):
-            if not Record(folder).holds(name):
-                raise InputError(
-                    f"folder {str(folder)!r} holds a {name} that kvinterp did not write or that was changed since: move it away, "
-                    "and kvinterp show --rewrite makes it again."
-                )
-            return folder / name
+    if is_file(folder / _PAGE):
+        if not Record(folder).holds(_PAGE):
+            raise InputError(
+                f"folder {str(folder)!r} holds a {_PAGE} that kvinterp did not write or that was changed since: move it away, "
+                "and kvinterp show --rewrite makes it again."
+            )
+        return folder / _PAGE
     if is_file(folder / SUMMARY):
         raise InputError(
             f"folder {str(folder)!r} holds a result without a page: kvinterp show --rewrite makes one from its tables."
         )
-    raise InputError(f"folder {str(folder)!r} holds no page ({' or '.join(_PAGES)}): give one that kvinterp wrote.")
+    raise InputError(f"folder {str(folder)!r} holds no page ({_PAGE}): give one that kvinterp wrote.")
 
 
 def opened(page: Path) -> bool:

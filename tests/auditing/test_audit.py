@@ -385,7 +385,7 @@ def test_the_folder_holds_the_verdict_and_a_page_that_needs_nothing_else(written
     assert fields["verdict"] == everything.verdict.verdict
     assert fields["verdict"] in VERDICTS
     assert set(fields["evidence"]) == {"bfloat16", "float16", "float32", "float64"}
-    page = Page((out / "audit.html").read_text())
+    page = Page((out / "report.html").read_text())
     assert "svg" in page.tags
     assert page.tags.count("script") == 1, "the page's own; the model's name must be escaped"
     assert [link for link in page.wanted if link.startswith(("http", "//"))] == []

@@ -1,7 +1,7 @@
 """The bank: every clean model passes, every planted bug fails with the right place.
 
-The models and bugs in `bank/` were made without looking at how the audit works. By default a few of both run; all of them run
-with `pytest --everything tests/auditing/test_bank.py`, and `python tests/auditing/bank/table.py` makes their table.
+The models and bugs in `benchmarks/bugs/bank` were made without looking at how the audit works. By default a few of both run; all of them run
+with `pytest --everything tests/auditing/test_bank.py`, and `python benchmarks/bugs/bank/table.py` makes their table.
 """
 
 from __future__ import annotations

@@ -107,27 +107,27 @@ def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_sam
     first = made.stdout.splitlines()[0]
     assert first.startswith("PASS  ")
     assert first.endswith("users_code:Mine in float32, decoding token by token alone")
-    folder = here / "kvinterp-audit"
+    folder = here / "out/audit-Mine"
     assert json.loads((folder / "verdict.json").read_text())["exit_code"] == 0
-    assert (folder / "sweep.csv").is_file()
+    assert (folder / "sweep.parquet").is_file()
     suite = Tree.parse(here / "ci.xml").getroot()[0]
     assert suite.get("failures") == suite.get("errors") == "0"
     # Again, of another model, without --overwrite; what an audit writes is all of this one.
-    again = kvinterp("audit", "users_code:Stale", "--json", *OPTIONS)
+    again = kvinterp("audit", "users_code:Stale", "--json", "--out", "out/audit-Mine", *OPTIONS)
     assert again.exit_code == 1, again.output
     verdict = json.loads(again.stdout)
     claims = {claim["id"]: claim["why"] for claim in verdict.pop("claims")}
     assert claims.keys() == {"float32-as-large", "last-layer-jumps"}
-    assert "Not testable here" in (folder / "audit.html").read_text(), "two prompts decide nothing"
+    assert "Not testable here" in (folder / "report.html").read_text(), "two prompts decide nothing"
     held = json.loads((folder / "verdict.json").read_text())
     assert set(held.pop("sha256")) == {path.name for path in folder.iterdir() if path.name[0] != "."}
-    assert verdict == {**held, "verb": "audit", "folder": "kvinterp-audit"}
+    assert verdict == {**held, "verb": "audit", "folder": "out/audit-Mine"}
     assert (verdict["verdict"], verdict["first_layer"], verdict["exit_code"]) == ("bug", 1, 1)
     assert "a module may print" in made.stderr, "what a user's code prints stays out of standard output"
     # A file that somebody else put there is not replaced, and nothing slow is begun.
-    (folder / "audit.html").write_text("mine")
-    wrong("holds 'audit.html', which kvinterp did not write", "audit", "users_code:Mine", *OPTIONS)
-    assert (folder / "audit.html").read_text() == "mine"
+    (folder / "report.html").write_text("mine")
+    wrong("holds 'report.html', which kvinterp did not write", "audit", "users_code:Mine", *OPTIONS)
+    assert (folder / "report.html").read_text() == "mine"
 
 
 def test_a_users_class_is_audited_in_its_own_dtype(here: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_factory_a_config_and_a_checkpoint_under_a_users_class(here: Path) -> 
 )
 def test_bad_input_is_one_sentence(here: Path, arguments: tuple[str, ...], said: str) -> None:
     wrong(said, "audit", *arguments, *OPTIONS)
-    assert not (here / "kvinterp-audit").exists()
+    assert not (here / "out/audit-Mine").exists()
 
 
 @pytest.mark.parametrize("options", [("--random-init",), (), ("--kind", "hooked")])

@@ -60,7 +60,7 @@ class World:
     prefill: float = 0.0
     fixed_flips: float = 0.0
     kept: float = 90.0
-    texts: int = 12
+    texts: int = 30
     own: float = 0.02
     early: float = 0.2
     gemma: float = 0.0

@@ -192,7 +192,7 @@ def test_the_command_writes_verdict_page_and_junit(model: Any, walked: Any, tmp_
     verdict = kv.load(out)
     assert verdict.verdict == "bug"
     assert verdict.given["statistics"]["all"]["tokens"] == 508
-    assert "<script>alert(1)" not in (out / "audit.html").read_text()
+    assert "<script>alert(1)" not in (out / "report.html").read_text()
     suite = Tree.parse(tmp_path / "j.xml").getroot()[0]
     assert suite.get("failures") == "1"
 

@@ -115,7 +115,27 @@ def test_mean_of_by_its_formula():
     tail = 0.5 * special.betainc(dof / 2, 0.5, dof / (dof + t * t))
     assert found.p == pytest.approx(tail if t < 0 else 1 - tail, rel=1e-9)
     half = stats.t(dof).ppf(0.975) * error
-    assert (found.low, found.high) == pytest.approx((means.mean() - half, means.mean() + half), rel=1e-12)
+    # Hall's ends, where his transformation of their distance equals Student's quantile.
+    skew = stats.skew(means, bias=False)
+
+    def transformed(end):
+        value = (means.mean() - end) / means.std(ddof=1)
+        bent = value + skew * value**2 / 3 + skew**2 * value**3 / 27 + skew / (6 * len(means))
+        return math.sqrt(len(means)) * bent
+
+    ends = [optimize.brentq(lambda end, at=at: transformed(end) - at, -9, 9) for at in stats.t(dof).ppf((0.975, 0.025))]
+    wider = min(ends[0], means.mean() - half), max(ends[1], means.mean() + half)
+    assert (found.low, found.high) == pytest.approx(wider, rel=1e-9)
+    assert wider != pytest.approx(tuple(ends)), "one end is Student's"
+
+
+def test_mean_of_a_skewed_score_is_held():
+    """Student's interval alone misses on one side."""
+    rng, truth = drawn(11), math.exp(0.5)
+    samples = [rng.lognormal(size=30) for _ in range(400)]
+    held = np.mean([found.low <= truth <= found.high for found in map(metrics.mean_of, samples)])
+    students = [stats.ttest_1samp(sample, 0).confidence_interval(0.95) for sample in samples]
+    assert held > np.mean([ends.low <= truth <= ends.high for ends in students]) + 0.02
 
 
 # Groups ----------------------------------------------------------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 import threading
 from typing import ClassVar
 
 import pytest
 import torch
+from bank.bugs_paths import generate_positions
+from bank.calls import FAULTS
 from transformers import DynamicCache
 
 import kvinterp as kv
@@ -35,6 +35,7 @@ RUN = {"compiled"}
 """Plans that are a name for another option, and such as say how forwards are run: what they may not change is tried below."""
 SHORT = {"max_new_tokens": 6, "stop": "length", "progress": "none"}
 SITES = "resid_post,pattern,kv"
+CACHES = ("forked", "beams", "verified", "batched")
 KINDS = ["native", "bridge", "hooked"]
 
 
@@ -111,71 +112,28 @@ def test_padded_is_the_plain_loop_to_the_bit(side):
     assert torch.equal(torch.stack(logits), trace.logits)
 
 
-def broken(model, change):
-    """The model, whose forward is given what ``change`` makes of its arguments."""
-    forward = model.model.forward
-
-    def other(**given):
-        return forward(**change(given))
-
-    other.__signature__ = inspect.signature(forward)
-    model.model.forward = other
-    return kv.wrap(model.model, tokenizer=model.tokenizer)
-
-
-FAULTS = {
-    "the mask is ignored in decode": lambda g: g | ({"attention_mask": None} if g["input_ids"].shape[1] == 1 else {}),
-    "positions count the pads in decode": lambda g: (
-        g | ({"position_ids": g["position_ids"] + 5} if g["input_ids"].shape[1] == 1 and "position_ids" in g else {})
-    ),
-    "positions count the pads": lambda g: g | {"position_ids": None},
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_of_padding_is_seen_and_the_plain_path_is_clean(fault):
-    model = broken(kv.load_model("zoo:gqa2-mini", dtype="float64", kind="native"), FAULTS[fault])
+@pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if "padded" in fault.plan])
+def test_a_planted_fault_of_padding_is_seen_and_the_plain_path_is_clean(fault, monkeypatch):
+    model = kv.load_model("zoo:gqa2-mini", dtype="float64", kind="native")
+    model = kv.wrap(FAULTS[fault].plant(model.model, monkeypatch), tokenizer=model.tokenizer)
     found = kv.compare(model, [PROMPT], a="cached[call=padded(left,5)]", b="recompute", record=SITES, **SHORT)
     assert apart(found) > 1e-6
     assert apart(kv.compare(model, [PROMPT], a="cached", b="recompute", record=SITES, **SHORT)) < 1e-9
 
 
-CUT = {
-    "a crop that leaves rows": ("forked(4)", "crop", lambda cache, count: None),
-    "beams that stay where they were": ("beams(3)", "reorder_cache", lambda cache, rows: None),
-    "beams of which one tensor moves": ("beams(3)", "reorder_cache", None),
-    "drafts that stay in the cache": ("verified(3)", "crop", lambda cache, count: None),
-    "rows selected wrongly": ("batched(4)", "batch_select_indices", lambda cache, rows: None),
-}
-
-
-@pytest.mark.parametrize("fault", CUT)
+@pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if fault.plan.partition("(")[0] in CACHES])
 def test_a_planted_fault_of_a_cache_is_seen(fault, native, monkeypatch):
-    plan, method, wrong = CUT[fault]
-
-    def keys_only(cache, rows):
-        for layer in cache.layers:
-            layer.keys = layer.keys[rows]
-
-    monkeypatch.setattr(DynamicCache, method, wrong or keys_only)
+    plan = FAULTS[fault].plan
+    FAULTS[fault].plant(native.model, monkeypatch)
     with contextlib.suppress(RuntimeError, IndexError):
         # Rows that do not fit fail in the model, which is seen too.
         found = kv.compare(native, [PROMPT], a=f"cached[call={plan}]", b="cached", record="", **SHORT)
         assert found.steps["max_abs_logit"].max() > 1e-6
 
 
-def test_a_planted_fault_of_what_generate_prepares_is_seen():
+def test_a_planted_fault_of_what_generate_prepares_is_seen(monkeypatch):
     model = kv.load_model("zoo:gqa2-mini", dtype="float64", kind="native")
-    prepare = model.model.prepare_inputs_for_generation
-
-    @functools.wraps(prepare)
-    def one_late(*args, **given):
-        made = prepare(*args, **given)
-        if made["input_ids"].shape[1] == 1:
-            made["position_ids"] = made["position_ids"] + 1
-        return made
-
-    model.model.prepare_inputs_for_generation = one_late
+    generate_positions(model.model, monkeypatch)
     model = kv.wrap(model.model, tokenizer=model.tokenizer)
     found = kv.compare(model, [PROMPT], a="cached[call=generate]", b="cached", record="", **SHORT)
     late = found.steps.set_index("step")["max_abs_logit"]

@@ -53,7 +53,7 @@ def test_the_page_of_a_comparison(page_opened: Callable[..., Opened], tmp_path: 
 def test_the_page_of_an_audit(page_opened: Callable[..., Opened], load: Any, tmp_path: Path) -> None:
     model = wrap(load(Case("zoo:gqa2-mini", "native"), "float32").model, name=EVIL)
     audit(model, [[*range(3, 30)]], lengths=(9,), steps=2, rungs=("float32", "float64"), checks="none", out=tmp_path)
-    page = tmp_path / "audit.html"
+    page = tmp_path / "report.html"
     check_page(page_opened, page)
     opened = page_opened(page)
     check_sorting(opened)

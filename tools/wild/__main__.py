@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "auditing"), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / "benchmarks" / "bugs"), str(ROOT / "tools")]
 
 SECONDS, BYTES = 420, 6 * 2**30
 """Of the clock and of memory, that a model may take."""

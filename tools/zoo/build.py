@@ -14,6 +14,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -40,12 +42,17 @@ _COMMON: dict[str, Any] = {
 _EIGHT_HEADS: dict[str, Any] = {"num_attention_heads": 8, "head_dim": 16, "rms_norm_eps": 1e-5}
 
 
-def model_config(name: str) -> LlamaConfig | MistralConfig | Gemma2Config:
+def model_config(name: str) -> LlamaConfig | MistralConfig | MixtralConfig | Gemma2Config:
     """Gives the configuration of a zoo checkpoint; the first four differ in nothing but the KV heads.
 
     ``mistral-mini`` is of the Mistral family, whose arithmetic without a sliding window is Llama's. ``llama64-mini``
-    has the head dimension that block formats of 32 need, and is twice as wide.
+    has the head dimension that block formats of 32 need, and is twice as wide. ``moe-mini`` has eight experts a layer in the
+    place of one MLP, of which a router chooses two for each token.
     """
+    if name == "moe-mini":
+        sparse = {key: value for key, value in _COMMON.items() if key != "attention_bias"} | {"intermediate_size": 64}
+        experts: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
+        return MixtralConfig(**sparse, **_EIGHT_HEADS, **experts, num_key_value_heads=2, sliding_window=None)
     if name == "mistral-mini":
         shared = {key: value for key, value in _COMMON.items() if key != "attention_bias"}
         return MistralConfig(**shared, **_EIGHT_HEADS, num_key_value_heads=2, sliding_window=None)
@@ -78,6 +85,8 @@ def build_model(name: str, seed: int) -> PreTrainedModel:
     # Only the eager attention applies Gemma 2's soft cap.
     if isinstance(config, Gemma2Config):
         model: PreTrainedModel = Gemma2ForCausalLM._from_config(config, attn_implementation="eager")
+    elif isinstance(config, MixtralConfig):
+        model = MixtralForCausalLM._from_config(config, attn_implementation="sdpa")
     elif isinstance(config, MistralConfig):
         model = MistralForCausalLM._from_config(config, attn_implementation="sdpa")
     else:
@@ -88,9 +97,9 @@ def build_model(name: str, seed: int) -> PreTrainedModel:
                 continue
             digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
-            spread = _embedding_spread(name) if "embed" in key else weight.shape[1] ** -0.5
+            spread = _embedding_spread(name) if "embed" in key else weight.shape[-1] ** -0.5
             # What writes to the residual stream starts smaller, as in GPT-2: two writers in each layer.
-            if key.endswith(("o_proj.weight", "down_proj.weight")):
+            if key.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 spread /= (2 * config.num_hidden_layers) ** 0.5
             weight.normal_(0.0, spread, generator=generator)
     return model

@@ -143,11 +143,16 @@ def _rate(step: int, plan: Plan) -> float:
 
 def _loss(model: PreTrainedModel, batch: Batch, compute: str) -> Float[torch.Tensor, ""]:
     tokens, weights = batch
+    balance = getattr(model.config, "router_aux_loss_coef", 0.0)
     with torch.autocast("cpu", getattr(torch, compute), enabled=compute != "float32"):
-        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+        told = {"output_router_logits": True} if balance else {}
+        output = model(input_ids=tokens, use_cache=False, **told)
+        logits = output.logits[:, :-1].float()
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     wanted = weights[:, 1:].flatten()
-    return (each * wanted).sum() / wanted.sum()
+    loss = (each * wanted).sum() / wanted.sum()
+    # Without it two experts come to do all the work (Fedus et al. 2021, "Switch Transformers", section 2.2).
+    return loss + balance * output.aux_loss if balance else loss
 
 
 def train(name: str, out: Path, plan: Plan, earlier: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,7 @@ from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.provenance import provenance
+from kvinterp.reading.norms import standing
 from kvinterp.store import Lock
 
 RUNGS = ("bfloat16", "float16", "float32", "float64")
@@ -123,8 +125,8 @@ def audit(
     check_seed(seed)
     check_callable("progress", progress)
     allow = allowed(allow)
-    lengths, steps = _checked_lengths(_own_lengths(adapter) if lengths is None else lengths, steps)
-    dtypes = _precisions(rungs, adapter)
+    lengths, steps = checked_lengths(_own_lengths(adapter) if lengths is None else lengths, steps)
+    dtypes = precisions(rungs, adapter)
     with contextlib.ExitStack() as held:
         if out is not None:
             check_instance("out", out, (str, os.PathLike), "the name of a folder, or None")
@@ -140,6 +142,7 @@ def audit(
             seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, plans, progress or (lambda _: None)).run()
             about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
         verdict = dataclasses.replace(seen.judge(allow), provenance=about, seconds=tuple(seen.seconds))
+        verdict = verdict.standing(_norm(adapter, seen))
         result = Audit(verdict, list(seen.rungs.values()), plan, about)
         if out is not None:
             result.save(out)
@@ -332,10 +335,33 @@ class _Auditor:
         return size if size > band(model.dtype, self.adapter.facts.width) else 0.0
 
 
+NORMAL = 64
+"""The prompt length near which a model is placed in the table of norms."""
+
+
+def _norm(adapter: Adapter, seen: Evidence) -> dict[str, Any]:
+    """Where the model stands in the table of norms, in the precision that serves; empty where it shows no numbers."""
+    run = seen.rungs.get(seen.own)
+    if run is None or run.nonfinite or not len(run.steps):
+        return {}
+    length = min(run.steps["prefill"].unique(), key=lambda prefill: abs(math.log(prefill / NORMAL)))
+    difference = float(run.steps[run.steps["prefill"] == length]["relative"].median())
+    facts = adapter.facts
+    of = {
+        "architecture": facts.architecture,
+        "layers": facts.layers,
+        "width": facts.width,
+        "dtype": seen.own,
+        "plan": "cached",
+    }
+    place = standing({**of, "length": int(length), "device": adapter.device.type}, difference)
+    return {"length": int(length), "difference": difference, **place._asdict()}
+
+
 # What is given ---------------------------------------------------------------------------------------------------------
 
 
-def _precisions(rungs: Any, adapter: Adapter) -> dict[str, torch.dtype]:
+def precisions(rungs: Any, adapter: Adapter) -> dict[str, torch.dtype]:
     """The precisions to climb by name, the model's own among them."""
     expected = f"a list of at least one precision of {', '.join(RUNGS)}"
     rungs = given_list("rungs", rungs, expected)
@@ -362,7 +388,7 @@ def _torchs_own_words() -> Iterator[None]:
         ) from error
 
 
-def _checked_lengths(lengths: Any, steps: Any) -> tuple[tuple[int, ...], int]:
+def checked_lengths(lengths: Any, steps: Any) -> tuple[tuple[int, ...], int]:
     """The lengths and steps as whole numbers, where an audit of them ends."""
     expected = "whole numbers of at least 1, as in lengths=(5, 63, 64), steps=3"
     counts = [whole_number(value) or 0 for value in (*given_list("lengths", lengths, expected), steps)]

@@ -61,7 +61,7 @@ def by_call(bench: Bench, plan: Call) -> Check:
     path = ExecutionPath(kernels=bench.runner.kernels or Native(), call=plan)
     try:
         plan.check(adapter, prompt, length - prompt)
-        made, witness = _decoded(adapter, path, tokens, prompt, plan)
+        made, witness = decoded(adapter, path, tokens, prompt, plan)
     except (InputError, UnsupportedError) as why:
         raise NotRunError(str(why)) from why
     if missing := plan.missing(witness):
@@ -69,7 +69,7 @@ def by_call(bench: Bench, plan: Call) -> Check:
     reference = bench.reference(tokens, first=prompt - 1)
     errors, off = Errors().add(made, reference, prompt - 1), 0.0
     if "recompute" in plan.forms:
-        whole = _decoded(adapter, dataclasses.replace(path, form="recompute"), tokens, prompt, plan)[0]
+        whole = decoded(adapter, dataclasses.replace(path, form="recompute"), tokens, prompt, plan)[0]
         errors.add(whole, reference, prompt - 1)
         off = apart(whole, reference.logits[:, prompt - 1 :])
         if not math.isfinite(off):
@@ -102,13 +102,18 @@ def _drafted(tokens: Tensor, prompt: int, others: Sequence[int]) -> Tensor:
     return made
 
 
-def _decoded(
-    adapter: Adapter, path: ExecutionPath, tokens: Tensor, prompt: int, plan: Call, hooks: Sequence[Recorder] = ()
+def decoded(
+    adapter: Adapter,
+    path: ExecutionPath,
+    tokens: Tensor,
+    prompt: int,
+    plan: Call | None = None,
+    hooks: Sequence[Recorder] = (),
 ) -> tuple[Tensor, dict[str, int]]:
-    """Logits from the prompt's last token on, ``[1, step, vocab]``, and the witness."""
+    """Logits from the prompt's last token on, ``[1, step, vocab]``, and the witness; that of an option by its plan."""
     with Runner(adapter, path, tokens[:, :prompt], tokens.shape[1] - prompt, hooks) as runner:
         made = [runner.advance()] + [runner.advance(token) for token in tokens[:, prompt:].unbind(1)]
-    return torch.stack(made, 1), runner.witness | plan.seen(runner.cache, prompt)
+    return torch.stack(made, 1), runner.witness | (plan.seen(runner.cache, prompt) if plan else {})
 
 
 def _place(bench: Bench, path: ExecutionPath, tokens: Tensor, prompt: int, plan: Call) -> int | None:
@@ -118,8 +123,8 @@ def _place(bench: Bench, path: ExecutionPath, tokens: Tensor, prompt: int, plan:
     if not all(adapter.supports("resid_post", layer) for layer in layers):
         return None
     mine, theirs = (Recorder(adapter, "resid_post", positions="all") for _ in range(2))
-    _decoded(adapter, path, tokens, prompt, plan, [mine])
-    _decoded(adapter, ExecutionPath("recompute", kernels=path.kernels), tokens, tokens.shape[1], plan, [theirs])
+    decoded(adapter, path, tokens, prompt, plan, [mine])
+    decoded(adapter, ExecutionPath("recompute", kernels=path.kernels), tokens, tokens.shape[1], plan, [theirs])
     limit = bench.excused * bench.plain_null
     for recorder in (mine, theirs):
         recorder.end_step()

@@ -16,7 +16,7 @@ _RL = (
 
 def texts_of(verdict: Verdict) -> dict[str, str]:
     """Page and verdict by the names of their files."""
-    return {"audit.html": page(verdict), "verdict.json": verdict.to_json()}
+    return {"report.html": page(verdict), "verdict.json": verdict.to_json()}
 
 
 def page(verdict: Verdict) -> str:

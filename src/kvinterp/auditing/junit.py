@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.etree import ElementTree as Tree
 
 import torch
@@ -19,29 +19,54 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 cannot hold, whichever way they are written."""
 
 
-def junit_xml(audit: Audit) -> str:
-    """The audit as JUnit XML: it has failures or errors just where the exit code is not 0.
+class Case(NamedTuple):
+    """A test case: a precision or a check.
+
+    Attributes:
+        name: Its name.
+        kind: ``"failure"``, ``"error"``, ``"skipped"``, or empty where it passes.
+        said: Its sentence.
+        seconds: What it took, where that is known.
+    """
+
+    name: str
+    kind: str
+    said: str
+    seconds: float = 0.0
+
+
+def cases_of(audit: Audit) -> list[Case]:
+    """The audit as test cases: there are failures or errors among them just where the exit code is not 0.
 
     What failed in a verdict that is allowed, what could not be told beside one that passes, and what was not run are skipped,
     each with its sentence.
     """
     verdict = audit.verdict
-    first, reasons, _ = verdict.parts
-    why = (reasons or [first])[0]
     own = str(audit.provenance["dtype"])
-    cases = [(f"ladder {rung.name}", *_of_rung(verdict, rung, own), rung.summary()["seconds"]) for rung in audit.rungs]
+    cases = [Case(f"ladder {rung.name}", *_of_rung(verdict, rung, own), rung.summary()["seconds"]) for rung in audit.rungs]
     kinds = {"failed": "failure", "not run": "skipped", "cannot tell": "skipped"}
     for check in verdict.checks:
         said = check.failure if check.status == "failed" else check.detail
-        cases.append((check.name, kinds.get(check.status, ""), said, 0.0))
+        cases.append(Case(check.name, kinds.get(check.status, ""), said))
     if verdict.exit_code == 0:
-        cases = [(name, "skipped" if kind else "", said, seconds) for name, kind, said, seconds in cases]
-    elif not any(kind in ("failure", "error") for _, kind, _, _ in cases):
+        cases = [case._replace(kind="skipped" if case.kind else "") for case in cases]
+    elif not any(case.kind in ("failure", "error") for case in cases):
         # What the verdict says of the whole stands with the precision that serves.
         kind = "error" if verdict.verdict == CANNOT_TELL else "failure"
-        cases = [(n, kind, verdict.reading, s) if n == f"ladder {own}" else (n, k, said, s) for n, k, said, s in cases]
+        whole = Case("verdict", kind, verdict.reading)
+        cases = [
+            whole._replace(name=case.name, seconds=case.seconds) if case.name == f"ladder {own}" else case for case in cases
+        ]
         if not audit.rungs:
-            cases.append(("verdict", kind, verdict.reading, 0.0))
+            cases.append(whole)
+    return cases
+
+
+def junit_xml(audit: Audit) -> str:
+    """The audit as JUnit XML, of the cases of :func:`cases_of`."""
+    verdict, cases = audit.verdict, cases_of(audit)
+    first, reasons, _ = verdict.parts
+    why = (reasons or [first])[0]
     name = _clean(f"kvinterp audit of {audit.provenance['model']}")
     suite = Tree.Element("testsuite", name=name, tests=str(len(cases)))
     for case, kind, said, seconds in cases:
@@ -53,8 +78,8 @@ def junit_xml(audit: Audit) -> str:
                 inner.set("type", verdict.verdict)
                 inner.text = _clean(said)
     for key, counted in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-        suite.set(key, str(sum(kind == counted for _, kind, _, _ in cases)))
-    suite.set("time", f"{sum(case[3] for case in cases):.3f}")
+        suite.set(key, str(sum(case.kind == counted for case in cases)))
+    suite.set("time", f"{sum(case.seconds for case in cases):.3f}")
     Tree.SubElement(suite, "system-out").text = _clean(verdict.reading)
     root = Tree.Element("testsuites")
     root.append(suite)

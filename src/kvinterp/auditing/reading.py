@@ -100,7 +100,7 @@ class Evidence:
         allowed = "yes" if word in self.allow else "no"
         passes = word in GOOD or allowed == "yes"
         tried = sum(check.status in (PASSED, FAILED) for check in checks)
-        uses = f"{tried} of {len(checks)} uses" if checks else "decoding token by token alone"
+        uses = f"{tried} of {len(checks)} uses tried" if checks else "decoding token by token alone"
         first = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
         first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.model} in {self.own}, {uses}"
         text = "\n".join([first, *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)])
@@ -306,7 +306,8 @@ class Evidence:
             )
             return "kernel", (layer, position, tensor, module), [line, *lines]
         shown = self.first(self.own) or self.first(differing[0].name)
-        return "rounding", NOWHERE if shown is None else shown.finding.place, lines
+        lead = "Cached decoding computes what recomputing computes; the differences are rounding."
+        return "rounding", NOWHERE if shown is None else shown.finding.place, [lead, *lines]
 
 
 # Sentences that stand in more than one place, or have cases of their own --------------------------------------------------
@@ -370,9 +371,9 @@ def _rung(rung: PrecisionRun, seen: Evidence) -> str:
     found, fixed = rung.summary(), rung.fixed
     off, steps = _times(rung.largest_error / rung.unit), found["steps"]
     said = (
-        f"{rung.name}: {found['bitwise_equal_steps']} of {steps} steps are bitwise equal, the logits are off by at most "
-        f"{_times(found['max_abs_logit'] or 0.0)} (merely among more rows {_times(found['null_max_abs_logit'] or 0.0)}), a block "
-        f"given equal inputs by {off} unit roundoffs"
+        f"{rung.name}: {found['bitwise_equal_steps']} of {steps} steps are bitwise equal; the logits differ by at most "
+        f"{_times(found['max_abs_logit'] or 0.0)} (two recomputations, one among more rows, by "
+        f"{_times(found['null_max_abs_logit'] or 0.0)}), a block given equal inputs by {off} unit roundoffs"
     )
     if fixed is None:
         return f"{said}."

@@ -1,4 +1,4 @@
-"""What an audit writes: verdict.json, one page that needs nothing else, and its tables as CSV."""
+"""What an audit writes: verdict.json, one page that needs nothing else, and its tables as Parquet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvinterp.errors import InputError
-from kvinterp.files import check_writable, digest_of, sealed, told
+from kvinterp.files import SUMMARY, check_writable, digest_of, is_file, sealed, told
 from kvinterp.findings import Chart, Panel
 from kvinterp.findings.of_comparison import ladder_chart
 from kvinterp.models.adapter import DTYPES
@@ -56,7 +56,7 @@ _CHECKS = (
     "Error: the largest difference of the logits, cached against recomputed, relative to the largest logit. "
     "Beside it the same between two recomputations without a cache."
 )
-NAMES = ("audit.html", *(f"{name}.csv" for name in TABLES), "verdict.json")
+NAMES = ("report.html", *(f"{name}.parquet" for name in TABLES), "verdict.json")
 
 
 def check_own(folder: Path) -> None:
@@ -77,16 +77,15 @@ def check_own(folder: Path) -> None:
                 f"folder {str(folder)!r} holds an unfinished result of {other!r}: choose another folder with --out, or run "
                 "that command again."
             )
+        if is_file(folder / SUMMARY):
+            raise InputError(f"folder {str(folder)!r} holds another command's result: choose another folder with --out.")
         refuse_foreign(Record(folder), NAMES)
         check_writable(folder)
 
 
 def texts_of(audit: Audit, said: Sequence[str] = ()) -> dict[str, str]:
-    """Page, tables and verdict by the names of their files; ``said`` stands on the page too."""
-    texts = {"audit.html": page(audit, said)}
-    texts |= {f"{name}.csv": table.to_csv(index=False) for name, table in tables_of(audit).items()}
-    # The verdict last: where it is, everything is.
-    return {**texts, "verdict.json": audit.verdict.to_json()}
+    """Page and verdict by the names of their files; ``said`` stands on the page too."""
+    return {"report.html": page(audit, said), "verdict.json": audit.verdict.to_json()}
 
 
 def tables_of(audit: Audit) -> dict[str, pd.DataFrame]:
@@ -99,8 +98,8 @@ def tables_of(audit: Audit) -> dict[str, pd.DataFrame]:
     return found
 
 
-def put(texts: Mapping[str, str], folder: Path) -> Path:
-    """Writes what :func:`texts_of` gave, over an earlier audit's; each file is complete or not there at all.
+def put(texts: Mapping[str, str], folder: Path, tables: Mapping[str, pd.DataFrame] | None = None) -> Path:
+    """Writes tables and what :func:`texts_of` gave, over an earlier audit's; each file is complete or not there at all.
 
     Raises:
         InputError: As :func:`check_own` says.
@@ -111,8 +110,9 @@ def put(texts: Mapping[str, str], folder: Path) -> Path:
         # Nothing of an earlier audit stays beside this one.
         record.begin(_ABOUT, record.names() & set(NAMES))
         digests: dict[str, str] = {}
-        for name, text in texts.items():
-            # The verdict is written last, and holds the digests of all.
+        files = {f"{name}.parquet": table.to_parquet(None, index=False) for name, table in (tables or {}).items()}
+        for name, text in [*files.items(), *texts.items()]:
+            # The verdict is written last: where it is, everything is. It holds the digests of all.
             write_whole(folder / name, text if name != "verdict.json" else sealed(name, json.loads(text), digests))
             digests[name] = digest_of(folder / name)
         record.finish()
@@ -143,7 +143,7 @@ def save_verdict(verdict: Verdict, folder: Path) -> Path:
     """
     if not verdict.provenance:
         raise InputError("this verdict does not say what it was made with: make the audit again.")
-    return put({"audit.html": page_of(verdict, [Text(_BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
+    return put({"report.html": page_of(verdict, [Text(_BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
 
 
 def page(audit: Audit, said: Sequence[str] = ()) -> str:
@@ -155,7 +155,7 @@ def page(audit: Audit, said: Sequence[str] = ()) -> str:
         *_last_token(audit.rung(own), own),
         *([Text("What was claimed elsewhere", look="h2"), Bullets(said)] if said else []),
     ]
-    return page_of(verdict, blocks, [f"{name}.csv" for name in tables_of(audit)])
+    return page_of(verdict, blocks, [f"{name}.parquet" for name in tables_of(audit)])
 
 
 def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) -> str:

@@ -59,6 +59,7 @@ class Verdict(Kept):
         allowed: Whether the word is one that the caller allows.
         provenance: Provenance.
         seconds: What took how long: a row a rung and part of it, with seconds of the clock and of the processor.
+        norms: Where the model stands in the table of norms: ``said``, ``percentile``, ``models``, ``difference``, ``length``.
         given: Of another engine's log-probs the distances, what was tried, and the statistics of reinforcement learning.
     """
 
@@ -76,11 +77,21 @@ class Verdict(Kept):
     allowed: str = "no"
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seconds: tuple[Mapping[str, Any], ...] = ()
+    norms: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Its first line."""
         return f"<Verdict: {' '.join(self.reading.splitlines()[0].split())}>"
+
+    def standing(self, norms: Mapping[str, Any]) -> Verdict:
+        """The same with where the model stands in the table of norms, the last line before what was exercised."""
+        if not norms:
+            return self
+        lines = self.reading.splitlines()
+        cut = next((i for i, line in enumerate(lines) if line.startswith("exercised: ")), len(lines))
+        reading = "\n".join([*lines[:cut], f"norms: {norms['said']}.", *lines[cut:]])
+        return dataclasses.replace(self, norms=norms, reading=reading)
 
     @property
     def exit_code(self) -> int:
@@ -151,10 +162,10 @@ class Verdict(Kept):
         Returns:
             The page's path.
         """
-        if folder is None and self.held is not None and (self.held.folder / "audit.html").is_file():
-            return self.held.folder / "audit.html"
+        if folder is None and self.held is not None and (self.held.folder / "report.html").is_file():
+            return self.held.folder / "report.html"
         kept = None if self.held is None else self.held.folder
-        return self.save(folder or kept or tempfile.mkdtemp(prefix="kvinterp-"), existing) / "audit.html"
+        return self.save(folder or kept or tempfile.mkdtemp(prefix="kvinterp-"), existing) / "report.html"
 
     def figures(self) -> dict[str, Figure]:
         """The ladder of precisions."""
@@ -211,11 +222,11 @@ class Audit(Kept):
         return tables_of(self), self.verdict.written()[1]
 
     def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
-        """Writes verdict.json, audit.html and the tables as CSV, over an earlier audit's; returns the folder."""
-        from kvinterp.auditing.report import put, texts_of
+        """Writes verdict.json, report.html and the tables as Parquet, over an earlier audit's; returns the folder."""
+        from kvinterp.auditing.report import put, tables_of, texts_of
 
         check_choice("existing", existing, ("overwrite",))
-        return put(texts_of(self), Path(folder))
+        return put(texts_of(self), Path(folder), tables_of(self))
 
     report, overview, figures = Verdict.report, Verdict.overview, Verdict.figures
 

@@ -77,6 +77,10 @@ class Found:
         """The same with something else."""
         return dataclasses.replace(self, **more)
 
+    def saying(self, more: str) -> Found:
+        """The same with more to be said."""
+        return self.but(why="; ".join(filter(None, (self.why, more))))
+
     def through(self, function: Callable[[float], float]) -> Found:
         """With the effect and its ends on another scale; the p-values are of the same statement."""
         # Added to 0, a negative zero is a plain one.
@@ -167,10 +171,10 @@ def check(testable: Any, otherwise: str) -> None:
         raise NotTestableError(otherwise)
 
 
-def check_enough(n: int, said: str = "") -> None:
-    """Raises NotTestableError, with what is said of their number, where units are fewer than :data:`LEAST`."""
+def check_enough(n: int, said: str = "", least: int = LEAST) -> None:
+    """Raises NotTestableError, with what is said of their number, where units are fewer than the least."""
     said = said or f"the number of independent units is {n}"
-    check(n >= LEAST, f"{said}, and fewer than {LEAST} decide nothing")
+    check(n >= least, f"{said}, and fewer than {least} decide nothing")
 
 
 # Rules -----------------------------------------------------------------------------------------------------------------
@@ -192,8 +196,9 @@ def larger(values: metrics.Column, units: Units, than: float, claimed: float | N
         units: What each row belongs to.
         than: What it must be above.
         claimed: The smallest with which the claim would still be right; the bound unless given.
-        of: ``"median"`` of the units' means; ``"mean"`` of them, by Student's test, for scores and their differences, whose
-            median is often 0; ``"share"`` of rows that are 1 and not 0, by Clopper and Pearson's of what they are worth.
+        of: ``"median"`` of the units' means; ``"mean"`` of them, for scores and their differences, whose median is often
+            0, open below :data:`MANY` units; ``"share"`` of rows that are 1 and not 0, by Clopper and Pearson's of what they are
+            worth.
 
     Raises:
         NotTestableError: There are fewer than :data:`LEAST` units.
@@ -221,8 +226,13 @@ def larger(values: metrics.Column, units: Units, than: float, claimed: float | N
         # There is no spread to test against, but so many units on one side of the bound: the sign test.
         why = f"all {test.n} units have the same value"
         return _of_signs(Found(test.effect, test.effect, test.effect, test.n, why=why), than, claimed)
+    if test.n < MANY:
+        why = f"a mean of {test.n} units is no evidence where scores are skewed: from {MANY} on it is judged"
+        return Found.of(test, verdict=OPEN, why=why)
+    # Twice the one-sided p: what the interval excludes, and no more.
     above, below = (
-        metrics.mean_of(means, against=bound, alternative=side).p for bound, side in ((than, "greater"), (claimed, "less"))
+        min(1.0, 2 * metrics.mean_of(means, against=bound, alternative=side).p)
+        for bound, side in ((than, "greater"), (claimed, "less"))
     )
     return Found.of(test, holds=above, fails=below)
 

@@ -467,7 +467,7 @@ def exact_cache_keeps_more(tables: Tables) -> Found:
     """Chains under 8 bits end further from their first text than without."""
     arm = _arm(tables, EIGHT_BITS)
     both = _differences(tables, arm)
-    return smaller(both["difference"], both["unit"], 0.0, of="mean").but(why=f"the arm is {arm}")
+    return smaller(both["difference"], both["unit"], 0.0, of="mean").saying(f"the arm is {arm}")
 
 
 def keys_matter_more(tables: Tables) -> Found:
@@ -476,7 +476,7 @@ def keys_matter_more(tables: Tables) -> Found:
     k, v = (_differences(tables, name + on) for on in ON)
     both = k.merge(v, on=list(CHAIN))
     found = smaller(both["difference_x"] - both["difference_y"], both["unit"], 0.0, of="mean")
-    return found.but(why=f"the arms are those of {name}")
+    return found.saying(f"the arms are those of {name}")
 
 
 ON = ("(on=k)", "(on=v)")
@@ -487,7 +487,7 @@ def models_disagree(tables: Tables) -> Found:
     arm = _arm(tables, EIGHT_BITS)
     by = _differences(tables, arm).groupby(["unit", "model"])["difference"].mean().unstack("model").dropna()
     check(by.shape[1] > 1, "it is of several models, and there is one")
-    check_enough(len(by), f"{len(by)} texts were restated by every model")
+    check_enough(len(by), f"{len(by)} texts were restated by every model", MANY)
     above, below = (
         np.array([metrics.mean_of(by[model], alternative=side).p for model in by]) for side in ("greater", "less")
     )

@@ -22,7 +22,7 @@ from kvinterp.parquet import LongTable
 from kvinterp.reading.numbers import counted
 from kvinterp.reading.where import where
 
-TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv", "tokens", "attention_rows")
+TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv", "tokens", "attention_rows", "routing")
 LONG = ("layers", "heads", "kv_steps", "kv_positions", "kv")
 """Those that are most of a comparison of many prompts: in one that is kept in a folder they are on disk."""
 PARTS = (*TABLES, "failures")
@@ -85,6 +85,9 @@ class Comparison(Kept):
         attention_rows: What the newest query attended to, at the step of each example's first flip and at its steps of largest KL
             on the same text (three at most, within a budget: :mod:`kvinterp.comparison.attention_rows`): one row an example,
             step, layer, query head and absolute position: a, b (probabilities), after_flip.
+        routing: Of a mixture of experts one row an example, step and layer with a router: changed (whether another set of experts
+            was chosen), difference (the largest of a router's logit), margin_a and margin_b (the least logit chosen less the
+            largest that was not), after_flip.
         failures: Examples left out because NaN or Inf appeared: example, id, message.
         provenance: Paths, protocol, strategy and provenance.
         origin: Model and token ids, where it was made in this process; None where it was read from disk.
@@ -104,6 +107,7 @@ class Comparison(Kept):
     attention_rows: pd.DataFrame
     failures: pd.DataFrame
     provenance: dict[str, Any]
+    routing: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=[*COLUMNS["routing"]]))
     origin: Origin | None = dataclasses.field(default=None, repr=False, compare=False)
     prompts: Sequence[Prompt] = dataclasses.field(default=(), repr=False, compare=False)
 
@@ -177,7 +181,12 @@ class Comparison(Kept):
         """The comparison of its tables, of the failures that its summary names, and of its prompts."""
         failures = pd.DataFrame(summary["failures"], columns=["example", "id", "message"])
         failures = failures.astype({"example": "int64", "id": str, "message": str})
-        return cls(**{n: tables[n] for n in TABLES}, failures=failures, provenance=summary["provenance"], prompts=prompts)
+        return cls(
+            **{n: tables[n] for n in TABLES if n in tables},
+            failures=failures,
+            provenance=summary["provenance"],
+            prompts=prompts,
+        )
 
     def overview(self) -> pd.DataFrame:
         """One row a prompt, without its texts."""

@@ -69,6 +69,7 @@ def forecast(
         "steps": count,
         "layers": count * layers * len([site for site in sites if site in RESIDUAL_SITES]),
         "heads": count * layers * facts.query_heads * ("pattern" in sites),
+        "routing": count * layers * ("experts" in sites),
         "kv_steps": count * vectors,
         "kv_positions": 2 * vectors * sum(tokens + steps - 1 for tokens in prompts),
         "kv": pairs * vectors * (cache_errors == "whole"),

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hook_names import hook_of, listed_names, places_of
-from kvinterp.models.sites import CACHE_SITES, RESIDUAL_SITES, expand_sites
+from kvinterp.models.sites import CACHE_SITES, RESIDUAL_SITES, ROUTING_SITES, expand_sites
 from kvinterp.recording import SiteHook
 
 DEFAULT_RECORD = ("resid_post", "pattern", "kv")
-COMPARED = (*RESIDUAL_SITES, "pattern", *CACHE_SITES)
+COMPARED = (*RESIDUAL_SITES, "pattern", *CACHE_SITES, *ROUTING_SITES)
 """All sites that can be compared."""
 
 
@@ -22,7 +22,8 @@ def recordable(
 
     Args:
         adapter: The model.
-        record: Sites, which must all be there, or None for what the model can give of :data:`DEFAULT_RECORD`.
+        record: Sites, which must all be there, or None for what the model can give of :data:`DEFAULT_RECORD`, and ``routing``
+            where it has routers.
         layers: The layers they are recorded at.
 
     Returns:
@@ -37,7 +38,8 @@ def recordable(
         return expand_sites(names) if all(hook_of(name) is None for name in names) else tuple(names), {}
     kept: list[str] = []
     left_out: dict[str, str] = {}
-    for name in DEFAULT_RECORD:
+    routed = any(adapter.supports("experts", layer) for layer in layers)
+    for name in (*DEFAULT_RECORD, *["routing"] * routed):
         try:
             _check(adapter, expand_sites(name), layers)
             kept += expand_sites(name)

@@ -19,8 +19,9 @@ from kvinterp import metrics
 from kvinterp.comparison.attention_rows import COLUMNS, AttentionRows
 from kvinterp.comparison.cache_errors import CacheErrors, Span
 from kvinterp.comparison.table import Table
+from kvinterp.metrics.routing import routing_of
 from kvinterp.models.attaching import Site
-from kvinterp.models.sites import RESIDUAL_SITES, ROWS
+from kvinterp.models.sites import RESIDUAL_SITES, ROUTING_SITES, ROWS
 from kvinterp.shapes import Flag, Measure
 
 _CACHED = {"cache_k": "K", "cache_k_pre": "K before RoPE", "cache_v": "V"}
@@ -163,6 +164,10 @@ class Differences:
             a, b = (_stacked(path, widest) for path in rows)
             self.rows.add(step, layers, self.heads, end, (a, b), marks, flips)
             self._wait("pattern", [_Piece(step, labels, (a, b))])
+        if set(ROUTING_SITES) <= layers_of.keys():
+            layers = layers_of["experts"]
+            a, b = (torch.stack([routing_of(*(path[site, x] for site in ROUTING_SITES)) for x in layers]) for path in seen)
+            self._wait("routing", [_Piece(step, {"layer": layers, "example": examples}, (a, b))])
         # After the rows of attention, which are chosen among as soon as the KL is known.
         self._wait("logits", [_Piece(step, {"example": examples}, (logits[0].clone(), logits[1].clone()))])
         if self.rows.full:

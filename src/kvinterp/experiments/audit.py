@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 class Audit(Experiment):
     """Is a model's cached decoding right, and if not, what is wrong and where?"""
 
-    OUT: ClassVar = "kvinterp-audit"
     OVERWRITES: ClassVar = "always"
     INTERRUPTED: ClassVar = NOTHING
 
@@ -90,9 +89,18 @@ class Audit(Experiment):
     device: str | None = shared("device")
     attention: str | None = shared("attention")
     remote_code: bool = shared("remote_code")
-    against: Path | None = option(
+    against: str | None = option(
         None,
-        "Log-probs that another engine gave of this model (docs/engines.md): those are judged, and nothing else is run.",
+        "Log-probs that another engine gave of this model, a file or a server's address as in http://127.0.0.1:8000/v1 "
+        "(docs/engines.md): those are judged, and nothing else is run.",
+        show_default=False,
+    )
+    answers: Path | None = option(
+        None,
+        "Folder of what that server answers, from which a run that was cut off goes on; kvinterp-answers unless given.",
+        show_default=False,
+        decides="nothing",
+        only=(lambda asked: asked.is_live(), "no server was given; give its address with --against, or leave it out"),
     )
     format: str | None = option(
         None,
@@ -100,6 +108,12 @@ class Audit(Experiment):
         show_default=False,
         only=(lambda asked: asked.against is not None, "no file was given; give one with --against, or leave it out"),
     )
+
+    def is_live(self) -> bool:
+        """Whether a server is asked."""
+        from kvinterp.recording.endpoint import is_endpoint
+
+        return is_endpoint(self.against or "")
 
     def is_own_code(self) -> bool:
         """Whether the model is the user's own code."""
@@ -135,7 +149,7 @@ class Audit(Experiment):
         """Refuses what is read of the audit of a cache alone."""
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach", "calls"):
-            if getattr(self, name) != fields[name]:
+            if getattr(self, name) != fields[name] and not (name == "prompts" and self.is_live()):
                 raise InputError(
                     f"--{name} was given with --against, which feeds the tokens of its file and runs no checks: leave it out."
                 )
@@ -147,7 +161,8 @@ class Audit(Experiment):
         if self.against is not None:
             # Of weights that were rounded to 16 bits no other precision is found again.
             named = {**self.named(), "dtype": self.dtype or "float32"}
-            given = {"file": str(self.against), "format": self.format, "declared": self.dtype}
+            given = {"file": self.against, "format": self.format, "declared": self.dtype, "prompts": self.prompts}
+            given["keep"] = str(self.answers or "kvinterp-answers") if self.is_live() else None
             return [Cell("audit", f"{__name__}:judged", {"model": named, **given, "seed": self.seed, "allow": self.allow})]
         settings = {
             **{name: getattr(self, name) for name in ("prompts", "steps", "seed", "allow", "lengths")},
@@ -161,11 +176,10 @@ class Audit(Experiment):
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """What the audit says."""
-        _, about = made["audit"]
+        tables, about = made["audit"]
         verdict = json.loads(about["texts"]["verdict.json"])
-        return Outcome(
-            about, summary={**verdict, "claims": about["claims"]}, texts=about["texts"], exit_code=about["exit_code"]
-        )
+        summary = {**verdict, "claims": about["claims"]}
+        return Outcome(about, tables, summary, texts=about["texts"], exit_code=about["exit_code"])
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """How the model is built: of a checkpoint, a config, or the user's code."""
@@ -189,7 +203,7 @@ class Audit(Experiment):
                 check_target(self.junit, "--junit")
             outcome = super().answered(dataclasses.replace(how, out=None))
             if folder is not None:
-                put(outcome.texts, folder)
+                put(outcome.texts, folder, outcome.tables)
             if self.junit is not None:
                 write_whole(self.junit, outcome.result["junit"])
         outcome.folder = folder
@@ -199,7 +213,7 @@ class Audit(Experiment):
         """The verdict, and where it is."""
         echo(f"{outcome.result['reading']}\n")
         assert outcome.folder is not None, "the command writes a folder"
-        written = {"page": outcome.folder / "audit.html", "verdict": outcome.folder / "verdict.json", "junit": self.junit}
+        written = {"page": outcome.folder / "report.html", "verdict": outcome.folder / "verdict.json", "junit": self.junit}
         for what, path in written.items():
             if path is not None:
                 echo(f"{what:<8} {path}")
@@ -207,8 +221,8 @@ class Audit(Experiment):
 
 def audited(
     model: Mapping[str, Any], prompts: str | None, tell: Tell, rungs: Sequence[str], **settings: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The audit of a model, as texts."""
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """The audit of a model: its tables, and page and verdict as texts."""
     from kvinterp.auditing import audit
     from kvinterp.auditing.junit import junit_xml
     from kvinterp.auditing.report import tables_of, texts_of
@@ -221,7 +235,7 @@ def audited(
     # What a user's code prints is no part of what this command says.
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
-        with _models_own_errors():
+        with models_own_errors():
             found = audit(
                 adapter,
                 given,
@@ -230,9 +244,10 @@ def audited(
                 detail="everything",
                 progress=_share(tell, adapter.facts.name, len(rungs)),
             )
-    verdict, claims = found.verdict, claims_of(tables_of(found), adapter.facts.name)
+    verdict, tables = found.verdict, tables_of(found)
+    claims = claims_of(tables, adapter.facts.name)
     said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code, "claims": records(claims)}
-    return {}, {**said, "texts": texts_of(found, claims_said(claims)), "junit": junit_xml(found)}
+    return tables, {**said, "texts": texts_of(found, claims_said(claims)), "junit": junit_xml(found)}
 
 
 def judged(
@@ -243,6 +258,8 @@ def judged(
     declared: str | None,
     seed: int,
     allow: Sequence[str],
+    prompts: str | None = None,
+    keep: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The verdict on another engine's log-probs, as texts."""
     from kvinterp.auditing.given import audit_given
@@ -253,7 +270,8 @@ def judged(
 
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
-        found = audit_given(adapter, file, format, declared, allow, seed, lambda said: tell(f"against {file}: {said}", 0.5))
+        told = (allow, seed, lambda said: tell(f"against {file}: {said}", 0.5), prompts, keep)
+        found = audit_given(adapter, file, format, declared, *told)
     made = Audited(found, [], None, dict(found.provenance))  # type: ignore[arg-type]
     said = {"reading": str(found), "exit_code": found.exit_code, "claims": []}
     return {}, {**said, "texts": texts_of(found), "junit": junit_xml(made)}
@@ -286,7 +304,7 @@ def _share(tell: Tell, model: str, rungs: int) -> Callable[[str], None]:
 
 
 @contextlib.contextmanager
-def _models_own_errors() -> Iterator[None]:
+def models_own_errors() -> Iterator[None]:
     """A model that is being written raises whatever its code meets first; that is no verdict, so it may not exit with 1."""
     try:
         yield

@@ -249,8 +249,8 @@ class Experiment(abc.ABC):
 
     @classmethod
     def asks(cls) -> str:
-        """What is asked: what its file says."""
-        return inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
+        """What is asked: the class's question, a page's heading, and what its file says."""
+        return "\n\n".join(inspect.cleandoc(of.__doc__ or "") for of in (cls, sys.modules[cls.__module__]))
 
     @classmethod
     def drawn(cls) -> tuple[str, ...]:

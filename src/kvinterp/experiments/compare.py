@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.errors import KvinterpError
+from kvinterp.errors import InputError, KvinterpError
 from kvinterp.experiments.base import Experiment, Outcome, numbered
 from kvinterp.experiments.options import DRAWS, model, option, sampled, shared
 
@@ -35,9 +35,17 @@ class Compare(Experiment):
         "kv",
         "tokens",
         "attention_rows",
+        "routing",
     )
     FILES: ClassVar = ("report.html", "prompts.jsonl")
-    DRAWN: ClassVar = ("kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position", "precision_ladder")
+    DRAWN: ClassVar = (
+        "kl_by_step",
+        "drift_by_layer",
+        "attention_by_head",
+        "kv_by_position",
+        "routing_by_step",
+        "precision_ladder",
+    )
     PAGE: ClassVar = ""
     UNIT: ClassVar = "prompts"
     PARTIAL: ClassVar = "yes"
@@ -45,7 +53,9 @@ class Compare(Experiment):
     model: str = model()
     prompts: str = shared("prompts")
     a: str = option("cached", "The leading path.")
-    b: str = option("recompute", "The path it is compared with.")
+    b: str = option(
+        "recompute", "The path it is compared with; given(FILE): log-probs of another engine (docs/engines.md)."
+    )
     kind: str = shared("kind")
     dtype: str = shared("dtype")
     protocol: str = option("matched", "matched or free.")
@@ -54,7 +64,7 @@ class Compare(Experiment):
     record: str | None = option(
         None,
         "Sites to compare, comma-separated; '' for none. "
-        "Unless given: resid_post,pattern,kv, without those that the model cannot give.",
+        "Unless given: resid_post,pattern,kv, and routing of a mixture of experts, without those that the model cannot give.",
         show_default=False,
     )
     layers: tuple[int, ...] | None = option(
@@ -76,6 +86,24 @@ class Compare(Experiment):
             "K and V are not recorded; leave it out, or add kv to --record",
         ),
     )
+
+    def settled(self) -> Experiment:
+        """Of a path that was walked elsewhere another experiment, in which nothing is decided here but our own path."""
+        from kvinterp.experiments.compare_given import CompareGiven
+        from kvinterp.paths import given_of
+
+        if given_of(self.a) is not None:
+            raise InputError(f"--a {self.a} was given: expected a path of ours, which leads; give the file as --b.")
+        if given_of(self.b) is None:
+            return self
+        taken = {field.name for field in dataclasses.fields(CompareGiven)}
+        for field in dataclasses.fields(self):
+            if field.name not in (*taken, "b") and getattr(self, field.name) != field.default:
+                raise InputError(
+                    f"--{field.name.replace('_', '-')} was given with --b {self.b}, whose tokens are there already: "
+                    "leave it out."
+                )
+        return CompareGiven(**{name: getattr(self, name) for name in taken - {"given"}}, given=self.b)
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
@@ -120,8 +148,19 @@ class Compare(Experiment):
 
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
         """What differs, and where everything is."""
+        if (given := self.settled()) is not self:
+            given.say(outcome, echo)
+            return
         for line in (*self.sentences(outcome), *places(outcome.result.folder, outcome.result.folder)):
             echo(line)
+
+    @classmethod
+    def held(cls, folder: Path) -> Experiment:
+        """Of log-probs that were given, what compares those."""
+        from kvinterp.experiments.compare_given import CompareGiven
+        from kvinterp.files import is_file
+
+        return CompareGiven() if is_file(folder / "given.parquet") else cls()
 
     def read(self, folder: Path) -> Outcome:
         """The comparison in a folder."""

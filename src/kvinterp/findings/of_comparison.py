@@ -24,7 +24,8 @@ def rows_of_comparison(comparison: Comparison) -> list[dict[str, Any]]:
     """The findings of one comparison, of the steps at which both paths hold the same text unless they say otherwise."""
     if comparison.steps.empty:
         return []
-    return [*_of_logits(comparison), *_of_layers(comparison), *_of_attention(comparison), *_of_cache(comparison)]
+    return [*_of_logits(comparison), *_of_layers(comparison), *_of_attention(comparison), *_of_routing(comparison),
+            *_of_cache(comparison)]  # fmt: skip
 
 
 def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
@@ -90,6 +91,35 @@ def _of_attention(comparison: Comparison) -> Iterator[dict[str, Any]]:
     yield finding(what, largest, n=prompts, measure="nats", note=derived, layer=layer, head=head)
 
 
+def _of_routing(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    table = decoded(comparison, "routing", "example", "layer", "changed", "difference", "margin_a", "margin_b")
+    if table.empty:
+        return
+    margins, of = table[["margin_a", "margin_b"]].min(axis=1), table["example"].to_numpy(str)
+    # A logit of each of two experts may move that far.
+    near = (margins > 0) & (margins <= 2 * table["difference"])
+    said = {
+        "choices of experts that change": (table["changed"], ""),
+        "ties of the last expert chosen with the first left out": (margins == 0, ""),
+        "near-ties of them": (
+            near,
+            "nearer than twice the largest difference of a logit, so that this could change the choice",
+        ),
+        "choices that the logits alone do not decide": (margins < 0, "a bias or groups of experts decide too"),
+    }
+    for name, (events, note) in said.items():
+        if name == "choices that the logits alone do not decide" and not events.any():
+            continue
+        rate = metrics.rate_of(events.to_numpy(bool), of)
+        yield finding(name, rate.effect, (rate.low, rate.high), len(table), "choices", "%", note=note)
+    for layer, mine in table.groupby("layer"):
+        rate = metrics.rate_of(mine["changed"].to_numpy(bool), mine["example"].to_numpy(str))
+        least = number(float(mine[["margin_a", "margin_b"]].min(axis=None)))
+        note = f"smallest margin {least}, largest difference of a router's logit {number(float(mine['difference'].max()))}"
+        yield finding("choices of experts that change", rate.effect, (rate.low, rate.high), len(mine), "choices", "%", note=note,
+                      layer=layer)  # fmt: skip
+
+
 def _of_cache(comparison: Comparison) -> Iterator[dict[str, Any]]:
     means, sums = means_of(comparison, "kv_positions", ("tensor", "layer", "kv_head"), "relative_error"), []
     if means.empty and comparison.count("kv_positions"):
@@ -151,6 +181,7 @@ NAMES = {
     "drift_by_layer": "drift by layer",
     "attention_by_head": "attention KL by layer and head",
     "kv_by_position": "K and V error by position",
+    "routing_by_step": "changed choices of experts by layer and step",
 }
 
 
@@ -163,11 +194,12 @@ def charts_of_comparisons(comparisons: Mapping[str, Comparison]) -> dict[str, Ch
     """
     label, first = next(iter(comparisons.items()))
     derived = " (derived)" * ("pattern" in first.derived)
-    drawn = {
+    drawn: dict[str, tuple[list[Panel], str]] = {
         "kl_by_step": (_kl_by_step(comparisons), "KL at each step (points: prompts; lines: medians)"),
         "drift_by_layer": (_drift_by_layer(comparisons), "Difference of the residual stream (median, quartiles)"),
         "attention_by_head": (_attention_by_head(first), f"Mean attention KL by layer and head{derived}"),
         "kv_by_position": (_kv_by_position(first), "Error of K and V by position (dashes: the prompt ends)"),
+        "routing_by_step": (_routing_by_step(first), "Share of prompts whose choice of experts changes"),
     }
     of = f", {label}" if label and len(comparisons) == 1 else ""
     return {name: Chart(f"{title}{of}", panels) for name, (panels, title) in drawn.items() if panels}
@@ -226,6 +258,14 @@ def _kv_by_position(comparison: Comparison) -> list[Panel]:
     return [Panel(table, "position", "layer", "map", "error", facet="tensor", columns=1, label="mean relative error",
                   level=prompt if prompt in positions else None,
                   xlabel=f"absolute cache position (prompt {example}; white: exactly equal)")]  # fmt: skip
+
+
+def _routing_by_step(comparison: Comparison) -> list[Panel]:
+    table = decoded(comparison, "routing", "layer", "changed")
+    if table.empty:
+        return []
+    share = table.astype({"changed": float}).groupby(["layer", "step"])["changed"].mean().reset_index()
+    return [Panel(share, "step", "layer", "map", "changed", label="share of prompts", xlabel="decode step (white: none)")]
 
 
 def _first(comparison: Comparison, table: str) -> int:

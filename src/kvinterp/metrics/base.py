@@ -14,7 +14,7 @@ from kvinterp.errors import InputError
 from kvinterp.shapes import Flag, Measure
 
 #: What a metric compares, see :mod:`kvinterp.shapes`.
-Kind = Literal["logits", "residual", "pattern", "kv"]
+Kind = Literal["logits", "residual", "pattern", "kv", "routing"]
 
 
 class Fills(NamedTuple):
@@ -35,6 +35,7 @@ KINDS: dict[Kind, Fills] = {
     "logits": Fills("steps", ("example",)),
     "residual": Fills("layers", ("site", "layer", "example")),
     "pattern": Fills("heads", ("layer", "example", "head")),
+    "routing": Fills("routing", ("layer", "example")),
     "kv": Fills("kv", ("tensor", "layer", "example", "kv_head", "position"), ("kv_steps", "kv_positions")),
 }
 """The kinds of tensors that are compared, each with the table that holds how far apart two of them are."""

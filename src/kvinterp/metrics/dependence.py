@@ -52,7 +52,9 @@ def correlation(
     if not np.isfinite(r := _r(one, other, *held)):
         return nothing(said[0], n, said[1], "one of the two does not vary")
     test = slope(one, other, names, *held)
-    low, high = clustered_interval(_r, names, one, other, *held, seed=seed, resamples=resamples)
+    # Ranks are of the sample they are taken in: with those of the whole one, resampled, 9 in 100 intervals of 12 prompts miss.
+    resampled = _rank_r if method == "spearman" else _r
+    low, high = clustered_interval(resampled, names, one, other, *held, seed=seed, resamples=resamples)
     return Test(said[0], n, test.statistic, test.p, r, low, high, said[1], test.why)
 
 
@@ -81,6 +83,10 @@ def _r(x: np.ndarray, y: np.ndarray, *given: np.ndarray) -> float:
             return float("nan")
         left.append(rest)
     return float(np.clip(left[0] @ left[1] / np.sqrt((left[0] @ left[0]) * (left[1] @ left[1])), -1, 1))
+
+
+def _rank_r(*numbers: np.ndarray) -> float:
+    return _r(*(stats.rankdata(each) for each in numbers))
 
 
 def slope(x: Column, y: Column, clusters: Column | None = None, *given: Column) -> Test:

@@ -15,14 +15,16 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, KVStore
 from kvinterp.models.caches import CacheKind, check_plain
 from kvinterp.models.hook_names import HOOKS
-from kvinterp.models.hooks import Tap
+from kvinterp.models.hooks import Tap, routing_tap
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
     keeps_only_keys_and_values,
+    plain_experts,
     text_config,
     transformers_facts,
 )
+from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.models.transformers_cache import OnTransformersCache, TransformersCache, model_cache
 
 
@@ -61,6 +63,7 @@ class BridgeAdapter(OnTransformersCache):
         facts = transformers_facts(source, name, attention="bridge")
         super().__init__(model, facts, tokenizer if tokenizer is not None else getattr(model, "tokenizer", None))
         self._blocks = decoder_layers(source)
+        plain_experts(model, self.dtype)
         self.hooks: dict[str, nn.Module] = dict(model.hook_dict)  # type: ignore[arg-type]
 
     @property
@@ -95,8 +98,10 @@ class BridgeAdapter(OnTransformersCache):
         """The HookPoint that carries a site."""
         if site.startswith("cache_"):
             raise UnsupportedError(f"site {site!r} has no hook in a bridge: it is read from the cache.")
-        name = f"blocks.{layer}.{HOOKS[site]}"
         block: Any = self.model.blocks[layer]  # type: ignore[index]
+        if site in ROUTING_SITES:
+            return routing_tap(getattr(block, "mlp", None), site, layer, self.facts.architecture)
+        name = f"blocks.{layer}.{HOOKS[site]}"
         if site in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
             raise UnsupportedError(
                 f"site {site!r} is not there: {self.facts.architecture} scales what it adds to the residual stream, and the "

@@ -22,11 +22,13 @@ CONVERTED = {
     "LlamaForCausalLM": "convert_llama_weights",
     "MistralForCausalLM": "convert_mistral_weights",
     "Gemma2ForCausalLM": "convert_gemma_weights",
+    "MixtralForCausalLM": "convert_mixtral_weights",
 }
 CARRIED = re.compile(
     r"model\.(embed_tokens|norm)\.weight|lm_head\.weight|model\.layers\.\d+\."
     r"((input|post_attention|pre_feedforward|post_feedforward)_layernorm\.weight"
-    r"|self_attn\.[qkvo]_proj\.(weight|bias)|mlp\.(gate|up|down)_proj\.weight|self_attn\.rotary_emb\.inv_freq)"
+    r"|self_attn\.[qkvo]_proj\.(weight|bias)|mlp\.(gate|up|down)_proj\.weight|self_attn\.rotary_emb\.inv_freq"
+    r"|mlp\.(gate\.weight|experts\.(gate_up|down)_proj))"
 )
 """The tensors that the conversion carries over. TransformerLens adds the bias of a gated MLP behind the product with the
 gate, where these families add it before, so that it has no place for theirs."""
@@ -58,7 +60,7 @@ def hooked_class() -> type[nn.Module]:
 def convert_checkpoint(
     folder: Path, name: str, config: Any, dtype: torch.dtype, device: torch.device, tokenizer: Any
 ) -> nn.Module:
-    """Loads a local Llama, Mistral or Gemma-2 checkpoint as an unprocessed HookedTransformer.
+    """Loads a local Llama, Mistral, Gemma-2 or Mixtral checkpoint as an unprocessed HookedTransformer.
 
     Args:
         folder: A transformers checkpoint, or a GGUF file.
@@ -70,7 +72,7 @@ def convert_checkpoint(
 
     Raises:
         InputError: Weights are missing, or hold NaN or Inf.
-        UnsupportedError: The architecture is none of the three families.
+        UnsupportedError: The architecture is none of these families.
     """
     _check_convertible((config.architectures or ["unknown"])[0])
     source, found = weights_of(folder, config=config, dtype=dtype)
@@ -97,11 +99,11 @@ def hooked_from_transformers(
     """An unprocessed HookedTransformer with the weights of a transformers model that is in memory.
 
     Args:
-        source: A transformers model of the Llama, Mistral or Gemma-2 family; it is left as it is.
+        source: A transformers model of the Llama, Mistral, Gemma-2 or Mixtral family; it is left as it is.
         config, name, dtype, device: As for :func:`convert_checkpoint`.
 
     Raises:
-        UnsupportedError: The architecture is none of the three families, or has weights that TransformerLens has no
+        UnsupportedError: The architecture is none of these families, or has weights that TransformerLens has no
             place for.
     """
     model_class = hooked_class()
@@ -119,6 +121,10 @@ def hooked_from_transformers(
     weights |= _attention_biases(tensors, weights)
     with device:
         model: Any = model_class(hooked_config, tokenizer=None, move_to_device=False)
+    if hooked_config.num_experts:
+        for block in model.blocks:
+            # TransformerLens makes experts in float32, whatever the config says.
+            block.mlp.to(dtype)
     model.load_and_process_state_dict(
         {key: tensor.to(device) for key, tensor in weights.items()},
         fold_ln=False,
@@ -238,6 +244,9 @@ def _config_fields(config: Any, architecture: str) -> dict[str, Any]:
             "NTK_by_parts_high_freq_factor": rope["high_freq_factor"],
             "NTK_by_parts_factor": rope["factor"],
         }
+    if architecture == "MixtralForCausalLM":
+        fields |= {"num_experts": config.num_local_experts, "experts_per_token": config.num_experts_per_tok}
+        fields |= {"norm_topk_prob": True}
     if architecture == "Gemma2ForCausalLM":
         fields |= {
             "attn_scale": config.query_pre_attn_scalar**0.5,

@@ -14,7 +14,7 @@ from kvinterp.errors import InputError, shown, unexpected, unknown
 from kvinterp.inputs import Model, chosen_layers
 from kvinterp.models.attaching import Site
 from kvinterp.models.native_sites import ATTENTION, KEY, MLP, OUTPUT, QUERY, VALUE
-from kvinterp.models.sites import expand_sites, listed_names
+from kvinterp.models.sites import ROUTING_SITES, expand_sites, listed_names
 
 HOOKS = {
     "resid_pre": "hook_resid_pre",
@@ -37,6 +37,8 @@ _SITES = {hook: site for site, hook in HOOKS.items()} | {
     "hook_out": "resid_post",
     "attn.hook_out": "attn_out",
     "mlp.hook_out": "mlp_out",
+    "mlp.gate.hook_out": "router",
+    "mlp.hook_expert_indices": "experts",
 }
 _MEANT = {
     "hook_embed": "blocks.0.hook_resid_pre, the residual stream that enters the first block",
@@ -45,6 +47,7 @@ _MEANT = {
     "ln_final.hook_scale": "hook_resid_post of the last block, which the final norm reads",
     "attn.hook_rot_q": "attn.hook_q, the queries before RoPE",
     "attn.hook_result": "attn.hook_z, each head's output before the output projection",
+    "mlp.hook_expert_weights": "mlp.hook_expert_indices, the experts that were chosen",
     "mlp.hook_pre": "hook_mlp_out, what the MLP adds to the residual stream",
     "mlp.hook_post": "hook_mlp_out, what the MLP adds to the residual stream",
     "ln1.hook_normalized": "hook_resid_pre, which the first norm reads",
@@ -241,4 +244,13 @@ def places_of(
             )
         for each in expand_sites([site]):
             at[each].update(where)
-    return sites, [(site, layer) for site in sites for layer in sorted(at[site])]
+    return sites, [(site, layer) for site in sites for layer in layers_with(adapter, site, sorted(at[site]))]
+
+
+def layers_with(adapter: Any, site: str, layers: Sequence[int]) -> Sequence[int]:
+    """Of these layers those that have a site: of a router's only, since models have dense layers beside those with experts.
+
+    Where none has it all are returned, so that whoever asks the model for one hears why.
+    """
+    found = [layer for layer in layers if adapter.supports(site, layer)] if site in ROUTING_SITES else []
+    return found or layers

@@ -17,8 +17,9 @@ from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo
 from kvinterp.models.caches import CacheKind, OwnCache, check_plain
 from kvinterp.models.hook_names import HOOKS
-from kvinterp.models.hooks import Tap
+from kvinterp.models.hooks import Tap, routing_tap
 from kvinterp.models.leading import lead
+from kvinterp.models.sites import ROUTING_SITES
 
 
 def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -195,6 +196,8 @@ class HookedAdapter(Adapter):
     def tap(self, site: str, layer: int) -> Tap:
         """The HookPoint that carries a site."""
         block: Any = self.model.blocks[layer]  # type: ignore[index]
+        if site in ROUTING_SITES:
+            return routing_tap(getattr(block, "mlp", None), site, layer, self.facts.architecture)
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # type: ignore[union-attr]
         if site == "cache_k" and rotary:
             return Tap(block.attn.hook_rot_k, head_major=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kvinterp.models.derived import FusedMode
+from kvinterp.models.routing import RoutingMode, experts_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +25,13 @@ class Tap:
 
     Attributes:
         module: The module to hook.
-        side: ``"input"`` (first argument), ``"output"``, ``"softmax"`` (scores or pattern inside eager attention), or
-            ``"fused"`` (the same, derived beside SDPA from what that is given).
+        side: ``"input"`` (first argument), ``"output"``, ``"softmax"`` (scores or pattern inside eager attention),
+            ``"fused"`` (the same, derived beside SDPA from what that is given), or ``"routing"`` (a router inside an MLP).
         heads: Number of heads to split the last dimension into, or None where the layout is the common one already; of
             what is derived, the number of query heads.
         span: Start and stop of the last dimension that belongs to this site in a fused projection, or None for all.
         head_major: Whether the tensor arrives as ``[batch, head, position, head_dim]``.
+        experts: How many a router chooses among.
     """
 
     module: nn.Module
@@ -37,6 +39,7 @@ class Tap:
     heads: int | None = None
     span: tuple[int, int] | None = None
     head_major: bool = False
+    experts: int = 0
 
     def get(self, raw: Tensor) -> Tensor:
         """The site's tensor in the common layout, as a view."""
@@ -57,6 +60,11 @@ class Tap:
         replaced = raw.clone()
         replaced[..., self.span[0] : self.span[1]] = new
         return replaced
+
+
+def routing_tap(mlp: Any, site: str, layer: int, architecture: str) -> Tap:
+    """Where a router's site is found; UnsupportedError where the layer has none."""
+    return Tap(mlp, "routing", experts=experts_in(mlp, site, layer, architecture))
 
 
 def own_hook(
@@ -133,9 +141,11 @@ def tap_hooks(
         rows: Of what is derived, whether ``"all"`` query positions are wanted, the ``"newest"`` alone, or ``"none"``.
     """
     if tap.side == "softmax":
-        return _mode_hooks(tap.module, lambda: _SoftmaxMode(site, emit), mine)
+        return _mode_hooks(tap.module, lambda _: _SoftmaxMode(site, emit), mine)
     if tap.side == "fused":
-        return _mode_hooks(tap.module, lambda: FusedMode(site, tap.heads or 0, emit, rows), mine)
+        return _mode_hooks(tap.module, lambda _: FusedMode(site, tap.heads or 0, emit, rows), mine)
+    if tap.side == "routing":
+        return _mode_hooks(tap.module, lambda given: RoutingMode(site, tap.experts, given, emit), mine)
     if tap.side == "input":
         return [own_hook(tap.module, stream_hook(emit), "input")]
 
@@ -181,18 +191,18 @@ class _SoftmaxMode(torch.overrides.TorchFunctionMode):
 
 
 def _mode_hooks(
-    module: nn.Module, made: Callable[[], torch.overrides.TorchFunctionMode], mine: Callable[[], bool]
+    module: nn.Module, made: Callable[[Any], torch.overrides.TorchFunctionMode], mine: Callable[[], bool]
 ) -> list[Any]:
-    """Enters a mode around one attention module, inside which alone scores and pattern can be seen."""
+    """Enters a mode around one module, inside which alone scores and pattern, or a router's choice, can be seen."""
     open_modes: list[torch.overrides.TorchFunctionMode] = []
 
     def close() -> None:
         if open_modes:
             open_modes.pop().__exit__(None, None, None)
 
-    def enter(*_: Any) -> None:
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if mine():
-            mode = made()
+            mode = made(args[0] if args else kwargs.get(_named_stream(kwargs)))
             mode.__enter__()
             open_modes.append(mode)
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, ModelInfo
 from kvinterp.models.attaching import Site
-from kvinterp.models.hooks import Tap, hooks_suspended, tap_hooks
+from kvinterp.models.hooks import Tap, hooks_suspended, routing_tap, tap_hooks
+from kvinterp.models.sites import ROUTING_SITES
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "fc2")
@@ -29,7 +30,7 @@ OUTPUT = ("o_proj", "out_proj", "dense", "c_proj")
 # The norm whose input is the residual stream between attention and MLP, in the order they are looked for.
 BEFORE_MLP = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm", "final_layer_norm")
 
-INSIDE = ("resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "attn_scores", "pattern")
+INSIDE = ("resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "attn_scores", "pattern", *ROUTING_SITES)
 ROUNDING = 2.0**-6
 """What may be lost in a sum of two or three numbers, in 16 bits or with a cast inside, relative to their sizes."""
 
@@ -62,6 +63,8 @@ class NativeSites:
         if site in ("resid_pre", "resid_post"):
             return Tap(block, "input" if site == "resid_pre" else "output")
         attention, mlp = _child(block, ATTENTION), _child(block, MLP)
+        if site in ROUTING_SITES:
+            return routing_tap(mlp, site, layer, self.facts.architecture)
         if attention is None or not self.facts.query_heads:
             raise self.lacks(site, f"layer {layer} ({type(block).__name__}) has no attention")
         if site in ("attn_scores", "pattern"):

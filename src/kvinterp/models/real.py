@@ -74,6 +74,14 @@ def home() -> Path:
         raise InputError(f"there is no home folder to keep real models in ({error}): set XDG_CACHE_HOME.") from error
 
 
+def is_here(name: str) -> bool:
+    """Whether a model of :data:`REAL` was fetched."""
+    try:
+        return os.path.exists(home() / name / REAL[name].kept)
+    except InputError:
+        return False
+
+
 def path(name: str) -> Path:
     """Where a model lies.
 

@@ -10,6 +10,8 @@ q, z                                                ``[batch, position, query_he
 k, v                                                ``[batch, position, kv_head, head_dim]``
 attn_scores, pattern                                ``[batch, query_head, query, key]``
 cache_k, cache_k_pre, cache_v                       ``[batch, kv_head, position, head_dim]``
+router                                              ``[batch, position, expert]``
+experts                                             ``[batch, position, chosen]``, whole numbers
 ==================================================  =============================================
 """
 
@@ -28,7 +30,7 @@ class Layout:
 
     Attributes:
         meaning: What the site is.
-        group: ``"residual"``, ``"attention"`` or ``"cache"``.
+        group: ``"residual"``, ``"attention"``, ``"cache"`` or ``"routing"``.
         rows: The axis that numbers positions; of scores and patterns those of the queries.
         heads: The axis that numbers heads; 0, the batch's, where there are none.
         head_kind: ``"query"`` or ``"KV"``, or empty.
@@ -60,6 +62,7 @@ _residual = functools.partial(Layout, group="residual")
 _projected = functools.partial(Layout, group="attention", heads=2)
 _attended = functools.partial(Layout, group="attention", rows=2, heads=1, head_kind="query", keys=3)
 _cached = functools.partial(Layout, group="cache", rows=2, heads=1, head_kind="KV")
+_routed = functools.partial(Layout, group="routing")
 
 LAYOUTS: dict[str, Layout] = {
     "resid_pre": _residual("residual stream entering the block"),
@@ -76,6 +79,8 @@ LAYOUTS: dict[str, Layout] = {
     "cache_k": _cached("keys of every position as attention reads them, after RoPE"),
     "cache_k_pre": _cached("keys of every position before RoPE"),
     "cache_v": _cached("values of every position as attention reads them"),
+    "router": _routed("logits of the router, one an expert (mixtures of experts)"),
+    "experts": _routed("the experts that the router chose, by number (mixtures of experts)"),
 }
 SITES: dict[str, str] = {site: layout.meaning for site, layout in LAYOUTS.items()}
 ROWS = "cache_positions"
@@ -83,8 +88,9 @@ ROWS = "cache_positions"
 LAYOUTS[ROWS] = Layout("absolute positions of the rows in the cache", "rows", rows=2, heads=1, head_kind="KV")
 RESIDUAL_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "residual")
 CACHE_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "cache")
+ROUTING_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "routing")
 ATTENDED_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.keys)
-GROUPS = {"kv": ("cache_k", "cache_v"), "resid": ("resid_pre", "resid_mid", "resid_post")}
+GROUPS = {"kv": ("cache_k", "cache_v"), "resid": ("resid_pre", "resid_mid", "resid_post"), "routing": ROUTING_SITES}
 """Names for several sites."""
 
 

@@ -30,7 +30,7 @@ class Gradients(PathHook):
         self.shown: dict[Site, Tensor] = {}
         self.listeners: dict[Site, Listener] = {}
         for site, layer in wanted:
-            if site in (*PATCHED_CACHE, "resid_mid") or adapter.derives(site):
+            if site in (*PATCHED_CACHE, "resid_mid", "experts") or adapter.derives(site):
                 raise UnsupportedError(
                     f"{site!r} has no one place whose gradient is its own: attribute resid_pre, attn_out, mlp_out, q, k, v or z, "
                     "or give method='patches'."

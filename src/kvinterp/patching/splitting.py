@@ -19,6 +19,10 @@ The differences from lane to lane are the **parts** (``fresh``, ``prompt``, ``re
 add up to the whole. ``fresh`` and ``alone`` are what a cache as such contributes; ``prompt`` and ``remade``, together
 ``anew``, are the recompute path's difference from itself, without a cache. Each part has a **null** in which the same rows are
 computed by the recompute path among more rows.
+
+A mixture of experts is split once more, into two: ``routing``, what the recompute path becomes when its routers choose the
+experts that the cached path's chose (lane ``replayed``; the weights are its own), and ``continuous``, all that is left then. Its
+null replays the choices that the recompute path makes among more rows.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ from torch import Tensor
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Site
 from kvinterp.models.caches import Dynamic
+from kvinterp.patching.hook import PatchHook, Window
 from kvinterp.patching.lanes import Donor
+from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import Plant
 from kvinterp.paths import ExecutionPath, Runner
 from kvinterp.paths.decode import lockstep
@@ -60,9 +66,13 @@ DIFFERENCES = {
     "null_remade": ("longer_remade", "one_row"),
     "null_anew": ("longer_rows", "one_row"),
     "null_alone": ("longer_among", "among"),
+    "routing": ("replayed", "recompute"),
+    "continuous": ("cached", "replayed"),
+    "null_routing": ("longer_replayed", "recompute"),
 }
 """Which two lanes each difference is between. ``decoded`` is remade and alone together, ``state`` all but fresh; each
-``null_`` is the same rows computed by the recompute path among more rows, ``null`` the whole path."""
+``null_`` is the same rows computed by the recompute path among more rows, ``null`` the whole path. The last three are of
+mixtures of experts alone."""
 
 KeysValues = Sequence[tuple[Tensor, Tensor]]
 """K and V of every layer, each ``[1, kv_head, position, head_dim]`` from position 0 on."""
@@ -92,10 +102,12 @@ class Shown:
     Attributes:
         logits: Of the newest row.
         stream: ``resid_post`` of the newest row, layer by layer.
+        chosen: The experts chosen, of every row and layer with a router, in ascending order; empty where it is not told.
     """
 
     logits: Float[Tensor, " vocab"]
     stream: Float[Tensor, "layer width"]
+    chosen: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
 
 
 class Rows(PathHook):
@@ -157,15 +169,26 @@ class StreamRunner(Runner):
 
     def __init__(self, split: Split, path: ExecutionPath, hooks: Sequence[PathHook] = (), plants: bool = True) -> None:
         model = split.adapter.at(dtype_named(path.dtype))
-        self._donor = Donor(model, split.residual, len(split.prompt))
+        self.donor = Donor(model, [*split.residual, *split.routed], len(split.prompt), _gathered(path))
+        self._residual, self._routed = split.residual, split.routed
         planted = [] if split.plant is None or not plants else [split.plant.hook()]
         prompt = torch.tensor([split.prompt], device=model.device)
-        super().__init__(split.adapter, path, prompt, split.room, [*planted, *hooks, self._donor])
+        super().__init__(split.adapter, path, prompt, split.room, [*planted, *hooks, self.donor])
 
     def shown(self, logits: Float[Tensor, "1 vocab"]) -> Shown:
         """What it shows at the step of these logits."""
-        rows = [self._donor.window(*place)[1][0, -1] for place in self._donor.listeners]
-        return Shown(logits[0].clone(), torch.stack(rows))
+        rows = [self.donor.window(*place)[1][0, -1] for place in self._residual]
+        return Shown(logits[0].clone(), torch.stack(rows), _chosen(self.donor, self._routed))
+
+
+def _gathered(path: ExecutionPath) -> tuple[str, ...]:
+    """Of a cached path the choices of all steps' rows, which a recompute path makes anew at every step."""
+    return ("experts",) if path.form == "cached" else ()
+
+
+def _chosen(donor: Donor, routed: Sequence[Site], stop: int | None = None) -> Tensor:
+    chosen = [donor.window(*place)[1][0, :stop].sort(-1).values for place in routed]
+    return torch.stack(chosen) if chosen else torch.empty(0)
 
 
 class Split:
@@ -208,8 +231,16 @@ class Split:
         self.cached = cached if plant is None else plant.written(cached, len(self.prompt))
         self.filler = (self.prompt * (suffix // len(self.prompt) + 1))[:suffix]
         self.residual: list[Site] = [("resid_post", layer) for layer in range(adapter.facts.layers)]
+        layers = range(adapter.facts.layers)
+        self.routed: list[Site] = [("experts", layer) for layer in layers if adapter.supports("experts", layer)]
         self.at_step_0: KeysValues = ()
         self.now: KeysValues = ()
+
+    def _replay(self, window: Window) -> PatchHook:
+        """Has the routers of the recompute path choose the experts that another one's chose, in all rows."""
+        model = self.adapter.at(dtype_named(self.recompute.dtype))
+        patch = Patch("experts", tuple(layer for _, layer in self.routed), positions="all")
+        return PatchHook(model, [patch], window, len(self.prompt))
 
     def steps(self) -> Iterator[tuple[int, dict[str, Shown]]]:
         """At every step what each lane of DIFFERENCES shows."""
@@ -223,6 +254,8 @@ class Split:
                 return made
 
             cached, recompute = lane(self.cached, ()), lane(self.recompute, [reads], plants=False)
+            windows = {"replayed": cached.donor.window, "longer_replayed": self._of_longer} if self.routed else {}
+            replayed = {name: lane(self.recompute, [self._replay(of)], plants=False) for name, of in windows.items()}
             one_row = {name: lane(self.one_row, [rows]) for name, rows in replaced.items()}
             fed: list[int] = []
             among: KeysValues = ()
@@ -233,6 +266,8 @@ class Split:
                 shown = {"cached": cached.shown(now.logits[0]), "recompute": recompute.shown(now.logits[1])}
                 self.now = reads.whole()
                 shown["longer"], longer = self._forward(fed, self.now, 0, self.filler)
+                self._longer = shown["longer"].chosen
+                shown |= {name: each.shown(each.advance(token)) for name, each in replayed.items()}
                 if token is None:
                     self.at_step_0 = among = longer_among = self.now
                     for each in one_row.values():
@@ -263,6 +298,10 @@ class Split:
                     )
                 yield now.number, shown
 
+    def _of_longer(self, _: str, layer: int) -> tuple[int, Tensor]:
+        """The experts that the recompute path chose among more rows."""
+        return 0, self._longer[self.routed.index(("experts", layer))][None]
+
     def _joined(self, prompt: KeysValues, decoded: KeysValues) -> KeysValues:
         """The prompt's rows of one and all later ones of another."""
         n = len(self.prompt)
@@ -286,7 +325,11 @@ class Split:
         model, path = self.adapter.at(dtype_named(self.recompute.dtype)), self.recompute
         newest = len(self.prompt) + len(fed) - 1
         tokens = torch.tensor([[*self.prompt, *fed, *filler]], device=model.device)
-        rows, reads, donor = Rows(), _Reads(model.facts.layers), Donor(model, self.residual, len(self.prompt))
+        rows, reads, donor = (
+            Rows(),
+            _Reads(model.facts.layers),
+            Donor(model, [*self.residual, *self.routed], len(self.prompt)),
+        )
         rows.held, rows.stop = held, stop
         forwards = HookedForwards(model, path.kernels.mode(model), [donor.listeners])
         # The recompute path's own store, so that the company is all that differs.
@@ -294,7 +337,7 @@ class Split:
         with torch.no_grad(), forwards.attached():
             logits = forwards.call(model.forward, tokens, store)[0, newest].clone()
         stream = torch.stack([donor.window(*place)[1][0, newest] for place in self.residual])
-        return Shown(logits, stream), reads.whole()
+        return Shown(logits, stream, _chosen(donor, self.routed, newest + 1)), reads.whole()
 
 
 _ROWS_OF_NULLS = ("longer_prompt", "longer_remade", "longer_rows", "longer_among")

@@ -24,7 +24,7 @@ from kvinterp.inputs import (
 )
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair
-from kvinterp.models.hook_names import one_site
+from kvinterp.models.hook_names import layers_with, one_site
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
@@ -317,7 +317,7 @@ def _planned(
     length: int,
 ) -> list[PlannedLane]:
     check_known("patch site", site, PATCH_SITES)
-    facts, chosen = adapter.facts, chosen_layers(adapter, layers)
+    facts, chosen = adapter.facts, layers_with(adapter, site, chosen_layers(adapter, layers))
     shadowed = direction == "into-recompute" and site in STREAM and positions in ("newest", "all")
 
     def lane(where: Sequence[int], layer: int, head: int = -1, spot: Positions = positions) -> PlannedLane:
@@ -333,9 +333,9 @@ def _planned(
         if name == "single":
             made += [lane([layer], layer) for layer in chosen]
         elif name == "cumulative":
-            made += [lane(range(layer + 1), layer) for layer in chosen]
+            made += [lane(layers_with(adapter, site, range(layer + 1)), layer) for layer in chosen]
         elif name == "cumulative-from":
-            made += [lane(range(layer, facts.layers), layer) for layer in chosen]
+            made += [lane(layers_with(adapter, site, range(layer, facts.layers)), layer) for layer in chosen]
         elif name == "blocks":
             check_whole("block", block)
             spans = [(start, min(start + block, length)) for start in range(0, length, block)]

@@ -75,7 +75,7 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
     rungs = ladder_of(useful, provenance["dtype"])
     every = [*results, *filter(None, [flips])]
     drawn = folder / "figures"
-    of_kinds = (kl_pictures, drift_pictures, attention_pictures, kv_pictures)
+    of_kinds = (kl_pictures, drift_pictures, attention_pictures, kv_pictures, routing_pictures)
     pictures = [picture for draw in of_kinds for picture in draw(main, drawn)]
     sections = [
         precision_section(rungs, drawn) if rungs else None,
@@ -202,6 +202,12 @@ def kv_pictures(main: Sequence[Result], folder: Path) -> list[Picture]:
     """How far apart K and V are, position by position."""
     lines = {place_of(r): {"": r.comparison} for r in leading(main) if r.comparison.count("kv_positions")}
     return _pictures(folder, "kv_by_position", lines, main)
+
+
+def routing_pictures(main: Sequence[Result], folder: Path) -> list[Picture]:
+    """How often other experts are chosen, layer by layer and step by step."""
+    lines = {place_of(r): {"": r.comparison} for r in leading(main) if (r.comparison.routing["step"] > 0).any()}
+    return _pictures(folder, "routing_by_step", lines, main)
 
 
 # Sections --------------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any
 
 def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list[Any]:
     """What some things were made with, by their provenances: what they share, and what differs."""
-    rows = {name: _flattened(one) for name, one in several.items()}
+    rows = {name: flattened(one) for name, one in several.items()}
     if not any(rows.values()):
         return []
     keys = list(dict.fromkeys(key for row in rows.values() for key in row))
@@ -96,12 +96,12 @@ def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list
     return [Folded("What this was made with", parts)]
 
 
-def _flattened(provenance: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flattened(provenance: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested values by dotted keys, as text."""
     rows: dict[str, str] = {}
     for key, value in provenance.items():
         nested = isinstance(value, Mapping)
-        rows |= _flattened(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(value)}
+        rows |= flattened(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(value)}
     return rows
 
 

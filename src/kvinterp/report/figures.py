@@ -34,7 +34,7 @@ def figure_named(name: str, comparisons: Labelled) -> Figure:
 
 def overview(kl: Labelled, drift: Labelled, attention: Labelled, kv: Labelled) -> Figure:
     """The four figures in one, for a page that has room for one picture: of each what it shows, by what tells them apart."""
-    given = dict(zip(FIGURES, (kl, drift, attention, kv), strict=True))
+    given = dict(zip(FIGURES, (kl, drift, attention, kv), strict=False))
     charts = [charts_of_comparisons(lines)[name] for name, lines in given.items()]
     panels = [panel if panel.facet else dataclasses.replace(panel, table=panel.table.assign(shown=chart.title), facet="shown")
               for chart in charts for panel in chart.panels]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Six small trained checkpoints that come with the package, so that everything runs offline and on a laptop's CPU.
+"""Seven small trained checkpoints that come with the package, so that everything runs offline and on a laptop's CPU.
 
 Four of them differ in nothing but how many query heads share a KV head (``llama-mini`` 1, ``gqa2-mini`` 2,
-``mistral-mini`` 4, ``mqa-mini`` 8); ``gemma2-mini`` has the parts of Gemma 2 that the others lack, and
-``llama64-mini`` the heads of 64 that block formats of a quantised cache need. ``CARD.md`` says how
+``mistral-mini`` 4, ``mqa-mini`` 8); ``gemma2-mini`` has the parts of Gemma 2 that the others lack, ``llama64-mini`` the
+heads of 64 that block formats of a quantised cache need, and ``moe-mini`` eight experts a layer. ``CARD.md`` says how
 they were trained and how well they do; ``tools/zoo`` makes them again (``make zoo``).
 """
 
@@ -17,7 +17,7 @@ from kvinterp.errors import unknown
 
 __all__ = ["describe", "folder", "names"]
 
-_NAMES = ("llama-mini", "gqa2-mini", "mistral-mini", "mqa-mini", "gemma2-mini", "llama64-mini")
+_NAMES = ("llama-mini", "gqa2-mini", "mistral-mini", "mqa-mini", "gemma2-mini", "llama64-mini", "moe-mini")
 
 _SIZES = {
     "layers": "num_hidden_layers",

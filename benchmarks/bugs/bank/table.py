@@ -1,6 +1,6 @@
 """Audits the whole bank and writes a Markdown table: name, word, layer, tensor, seconds.
 
-Run as `python tests/auditing/bank/table.py [OUT.md]`; without a file, to standard output.
+Run as `python benchmarks/bugs/bank/table.py [OUT.md]`; without a file, to standard output.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plain transformers code, no kvinterp: how far the cached path of a bank's model is from the full forward, in float64.
 
-Run as `python tests/auditing/bank/measure.py [name ...]`; prints one line a model.
+Run as `python benchmarks/bugs/bank/measure.py [name ...]`; prints one line a model.
 """
 
 from __future__ import annotations

@@ -1,0 +1,203 @@
+"""A Llama as a GGUF file, as llama.cpp's ``convert_hf_to_gguf.py`` writes it: a second engine can run the same weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvinterp.errors import InputError, UnsupportedError, shown
+from kvinterp.files import check_target, is_there
+from kvinterp.inputs import check_choice
+from kvinterp.models.adapter import Adapter
+from kvinterp.models.gguf_file import is_gguf
+from kvinterp.models.load import wrap
+from kvinterp.store import write_whole
+
+if TYPE_CHECKING:
+    import gguf
+
+STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""How products' weights are stored, by dtype; norms stay in F32, as llama.cpp has them."""
+
+
+def export(model: Any, file: str | Path, format: str = "gguf", dtype: str = "float32", existing: str = "error") -> Path:
+    """Writes a Llama as a GGUF file, weights and tokenizer, which llama.cpp and what is built on it read.
+
+    Args:
+        model: The model, as :func:`kvinterp.wrap` takes it: ``native``, of transformers' Llama, with RoPE as it is by default.
+        file: The file, which ends with ``.gguf``.
+        format: ``"gguf"``.
+        dtype: What products' weights are stored in: float32, float16 or bfloat16; norms are float32.
+        existing: What to do where the file is there: ``"error"`` or ``"overwrite"``.
+
+    Returns:
+        The file.
+
+    Raises:
+        InputError: The file cannot be written, or something given is not one there is.
+        UnsupportedError: The model is no plain Llama, or the package ``gguf`` is not installed.
+    """
+    path = check_export(file, format, dtype, existing)
+    adapter = wrap(model)
+    _check_plain(adapter)
+    with adapter.unchanged(), torch.no_grad():
+        write_gguf(adapter.model, adapter.tokenizer, path, dtype)
+    return path
+
+
+def check_export(file: str | Path, format: str, dtype: str, existing: str) -> Path:
+    """The file, once everything that needs no model was looked at: see :func:`export`."""
+    check_choice("format", format, ("gguf",))
+    check_choice("dtype", dtype, tuple(STORED))
+    check_choice("existing", existing, ("error", "overwrite"))
+    path = Path(file)
+    if not is_gguf(path):
+        raise InputError(f"file {shown(path)} was given: expected a name that ends with .gguf; give one.")
+    check_target(path, "file")
+    if existing == "error" and is_there(path):
+        raise InputError(f"file {shown(path)} is there: give another name, or --overwrite (existing='overwrite').")
+    if importlib.util.find_spec("gguf") is None:
+        raise UnsupportedError(
+            "the package gguf, with which GGUF files are written, is not installed: pip install 'kvinterp[gguf]'."
+        )
+    return path
+
+
+def _check_plain(adapter: Adapter) -> None:
+    """Raises where what llama.cpp calls ``llama`` would compute something else."""
+    name, found = adapter.facts.name, getattr(adapter.model, "config", None)
+    if adapter.kind != "native" or getattr(found, "model_type", "") != "llama":
+        kind = getattr(found, "model_type", None) or type(adapter.model).__name__
+        raise UnsupportedError(
+            f"{name} ({adapter.kind}, {kind}) is no Llama of kind native: such alone is written as GGUF."
+        )
+    assert found is not None
+    rope, act = found.rope_parameters.get("rope_type", "default"), found.hidden_act
+    extras = [name for name, _ in adapter.model.named_parameters() if name.endswith(".bias")]
+    for what, wrong in ((f"RoPE of type {rope!r}", rope != "default"), (f"{act!r} in its MLP", act not in ("silu", "swish")),
+                        (f"a bias ({extras[:1]})", bool(extras))):  # fmt: skip
+        if wrong:
+            raise UnsupportedError(f"{name} has {what}, of which nothing is written as GGUF: export a plain Llama.")
+
+
+def write_gguf(model: Any, tokenizer: Any, file: Path, dtype: str = "float32") -> None:
+    """Writes a Llama of transformers.
+
+    Args:
+        model: The model.
+        tokenizer: Its byte-level BPE tokenizer; without one the file has none.
+        file: Where; it is there whole or not at all.
+        dtype: One of :data:`STORED`.
+    """
+    import tempfile
+
+    import gguf
+
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as folder:
+        part = Path(folder) / "model.gguf"
+        writer = gguf.GGUFWriter(part, "llama")
+        add_header(writer, model.config, file.stem)
+        if tokenizer is not None:
+            add_tokenizer(writer, tokenizer)
+        for name, values in tensors(model):
+            kind = gguf.GGMLQuantizationType[STORED[dtype] if values.ndim > 1 else "F32"]
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        written(writer)
+        with part.open("rb") as made:
+            write_whole(file, lambda opened: _copy(made, opened))
+
+
+def _copy(source: Any, to: Any) -> None:
+    import shutil
+
+    shutil.copyfileobj(source, to, 1 << 20)
+
+
+def written(writer: gguf.GGUFWriter) -> None:
+    """Writes what was added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_header(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
+    """Sizes, epsilon and RoPE of a Llama's config."""
+    writer.add_name(name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+
+
+def tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """GGUF's names and the float32 numbers of a Llama; rows of queries and keys as llama.cpp's RoPE has them."""
+    import gguf
+
+    config = model.config
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.detach().float().cpu().numpy()
+        for part, count in heads.items():
+            if f".{part}." in name:
+                values = permuted(values, count)
+        called = names.get_name(name, try_suffixes=(".weight",))
+        if called is None:
+            raise UnsupportedError(f"the tensor {name!r} has no place in a Llama's GGUF file: export a plain Llama.")
+        yield called, np.ascontiguousarray(values)
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries or keys with a pair's two halves beside each other (convert_hf_to_gguf.py)."""
+    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, bos: bool | None = None) -> None:
+    """A byte-level BPE tokenizer.
+
+    Args:
+        writer: The writer.
+        tokenizer: The tokenizer.
+        bos: Whether it puts its first token before a text; as it does unless given.
+
+    Raises:
+        UnsupportedError: It is of another kind.
+    """
+    import gguf
+
+    held = json.loads(tokenizer.backend_tokenizer.to_str())["model"] if hasattr(tokenizer, "backend_tokenizer") else {}
+    if held.get("type") != "BPE" or held.get("byte_fallback"):
+        raise UnsupportedError(
+            f"a tokenizer of type {held.get('type')!r} is not written as GGUF: expected a byte-level BPE; wrap the model without "
+            "its tokenizer, and give the engine token ids."
+        )
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    special = set(tokenizer.all_special_tokens)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL for t in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in held["merges"]])
+    for kind in ("bos", "eos", "pad"):
+        if (number := getattr(tokenizer, f"{kind}_token_id")) is not None:
+            getattr(writer, f"add_{kind}_token_id")(number)
+    own = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    writer.add_add_bos_token(own if bos is None else bos)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)

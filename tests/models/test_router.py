@@ -1,0 +1,146 @@
+"""The router's sites: what a plain loop of transformers computes, in every architecture and kind, and where there is none."""
+
+import re
+
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models.bridge import build_bridge
+from kvinterp.models.convert import hooked_from_transformers
+from routed import CONFIGS, EXPERTS, LAYERS, PROMPT, built, router
+from support import assert_bitwise
+
+STEPS = 4
+HOW = {"max_new_tokens": STEPS, "stop": "length"}
+WITHIN = {"rtol": 2.0**-17, "atol": 2.0**-17}
+"""Of two kinds of model: routers and GPT-OSS's attention compute in float32 inside, whatever the model is in."""
+architectures = pytest.mark.parametrize("name", CONFIGS)
+
+
+def plain(model, path):
+    """What every router returns for the newest token, step by step, in a loop as users write it."""
+    seen = {}
+    handles = [
+        router(model, layer).register_forward_hook(lambda _, __, output, at=layer: seen.__setitem__(at, output))
+        for layer in LAYERS[next(n for n in CONFIGS if type(model.config).__name__ == type(CONFIGS[n]()).__name__)]
+    ]
+    steps, tokens, cache = [], list(PROMPT), None
+    try:
+        for step in range(STEPS):
+            fed = tokens if path == "recompute" or not step else tokens[-1:]
+            with torch.no_grad():
+                output = model(input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=path == "cached")
+            cache = output.past_key_values if path == "cached" else None
+            tokens.append(int(output.logits[0, -1].argmax()))
+            steps.append({layer: [part[-1] for part in found] for layer, found in seen.items()})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return steps
+
+
+@architectures
+@pytest.mark.bits
+@pytest.mark.parametrize("path", ["cached", "recompute"])
+def test_the_logits_and_choices_are_those_of_a_plain_loop_to_the_bit(name, path):
+    model = built(name, torch.float32)
+    steps = plain(model, path)
+    trace = kv.run(kv.wrap(model), PROMPT, path, record="routing", **HOW)
+    assert sorted({layer for _, layer in trace.records}) == LAYERS[name]
+    for step, found in enumerate(steps):
+        for layer, (logits, _, chosen) in found.items():
+            assert_bitwise(trace["router", layer][step], logits, f"router logits of layer {layer} at step {step}")
+            assert trace["experts", layer][step].tolist() == chosen.tolist()
+            assert trace["router", layer].shape == (STEPS, EXPERTS[name])
+
+
+@architectures
+def test_a_bridge_shows_the_same_and_all_positions_are_there(name):
+    model = built(name)
+    native = kv.run(kv.wrap(model), PROMPT, "recompute", record="routing", positions="all", **HOW)
+    bridge = kv.wrap(build_bridge(built(name), name))
+    trace = kv.run(bridge, PROMPT, "recompute", record="routing", positions="all", **HOW)
+    assert trace.records.keys() == native.records.keys()
+    for layer in LAYERS[name]:
+        for step in range(STEPS):
+            ours, theirs = (each.records["router", layer][step] for each in (trace, native))
+            assert ours.shape == (len(PROMPT) + step, EXPERTS[name])
+            torch.testing.assert_close(ours, theirs, **WITHIN)
+            chosen = trace.records["experts", layer][step]
+            assert torch.equal(chosen.sort().values, native.records["experts", layer][step].sort().values)
+
+
+@pytest.mark.hooked
+def test_a_mixtral_becomes_a_hooked_transformer_with_the_same_routers():
+    model = built("mixtral")
+    hooked = kv.wrap(hooked_from_transformers(model, model.config, "mixtral", torch.float64, torch.device("cpu")))
+    one, other = (kv.run(kv.wrap(each), PROMPT, record="routing", **HOW) for each in (hooked, model))
+    assert one.tokens == other.tokens
+    for layer in LAYERS["mixtral"]:
+        torch.testing.assert_close(one["router", layer], other["router", layer], **WITHIN)
+        assert torch.equal(one["experts", layer], other["experts", layer])
+    with kv.record(hooked, "blocks.1.mlp.hook_expert_indices") as seen:
+        hooked.model(torch.tensor([PROMPT]))
+    assert torch.equal(seen["experts", 1][0].sort(-1).values, seen.kept["experts", 1][0][0].sort(-1).values)
+
+
+@architectures
+@pytest.mark.bits
+def test_recording_and_putting_back_ones_own_choices_change_no_bit(name):
+    model = kv.wrap(built(name, torch.float32))
+    bare = kv.run(model, PROMPT, "recompute", **HOW)
+    donor = kv.run(model, PROMPT, "recompute", record="routing", positions="all", max_new_tokens=1)
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        own = model.model(input_ids=tokens).logits
+        for site in ("router", "experts"):
+            layers = tuple(LAYERS[name])
+            with kv.patched(model, kv.Patch(site, layers, positions="all", steps=(0,), donor=donor)):
+                assert_bitwise(model.model(input_ids=tokens).logits, own, site)
+    assert bare.tokens[0] == donor.tokens[0]
+
+
+@architectures
+def test_a_choice_put_in_gets_the_weights_that_the_router_itself_gives(name):
+    """The experts are the donor's, the weights those of this run's own logits: what the experts module is handed says so."""
+    model = built(name)
+    layer, given = LAYERS[name][-1], []
+    experts = model.model.layers[layer].mlp.experts
+    handle = experts.register_forward_pre_hook(lambda _, args: given.append([each.clone() for each in args[1:]]))
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        model(input_ids=tokens)
+        other = (given[0][0] + 1) % EXPERTS[name]
+        with kv.patched(model, kv.Patch("experts", (layer,), positions="all", donor=other[None])):
+            model(input_ids=tokens)
+    handle.remove()
+    (own, before), (chosen, weights) = given
+    changed = (own.sort(-1).values != other.sort(-1).values).any(-1)
+    assert changed.any()
+    assert torch.equal(chosen[changed], other[changed])
+    assert not torch.equal(weights[changed], before[changed])
+    if name != "olmoe":
+        # All but OLMoE scale the weights of the chosen to a sum, whatever was chosen; in float32, whatever the model is in.
+        torch.testing.assert_close(weights.sum(-1), before.sum(-1), rtol=4 * torch.finfo(torch.float32).eps, atol=0)
+
+
+def test_what_has_no_router_says_so_and_a_choice_that_is_none_is_refused():
+    dense = kv.load_model("zoo:gqa2-mini", kind="native")
+    with pytest.raises(UnsupportedError, match="layer 0 of LlamaForCausalLM has no router that chooses experts"):
+        kv.run(dense, "1 + 1 =", record="router")
+    model = built("deepseek-v3")
+    with pytest.raises(UnsupportedError, match="layer 0 of DeepseekV3ForCausalLM has no router"):
+        kv.run(kv.wrap(model), PROMPT, record="experts", layers=[0])
+    for donor in ("zero", kv.mean_donor(kv.wrap(model), [PROMPT], "experts", layers=[1])):
+        with pytest.raises(UnsupportedError, match=re.escape("experts are chosen by number")):
+            kv.patched(model, kv.Patch("experts", (1,), donor=donor)).__enter__()
+    wrong = torch.full((1, len(PROMPT), 3), 8)
+    with (
+        pytest.raises(InputError, match="experts 8 to 8 were given to choose: expected numbers from 0 to 7"),
+        kv.patched(model, kv.Patch("experts", (1,), positions="all", donor=wrong)),
+    ):
+        model(input_ids=torch.tensor([PROMPT]))
+    with pytest.raises(InputError, match="site 'router' alone cannot be compared"):
+        kv.compare(kv.wrap(model), [PROMPT], record="router")
