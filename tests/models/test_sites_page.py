@@ -33,7 +33,14 @@ def test_every_site_is_on_the_page_with_its_meaning_and_hook():
 def test_the_shapes_are_those_of_a_trace(kind, path):
     model = kv.load_model("zoo:moe-mini", kind=kind, attention="eager" if kind == "native" else None)
     facts = model.facts
-    sizes = {"width": facts.width, "query_head": facts.query_heads, "kv_head": facts.kv_heads, "head_dim": 16, "expert": 8, "chosen": 2}
+    sizes = {
+        "width": facts.width,
+        "query_head": facts.query_heads,
+        "kv_head": facts.kv_heads,
+        "head_dim": 16,
+        "expert": 8,
+        "chosen": 2,
+    }
     prompt = len(model.encode("1 + 1 ="))
     for positions, column in (("newest", "newest"), ("all", path)):
         how = {"record": list(SITES), "positions": positions, "layers": [1], "max_new_tokens": STEPS, "stop": "length"}

@@ -118,13 +118,19 @@ def test_positions_at_which_the_prompts_differ_are_marked(load: Any, panel: Patc
     assert len(tokens) == len(ids[0]) + STEPS - 1
 
 
-@pytest.mark.parametrize("more", [{}, {"donor": "resample", "seed": 3, "layer": "0,1"}, {"donor": "path", "head": 1, "site": "kv"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"donor": "resample", "seed": 3, "layer": "0,1"}, {"donor": "path", "head": 1, "site": "kv"}]
+)
 def test_the_code_gives_the_same_answer(load: Any, panel: PatchPanel, more: dict[str, Any]) -> None:
     panel.choose(**more)
     assert panel.answer is not None
     again = eval(panel.widget.answer["code"], {"kv": kv, "model": load(NATIVE)})
     assert again.asked == panel.answer.asked
-    assert (again.d_before, again.d_after, again.l2_after) == (panel.answer.d_before, panel.answer.d_after, panel.answer.l2_after)
+    assert (again.d_before, again.d_after, again.l2_after) == (
+        panel.answer.d_before,
+        panel.answer.d_after,
+        panel.answer.l2_after,
+    )
 
 
 def test_what_is_wrong_is_a_sentence_and_the_panel_stays_usable(panel: PatchPanel) -> None:

@@ -92,7 +92,9 @@ class Asked:
         if positions is None:
             positions = "all" if self.site in PATCHED_CACHE else "newest"
         steps: Any = EVERY if self.step == EVERY else (self.step,)
-        return Patch(self.site, self.layers, (self.head,) if isinstance(self.head, int) else self.head, positions, steps, donor)
+        return Patch(
+            self.site, self.layers, (self.head,) if isinstance(self.head, int) else self.head, positions, steps, donor
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +193,9 @@ def answer_of(
         recovery=float(metrics.recovery(means[0], means[1])),
         l2_recovery=float(metrics.recovery(means[2], means[3])),
         why="" if asked.ablates else metrics.why_undefined(len(steps), float(means[2]), float(means[0])),
-        **dict(zip(("d_before", "d_after", "l2_before", "l2_after", "pair_before", "pair_after"), means.tolist(), strict=True)),
+        **dict(
+            zip(("d_before", "d_after", "l2_before", "l2_after", "pair_before", "pair_after"), means.tolist(), strict=True)
+        ),
         pair=tuple(adapter.pieces(list(pair))),  # type: ignore[arg-type]
         pair_recovery=float(metrics.recovery(means[4], means[5])),
         steps=pd.DataFrame(columns),
@@ -210,7 +214,7 @@ def distance(
 
 
 def pair_of(donor: Float[Tensor, "step vocab"], base: Float[Tensor, "step vocab"]) -> tuple[int, int]:
-    """The two tokens of the logit difference: the donor's first where the logits are farthest apart, and the other run's first there.
+    """The two tokens of the logit difference: the donor's first where the logits are farthest apart, and the other run's.
 
     Where that is the same token, the donor's second.
     """

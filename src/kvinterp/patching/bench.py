@@ -225,7 +225,7 @@ class PatchBench:
     # What does ---------------------------------------------------------------------------------------------------------
 
     def _answered(self, asked: Asked) -> tuple[list[int], tuple[int, int], Tensor, Tensor, Tensor]:
-        """The steps patched, the two tokens of the logit difference, and at each step the donor's, unpatched and patched logits."""
+        """The steps, the two tokens of the logit difference, and at each step the donor's, unpatched and patched logits."""
         PatchHook(self.adapter, [asked.patch()])
         with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
             source = self._source(asked)

@@ -36,7 +36,9 @@ def _exactly(value: float, unit: str = "") -> str:
 def asked_said(asked: Asked, heads: tuple[int, str], last_step: int) -> str:
     """What a patch by hand moves, and from where, in words; "all" is said with how many ``heads`` the site has of which kind."""
     count, kind = heads
-    head = "" if not count else f", all {count} {kind}s at once" if asked.head is None else f", {kind} {said_of(asked.head)}"
+    head = (
+        "" if not count else f", all {count} {kind}s at once" if asked.head is None else f", {kind} {said_of(asked.head)}"
+    )
     spots = {
         "newest": "at the newest position",
         "all": "at all positions that attention reads" if asked.site in _IN_CACHE else "at all positions computed",

@@ -295,8 +295,9 @@ def _widget_class() -> Any:
 
 
 def _asked(given: Mapping[str, Any]) -> Asked:
-    fields = {field.name: given[field.name] for field in dataclasses.fields(Asked)}
-    return Asked(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    fields: dict[str, Any] = {field.name: given[field.name] for field in dataclasses.fields(Asked)}
+    settled: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return Asked(**settled)
 
 
 def _typed(name: str, value: Any) -> Any:

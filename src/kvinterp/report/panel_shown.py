@@ -26,8 +26,11 @@ def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None
         },
         "direction": [[name, name, f"the {name.removeprefix('into-')} path is patched"] for name in DIRECTIONS],
         "view": [[name, name, "each cell is a patch of its own"] for name in VIEWS],
-        "distance": [["kl", "KL", "in nats"], ["l2", "L2", "of the logits"],
-                     ["logit_difference", "logit difference", "of two tokens, named beside the map"]],
+        "distance": [
+            ["kl", "KL", "in nats"],
+            ["l2", "L2", "of the logits"],
+            ["logit_difference", "logit difference", "of two tokens, named beside the map"],
+        ],
         "layer": [[0, "0", ""]],
         "head": [[None, "all", ""]],
         "step": [[EVERY, "all", ""]],
@@ -62,10 +65,7 @@ def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None
         "positions": [
             ["newest", "newest", "the one that decides the next token"],
             ["all", "all", "all that the step computes; of K and V all that it reads"],
-            *(
-                [plain(span), _span(span), _block(span, pieces).partition(" ")[2]]
-                for span in spans
-            ),
+            *([plain(span), _span(span), _block(span, pieces).partition(" ")[2]] for span in spans),
         ],
     }
 
@@ -87,7 +87,10 @@ def answer_shown(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[s
     one, two = answer.pair
     distances: dict[str, tuple[str, float, float, float]] = {
         "logit_difference": (
-            f"logit difference {one!r} − {two!r}", answer.pair_before, answer.pair_after, answer.pair_recovery
+            f"logit difference {one!r} − {two!r}",
+            answer.pair_before,
+            answer.pair_after,
+            answer.pair_recovery,
         ),
         "kl": ("KL, nats", answer.d_before, answer.d_after, answer.recovery),
         "l2": ("L2 of the logits", answer.l2_before, answer.l2_after, answer.l2_recovery),

@@ -201,8 +201,10 @@ function render({ model, el }) {
   }
 
   answer.setAttribute("aria-live", "polite");
-  // JupyterLab takes single letters for its own: pressing a made a cell.
-  el.setAttribute("data-lm-suppress-shortcuts", "true");
+  // JupyterLab takes single letters for its own: pressing a made a cell. It looks at the focused element first, then at what holds it.
+  const keep = (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true");
+  el.addEventListener("focusin", keep);
+  keep({ target: el });
   el.classList.add("kv", "kvinterp-panel");
   el.replaceChildren(
     element("div", { class: "kv-controls" }, ...areas.map(([, , label]) => label),
@@ -215,7 +217,7 @@ function render({ model, el }) {
   );
   model.on("change:answered", show);
   show();
-  return () => model.off("change:answered", show);
+  return () => { model.off("change:answered", show); el.removeEventListener("focusin", keep); };
 }
 
 export default { render };
