@@ -1,4 +1,4 @@
-"""Lay two saved results of one command side by side: how they were made, what each found, which prompts flip in one only.
+"""Lay two saved results of one command side by side: how they were made, what each found, which prompts flip in one.
 
 A and B are folders that kvinterp wrote. Findings are joined by their name and what they are of. A prompt that both results hold is
 compared with itself: of what was measured of each prompt the median of B less A is given, with its interval.
@@ -93,14 +93,15 @@ class CompareRuns(Experiment):
         """How the findings lie to each other, and what differs in how the two were made."""
         beside, flips, differ = (outcome.tables.get(name) for name in ("beside", "flips", "differences"))
         said = f"The two results of {outcome.summary['command']} have no finding in common"
-        if beside is not None and (both := beside[~beside["reading"].isin(ONLY)]).size:
+        if beside is not None and not beside["reading"].isin(ONLY).all():
             counts = beside["reading"].value_counts()
             forms = {**_FORMS, **dict.fromkeys(ONLY, "")}
             parts = [f"{counts[name]} {form or name}" for name, form in forms.items() if name in counts]
             said = f"{counted(len(beside), 'finding')} of A and B: {listed(parts)}"
         if flips is not None:
             by = flips["change"].value_counts()
-            said += f"; flips of {counted(len(flips), 'pair')} of one prompt: {by.get('gained', 0)} in B only, {by.get('lost', 0)} in A only"
+            pairs = counted(len(flips), "pair")
+            said += f"; flips of {pairs} of one prompt: {by.get('gained', 0)} in B only, {by.get('lost', 0)} in A only"
         elif outcome.summary["prompts_of_both"] == 0:
             said += "; no prompt is in both"
         names = [] if differ is None else [f"{row.what} ({row.a}; {row.b})" for row in differ.head(2).itertuples()]
