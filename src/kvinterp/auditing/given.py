@@ -149,7 +149,7 @@ class _Judge:
         return Verdict(
             word, None, self.begins if word not in GOOD else None, "", "", {}, tuple(self.checks), (),
             "\n".join([head, f"  {why}", *(f"  {line}" for line in lines)]), "yes" if word in allow else "no",
-            {**about, "dtype": self.declared or "not given"}, (), self.found,
+            {**about, "dtype": self.declared or "not given"}, given=self.found,
         )  # fmt: skip
 
     def _judged(self) -> tuple[str, str]:
