@@ -7,7 +7,7 @@ STAMP := $(VENV)/.made
 TL4 := .venv-tl4
 WORKERS ?= 2
 
-.PHONY: demo real test test-slow test-all test-processors test-tl4 check docs bench figures zoo clean env wild
+.PHONY: demo real test test-slow test-all test-processors test-tl4 check docs package bench figures zoo clean env wild
 
 env: $(STAMP)
 
@@ -62,6 +62,18 @@ check: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python tools/docs/check.py site
+
+# The package as others get it: built, installed into an environment of its own, whose other packages are those of ours, and run there.
+PACKAGE := build/package
+PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
+package: $(STAMP)
+	rm -rf build dist
+	$(BIN)/python -m build --quiet --no-isolation
+	$(BIN)/python -m venv --without-pip $(PACKAGE)
+	$(BIN)/python -m pip --python $(PACKAGE)/bin/python install --quiet --no-deps dist/*.whl
+	$(BIN)/python -c "$(PURELIB)" > "$$($(PACKAGE)/bin/python -c "$(PURELIB)")/others.pth"
+	cd $(PACKAGE) && bin/python -c "import kvinterp, sys; assert kvinterp.__file__.startswith(sys.prefix), kvinterp.__file__"
+	cd $(PACKAGE) && bin/kvinterp compare zoo:gqa2-mini --prompts arithmetic:1 --max-new-tokens 3 --out smoke
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/recording.py

@@ -85,7 +85,9 @@ def test_findings_are_joined_by_name_and_label() -> None:
     both = beside_of(a, b)
     assert both["reading"].tolist() == [WITHIN, OUTSIDE, OPEN, "equal", *ONLY]
     assert both["finding"].tolist() == ["x", "x", "y", "z", "mine", "theirs"]
-    assert both.loc[both["reading"] == OUTSIDE, ["of", "estimate_a", "estimate_b"]].to_numpy().tolist() == [["layer 1", 1, 5]]
+    assert both.loc[both["reading"] == OUTSIDE, ["of", "estimate_a", "estimate_b"]].to_numpy().tolist() == [
+        ["layer 1", 1, 5]
+    ]
 
 
 def test_one_models_findings_are_joined_with_another_models() -> None:
@@ -136,7 +138,15 @@ def test_audits_are_laid_side_by_side_by_rung_and_check(tmp_path: Path) -> None:
     from kvinterp.auditing.bench import Check
 
     def audited(word: str, status: str, error: float, folder: Path) -> Path:
-        rung = {"unit_roundoff": 1e-7, "steps": 4, "bitwise_equal_steps": 0, "max_abs_logit": error, "max_kl": 0.0, "relative_logit": error, "block_error": error}
+        rung = {
+            "unit_roundoff": 1e-7,
+            "steps": 4,
+            "bitwise_equal_steps": 0,
+            "max_abs_logit": error,
+            "max_kl": 0.0,
+            "relative_logit": error,
+            "block_error": error,
+        }
         evidence = {"float32": {**rung, "block_error_in_unit_roundoffs": 3.0}}
         check = Check("padded", status, "said")
         reading = f"{'PASS' if word == 'rounding' else 'FAIL'}  {word}  a model"

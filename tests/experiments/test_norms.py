@@ -127,7 +127,9 @@ def test_an_audit_says_where_the_model_stands_and_is_not_judged_by_it(tmp_path, 
     assert "norms: " in verdicts[0].reading
     assert verdicts[0].parts[2], "the line on what was run is found behind it"
     monkeypatch.setattr(norms, "known", lambda: table(1.0))
-    assert "nothing comparable" in kv.audit(model, **given).reading
+    alone = kv.audit(model, **given)
+    assert "nothing comparable" in alone.norms["said"]
+    assert "norms: " not in alone.reading
 
 
 @pytest.mark.parametrize(

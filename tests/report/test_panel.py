@@ -70,6 +70,69 @@ def test_what_all_means_is_said(load: Any, panel: PatchPanel) -> None:
     assert "at the newest position" in panel.widget.answer["said"], "each site with positions of its own"
 
 
+def test_several_layers_and_heads_and_free_positions_are_typed(load: Any, panel: PatchPanel) -> None:
+    bench = kv.PatchBench(load(NATIVE), STEPS)
+    panel.choose(site="z", layer="0, 2-3", head="1,3", positions="4-6", step=2)
+    asked = bench.ask(PROMPT, "z", (0, 2, 3), (1, 3), 2, positions=(4, 7), donor="prompt", other=OTHER)
+    assert panel.answer is not None
+    assert (panel.answer.d_after, panel.answer.pair_after) == (asked.d_after, asked.pair_after)
+    assert panel.answer.d_after != bench.ask(PROMPT, "z", 0, 1, 2, positions=(4, 7), donor="prompt", other=OTHER).d_after
+    assert panel.widget.asked["layer"] == [0, 2, 3]
+    assert [[0, 2, 3], "0, 2, 3", "at once"] in panel.widget.choices["layer"]
+    assert "z, layer 0, 2, 3, head 1, 3, positions 4–6, step 2" in panel.widget.tried["entries"][-1]["said"]
+    panel.choose(positions="5", layer="1")
+    assert (panel.widget.asked["positions"], panel.widget.asked["layer"]) == ([5, 6], 1)
+    for field, typed in (("layer", "x"), ("layer", "3-1"), ("positions", "1,5"), ("positions", "9" * 12), ("layer", "99")):
+        panel.choose(**{field: typed})
+        assert panel.widget.error, (field, typed)
+        panel.choose(layer=0, positions="newest")
+        assert not panel.widget.error
+    json.dumps({name: getattr(panel.widget, name) for name in TRAITS}, allow_nan=False)
+
+
+def test_the_logit_difference_is_of_the_two_tokens_that_it_names(load: Any, panel: PatchPanel) -> None:
+    panel.choose(distance="logit_difference", site="resid_post", layer=3, positions="newest", step="every").fill()
+    answer = panel.answer
+    assert answer is not None
+    one, two = answer.pair
+    assert panel.widget.answer["distances"][0][0] == f"logit difference {one!r} − {two!r}"
+    assert panel.widget.map["cells"][3][0] == answer.pair_recovery
+    logits = answer.tokens.set_index(["run", "text"])["logit"]
+    at = answer.steps["step"].tolist().index(answer.shown_step)
+    adapter = load(NATIVE)
+    runs = [kv.run(adapter, text, "recompute", max_new_tokens=STEPS, continuation=list(panel._benches[panel.widget.asked["model"]].fed),
+                   stop="length", logits="keep").logits for text in (OTHER, PROMPT)]  # fmt: skip
+    first, second = (adapter.tokenizer.encode(each, add_special_tokens=False)[0] for each in answer.pair)
+    gaps = [(run[:, first] - run[:, second]).double() for run in runs]
+    assert answer.pair_before == pytest.approx(float((gaps[0] - gaps[1]).abs().mean()), rel=1e-6)
+    assert len(logits)
+    assert at >= 0
+
+
+def test_positions_at_which_the_prompts_differ_are_marked(load: Any, panel: PatchPanel) -> None:
+    ids = [load(NATIVE).tokenizer.encode(text) for text in (PROMPT, OTHER)]
+    tokens = panel.widget.choices["tokens"]
+    differ = [at for at, (one, other) in enumerate(zip(*ids, strict=True)) if one != other]
+    assert differ
+    assert [at for at, (_, differs) in enumerate(tokens) if differs] == differ
+    assert len(tokens) == len(ids[0]) + STEPS - 1
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"donor": "resample", "seed": 3, "layer": "0,1"}, {"donor": "path", "head": 1, "site": "kv"}]
+)
+def test_the_code_gives_the_same_answer(load: Any, panel: PatchPanel, more: dict[str, Any]) -> None:
+    panel.choose(**more)
+    assert panel.answer is not None
+    again = eval(panel.widget.answer["code"], {"kv": kv, "model": load(NATIVE)})
+    assert again.asked == panel.answer.asked
+    assert (again.d_before, again.d_after, again.l2_after) == (
+        panel.answer.d_before,
+        panel.answer.d_after,
+        panel.answer.l2_after,
+    )
+
+
 def test_what_is_wrong_is_a_sentence_and_the_panel_stays_usable(panel: PatchPanel) -> None:
     before = dict(panel.widget.asked)
     for asked, said in (
@@ -285,7 +348,7 @@ class TestInABrowser:
         page.locator("[name=undo]").click()
         settled(page)
         assert (panel.widget.asked["layer"], panel.widget.asked["step"]) == (1, 2)
-        page.locator("summary").click()
+        page.locator(".kv-tried summary").click()
         page.locator(".kv-tried button").first.click()
         settled(page)
         assert panel.widget.asked["donor"] == "path"
@@ -311,6 +374,39 @@ class TestInABrowser:
         page.locator("[data-at='0 0']").click()
         settled(page)
         assert panel.widget.asked["head"] is None
+        opened.quiet()
+
+    def test_tokens_are_picked_and_the_panel_is_reset(self, shown: Any, panel: PatchPanel, tmp_path: Path) -> None:
+        opened = shown()
+        page = opened.page
+        settled(page)
+        marked = page.locator(".kv-differs").evaluate_all("(all) => all.map((one) => Number(one.dataset.token))")
+        assert marked == [at for at, (_, differs) in enumerate(panel.widget.choices["tokens"]) if differs]
+        page.locator("[data-token='3']").click()
+        settled(page)
+        assert panel.widget.asked["positions"] == [3, 4]
+        page.locator("[data-token='5']").click(modifiers=["Shift"])
+        settled(page)
+        assert panel.widget.asked["positions"] == [3, 6]
+        assert page.locator("[data-token][aria-pressed=true]").count() == 3
+        page.locator("[name=layer-typed]").fill("0,2")
+        page.locator("[name=layer-typed]").blur()
+        settled(page)
+        assert panel.widget.asked["layer"] == [0, 2]
+        assert page.locator("select[name=layer]").evaluate("(of) => of.selectedOptions[0].textContent") == "0, 2"
+        for name in ("csv", "png"):
+            with page.expect_download() as waiting:
+                page.locator(f"[name={name}]").click()
+            waiting.value.save_as(tmp_path / name)
+        lines = (tmp_path / "csv").read_bytes().decode().split("\r\n")
+        assert [line.split(",")[0].strip('"') for line in lines[1:]] == panel.widget.map["rows"]
+        cell = panel.widget.map["cells"][1][2]
+        assert float(lines[2].split(",")[3].strip('"')) == cell
+        assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
+        page.locator("[name=reset]").click()
+        settled(page)
+        assert (panel.widget.asked["layer"], panel.widget.asked["positions"]) == (0, "newest")
+        assert page.locator("[name=reset]").is_disabled()
         opened.quiet()
 
     def test_filling_is_stopped_and_goes_on(self, shown: Any, panel: PatchPanel) -> None:

@@ -116,6 +116,22 @@ class Padded:
         made, _ = self.runner.run(tokens, singles(tokens, prompt), prompt, cache, later)
         return torch.cat([logits[:, -1:], made], 1)
 
+    def chunked(self) -> Tensor | None:
+        """Logits of the prompt's last rows, fed at once on a cache of those before, and of the steps; None of recurrent states.
+
+        A state is begun anew by several tokens, as the check of chunks says.
+        """
+        _, cache = self.runner.feed(self.tokens[:, : self.before], None, 0, self.masking.of(0, self.before))
+        if self.runner.recurrent_layers(cache):
+            return None
+        sizes = [self.prompt - self.before, *singles(self.tokens, self.prompt)]
+        return self.runner.run(self.tokens, sizes, self.before, cache, self.masking)[0]
+
+    @property
+    def before(self) -> int:
+        """So many of the prompt's positions hold every pad and a token of each row."""
+        return max(self.pads) + 1
+
     def cause(self, made: Tensor, limit: float) -> str:
         """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
         if _mixed(self.tokens, made, lambda other: self.decode(tokens=other), limit):
@@ -186,6 +202,9 @@ def left_padding(bench: Bench) -> Check:
         given.masked = given.wants_mask()
         made = given.decode()
         found = Errors().add(made, Recomputation(theirs, null), first, first).add(made, reference, first)
+        chunked = given.chunked() if given.before < prompt - 1 else None
+        if chunked is not None:
+            found.add(chunked, Recomputation(reference.logits, null), given.before)
         if not hint and max(found.values()) > bench.beyond * null:
             with contextlib.suppress(Exception):  # What is wrong with the model may break the search for its cause too.
                 hint = given.cause(made, bench.beyond * null)
@@ -193,8 +212,8 @@ def left_padding(bench: Bench) -> Check:
         reach = min(reach, seen)
         rows.append(given.lengths)
     what = (
-        f"prompts of {'; of '.join(rows)} tokens in a left-padded batch, {length - prompt} decode steps, "
-        "against the padded batch and each prompt alone without a cache"
+        f"prompts of {'; of '.join(rows)} tokens in a left-padded batch, at once and in two parts, {length - prompt} decode "
+        "steps, against the padded batch and each prompt alone without a cache"
     )
     return bench.settle(errors, what, hint, reach)
 

@@ -85,12 +85,13 @@ class Verdict(Kept):
         return f"<Verdict: {' '.join(self.reading.splitlines()[0].split())}>"
 
     def standing(self, norms: Mapping[str, Any]) -> Verdict:
-        """The same with where the model stands in the table of norms, the last line before what was exercised."""
+        """The same with where the model stands in the table of norms: where others are like it, a line of the reading too."""
         if not norms:
             return self
         lines = self.reading.splitlines()
         cut = next((i for i, line in enumerate(lines) if line.startswith("exercised: ")), len(lines))
-        reading = "\n".join([*lines[:cut], f"norms: {norms['said']}.", *lines[cut:]])
+        said = [] if norms["percentile"] is None else [f"norms: {norms['said']}."]
+        reading = "\n".join([*lines[:cut], *said, *lines[cut:]])
         return dataclasses.replace(self, norms=norms, reading=reading)
 
     @property

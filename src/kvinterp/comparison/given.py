@@ -99,7 +99,7 @@ def positive(values: np.ndarray) -> str | None:
     return said if above else None
 
 
-def read_paths(adapter: Adapter, file: str | Path, format: str | None = None) -> list[GivenPath]:
+def read_paths(adapter: Adapter, file: Any, format: str | None = None) -> list[GivenPath]:
     """The paths of a file, or of a server with nothing cached, with the model's own ids of texts and its own beginning."""
     texts: dict[str, int | None] = {}
 

@@ -162,7 +162,7 @@ class Audit(Experiment):
             # Of weights that were rounded to 16 bits no other precision is found again.
             named = {**self.named(), "dtype": self.dtype or "float32"}
             given = {"file": self.against, "format": self.format, "declared": self.dtype, "prompts": self.prompts}
-            given["keep"] = str(self.answers or "kvinterp-answers") if self.is_live() else None
+            given["answers"] = str(self.answers or "kvinterp-answers") if self.is_live() else None
             return [Cell("audit", f"{__name__}:judged", {"model": named, **given, "seed": self.seed, "allow": self.allow})]
         settings = {
             **{name: getattr(self, name) for name in ("prompts", "steps", "seed", "allow", "lengths")},
@@ -259,7 +259,7 @@ def judged(
     seed: int,
     allow: Sequence[str],
     prompts: str | None = None,
-    keep: str | None = None,
+    answers: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The verdict on another engine's log-probs, as texts."""
     from kvinterp.auditing.given import audit_given
@@ -270,7 +270,7 @@ def judged(
 
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
-        told = (allow, seed, lambda said: tell(f"against {file}: {said}", 0.5), prompts, keep)
+        told = (allow, seed, lambda said: tell(f"against {file}: {said}", 0.5), prompts, answers)
         found = audit_given(adapter, file, format, declared, *told)
     made = Audited(found, [], None, dict(found.provenance))  # type: ignore[arg-type]
     said = {"reading": str(found), "exit_code": found.exit_code, "claims": []}

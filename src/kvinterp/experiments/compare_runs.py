@@ -1,4 +1,4 @@
-"""Lay two saved results of one command side by side: how they were made, what each found, which prompts flip in one only.
+"""Lay two saved results of one command side by side: how they were made, what each found, which prompts flip in one.
 
 A and B are folders that kvinterp wrote. Findings are joined by their name and what they are of. A prompt that both results hold is
 compared with itself: of what was measured of each prompt the median of B less A is given, with its interval.
@@ -93,14 +93,15 @@ class CompareRuns(Experiment):
         """How the findings lie to each other, and what differs in how the two were made."""
         beside, flips, differ = (outcome.tables.get(name) for name in ("beside", "flips", "differences"))
         said = f"The two results of {outcome.summary['command']} have no finding in common"
-        if beside is not None and (both := beside[~beside["reading"].isin(ONLY)]).size:
+        if beside is not None and not beside["reading"].isin(ONLY).all():
             counts = beside["reading"].value_counts()
             forms = {**_FORMS, **dict.fromkeys(ONLY, "")}
             parts = [f"{counts[name]} {form or name}" for name, form in forms.items() if name in counts]
             said = f"{counted(len(beside), 'finding')} of A and B: {listed(parts)}"
         if flips is not None:
             by = flips["change"].value_counts()
-            said += f"; flips of {counted(len(flips), 'pair')} of one prompt: {by.get('gained', 0)} in B only, {by.get('lost', 0)} in A only"
+            pairs = counted(len(flips), "pair")
+            said += f"; flips of {pairs} of one prompt: {by.get('gained', 0)} in B only, {by.get('lost', 0)} in A only"
         elif outcome.summary["prompts_of_both"] == 0:
             said += "; no prompt is in both"
         names = [] if differ is None else [f"{row.what} ({row.a}; {row.b})" for row in differ.head(2).itertuples()]
@@ -119,7 +120,9 @@ class CompareRuns(Experiment):
                 what, measure = of.pop("quantity"), of.pop("measure")
                 change = own["b"] - own["a"]
                 note = f"larger in B for {(change > 0).sum()}, in A for {(change < 0).sum()}"
-                rows.append(median_of(f"median change of a prompt's {what}, B less A", change, measure=measure, note=note, **of))
+                rows.append(
+                    median_of(f"median change of a prompt's {what}, B less A", change, measure=measure, note=note, **of)
+                )
         if (flips := outcome.tables.get("flips")) is not None:
             labels = [name for name in flips.columns if name in LABELS]
             for key, own in flips.groupby(labels, sort=False) if labels else [((), flips)]:
@@ -144,7 +147,9 @@ class CompareRuns(Experiment):
                 top = own.head(_LINES).assign(line=lambda t: (t["of"] + ": ").where(t["of"] != "", "") + t["finding"])
                 sides = [top.rename(columns={f"{n}_{s}": n for n in _NUMBERS}).assign(run=s.upper()) for s in "ab"]
                 long = pd.concat([side[["line", "run", *_NUMBERS]] for side in sides])
-                label = f"in {measure or 'its own unit'}, with 95% intervals" + f", {_LINES} of {len(own)}" * (len(own) > _LINES)
+                label = f"in {measure or 'its own unit'}, with 95% intervals" + f", {_LINES} of {len(own)}" * (
+                    len(own) > _LINES
+                )
                 scale = "zero" if (long["estimate"] >= 0).all() else "linear"
                 panels.append(Panel(long, "estimate", "line", "dots", color="run", label=label, scale=scale))
             if panels:
@@ -212,7 +217,9 @@ def _read(folder: Path) -> Outcome:
 
     found = load(folder)
     if not isinstance(found, Kept):
-        raise InputError(f"folder {str(folder)!r} holds a trace, which has no findings: give the folder of a command's result.")
+        raise InputError(
+            f"folder {str(folder)!r} holds a trace, which has no findings: give the folder of a command's result."
+        )
     outcome = outcome_of(found)
     return experiment_of(outcome.verb)().with_findings(outcome)
 
@@ -354,14 +361,14 @@ def by_prompt_of(
             for side, each, of in (("a", a, of_a), ("b", b, of_b))
         ]  # fmt: skip
         quantity, measure = MEASURES[column]
-        parts.append(pd.concat(sides, axis=1, join="inner").reset_index().assign(quantity=f"mean {quantity}", measure=measure))
+        parts.append(
+            pd.concat(sides, axis=1, join="inner").reset_index().assign(quantity=f"mean {quantity}", measure=measure)
+        )
     found = pd.concat(parts, ignore_index=True)
     return found.assign(id=found["prompt"].map(_id))[["quantity", "measure", *labels, "id", "a", "b"]]
 
 
-def flips_of(
-    a: Mapping[str, Any], b: Mapping[str, Any], of_a: Mapping[int, str], of_b: Mapping[int, str]
-) -> pd.DataFrame:
+def flips_of(a: Mapping[str, Any], b: Mapping[str, Any], of_a: Mapping[int, str], of_b: Mapping[int, str]) -> pd.DataFrame:
     """The first flip of each prompt that both have: labels, id, step_a, step_b, and change: gained, lost, moved, same, none.
 
     Args:

@@ -1,8 +1,8 @@
 """Measure what is normal: the relative logit difference of right models, by architecture, dtype, length and plan.
 
 Each model decodes random tokens with its cache, and the same tokens are recomputed. Its row of norms.csv holds the median and the
-largest relative logit difference of the steps. The table that comes with the package was made so; name yours in KVINTERP_NORMS, and
-`audit` places a model among the rows of both. A place judges nothing: rounding or bug is the audit's to say.
+largest relative logit difference of the steps. The table that comes with the package was made so; KVINTERP_NORMS names yours, and
+an audit places a model among the rows of both. A place judges nothing: rounding or bug is the audit's to say.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ class Norms(Experiment):
         from kvinterp.auditing.audit import checked_lengths
         from kvinterp.auditing.called import plans_of
         from kvinterp.models import dtype_named
+        from kvinterp.models.load import device_named
         from kvinterp.reading.norms import read_norms
 
         super().check()
+        device_named(self.device)
         if not self.models:
             raise InputError("the list of models is empty: give at least one.")
         for dtype in self._dtypes():

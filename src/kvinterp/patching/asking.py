@@ -15,6 +15,7 @@ from kvinterp import metrics
 from kvinterp.errors import InputError
 from kvinterp.inputs import check_choice, check_known
 from kvinterp.models import Adapter
+from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
 from kvinterp.patching.ablation import ABLATIONS, Ablation
 from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, Positions
 from kvinterp.patching.side_by_side import DISTANCES, check_finite
@@ -22,8 +23,8 @@ from kvinterp.patching.sweeping import DIRECTIONS
 from kvinterp.recording import Trace
 
 EVERY = "every"
-MEASURED = ("kl", "l2")
-"""What is measured of every patch: KL in nats, and the L2 distance of the logits."""
+MEASURED = ("kl", "l2", LOGIT_DIFFERENCE)
+"""What is measured of every patch: KL in nats, the L2 distance of the logits, and how far apart two tokens' logits are moved."""
 DONORS = {
     "path": "the other path, on the same prompt",
     "prompt": "the same path, on another prompt of as many tokens",
@@ -37,8 +38,8 @@ class Asked:
 
     Attributes:
         site: A site of PATCH_SITES.
-        layer: The layer.
-        head: Query head or KV head, as the site has them; all for None.
+        layer: The layer, or several.
+        head: Query head or KV head, as the site has them, or several; all for None.
         step: A step, or ``"every"``: every step from ``first`` on.
         positions: As of a :class:`Patch`; None for the newest, of the cache all.
         direction: A direction of DIRECTIONS: into which path.
@@ -47,8 +48,8 @@ class Asked:
     """
 
     site: str = "resid_post"
-    layer: int = 0
-    head: int | None = None
+    layer: int | tuple[int, ...] = 0
+    head: int | tuple[int, ...] | None = None
     step: int | str = EVERY
     positions: Positions | None = None
     direction: str = "into-recompute"
@@ -71,6 +72,11 @@ class Asked:
         return 1 if self.donor == "path" else 0
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers."""
+        return self.layer if isinstance(self.layer, tuple) else (self.layer,)
+
+    @property
     def into(self) -> str:
         """The form of the path that is patched."""
         return self.direction.removeprefix("into-")
@@ -86,7 +92,9 @@ class Asked:
         if positions is None:
             positions = "all" if self.site in PATCHED_CACHE else "newest"
         steps: Any = EVERY if self.step == EVERY else (self.step,)
-        return Patch(self.site, (self.layer,), None if self.head is None else (self.head,), positions, steps, donor)
+        return Patch(
+            self.site, self.layers, (self.head,) if isinstance(self.head, int) else self.head, positions, steps, donor
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +112,10 @@ class PatchAnswer:
         d_after: KL(donor || patched); of an ablation KL(unpatched || patched), which is what it does.
         l2_before: L2 distance of the logits, unpatched.
         l2_after: The same, patched.
+        pair: The two tokens of the logit difference, whose ids are :func:`pair_of`'s.
+        pair_before: ``|difference of the donor - that of the unpatched|``, in logits.
+        pair_after: The same, patched.
+        pair_recovery: The recovery of it.
         steps: One row a step patched: step, token (fed at it), recovery, d_before, d_after, l2_recovery.
         tokens: The top tokens at ``shown_step`` of each run: run (donor, unpatched, patched), rank, token, text, probability,
             logit.
@@ -119,6 +131,10 @@ class PatchAnswer:
     d_after: float
     l2_before: float
     l2_after: float
+    pair: tuple[str, str]
+    pair_before: float
+    pair_after: float
+    pair_recovery: float
     steps: pd.DataFrame
     tokens: pd.DataFrame
     shown_step: int
@@ -138,6 +154,7 @@ def answer_of(
     adapter: Adapter,
     fed: Sequence[int],
     top: int,
+    pair: tuple[int, int],
 ) -> PatchAnswer:
     """The answer to a patch.
 
@@ -148,15 +165,16 @@ def answer_of(
         adapter: The model, whose tokens they are.
         fed: The tokens fed, one a step from step 1 on.
         top: How many of each run's top tokens to show.
+        pair: The ids of the two tokens of the logit difference.
 
     Raises:
         NonFiniteError: NaN or Inf appeared in the logits.
     """
     donor, base, patched = logits
-    (before, after), (l2_before, l2_after) = (
-        [DISTANCES[name](donor, other).double() for other in (base, patched)] for name in MEASURED
+    (before, after), (l2_before, l2_after), (pair_before, pair_after) = (
+        [distance(name, donor, other, pair) for other in (base, patched)] for name in MEASURED
     )
-    means = torch.stack([distances.mean() for distances in (before, after, l2_before, l2_after)])
+    means = torch.stack([each.mean() for each in (before, after, l2_before, l2_after, pair_before, pair_after)])
     check_finite(means, f"the patch of {asked.site} at layer {asked.layer}")
     columns = {
         "step": list(steps),
@@ -175,11 +193,35 @@ def answer_of(
         recovery=float(metrics.recovery(means[0], means[1])),
         l2_recovery=float(metrics.recovery(means[2], means[3])),
         why="" if asked.ablates else metrics.why_undefined(len(steps), float(means[2]), float(means[0])),
-        **dict(zip(("d_before", "d_after", "l2_before", "l2_after"), means.tolist(), strict=True)),
+        **dict(
+            zip(("d_before", "d_after", "l2_before", "l2_after", "pair_before", "pair_after"), means.tolist(), strict=True)
+        ),
+        pair=tuple(adapter.pieces(list(pair))),  # type: ignore[arg-type]
+        pair_recovery=float(metrics.recovery(means[4], means[5])),
         steps=pd.DataFrame(columns),
         tokens=_top_tokens(runs, adapter, top),
         shown_step=int(steps[shown]),
     )
+
+
+def distance(
+    name: str, donor: Float[Tensor, "step vocab"], other: Float[Tensor, "step vocab"], pair: tuple[int, int]
+) -> Float[Tensor, " step"]:
+    """How far some logits are from the donor's at each step, by one of :data:`MEASURED`."""
+    if name == LOGIT_DIFFERENCE:
+        return (logit_difference(donor, pair) - logit_difference(other, pair)).abs()
+    return DISTANCES[name](donor, other).double()
+
+
+def pair_of(donor: Float[Tensor, "step vocab"], base: Float[Tensor, "step vocab"]) -> tuple[int, int]:
+    """The two tokens of the logit difference: the donor's first where the logits are farthest apart, and the other run's.
+
+    Where that is the same token, the donor's second.
+    """
+    at = int(DISTANCES["l2"](donor, base).argmax())
+    first, second = donor[at].topk(2).indices.tolist()
+    other = int(base[at].argmax())
+    return first, second if other == first else other
 
 
 def _top_tokens(runs: Mapping[str, Float[Tensor, " vocab"]], adapter: Adapter, top: int) -> pd.DataFrame:

@@ -21,13 +21,13 @@ from kvinterp.models import wrap
 from kvinterp.models.hook_names import one_site
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.ablation import ZERO, Ablation
-from kvinterp.patching.asking import EVERY, MEASURED, Asked, PatchAnswer, answer_of
+from kvinterp.patching.asking import EVERY, MEASURED, Asked, PatchAnswer, answer_of, distance, pair_of
 from kvinterp.patching.clean_corrupted import check_aligned
 from kvinterp.patching.donors import mean_donor, resample_donor
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch, Positions, stored_sites
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.side_by_side import DISTANCES, check_finite
+from kvinterp.patching.side_by_side import check_finite
 from kvinterp.paths import Runner, path_named, run
 from kvinterp.paths.decode import fed_to_all, lockstep
 from kvinterp.recording import Trace
@@ -64,8 +64,8 @@ class PatchBench:
         self,
         prompt: Any,
         site: str = "resid_post",
-        layer: int = 0,
-        head: int | None = None,
+        layer: int | tuple[int, ...] = 0,
+        head: int | tuple[int, ...] | None = None,
         step: int | str = EVERY,
         direction: str = "into-recompute",
         top: int = 5,
@@ -97,7 +97,8 @@ class PatchBench:
             UnsupportedError: This model does not show the site.
         """
         site, own = one_site(self.adapter, site)
-        (layer,) = chosen_layers(self.adapter, own or [layer])
+        layers = chosen_layers(self.adapter, own or (layer if isinstance(layer, tuple) else [layer]))
+        layer = layers[0] if len(layers) == 1 else tuple(layers)
         asked = Asked(site, layer, head, step, positions, direction, donor, seed)
         if donor != "resample":
             check_unread("seed", seed, 0, f"donor {donor!r} draws nothing; leave it out, or give donor='resample'")
@@ -109,8 +110,8 @@ class PatchBench:
     def answer(self, asked: Asked, top: int = 5) -> PatchAnswer:
         """The answer to a patch of the prompt that :meth:`turn_to` turned to, as :meth:`ask` gives it."""
         started, top = time.perf_counter(), check_whole("top", top)
-        steps, *logits = self._answered(asked)
-        answer = answer_of(asked, steps, torch.stack(logits), self.adapter, self._fed(), top)
+        steps, pair, *logits = self._answered(asked)
+        answer = answer_of(asked, steps, torch.stack(logits), self.adapter, self._fed(), top, pair)
         return dataclasses.replace(answer, seconds=time.perf_counter() - started)
 
     def measure(self, asked: Asked) -> dict[str, list[float]] | None:
@@ -124,10 +125,10 @@ class PatchBench:
         """
         if not self._moves(asked):
             return None
-        _, donor, base, patched = self._answered(asked)
+        _, pair, donor, base, patched = self._answered(asked)
         found = {}
         for name in MEASURED:
-            before, after = (DISTANCES[name](donor, other).double() for other in (base, patched))
+            before, after = (distance(name, donor, other, pair) for other in (base, patched))
             check_finite(torch.stack([before, after]), f"the patch of {asked.site} at layer {asked.layer}")
             before, after = (torch.cat([distances.mean()[None], distances]) for distances in (before, after))
             found[name] = (after if asked.ablates else metrics.recovery(before, after)).tolist()
@@ -160,6 +161,11 @@ class PatchBench:
         return self._prompt
 
     @property
+    def other(self) -> tuple[int, ...]:
+        """Token ids of the other prompt; none where there is none."""
+        return self._other[0] if self._other else ()
+
+    @property
     def fed(self) -> tuple[int, ...]:
         """The tokens that both paths are fed, one a step from step 1 on."""
         if not self._traces:
@@ -178,9 +184,9 @@ class PatchBench:
     def _trace(self, form: str, of: str, asked: Asked | None = None) -> Trace:
         # All positions are recorded at one layer only, the newest of every layer.
         whole = asked is not None and asked.patch().positions != "newest"
-        layer = asked.layer if asked is not None and whole else None
+        layers = asked.layers if asked is not None and whole else None
         site = "" if asked is None else asked.site
-        key = (form, of, site, layer)
+        key = (form, of, site, layers)
         if key not in self._traces:
             lead = form == "cached" and of == "prompt" and not any(k[:2] == (form, of) for k in self._traces)
             fed = None if lead else self._fed()
@@ -193,7 +199,7 @@ class PatchBench:
                 continuation=fed,
                 stop="end of sequence" if fed is None else "length",
                 record=stored_sites(self.adapter, site) if site else (),
-                layers=None if layer is None else [layer],
+                layers=layers,
                 positions="all" if whole else "newest",
                 logits="keep",
             )
@@ -207,7 +213,7 @@ class PatchBench:
             raise InputError("donor 'resample' draws another prompt's rows and none was given: give other='a text'.")
         if key not in self._pools:
             self.runs += 1
-            of, at = [list(tokens) for tokens in self._other or (self._prompt,)], [asked.layer]
+            of, at = [list(tokens) for tokens in self._other or (self._prompt,)], list(asked.layers)
             drawn = asked.donor == "resample"
             self._pools[key] = (
                 resample_donor(self.adapter, of, asked.site, at, seed=asked.seed)
@@ -218,8 +224,8 @@ class PatchBench:
 
     # What does ---------------------------------------------------------------------------------------------------------
 
-    def _answered(self, asked: Asked) -> tuple[list[int], Tensor, Tensor, Tensor]:
-        """The steps patched, and at each the logits of what gives, of the unpatched run and of the patched one."""
+    def _answered(self, asked: Asked) -> tuple[list[int], tuple[int, int], Tensor, Tensor, Tensor]:
+        """The steps, the two tokens of the logit difference, and at each step the donor's, unpatched and patched logits."""
         PatchHook(self.adapter, [asked.patch()])
         with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
             source = self._source(asked)
@@ -228,7 +234,7 @@ class PatchBench:
             steps = list(range(asked.first, len(base))) if asked.step == EVERY else [int(asked.step)]
             self._check_steps(asked, steps, len(base))
             patched = self._patched(asked, asked.patch(source), steps)
-        return steps, donor[steps], base[steps], patched
+        return steps, pair_of(donor, base), donor[steps], base[steps], patched
 
     def _source(self, asked: Asked) -> Trace | Ablation:
         if asked.ablates:

@@ -58,6 +58,8 @@ class ExecutionPath:
 
     def __post_init__(self) -> None:
         check_known("form of path", self.form, FORMS)
+        if isinstance(self.call, Call) and self.call.options:
+            self._take_options(self.call)
         check_instance(
             "kernels", self.kernels, Kernels, "a kernel mode, such as SplitK(4), or use Cached(kernels='native')"
         )
@@ -83,6 +85,16 @@ class ExecutionPath:
         if self.call is not None:
             self._check_call()
 
+    def _take_options(self, call: Call) -> None:
+        """Puts the options that a call plan is a name for in their place, so that a path has one text whichever was given."""
+        plain = {"chunk": None, "cache": Dynamic()}
+        for name, value in call.options.items():
+            given = getattr(self, name)
+            if given != plain[name]:
+                raise InputError(f"{name}={given} was given with call={call}, which says that too: leave one out.")
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "call", call.rest)
+
     def _check_call(self) -> None:
         """Refuses what a call plan cannot go together with."""
         check_instance("call", self.call, Call, "a call plan, or use Cached(call='padded(left,5)')")
@@ -92,6 +104,8 @@ class ExecutionPath:
         for name in ("refresh", "smooth"):
             if getattr(self, name) is not None:
                 raise InputError(f"{name}={getattr(self, name)} was given with call={self.call}: leave one out.")
+        if not self.call.kernels and not isinstance(self.kernels, Native):
+            raise InputError(f"kernels={self.kernels} was given with call={self.call}, which has its own: leave one out.")
         if self.policy.evicts or self.policy.sites or (self.policy.acts and not self.call.policies):
             raise InputError(
                 f"policy={self.policy} was given with call={self.call}, which moves rows under it: leave one out."

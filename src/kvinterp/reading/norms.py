@@ -1,8 +1,8 @@
 """What is normal: how far apart the two paths of other models were, by architecture, dtype, length and plan.
 
-A table of one row a model and way of running; ours is made by ``kvinterp norms`` and comes with the package, and the file that
-the variable KVINTERP_NORMS names stands beside it. It says where a model stands among others like it, and never judges: rounding or bug
-is the audit's to say.
+A table of one row a model and way of running. Ours is made by ``kvinterp norms`` and comes with the package; the file that the
+variable KVINTERP_NORMS names stands beside it. It says where a model stands among others like it, and never judges: rounding or
+bug is the audit's to say.
 """
 
 from __future__ import annotations

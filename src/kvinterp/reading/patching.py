@@ -36,7 +36,9 @@ def _exactly(value: float, unit: str = "") -> str:
 def asked_said(asked: Asked, heads: tuple[int, str], last_step: int) -> str:
     """What a patch by hand moves, and from where, in words; "all" is said with how many ``heads`` the site has of which kind."""
     count, kind = heads
-    head = "" if not count else f", all {count} {kind}s at once" if asked.head is None else f", {kind} {asked.head}"
+    head = (
+        "" if not count else f", all {count} {kind}s at once" if asked.head is None else f", {kind} {said_of(asked.head)}"
+    )
     spots = {
         "newest": "at the newest position",
         "all": "at all positions that attention reads" if asked.site in _IN_CACHE else "at all positions computed",
@@ -57,7 +59,12 @@ def asked_said(asked: Asked, heads: tuple[int, str], last_step: int) -> str:
         "mean": "the mean over the positions of the other prompt, or without one of this prompt",
         "resample": f"rows drawn from the other prompt's positions (seed {asked.seed})",
     }[asked.donor]
-    return f"{asked.site} of layer {asked.layer}{head}, {where}, {when}: replaced in the {asked.into} path by {giving}."
+    return f"{asked.site} of layer {said_of(asked.layer)}{head}, {where}, {when}: replaced in the {asked.into} path by {giving}."
+
+
+def said_of(number: int | tuple[int, ...] | None) -> str:
+    """A layer or a head, or several."""
+    return ", ".join(map(str, number)) if isinstance(number, tuple) else str(number)
 
 
 def map_said(measure: str, ablates: bool) -> str:
@@ -67,5 +74,9 @@ def map_said(measure: str, ablates: bool) -> str:
     return f"What each patch alone recovers of the {_DISTANCES[measure]} (1 all of it, 0 nothing, below 0 farther apart)"
 
 
-_EFFECT = {"kl": "KL(unpatched || patched)", "l2": "L2 distance of the logits"}
+_EFFECT = {
+    "kl": "KL(unpatched || patched)",
+    "l2": "L2 distance of the logits",
+    "logit_difference": "logit difference of two tokens",
+}
 _IN_CACHE = ("kv", "cache_k", "cache_v")

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, unexpected
 from kvinterp.inputs import check_choice, check_text, check_unread, check_whole
 from kvinterp.models import load_model, wrap
 from kvinterp.models.load import check_loadable
 from kvinterp.patching import VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
 from kvinterp.patching.asking import MEASURED
 from kvinterp.paths import kernels_named
-from kvinterp.reading.patching import recovery_said
+from kvinterp.reading.patching import recovery_said, said_of
 from kvinterp.report.panel_picture import picture
-from kvinterp.report.panel_shown import answer_shown, choices, map_shown, plain
+from kvinterp.report.panel_shown import answer_shown, choices, code_of, map_shown, plain
 from kvinterp.report.script import script, styles
 
 PROMPT = "Question: Nora has 88 boxes and Jack has 53. How many more boxes does Nora have than Jack?\nAnswer:"
@@ -142,7 +142,10 @@ class PatchPanel:
         return {
             "asked": given,
             "choices": choices(self._models, bench, asked),
-            "answer": answer_shown(answer, bench, measure),
+            "answer": {
+                **answer_shown(answer, bench, measure),
+                "code": code_of(asked, given["prompt"], given["other"], self._max_new_tokens, self._kernels),
+            },
             "map": map_shown(self.map, measure, asked),
             "tried": {"entries": self._tried, "at": self._at},
         }
@@ -163,6 +166,7 @@ class PatchPanel:
 
     def _settled(self, given: dict[str, Any], bench: PatchBench) -> tuple[dict[str, Any], Asked]:
         """What is asked, where heads and positions are such as the site has."""
+        given.update({name: _typed(name, given[name]) for name in ("layer", "head", "positions")})
         heads, _ = bench.adapter.facts.heads_of(_asked(given).site)
         if not heads:
             given["head"] = None
@@ -176,7 +180,7 @@ class PatchPanel:
         return {
             **given,
             **{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)},
-            "positions": plain(asked.positions),
+            **{name: plain(getattr(asked, name)) for name in ("layer", "head", "positions")},
         }, asked
 
     def _note(self, given: dict[str, Any], back: Any) -> None:
@@ -189,10 +193,12 @@ class PatchPanel:
             return
         assert self.answer is not None
         lead, _ = recovery_said(self.answer)
-        head = "" if given["head"] is None else f", head {given['head']}"
-        said = (
-            f"{given['site']}, layer {given['layer']}{head}, step {given['step']}, {given['direction']}, {given['donor']}"
-        )
+        asked = self.answer.asked
+        head = "" if asked.head is None else f", head {said_of(asked.head)}"
+        at = asked.positions
+        where = f"positions {at[0]}–{(at[1] or 0) - 1}" if isinstance(at, tuple) else f"{at} positions"
+        place = f"{asked.site}, layer {said_of(asked.layer)}{head}, {where}, step {asked.step}"
+        said = f"{place}, {asked.direction}, {asked.donor}"
         if len(self._tried) == MOST_TRIED:
             self._tried, self._at = self._tried[1:], self._at - 1
             self._tried = [{**entry, "before": max(entry["before"] - 1, 0)} for entry in self._tried]
@@ -289,6 +295,27 @@ def _widget_class() -> Any:
 
 
 def _asked(given: Mapping[str, Any]) -> Asked:
-    fields = {field.name: given[field.name] for field in dataclasses.fields(Asked)}
-    positions = fields["positions"]
-    return Asked(**{**fields, "positions": tuple(positions) if isinstance(positions, list) else positions})
+    fields: dict[str, Any] = {field.name: given[field.name] for field in dataclasses.fields(Asked)}
+    settled: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return Asked(**settled)
+
+
+def _typed(name: str, value: Any) -> Any:
+    """Layers, heads or positions that were typed: one number, several as ``0,2``, or a range as ``1-3``."""
+    if not isinstance(value, str) or (name == "positions" and value in ("newest", "all", "earlier")):
+        return value
+    numbers: list[int] = []
+    for part in value.replace("–", "-").split(","):
+        low, dash, high = (each.strip() for each in part.partition("-"))
+        if not all(each.isdecimal() and len(each) < _DIGITS for each in (low, high if dash else low)):
+            raise unexpected(name, value, "numbers such as 3, 0,2 or 1-3")
+        numbers += range(int(low), int(high if dash else low) + 1)
+    if not numbers or (name == "positions" and numbers != list(range(numbers[0], numbers[-1] + 1))):
+        raise unexpected(name, value, "one range such as 5 or 3-7" if numbers else "the smaller number first, as in 1-3")
+    if name == "positions":
+        return [numbers[0], numbers[-1] + 1]
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+_DIGITS = 6
+"""Of a number that is typed, more than any position has."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-WHITE, MORE, LESS = (255, 255, 255), (176, 74, 0), (0, 90, 158)
+WHITE, MORE, LESS = (255, 255, 255), (0, 90, 158), (176, 74, 0)
 """The colours of the light panel; each cell brings the colour of its own text, so that it reads on any page."""
 
 

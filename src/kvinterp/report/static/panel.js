@@ -6,11 +6,70 @@ const PANEL_CHOICES = [["model", "Model"], ["donor", "What gives (donor)"], ["di
   ["layer", "Layer"], ["head", "Head"], ["step", "Step"], ["positions", "Positions"], ["view", "Map"],
   ["distance", "Distance"]];
 
+const TYPED = ["layer", "head", "positions"];
+
+/** The tokens of the prompt: a click picks the position, a click with Shift as far as it; those that the other prompt has not stand out. */
+function showTokens(root, tokens, positions, pick) {
+  const [start, stop] = Array.isArray(positions) ? positions : [-1, -1];
+  root.replaceChildren(...tokens.map(([text, differs], at) => element("button", { type: "button", "data-token": at,
+    title: `position ${at}${differs ? ", where the other prompt has another token" : ""}`,
+    class: differs ? "kv-token kv-differs" : "kv-token", "aria-pressed": at >= start && at < stop ? "true" : "false",
+    onclick: (event) => pick(event.shiftKey && start >= 0 ? [Math.min(start, at), Math.max(start, at) + 1] : [at, at + 1]) },
+  seen(text).replace(/^ | $/g, "␣"))));
+}
+
+/** Hands a file to the reader. */
+function download(name, blob) {
+  const link = element("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+/** A map as CSV: its columns behind the name of its rows; what has no value is empty. */
+function csvOf(made) {
+  const quoted = (cell) => `"${String(cell ?? "").replaceAll('"', '""')}"`;
+  const head = [`${made.fields[0]} by ${made.fields[1]}`, ...made.columns];
+  return [head, ...made.rows.map((row, at) => [row, ...made.cells[at]])].map((line) => line.map(quoted).join(",")).join("\r\n");
+}
+
+/** A map as a picture, in the colours that it has now. */
+function pngOf(map, made, done) {
+  const size = 26, left = 170, top = 120, canvas = element("canvas");
+  [canvas.width, canvas.height] = [left + size * made.columns.length + 20, top + size * made.rows.length + 20];
+  canvas.width = Math.max(canvas.width, 720);
+  const pen = canvas.getContext("2d"), look = getComputedStyle(map);
+  pen.fillStyle = getComputedStyle(map.closest(".kvinterp-panel")).backgroundColor;
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  pen.fillStyle = look.color;
+  pen.font = "12px sans-serif";
+  pen.fillText(made.title, 8, 18, canvas.width - 16);
+  pen.fillText(`${made.fields[0]} ↓ ${made.fields[1]} →  ${made.unit}`, 8, 38, canvas.width - 16);
+  made.rows.forEach((row, at) => pen.fillText(String(row), 8, top + size * at + 17, left - 16));
+  made.columns.forEach((column, at) => {
+    pen.save();
+    pen.translate(left + size * at + 16, top - 6);
+    pen.rotate(-Math.PI / 2);
+    pen.fillText(String(column), 0, 0, top - 56);
+    pen.restore();
+  });
+  for (const cell of map.querySelectorAll("[data-at]")) {
+    const [row, column] = cell.dataset.at.split(" ").map(Number);
+    const place = [left + size * column, top + size * row, size - 1, size - 1];
+    pen.fillStyle = getComputedStyle(cell).backgroundColor;
+    pen.fillRect(...place);
+    if (made.cells[row][column] === null) pen.strokeRect(...place);
+  }
+  canvas.toBlob(done);
+}
+
 /** A choice of one of several values, with what the chosen one means under it; tell(value) hears it. */
 function chooser(name, title, tell) {
+  const typed = TYPED.includes(name) && element("input", { type: "text", name: `${name}-typed`, "aria-label": `${title}, typed`,
+    placeholder: "or type 3, 1-3", onchange: () => { if (typed.value.trim()) tell(typed.value.trim()); typed.value = ""; } });
   const select = element("select", { name, onchange: () => tell(JSON.parse(select.value)) });
   const meaning = element("small");
-  const shown = element("label", { class: name === "model" ? "kv-twice" : false }, element("span", {}, title), select, meaning);
+  const shown = element("label", { class: name === "model" ? "kv-twice" : false }, element("span", {}, title), select,
+    ...(typed ? [meaning, typed] : [meaning]));
   return {
     shown,
     show(options, value) {
@@ -48,7 +107,14 @@ function showAnswer(root, answer, error) {
     element("div", { class: "kv-lists" }, ...answer.lists.map((list) => element("div", { class: "kv-wide" },
       plainTable(list.title, ["token", "probability", "logit"], list.rows)))),
     element("p", { class: "kv-soft" }, answer.seconds),
+    element("details", { class: "kv-code" }, element("summary", {}, "As code"), element("pre", {}, answer.code),
+      element("button", { type: "button", name: "copy", onclick: (event) => copied(event.target, answer.code) }, "Copy")),
   );
+}
+
+/** Copies a text, and says so; where a page may not, the text is there to be marked. */
+function copied(button, text) {
+  navigator.clipboard?.writeText(text).then(() => { button.textContent = "Copied"; }, () => { button.textContent = "Mark it and copy"; });
 }
 
 /** What was tried, each of which can be gone back to. */
@@ -86,6 +152,12 @@ function render({ model, el }) {
     const tried = model.get("tried");
     goBack(tried.entries[tried.at].before);
   } }, "Undo");
+  const reset = element("button", { type: "button", name: "reset", title: "Back to where this panel began", onclick: () => goBack(0) }, "Reset");
+  const csv = element("button", { type: "button", name: "csv",
+    onclick: () => download("kvinterp-map.csv", new Blob([csvOf(model.get("map"))], { type: "text/csv" })) }, "CSV of the map");
+  const png = element("button", { type: "button", name: "png",
+    onclick: () => pngOf(map, model.get("map"), (blob) => download("kvinterp-map.png", blob)) }, "PNG of the map");
+  const tokens = element("div", { class: "kv-tokens", role: "group", "aria-label": "Positions of the prompt" });
   const filling = element("button", { type: "button", name: "filling", onclick: () => { stopped = !stopped; showMap(); } });
   const [answer, map, mapNote, list] = ["div", "div", "p", "ol"].map((kind) => element(kind));
 
@@ -119,6 +191,9 @@ function render({ model, el }) {
     for (const [name, text] of areas) if (document.activeElement !== text) text.value = asked[name];
     seed.value = asked.seed;
     seed.disabled = asked.donor !== "resample";
+    showTokens(tokens, choices.tokens ?? [], asked.positions, (positions) => ask({ positions }));
+    reset.disabled = tried.at <= 0;
+    csv.disabled = png.disabled = !model.get("map").name;
     undo.disabled = tried.at < 0 || tried.entries[tried.at].before === tried.at;
     showAnswer(answer, model.get("answer"), model.get("error"));
     showTried(list, tried, goBack);
@@ -126,17 +201,23 @@ function render({ model, el }) {
   }
 
   answer.setAttribute("aria-live", "polite");
+  // JupyterLab takes single letters for its own: pressing a made a cell. It looks at the focused element first, then at what holds it.
+  const keep = (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true");
+  el.addEventListener("focusin", keep);
+  keep({ target: el });
   el.classList.add("kv", "kvinterp-panel");
   el.replaceChildren(
-    element("div", { class: "kv-controls" }, ...areas.map(([, , label]) => label), ...choosers.map(([, of]) => of.shown),
+    element("div", { class: "kv-controls" }, ...areas.map(([, , label]) => label),
+      element("div", { class: "kv-across" }, element("span", { class: "kv-soft" },
+        "Positions: click a token, with Shift a range; underlined where the other prompt has another token"), tokens), ...choosers.map(([, of]) => of.shown),
       element("label", {}, element("span", {}, "Seed of resample"), seed)),
-    element("div", { class: "kv-actions" }, undo, filling, busy),
+    element("div", { class: "kv-actions" }, undo, reset, filling, csv, png, busy),
     element("div", { class: "kv-beside" }, element("section", {}, map, mapNote), answer),
     element("details", { class: "kv-tried" }, element("summary", {}, "What was tried"), list),
   );
   model.on("change:answered", show);
   show();
-  return () => model.off("change:answered", show);
+  return () => { model.off("change:answered", show); el.removeEventListener("focusin", keep); };
 }
 
 export default { render };
