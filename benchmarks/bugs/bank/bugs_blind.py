@@ -17,7 +17,7 @@ KEY, VALUE, KEY_OR_VALUE = ("K",), ("V",), ("K", "V")
 FULL, SLIDING = "full_attention", "sliding_attention"
 TWO = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
 LOGITS = ("logits", "lm_head")
-SCORES = ("attention", "model.layers.1.self_attn")
+SCORES = ("attention", "model.layers.1.self_attn", "input of model.layers.1.self_attn.o_proj")
 ANGLES = ("Q", "K")
 STATE, CONVOLUTION = ("recurrent state",), ("convolution state",)
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -91,7 +91,7 @@ BUGS = (
     Bug(
         "latent-of-one-position",
         "deepseek_v2",
-        plants.reads(1, lambda k, v, p: (edited(k, lambda t: t[:, :, 6].mul_(1.01)), v)),
+        plants.reads(1, lambda k, v, p: (edited(k, lambda t: t[:, :, 6:7].mul_(1.01)), v)),
         (1,),
         (),
         6.0e-04,
