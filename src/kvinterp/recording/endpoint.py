@@ -143,7 +143,9 @@ class Endpoint:
         texts = [e.get("token") for e in entries] or list(logs.get("tokens") or [])
         ids = choice.get("token_ids")
         ids = (
-            ids or [e.get("id") for e in entries] or [int(t[9:]) if str(t).startswith("token_id:") else None for t in texts]
+            ids
+            or [e.get("id") for e in entries]
+            or [int(str(t)[9:]) if str(t).startswith("token_id:") else None for t in texts]
         )
         if not ids or any(type(i) is not int or i < 0 for i in ids):
             raise self._wrong(
