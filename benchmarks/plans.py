@@ -20,11 +20,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests" / "paths"))
 
-from test_calls_loops import LOOPS, PROMPT, STEPS, TOKENS, Loop
+from test_calls_loops import LOOPS, PROMPT, STEPS, TOKENS, Loop  # noqa: E402
 
-import kvinterp as kv
-from kvinterp.paths import Runner
-from kvinterp.provenance import machine
+import kvinterp as kv  # noqa: E402
+from kvinterp.paths import Runner  # noqa: E402
+from kvinterp.provenance import machine  # noqa: E402
 
 LIMIT = 1.10
 
