@@ -133,6 +133,14 @@ def test_what_cannot_be_laid_side_by_side_is_said_in_one_sentence(tmp_path: Path
     assert not (tmp_path / "out" / "summary.json").exists()
 
 
+_REST = {
+    **dict.fromkeys(("fixed_order_block_error", "fixed_order_max_abs_logit", "null_max_abs_logit"), None),
+    **dict.fromkeys(("fixed_order_bitwise_equal", "fixed_order_checks", "prompt_rows_error_in_unit_roundoffs"), 0),
+    "nonfinite": {},
+}
+"""What else an audit says of a precision."""
+
+
 def test_audits_are_laid_side_by_side_by_rung_and_check(tmp_path: Path) -> None:
     from kvinterp.auditing import Verdict
     from kvinterp.auditing.bench import Check
@@ -147,7 +155,7 @@ def test_audits_are_laid_side_by_side_by_rung_and_check(tmp_path: Path) -> None:
             "relative_logit": error,
             "block_error": error,
         }
-        evidence = {"float32": {**rung, "block_error_in_unit_roundoffs": 3.0}}
+        evidence = {"float32": {**rung, **_REST, "block_error_in_unit_roundoffs": 3.0}}
         check = Check("padded", status, "said")
         reading = f"{'PASS' if word == 'rounding' else 'FAIL'}  {word}  a model"
         about = {**comparison((0,)).provenance, "model": "m"}

@@ -1,7 +1,7 @@
-"""Lay two saved results of one command side by side: how they were made, what each found, which prompts flip in one.
+"""Lay two saved results of one command side by side: how they were made, what each found, what flips in one.
 
-A and B are folders that kvinterp wrote. Findings are joined by their name and what they are of. A prompt that both results hold
-is compared with itself: of what was measured of each prompt the median of B less A is given, with its interval.
+A and B are folders that kvinterp wrote. Findings are joined by their name and what they are of. A prompt that both results
+hold is compared with itself: of what was measured of each prompt the median of B less A is given, with its interval.
 """
 
 from __future__ import annotations
