@@ -89,6 +89,15 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
         {"models": (SMALL,), **_ONE, "strategies": ("greedy",), "max_new_tokens": 3, "controls": 0},
         {**_DECODES, "controls": Changes(1)},
     ),
+    "bench-bugs": (
+        {"detectors": ("top1",), "only": ("stale-slot",), "most": 1},
+        {
+            "detectors": Changes(("allclose-assert",)),
+            "only": Changes(("keys-shifted-by-one",)),
+            "most": Changes(2),
+            "seed": Changes(1),
+        },
+    ),
     "boundary": (
         {
             "models": (SMALL,),
@@ -312,6 +321,17 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "max_new_tokens": Changes(4),
         },
     ),
+    "norms": (
+        {"models": (SMALL,), "dtypes": "float32", "lengths": (8,), "steps": 2},
+        {
+            "models": Changes((OTHER,)),
+            "dtypes": Changes("float16"),
+            "lengths": Changes((9,)),
+            "calls": Changes("padded(left,5)"),
+            "steps": Changes(3),
+            "device": Keeps("cpu"),
+        },
+    ),
     "patch": (
         {"model": SMALL, "prompts": "arithmetic:2", "examples": 1, "max_new_tokens": 3, "controls": "none"},
         {
@@ -405,6 +425,9 @@ ELSEWHERE = {
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",
     ("audit", "against"): "another engine's log-probs, in tests/given/test_judge.py",
     ("audit", "format"): "how they are written, in tests/given/test_readers.py",
+    ("audit", "answers"): "the folder of what a server answered, in tests/given/test_endpoint.py",
+    ("norms", "add"): "rows of a file beside those that were measured, in tests/experiments/test_norms.py",
+    ("norms", "seed"): "the tokens that are fed, in tests/experiments/test_norms.py",
     ("audit", "config"): "the config of code of one's own, in tests/auditing/test_product.py",
 }
 """Options that are shown to be used by another test, and which."""

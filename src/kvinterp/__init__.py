@@ -13,9 +13,10 @@ from kvinterp._version import __version__
 from kvinterp.kept import Kept
 
 if TYPE_CHECKING:
-    from kvinterp.auditing import KernelsTable, Verdict, audit_given, compare_given, kernels_table
+    from kvinterp.auditing import KernelsTable, Verdict, audit_given, kernels_table
     from kvinterp.auditing.audit import audit
     from kvinterp.comparison import Comparison, Comparisons, compare, compare_traces, logit_attribution, logit_lens
+    from kvinterp.comparison.given import compare_given
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.experiments.keeping import experiment, load
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
     from kvinterp.report.panel import patch_panel
 
 _HOMES = {
-    "auditing": ("KernelsTable", "Verdict", "audit", "audit_given", "compare_given", "kernels_table"),
+    "auditing": ("KernelsTable", "Verdict", "audit", "audit_given", "kernels_table"),
     "comparison": ("Comparison", "Comparisons", "compare", "compare_traces", "logit_attribution", "logit_lens"),
+    "comparison.given": ("compare_given",),
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
     "experiments.keeping": ("experiment", "load"),

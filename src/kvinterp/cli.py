@@ -44,7 +44,7 @@ _NARROWEST = 20
 """Columns of a terminal that a help text needs."""
 GROUPS: dict[str, tuple[str, ...]] = {
     "Two paths side by side": ("compare", "patch", "decompose", "demo"),
-    "Is it correct?": ("audit", "kernels"),
+    "Is it correct?": ("audit", "kernels", "norms", "bench-bugs"),
     "What errors in the cache do": (
         "kv-error", "equivalent-noise", "susceptibility", "flip-law", "mitigate", "chain", "eval",
     ),

@@ -21,17 +21,18 @@ Positions = Literal["newest", "all"]
 Kept = Literal["discard", "keep"]
 Site = Literal[
     "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "attn_scores", "pattern", "cache_k",
-    "cache_k_pre", "cache_v", "kv", "resid",
+    "cache_k_pre", "cache_v", "router", "experts", "kv", "resid", "routing",
 ]  # fmt: skip
 PatchSite = Literal[
-    "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "pattern", "cache_k", "cache_v", "kv",
+    "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "pattern", "router",
+    "experts", "cache_k", "cache_v", "kv",
 ]  # fmt: skip
 Over = Literal["single", "cumulative", "cumulative-from", "heads", "kv-heads", "blocks"]
 Direction = Literal["into-recompute", "into-cached"]
 Distance = Literal["kl", "l2", "margin", "logit_difference"]
 Controls = Literal["all", "quick", "none"]
 ExperimentName = Literal[
-    "accumulation", "audit", "behaviour", "boundary", "chain", "compare", "decompose", "demo", "equivalent-noise", "eval",
-    "flip-law", "flips", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift", "localisation", "mitigate", "patch",
-    "propagation", "repeated-heads", "root-cause", "study", "susceptibility",
+    "accumulation", "audit", "behaviour", "bench-bugs", "boundary", "chain", "compare", "decompose", "demo",
+    "equivalent-noise", "eval", "flip-law", "flips", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift",
+    "localisation", "mitigate", "norms", "patch", "propagation", "repeated-heads", "root-cause", "study", "susceptibility",
 ]  # fmt: skip

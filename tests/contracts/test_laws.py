@@ -166,7 +166,10 @@ class SoftmaxInItsOwnDtype(torch.overrides.TorchFunctionMode):
 
 
 def casts_softmax_down(case):
-    """Eager attention of the Llama and Gemma families in transformers, which the bridge has too; GPT-2's does not."""
+    """Eager attention of the Llama and Gemma families in transformers, which the bridge has too; GPT-2's does not. So does the
+    router of TransformerLens's mixture of experts."""
+    if (case.model, case.kind) == ("zoo:moe-mini", "hooked"):
+        return True
     return case.kind != "hooked" and case.attention != "sdpa" and case.model != "gpt2"
 
 

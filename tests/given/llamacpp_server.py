@@ -41,3 +41,33 @@ def serving(model: Path, cache: str = "f32", flash: str = "disabled", **other: A
         yield f"{server.listening_address}/v1"
     finally:
         del server
+
+
+def walked(url: str, ids: list[int], cached: bool = False, begin: int = 1, **asked: Any) -> Any:
+    """``[position]``: the log-prob of each token given those before it, a request a position; NaN for those before ``begin``.
+
+    Args:
+        url: The server.
+        ids: The text.
+        cached: Whether it may use what it has of the text, as it then has all but the newest token.
+        begin: The first position asked for.
+        asked: What else each request says; with ``post_sampling_probs`` of what the samplers left.
+    """
+    import http.client
+    import json
+    import urllib.parse
+
+    import numpy as np
+
+    body = {"max_tokens": 1, "temperature": 0, "logprobs": 512, "cache_prompt": cached, **asked}
+    found = np.full(len(ids), np.nan)
+    with contextlib.closing(http.client.HTTPConnection(urllib.parse.urlsplit(url).netloc, timeout=60)) as connection:
+        for at in range(begin, len(ids)):
+            connection.request(
+                "POST", "/v1/completions", json.dumps({"prompt": ids[:at], **body}), {"content-type": "application/json"}
+            )
+            entry = json.loads(connection.getresponse().read())["choices"][0]["logprobs"]["content"][0]
+            for each in entry.get("top_logprobs") or entry["top_probs"]:
+                if each["id"] == ids[at]:
+                    found[at] = each["logprob"] if "logprob" in each else np.log(each["prob"])
+    return found

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 import threading
 from typing import ClassVar
 
 import pytest
 import torch
+from bank.bugs_paths import generate_positions
+from bank.calls import FAULTS
 from transformers import DynamicCache
 
 import kvinterp as kv
@@ -19,9 +19,23 @@ from kvinterp.paths.calls import CALLS, call_named
 from kvinterp.recording import PathHook
 
 PROMPT = "3+4=7\n5+2=7\n1+1="
-PLANS = ["padded(left,5)", "padded(right,3)", "batched(4)", "forked(4)", "beams(3)", "verified(3)", "generate"]
+PLANS = [
+    "padded(left,5)",
+    "padded(right,3)",
+    "batched(4)",
+    "forked(4)",
+    "beams(3)",
+    "verified(3)",
+    "generate",
+    "assisted(3)",
+]
+TOGETHER = ["padded(left,5)+static", "verified(2)+chunked(5)", "beams(2)+chunked(3)"]
+OPTIONS = {"chunked(4)": "chunk=4", "static": "cache=static", "static(64)+beams(2)": "call=beams(2),cache=static(64)"}
+RUN = {"compiled"}
+"""Plans that are a name for another option, and such as say how forwards are run: what they may not change is tried below."""
 SHORT = {"max_new_tokens": 6, "stop": "length", "progress": "none"}
 SITES = "resid_post,pattern,kv"
+CACHES = ("forked", "beams", "verified", "batched")
 KINDS = ["native", "bridge", "hooked"]
 
 
@@ -38,7 +52,7 @@ def apart(found: kv.Comparison) -> float:
 
 
 def test_every_plan_is_tried_here():
-    assert {plan.split("(")[0] for plan in PLANS} == set(CALLS)
+    assert {plan.split("(")[0] for plan in [*PLANS, *OPTIONS]} | RUN == set(CALLS)
 
 
 @pytest.mark.hooked
@@ -46,7 +60,7 @@ def test_every_plan_is_tried_here():
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_shows_what_the_prompt_alone_shows(plan, kind):
     model = kv.load_model("zoo:gqa2-mini", dtype="float64", kind=kind)
-    if plan.startswith(("padded", "generate")) and kind != "native":
+    if plan.startswith(("padded", "generate", "assisted")) and kind != "native":
         with pytest.raises(kv.UnsupportedError, match="load the model with kind='native'"):
             kv.run(model, PROMPT, f"cached[call={plan}]", max_new_tokens=2)
         return
@@ -59,7 +73,7 @@ def test_a_plan_shows_what_the_prompt_alone_shows(plan, kind):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, *TOGETHER])
 def test_with_one_order_of_additions_not_a_bit_differs(plan, dtype):
     model = kv.load_model("zoo:gqa2-mini", dtype=dtype, kind="native")
     fixed = "kernels=batch_invariant"
@@ -80,7 +94,7 @@ def test_padded_is_the_plain_loop_to_the_bit(side):
     model = kv.load_model("zoo:gqa2-mini", dtype="float32", kind="native")
     trace = kv.run(model, PROMPT, f"cached[call=padded({side},4)]", max_new_tokens=5, stop="length", logits="keep")
     ids, pads = torch.tensor([trace.prompt]), 4
-    filler, ones = ids[:, :1].expand(1, pads), torch.ones_like(ids)
+    filler, ones = ((ids[:, :1] + 1) % model.facts.vocabulary).expand(1, pads), torch.ones_like(ids)
     parts = [(filler, torch.zeros_like(filler)), (ids, ones)][:: 1 if side == "left" else -1]
     tokens, mask = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     cache, at, logits = DynamicCache(config=model.model.config), -1 if side == "left" else ids.shape[1] - 1, []
@@ -98,71 +112,28 @@ def test_padded_is_the_plain_loop_to_the_bit(side):
     assert torch.equal(torch.stack(logits), trace.logits)
 
 
-def broken(model, change):
-    """The model, whose forward is given what ``change`` makes of its arguments."""
-    forward = model.model.forward
-
-    def other(**given):
-        return forward(**change(given))
-
-    other.__signature__ = inspect.signature(forward)
-    model.model.forward = other
-    return kv.wrap(model.model, tokenizer=model.tokenizer)
-
-
-FAULTS = {
-    "the mask is ignored in decode": lambda g: g | ({"attention_mask": None} if g["input_ids"].shape[1] == 1 else {}),
-    "positions count the pads in decode": lambda g: (
-        g | ({"position_ids": g["position_ids"] + 5} if g["input_ids"].shape[1] == 1 and "position_ids" in g else {})
-    ),
-    "positions count the pads": lambda g: g | {"position_ids": None},
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_of_padding_is_seen_and_the_plain_path_is_clean(fault):
-    model = broken(kv.load_model("zoo:gqa2-mini", dtype="float64", kind="native"), FAULTS[fault])
+@pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if "padded" in fault.plan])
+def test_a_planted_fault_of_padding_is_seen_and_the_plain_path_is_clean(fault, monkeypatch):
+    model = kv.load_model("zoo:gqa2-mini", dtype="float64", kind="native")
+    model = kv.wrap(FAULTS[fault].plant(model.model, monkeypatch), tokenizer=model.tokenizer)
     found = kv.compare(model, [PROMPT], a="cached[call=padded(left,5)]", b="recompute", record=SITES, **SHORT)
     assert apart(found) > 1e-6
     assert apart(kv.compare(model, [PROMPT], a="cached", b="recompute", record=SITES, **SHORT)) < 1e-9
 
 
-CUT = {
-    "a crop that leaves rows": ("forked(4)", "crop", lambda cache, count: None),
-    "beams that stay where they were": ("beams(3)", "reorder_cache", lambda cache, rows: None),
-    "beams of which one tensor moves": ("beams(3)", "reorder_cache", None),
-    "drafts that stay in the cache": ("verified(3)", "crop", lambda cache, count: None),
-    "rows selected wrongly": ("batched(4)", "batch_select_indices", lambda cache, rows: None),
-}
-
-
-@pytest.mark.parametrize("fault", CUT)
+@pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if fault.plan.partition("(")[0] in CACHES])
 def test_a_planted_fault_of_a_cache_is_seen(fault, native, monkeypatch):
-    plan, method, wrong = CUT[fault]
-
-    def keys_only(cache, rows):
-        for layer in cache.layers:
-            layer.keys = layer.keys[rows]
-
-    monkeypatch.setattr(DynamicCache, method, wrong or keys_only)
+    plan = FAULTS[fault].plan
+    FAULTS[fault].plant(native.model, monkeypatch)
     with contextlib.suppress(RuntimeError, IndexError):
         # Rows that do not fit fail in the model, which is seen too.
         found = kv.compare(native, [PROMPT], a=f"cached[call={plan}]", b="cached", record="", **SHORT)
         assert found.steps["max_abs_logit"].max() > 1e-6
 
 
-def test_a_planted_fault_of_what_generate_prepares_is_seen():
+def test_a_planted_fault_of_what_generate_prepares_is_seen(monkeypatch):
     model = kv.load_model("zoo:gqa2-mini", dtype="float64", kind="native")
-    prepare = model.model.prepare_inputs_for_generation
-
-    @functools.wraps(prepare)
-    def one_late(*args, **given):
-        made = prepare(*args, **given)
-        if made["input_ids"].shape[1] == 1:
-            made["position_ids"] = made["position_ids"] + 1
-        return made
-
-    model.model.prepare_inputs_for_generation = one_late
+    generate_positions(model.model, monkeypatch)
     model = kv.wrap(model.model, tokenizer=model.tokenizer)
     found = kv.compare(model, [PROMPT], a="cached[call=generate]", b="cached", record="", **SHORT)
     late = found.steps.set_index("step")["max_abs_logit"]
@@ -192,7 +163,7 @@ def test_what_a_hook_returns_is_put_into_the_rows_that_it_saw(native):
             return torch.cat([runner.advance(), runner.advance(tokens[:, 3])])
 
     plain = logits("cached")
-    for plan in PLANS:
+    for plan in PLANS[:-1]:
         assert (logits(f"cached[call={plan}]") - plain).abs().max() < 1e-9, plan
     assert (plain[0] - kv.run(native, PROMPT, "cached", max_new_tokens=1, logits="keep").logits[0]).abs().max() > 1e-3
 
@@ -237,6 +208,11 @@ def test_a_fault_behind_pads_is_located_by_moving_keys_and_then_values(native, d
         ("cached[call=verified(3)]+q8_0", "moves rows under it"),
         ("cached[call=padded(left,3)]+h2o", "moves rows under it"),
         ("cached[call=padded(left,3),refresh=2]", "leave one out"),
+        ("cached[call=padded(left,3)+beams(2)]", "of which each says what is fed"),
+        ("cached[call=chunked(4),chunk=4]", "which says that too"),
+        ("recompute[call=static]", "keeps no cache"),
+        ("cached[call=compiled(fast)]", "unknown backend of torch.compile"),
+        ("cached[call=compiled,kernels=batch_invariant]", "which has its own"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(path, said):
@@ -253,6 +229,41 @@ def test_pads_are_weighed_before_they_are_made(native):
 def test_a_prompt_shorter_than_a_prefix_is_refused_before_anything_runs(native):
     with pytest.raises(kv.InputError, match="give a longer prompt, or forked"):
         kv.run(native, PROMPT, "cached[call=forked(400)]")
+
+
+def test_a_patch_that_would_come_too_late_is_refused(native):
+    with pytest.raises(kv.UnsupportedError, match=r"use verified\(3\)"):
+        kv.sweep(native, PROMPT, "resid_post", cached="cached[call=assisted(3)]", direction="into-cached", progress="none")
+
+
+@pytest.mark.parametrize("plan", OPTIONS)
+def test_a_plan_that_is_a_name_for_an_option_is_that_option(plan):
+    path = kv.path_named(f"cached[call={plan}]")
+    assert path == kv.path_named(f"cached[{OPTIONS[plan]}]")
+    assert str(path) == f"cached[{OPTIONS[plan]}]"
+    assert path == kv.Cached(call=plan)
+
+
+def test_steps_of_accepted_drafts_are_shown_with_their_own_rows(native):
+    """A right draft was fed anew, so that a step was never shown with rows of another."""
+    tokens = [*range(30, 46)], [33, 34, 35, 7, 31, 32, 9, 8]
+    given = {"continuation": tokens[1], "record": SITES, "logits": "keep"}
+    one, other = (kv.run(native, tokens[0], path, **given) for path in ("cached[call=verified(3)]", "cached"))
+    assert one.provenance["witness"]["drafts accepted"] >= 3
+    assert (one.logits - other.logits).abs().max() < 1e-9
+    assert one.steps == other.steps
+    for place, kept in one.records.items():
+        for mine, theirs in zip(kept, other.records[place], strict=True):
+            assert mine.shape == theirs.shape
+            assert (mine - theirs).abs().max() < 1e-9
+
+
+@pytest.mark.slow
+def test_a_compiled_path_ran_a_graph(native):
+    found = kv.compare(native, [PROMPT], a="cached[call=compiled(eager)]", b="cached", record="", **SHORT)
+    assert found.provenance["witness"]["a"]["compiled graphs run"][0] > 0
+    assert found.steps["max_abs_logit"].max() < 1e-9
+    assert "forward" not in vars(native.model)
 
 
 def test_a_verb_that_counts_rows_refuses_a_plan(native):

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from torch import nn
 
 from bank.clean import ARCHITECTURES
 from bank.small import small
 
-Plant = Callable[[nn.Module, pytest.MonkeyPatch], None]
+Plant = Callable[[nn.Module, Any], None]
+"""Given a model, and what has pytest's `monkeypatch.setattr`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,10 @@ class Bug:
         lengths: Prompts long enough to reach it.
         path: The plain path that shows it: `steps`, `chunks` (chunks of 4), `batch` (two prompts, one left-padded), `generate`,
             `static` (a StaticCache), `crop` (steps, crop, steps again), `reorder` (a batch's rows exchanged), `thirds` (three rows, each
-            in the next one's place), `repeat` (rows repeated), `sixteen` (a chunk of 16), `generate-padded` (with left padding).
+            in the next one's place), `repeat` (rows repeated), `sixteen` (a chunk of 16), `generate-padded` (with
+            left padding), `select` (rows selected), `mask` (a mask and no positions), `long` (140 tokens),
+            `end` (of a context of 256), `one` (a prompt of one token), `twice` (after another prompt),
+            `padded-chunks` (as `batch`, four tokens at once).
     """
 
     name: str

@@ -7,10 +7,19 @@ detectable. Inspired by reports against transformers, llama.cpp, vLLM, mlx-lm an
 
 from __future__ import annotations
 
-from bank import bugs_blind, bugs_blocks, bugs_cache, bugs_forms, bugs_paths
+import importlib
+import pkgutil
+
+import bank
 from bank.bug import Bug
 
-FILES = (bugs_cache, bugs_blocks, bugs_paths, bugs_forms, bugs_blind)
-BUGS: dict[str, Bug] = {bug.name: bug for each in FILES for bug in each.BUGS}
+FAMILIES: dict[str, tuple[Bug, ...]] = {
+    found.name.removeprefix("bugs_"): importlib.import_module(f"bank.{found.name}").BUGS
+    for found in pkgutil.iter_modules(bank.__path__)
+    if found.name.startswith("bugs_")
+}
+"""Bugs by what they are of: of each file `bugs_NAME.py` beside this one."""
 
-assert len(BUGS) == sum(len(each.BUGS) for each in FILES), "two bugs have one name"
+BUGS: dict[str, Bug] = {bug.name: bug for family in FAMILIES.values() for bug in family}
+
+assert len(BUGS) == sum(map(len, FAMILIES.values())), "two bugs have one name"

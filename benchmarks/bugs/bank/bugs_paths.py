@@ -74,7 +74,8 @@ def _first_row_for_all(model: nn.Module, monkeypatch: Any) -> None:
     bend(model, 1, read=lambda k, v, past, cache: (k[:1].expand_as(k), v[:1].expand_as(v)) if past else (k, v))
 
 
-def _generate_positions(model: nn.Module, monkeypatch: Any) -> None:
+def generate_positions(model: nn.Module, monkeypatch: Any) -> None:
+    """Makes `generate()` alone give each decoded token the position behind its own."""
     base = type(model)
 
     @functools.wraps(base.prepare_inputs_for_generation)
@@ -143,8 +144,8 @@ BUGS = (
     Bug("padding-ignored-in-decode", "llama", _padding_ignored, (0,), ("attention",), 2.6e-01, path="batch"),
     Bug("padding-ignored-in-decode-qwen2", "qwen2", _padding_ignored, (0,), ("attention",), 1.7e-01, path="batch"),
     Bug("rows-read-the-first-rows-cache", "llama", _first_row_for_all, (1,), ("K", "V"), 6.9e-01, path="batch"),
-    Bug("positions-of-generate", "llama", _generate_positions, (0, None), (), 1.5e-01, path="generate"),
-    Bug("positions-of-generate-qwen3", "qwen3", _generate_positions, (0, None), (), 4.0e-01, path="generate"),
+    Bug("positions-of-generate", "llama", generate_positions, (0, None), (), 1.5e-01, path="generate"),
+    Bug("positions-of-generate-qwen3", "qwen3", generate_positions, (0, None), (), 4.0e-01, path="generate"),
     Bug("static-cache-overwrites-the-slot-before", "llama", _static_writes_one_early, (0,), ("V",), 4.1e-02, path="static"),
     Bug("crop-keeps-a-removed-key", "llama", _crop_keeps_the_wrong_slot, (0,), ("K",), 5.0e-02, path="crop"),
     Bug(

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from bank.clean_blind import BUILDS
+from bank import clean_blind, clean_engines
 from bank.representations import FORMS, convolved, deferred, whole_numbers
 from bank.representations import build as decoding
 from bank.small import padded_vocabulary, small, unclamped
@@ -308,7 +308,7 @@ def _clean() -> dict[str, Clean]:
     made["llama-convolved"] = Clean("llama-convolved", convolved)
     made["llama-convolved-bfloat16"] = Clean("llama-convolved-bfloat16", partial(convolved, dtype="bfloat16"), "bfloat16")
     made["llama-whole-numbers"] = Clean("llama-whole-numbers", whole_numbers)
-    made |= {name: Clean(name, *how) for name, how in BUILDS.items()}
+    made |= {name: Clean(name, *how) for each in (clean_blind, clean_engines) for name, how in each.BUILDS.items()}
     return made
 
 

@@ -29,11 +29,15 @@ from bank.small import small
 
 
 def seen(query: Tensor, key: Tensor, mask: Any) -> Tensor:
-    """The mask that is meant, of (rows of the batch or 1, 1, queries, keys): True where a key is seen."""
+    """The mask that is meant, of (rows of the batch or 1, 1, queries, keys): True where a key is seen.
+
+    As transformers leaves a mask out: one query sees every key, several see so many as their number says.
+    """
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask == 0
     rows, keys = query.shape[-2], key.shape[-2]
-    return torch.ones(1, 1, rows, keys, dtype=torch.bool, device=key.device).tril(keys - rows)
+    every = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=key.device)
+    return every if rows == 1 else every.tril()
 
 
 def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
@@ -197,22 +201,16 @@ def _cap_in_the_query(
     return (scores.softmax(-1) @ _repeated(value, query)).transpose(1, 2), None
 
 
-def sinks(**config: Any) -> nn.Module:
-    """A model with attention sinks."""
-    return _registered(small("gpt_oss", **config), "blind_sinks", _sinks_in_the_sum, "eager")
-
-
-def soft_cap(**config: Any) -> nn.Module:
-    """A model with a soft cap."""
-    model = small("gemma2", attn_logit_softcapping=2.0, **config)
-    return _registered(model, "blind_cap", _cap_in_the_query, "eager")
+def _own(kind: str, attention: Callable, **config: Any) -> nn.Module:
+    return _registered(small(kind, **config), f"blind_{kind}", attention, "eager")
 
 
 # Modules of another make ---------------------------------------------------------------------------------------------------
 
 
-def _made_of(model: nn.Module, old: type, new: type) -> nn.Module:
-    """Every module of one class is of another."""
+def _of(kind: str, old: type, new: type, **config: Any) -> nn.Module:
+    """A model in which every module of one class is of another."""
+    model = small(kind, **config)
     for module in model.modules():
         if type(module) is old:
             module.__class__ = new
@@ -383,7 +381,14 @@ class _LastSum(GPTNeoXLayer):
 class _Ring(MistralAttention):
     """A window's keys and values stand where their positions modulo the window put them, where one token comes."""
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any = None, **given: Any) -> Any:  # fmt: skip
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Any,
+        past_key_values: Any = None,
+        **given: Any,
+    ) -> Any:
         if past_key_values is None or hidden_states.shape[1] > 1:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **given)
         past = int(past_key_values.get_seq_length(self.layer_idx))
@@ -402,7 +407,14 @@ class _Ring(MistralAttention):
 class _Absorbed(DeepseekV3Attention):
     """Queries are brought to the latents, and what is read of the latents to the values, where one token comes."""
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any = None, **given: Any) -> Any:  # fmt: skip
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Any,
+        past_key_values: Any = None,
+        **given: Any,
+    ) -> Any:
         if past_key_values is None or hidden_states.shape[1] > 1:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **given)
         batch, rows, _ = hidden_states.shape
@@ -425,10 +437,6 @@ def _folded(**config: Any) -> nn.Module:
         layer.post_attention_layernorm.__class__, layer.mlp.__class__ = _BareNorm, _FoldedMlp
         layer.mlp.norm_weight = layer.post_attention_layernorm.weight
     return model
-
-
-def _of(kind: str, old: type, new: type, **config: Any) -> nn.Module:
-    return _made_of(small(kind, **config), old, new)
 
 
 # Wrapped modules -----------------------------------------------------------------------------------------------------------
@@ -540,8 +548,8 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
     **{f"llama-{name.replace('_', '-')}": (partial(attending, name), "float32", False) for name in (*DECODES, *WHOLE)},
     "qwen3-grouped-bfloat16": (partial(attending, "grouped", "qwen3", dtype="bfloat16"), "bfloat16", False),
     "llama-cascade-float16": (partial(attending, "cascade", dtype="float16"), "float16", False),
-    "gpt_oss-sinks-in-the-sum": (sinks, "float32", False),
-    "gemma2-cap-in-the-query": (soft_cap, "float32", True),
+    "gpt_oss-sinks-in-the-sum": (partial(_own, "gpt_oss", _sinks_in_the_sum), "float32", False),
+    "gemma2-cap-in-the-query": (partial(_own, "gemma2", _cap_in_the_query, attn_logit_softcapping=2.0), "float32", True),
     **{
         f"llama-{name}": (partial(_of, "llama", LlamaAttention, made), "float32", False)
         for name, made in (
@@ -564,14 +572,14 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
         partial(_of, "deepseek_v3", DeepseekV3Attention, _Absorbed, num_key_value_heads=4),
         "float32",
         True,
-    ),  # fmt: skip
+    ),
     "bloom-distances-to-the-newest": (_distances_to_the_newest, "float32", True),
     "mixtral-all-experts": (_all_experts, "float32", False),
     "mamba2-state-in-other-units": (
         partial(_state_in_other_units, "mamba2", 0, n_groups=2, chunk_size=16),
         "float32",
         True,
-    ),  # fmt: skip
+    ),
     "qwen3_5-state-in-other-units": (
         partial(
             _state_in_other_units,
@@ -582,7 +590,7 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
         ),
         "float32",
         True,
-    ),  # fmt: skip
+    ),
     "llama-head-in-float32": (partial(_head_in_float32, dtype="float16"), "float16", False),
     "qwen3-head-in-two-parts": (_head_in_two_parts, "float32", False),
     "llama-stream-in-float32": (partial(_stream_in_float32, dtype="float16"), "float16", False),

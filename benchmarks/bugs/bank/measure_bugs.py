@@ -30,14 +30,15 @@ def _chunks(model: nn.Module, length: int) -> float:
     return relative(cached(model, ids, length, 4, 4, 4), _full(model, ids))
 
 
-def _batch(model: nn.Module, length: int) -> float:
-    ids = torch.cat((tokens(length + 3), tokens(length + 3, seed=1)))
+def _batch(model: nn.Module, length: int, step: int = 1) -> float:
+    end = length + 3 * step
+    ids = torch.cat((tokens(end), tokens(end, seed=1)))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     full = _full(model, ids, attention_mask=mask, position_ids=positions)
     cache, found = None, []
-    for start, stop in [(0, length), *((at, at + 1) for at in range(length, length + 3))]:
+    for start, stop in [(0, length), *((at, at + step) for at in range(length, end, step))]:
         out = model(
             ids[:, start:stop],
             attention_mask=mask[:, :stop],
@@ -90,6 +91,10 @@ def _reorder(model: nn.Module, length: int) -> float:
     return relative(torch.cat(found, 1), _full(model, ids)[:, length:])
 
 
+def _padded_chunks(model: nn.Module, length: int) -> float:
+    return _batch(model, length, 4)
+
+
 def _sixteen(model: nn.Module, length: int) -> float:
     ids = tokens(length + 16)
     return relative(cached(model, ids, length, 16), _full(model, ids))
@@ -104,6 +109,40 @@ def _thirds(model: nn.Module, length: int) -> float:
 def _repeat(model: nn.Module, length: int) -> float:
     ids = torch.cat([tokens(length + 3, seed) for seed in range(2)])
     return _moved(model, ids, ids.repeat_interleave(2, 0), length, lambda cache: cache.batch_repeat_interleave(2))
+
+
+def _select(model: nn.Module, length: int) -> float:
+    ids, rows = torch.cat([tokens(length + 3, seed) for seed in range(3)]), torch.tensor([2, 1])
+    return _moved(model, ids, ids[rows], length, lambda cache: cache.batch_select_indices(rows))
+
+
+def _mask(model: nn.Module, length: int) -> float:
+    """Steps that are given a mask of ones and no positions."""
+    ids, cache, found = tokens(length + 3), None, []
+    for start, stop in [(0, length), *((at, at + 1) for at in range(length, length + 3))]:
+        mask = torch.ones(1, stop, dtype=torch.long)
+        out = model(ids[:, start:stop], attention_mask=mask, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        found.append(out.logits)
+    return relative(torch.cat(found, 1), _full(model, ids))
+
+
+def _long(model: nn.Module, length: int) -> float:
+    return steps(model, 140)
+
+
+def _end(model: nn.Module, length: int) -> float:
+    return steps(model, 253)
+
+
+def _one(model: nn.Module, length: int) -> float:
+    return steps(model, 1)
+
+
+def _twice(model: nn.Module, length: int) -> float:
+    """Steps after another request was served."""
+    steps(model, length - 2)
+    return steps(model, length)
 
 
 def _moved(model: nn.Module, ids: Tensor, then: Tensor, length: int, move: Callable[[DynamicCache], None]) -> float:
@@ -143,9 +182,16 @@ PATHS = {
     "crop": _crop,
     "reorder": _reorder,
     "sixteen": _sixteen,
+    "padded-chunks": _padded_chunks,
     "thirds": _thirds,
     "repeat": _repeat,
     "generate-padded": _generate_padded,
+    "select": _select,
+    "mask": _mask,
+    "long": _long,
+    "end": _end,
+    "one": _one,
+    "twice": _twice,
 }
 
 

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch import nn
 
 import kvinterp as kv
 from bank.bug import Bug
+from bank.subjects import Patches
 
 PASS, FAIL, CANNOT_TELL = 0, 1, 3
 LENGTHS, STEPS = (9, 33), 2
 
 
-def audited(model: nn.Module, dtype: str, lengths: tuple[int, ...] = LENGTHS) -> Any:
+def audited(model: nn.Module, dtype: str, lengths: tuple[int, ...] = LENGTHS, calls: str = "") -> Any:
     """Audits with two rungs, the model's own dtype and float64 (float32 for a float64 model), short prompts and two steps."""
     rungs = (dtype, "float64") if dtype != "float64" else ("float32", "float64")
-    return kv.audit(model, rungs=rungs, lengths=lengths, steps=STEPS)
+    return kv.audit(model, rungs=rungs, lengths=lengths, steps=STEPS, calls=calls)
 
 
 def audited_bug(bug: Bug) -> Any:
     """Audits a model with a bug planted, and takes out again what was planted outside the model."""
     model = bug.build()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        bug.plant(model, monkeypatch)
+    with Patches() as patches:
+        bug.plant(model, patches)
         return audited(model, bug.dtype, bug.lengths)
 
 

@@ -15,7 +15,7 @@ To be read in this order:
 from kvinterp.auditing.audit import CHECKS, LENGTHS, RUNGS, audit
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.building import random_model, users_model
-from kvinterp.auditing.given import audit_given, compare_given
+from kvinterp.auditing.given import audit_given
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
 from kvinterp.auditing.verdict import VERDICTS, Audit, Verdict
@@ -33,7 +33,6 @@ __all__ = [
     "Verdict",
     "audit",
     "audit_given",
-    "compare_given",
     "kernels_table",
     "random_model",
     "users_model",

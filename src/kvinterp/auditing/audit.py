@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,7 @@ from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.provenance import provenance
+from kvinterp.reading.norms import standing
 from kvinterp.store import Lock
 
 RUNGS = ("bfloat16", "float16", "float32", "float64")
@@ -140,6 +142,7 @@ def audit(
             seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, plans, progress or (lambda _: None)).run()
             about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
         verdict = dataclasses.replace(seen.judge(allow), provenance=about, seconds=tuple(seen.seconds))
+        verdict = verdict.standing(_norm(adapter, seen))
         result = Audit(verdict, list(seen.rungs.values()), plan, about)
         if out is not None:
             result.save(out)
@@ -330,6 +333,29 @@ class _Auditor:
         kept = first.isfinite() & again.isfinite()
         size = difference(first[kept], again[kept]) if bool(kept.any()) else 0.0
         return size if size > band(model.dtype, self.adapter.facts.width) else 0.0
+
+
+NORMAL = 64
+"""The prompt length near which a model is placed in the table of norms."""
+
+
+def _norm(adapter: Adapter, seen: Evidence) -> dict[str, Any]:
+    """Where the model stands in the table of norms, in the precision that serves; empty where it shows no numbers."""
+    run = seen.rungs.get(seen.own)
+    if run is None or run.nonfinite or not len(run.steps):
+        return {}
+    length = min(run.steps["prefill"].unique(), key=lambda prefill: abs(math.log(prefill / NORMAL)))
+    difference = float(run.steps[run.steps["prefill"] == length]["relative"].median())
+    facts = adapter.facts
+    of = {
+        "architecture": facts.architecture,
+        "layers": facts.layers,
+        "width": facts.width,
+        "dtype": seen.own,
+        "plan": "cached",
+    }
+    place = standing({**of, "length": int(length), "device": adapter.device.type}, difference)
+    return {"length": int(length), "difference": difference, **place._asdict()}
 
 
 # What is given ---------------------------------------------------------------------------------------------------------

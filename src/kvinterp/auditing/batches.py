@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from kvinterp.auditing.bench import (
 )
 from kvinterp.auditing.blocks import STATES, Masking
 from kvinterp.auditing.comparing import apart
-from kvinterp.models.native import text_config
+from kvinterp.auditing.lengths import SHORT_WINDOW
 from kvinterp.models.transformers_cache import CACHES
 
 PADS = (0, 4, 1)
@@ -77,6 +78,8 @@ class Padded:
         bench: Has the prompts.
         length: Of all rows.
         prompt: The prompt's length, pads counted.
+        pads: How many each row has. They are ordinary tokens, which a mask hides as well: the row of the embedding that a model
+            keeps for pads is often 0, and so adds nothing to a state that is not told of it.
 
     Attributes:
         tokens: ``[3, length]``.
@@ -88,14 +91,14 @@ class Padded:
         NotRunError: There is no room for a pad.
     """
 
-    def __init__(self, bench: Bench, length: int, prompt: int) -> None:
+    def __init__(self, bench: Bench, length: int, prompt: int, pads: Sequence[int] = PADS) -> None:
         if prompt < 2:
             raise NotRunError(f"a context of {bench.context} positions has no room for a pad.")
         self.runner, self.prompt, self.masked = bench.runner, prompt, True
-        self.pads = [min(pads, prompt - 1) for pads in PADS]
-        known = getattr(text_config(self.runner.adapter.source), "pad_token_id", None)
-        pad = known if isinstance(known, int) and 0 <= known < self.runner.adapter.facts.vocabulary else 0
-        self.tokens = self.runner.tokens(*([pad] * p + bench.row(n, length - p) for n, p in enumerate(self.pads)))
+        self.pads = [min(each, prompt - 1) for each in pads]
+        self.tokens = self.runner.tokens(
+            *(bench.row(n + ROWS, p) + bench.row(n, length - p) for n, p in enumerate(self.pads))
+        )
         counted = torch.arange(length, device=self.tokens.device)
         self.masking = Masking.counted(torch.stack([counted >= pads for pads in self.pads]).to(self.tokens))
 
@@ -112,6 +115,22 @@ class Padded:
         later = self.masking._replace(**otherwise, **({} if self.masked else {"mask": None}))
         made, _ = self.runner.run(tokens, singles(tokens, prompt), prompt, cache, later)
         return torch.cat([logits[:, -1:], made], 1)
+
+    def chunked(self) -> Tensor | None:
+        """Logits of the prompt's last rows, fed at once on a cache of those before, and of the steps; None of recurrent states.
+
+        A state is begun anew by several tokens, as the check of chunks says.
+        """
+        _, cache = self.runner.feed(self.tokens[:, : self.before], None, 0, self.masking.of(0, self.before))
+        if self.runner.recurrent_layers(cache):
+            return None
+        sizes = [self.prompt - self.before, *singles(self.tokens, self.prompt)]
+        return self.runner.run(self.tokens, sizes, self.before, cache, self.masking)[0]
+
+    @property
+    def before(self) -> int:
+        """So many of the prompt's positions hold every pad and a token of each row."""
+        return max(self.pads) + 1
 
     def cause(self, made: Tensor, limit: float) -> str:
         """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
@@ -171,22 +190,42 @@ def left_padding(bench: Bench) -> Check:
     bench.only_native(f"a model of kind {runner.kind} is fed without a mask here")
     if "attention_mask" not in runner.takes:
         raise NotRunError(f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
-    prompt, length = bench.short()
-    given, first = Padded(bench, length, prompt), prompt - 1
-    reference = bench.reference(given.tokens, given.masking)
-    theirs, unmasked = unpadded(runner, given.tokens, given.masking, first)
-    null = max(reference.null, apart(reference.logits[:, first:], theirs))
-    reach = apart(unmasked, theirs)
-    if null > bench.beyond * reference.null and null > min(reach, bench.reach) / bench.beyond:
-        raise no_padding(null)
-    given.masked = given.wants_mask()
-    made = given.decode()
-    errors = Errors().add(made, Recomputation(theirs, null), first, first).add(made, reference, first)
+    errors, hint, reach, rows = Errors(), "", math.inf, []
+    for prompt, length, pads in _padded_prompts(bench):
+        given, first = Padded(bench, length, prompt, pads), prompt - 1
+        reference = bench.reference(given.tokens, given.masking)
+        theirs, unmasked = unpadded(runner, given.tokens, given.masking, first)
+        null = max(reference.null, apart(reference.logits[:, first:], theirs))
+        seen = apart(unmasked, theirs)
+        if null > bench.beyond * reference.null and null > min(seen, bench.reach) / bench.beyond:
+            raise no_padding(null)
+        given.masked = given.wants_mask()
+        made = given.decode()
+        found = Errors().add(made, Recomputation(theirs, null), first, first).add(made, reference, first)
+        chunked = given.chunked() if given.before < prompt - 1 else None
+        if chunked is not None:
+            found.add(chunked, Recomputation(reference.logits, null), given.before)
+        if not hint and max(found.values()) > bench.beyond * null:
+            with contextlib.suppress(Exception):  # What is wrong with the model may break the search for its cause too.
+                hint = given.cause(made, bench.beyond * null)
+        errors.join(found)
+        reach = min(reach, seen)
+        rows.append(given.lengths)
     what = (
-        f"prompts of {given.lengths} tokens in a left-padded batch, {length - prompt} decode steps, "
-        "against the padded batch and each prompt alone without a cache"
+        f"prompts of {'; of '.join(rows)} tokens in a left-padded batch, at once and in two parts, {length - prompt} decode "
+        "steps, against the padded batch and each prompt alone without a cache"
     )
-    return bench.settle(errors, what, lambda: given.cause(made, bench.beyond * null), reach)
+    return bench.settle(errors, what, hint, reach)
+
+
+def _padded_prompts(bench: Bench) -> Iterator[tuple[int, int, Sequence[int]]]:
+    """A short prompt, and one from which decoding goes on where a short window is full and pads are still in it."""
+    prompt, length = bench.short()
+    yield prompt, length, PADS
+    windows = [w for w in bench.runner.adapter.facts.windows if w and 2 < w <= SHORT_WINDOW]
+    if windows and min(windows) + 1 + bench.steps <= bench.context:
+        full = min(windows) + 1
+        yield full, full + bench.steps, (0, full // 2, 1)
 
 
 # Rows of a cache moved about ---------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Che
 from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.called import CALLED, by_call
 from kvinterp.auditing.causes import COARSE, WithoutCasts
+from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.watch import Event
@@ -133,14 +134,17 @@ def _tried(bench: Bench, name: str) -> list[Check]:
     coarse_unit = max(bench.runner.unit, unit_roundoff(torch.float32))
     if bench.left_out:
         # The model's casts are left out all along: that this way of using the cache makes none of its own is looked at too.
-        coarse = otherwise(None, coarse_unit) if bench.thorough else {}
+        coarse = otherwise(None, coarse_unit) if bench.thorough or _without_casts(name) else {}
         found = [_cast_of_its_own(one, coarse.get(one.name)) for one in found]
     elif bench.runner.narrow and failed():
         fixed = otherwise(BatchInvariant())
         found = [_of_the_order(one, fixed.get(one.name), bench.beyond) for one in found]
     elif not bench.runner.narrow and any(map(_suspicious, found)):
-        without, coarse = otherwise(WithoutCasts()), otherwise(None, coarse_unit)
+        first, without, coarse = found, otherwise(WithoutCasts()), otherwise(None, coarse_unit)
         found = [_explained(one, without.get(one.name), coarse.get(one.name)) for one in found]
+        if len(benches) > 1 and not _casts(bench, benches[1]):
+            # What casts is this way of calling, and nothing else.
+            found = [_cast_by_call(one, before) for one, before in zip(found, first, strict=True)]
     if failed() and bench.runner.dtype != torch.float64:
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
@@ -168,6 +172,12 @@ def _check_of(name: str) -> Callable[[Bench], Any]:
     return functools.partial(by_call, plan=plan)
 
 
+def _without_casts(name: str) -> bool:
+    """Whether it is a call plan of which a cast of its own may have been left out."""
+    plan = call_named(name.removeprefix(CALLED)) if name.startswith(CALLED) else None
+    return plan is not None and plan.kernels
+
+
 def _suspicious(one: Check) -> bool:
     return one.status in (FAILED, UNCLEAR) and one.error is not None
 
@@ -189,6 +199,21 @@ def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check
         return without
     detail = f"{without.detail.rstrip('.')} (with them {one.error:.1e})."
     return _cast_of_its_own(dataclasses.replace(without, detail=detail), coarse)
+
+
+def _casts(bench: Bench, without: Bench) -> bool:
+    """Whether the model alone gives other logits once its casts are left out."""
+    tokens = bench.tokens(bench.short()[1])
+    off = apart(bench.runner.recompute(tokens), without.runner.recompute(tokens))
+    return off > without.excused * without.plain_null
+
+
+def _cast_by_call(one: Check, before: Check) -> Check:
+    """A call plan that failed and passes without casts, where the model alone makes none: the plan computes in fewer bits."""
+    if one.status != PASSED or before.status != FAILED or not one.name.startswith(CALLED):
+        return one
+    also = "with casts to fewer bits left out it passes, and the model alone makes none"
+    return dataclasses.replace(before, detail=_and(before, also), hint=FEWER_BITS)
 
 
 def _of_the_order(one: Check, fixed: Check | None, beyond: float) -> Check:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
 from kvinterp.auditing.comparing import compared, grid, lost_key, paired, seen_differently, swapped_nearly_equal
-from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, Watch, watching
+from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, HeadWatch, Watch, watching
 from kvinterp.reading.vocabulary import EMBEDDING
 
 BLOCK_INPUT = "block input"
@@ -120,11 +120,15 @@ class Sight:
         """The largest error of those that are of what the block computes."""
         return max((f.error for f in tensors if self.is_end(f)), default=0.0)
 
-    def note(self, mine: Watch, theirs: Watch) -> None:
-        """Notes the casts of both sides, and which keys only one of them has or sees."""
+    def note_casts(self, mine: Watch | HeadWatch, theirs: Watch | HeadWatch) -> None:
+        """Notes the casts of both sides."""
         for name in dict.fromkeys([*mine.casts, *theirs.casts]):
             self.casts[name] = tuple(dict.fromkeys(mine.casts.get(name, ()) + theirs.casts.get(name, ())))
         self.both_cast = frozenset(mine.casts) & frozenset(theirs.casts)
+
+    def note(self, mine: Watch, theirs: Watch) -> None:
+        """Notes the casts of both sides, and which keys only one of them has or sees."""
+        self.note_casts(mine, theirs)
         newest = self.feed.stop - 1
         for event, other in paired(mine.events, theirs.events):
             if event.name == "attention output":
@@ -211,17 +215,21 @@ def look(hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]) -> Ite
             _, cache = hooks.feed(feed.start, feed.stop, cache)
             continue
         mine = {layer: Watch(model, layer, feed.stop - feed.start, feed.back) for layer in inner}
-        with watching(mine.values()):
+        heads = HeadWatch(model), HeadWatch(model)
+        with watching([*mine.values(), heads[0]]):
             logits, cache = hooks.feed(feed.start, feed.stop, cache)
         ends = _ends(hooks, logits, feed.back)
         # Copied now: the next feed may write into them.
         kept = {layer: _states(model, cache, mine[layer], layer) for layer in inner}
-        theirs, again = _recomputed(hooks, feed, inner)
+        with watching([heads[1]]):
+            theirs, again = _recomputed(hooks, feed, inner)
         fresh = hooks.feed(0, feed.stop)[1] if any(kept.values()) else None
         sights = {}
         for layer in [layer for layer in layers if layer in ends]:
             sight = sights[layer] = Sight(feed, layer, [*ends[layer][0]], [*again[layer][0]], hooks.reference)
             sight.ends = frozenset((event.name, event.module) for event in itertools.chain(*ends[layer]))
+            if layer == len(model.blocks):
+                sight.note_casts(*heads)
             if layer in inner:
                 held = _states(model, fresh, mine[layer], layer) if kept[layer] else []
                 sight.note(mine[layer], theirs[layer])

@@ -14,29 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import scipy.optimize
 import torch
 
 from kvinterp.auditing import given_steps as steps
 from kvinterp.auditing.bench import Check
-from kvinterp.auditing.given_paths import RUNGS, Way, candidates, check_paths, chosen_of, log_probs
+from kvinterp.auditing.given_live import audit_endpoint
+from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, Way, candidates, log_probs
 from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict, allowed
+from kvinterp.comparison.given import check_paths, chosen_of, positive, read_paths
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.inputs import check_callable, check_seed
+from kvinterp.inputs import check_callable, check_seed, check_unread
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.models import Adapter, wrap
 from kvinterp.provenance import provenance
+from kvinterp.recording.endpoint import is_endpoint
 from kvinterp.recording.given import GivenPath
-from kvinterp.recording.readers import read_given
 
 TRIED = 1024
 """The most tokens on which causes, alignments and semantics are tried."""
 LOGITS = 2**24
 """The most logits that are held for it."""
-ROUNDED = 1e-3
-"""So far above 0 a log-prob is 0, rounded."""
 BEYOND = 4.0
 """So many times bfloat16's own distance is no rounding of anything."""
 
@@ -82,90 +81,38 @@ def audit_given(
     allow: Sequence[str] = (),
     seed: int = 0,
     tell: Callable[[str], None] = lambda said: None,
+    prompts: Any = None,
+    keep: str | Path | None = None,
 ) -> Verdict:
-    """Reads what another engine wrote, and judges it.
+    """Reads what another engine wrote, or asks a server that runs, and judges it.
 
     Args:
         model: As for :func:`judge_given`.
-        file: What it wrote, see docs/engines.md.
+        file: What it wrote, see docs/engines.md; or a server's address, as ``"http://127.0.0.1:8000/v1"``.
         format: The format's name; known by the content unless given.
         declared: As for :func:`judge_given`.
         allow: As for :func:`judge_given`.
         seed: As for :func:`judge_given`.
         tell: As for :func:`judge_given`.
-    """
-    adapter = wrap(model)
-    return judge_given(adapter, _read(adapter, file, format), declared, allow, seed, tell)
-
-
-def compare_given(model: Any, file: str | Path, format: str | None = None, dtype: str = "float64") -> pd.DataFrame:
-    """Another engine's log-probs beside our own of the same tokens, token by token.
-
-    Args:
-        model: The model, as :func:`kvinterp.wrap` takes it.
-        file: What the engine wrote, see docs/engines.md.
-        format: The format's name; known by the content unless given.
-        dtype: What ours are computed in.
-
-    Returns:
-        A row for each token that has a log-prob: sequence, position, token, ``engine``, ``ours`` and ``difference`` (engine less
-        ours) in nats; ``kl``, KL(engine || ours), where the engine gave the whole vocabulary, and ``kl_is``, which says
-        ``"not given"`` where it did not.
+        prompts: What a server goes on from; four texts of ours unless given.
+        keep: The folder of what a server answered, from which an interrupted run goes on; one of its own unless given.
 
     Raises:
-        InputError: The file cannot be read, or its texts cannot be this model's.
+        InputError: The file cannot be read, or the server does not answer as one does.
     """
     adapter = wrap(model)
-    paths, rows = _read(adapter, file, format), []
-    check_paths(adapter, paths)
-    if why := _positive(np.concatenate([path.chosen for path in paths])):
-        raise InputError(f"file {str(file)!r}: {why} Give log-probs.")
-    with adapter.alone("kv.compare_given"), adapter.unchanged():
-        for path in paths:
-            every = log_probs(adapter, path.ids, len(path.prompt), Way(dtype, dtype=dtype))
-            assert every is not None
-            ours = chosen_of(every, path.ids)
-            for at in map(int, np.flatnonzero(np.isfinite(path.chosen[1:])) + 1):
-                ids, values = path.top.get(at, (np.array([], int), np.array([])))
-                whole = len(set(ids.tolist())) == adapter.facts.vocabulary
-                kl = float((np.exp(values) * (values - every[at - 1].cpu().numpy()[ids])).sum()) if whole else None
-                engine = float(path.chosen[at])
-                row = {
-                    "sequence": path.id,
-                    "position": at,
-                    "token": path.ids[at],
-                    "engine": engine,
-                    "ours": float(ours[at]),
-                }
-                said = "of the whole vocabulary" if whole else "not given"
-                rows.append({**row, "difference": engine - float(ours[at]), "kl": kl, "kl_is": said})
-    return pd.DataFrame(rows, columns=_COLUMNS)
-
-
-def _positive(values: np.ndarray) -> str | None:
-    """What is wrong with log-probs that are above 0, None where none is by more than rounding."""
-    positive = int((values > ROUNDED).sum())
-    n = int(np.isfinite(values).sum())
-    said = f"{positive:,} of {n:,} values are above 0, which no log-prob is: they may be probabilities, or logits."
-    return said if positive else None
-
-
-_COLUMNS = ["sequence", "position", "token", "engine", "ours", "difference", "kl", "kl_is"]
-
-
-def _read(adapter: Adapter, file: str | Path, format: str | None) -> list[GivenPath]:
-    """The paths of a file, with the model's own ids of texts and its own beginning."""
-    texts: dict[str, int | None] = {}
-
-    def token(text: str) -> int | None:
-        if not texts and adapter.tokenizer is not None:
-            for number, piece in enumerate(adapter.pieces(range(adapter.facts.vocabulary))):
-                texts[piece] = None if piece in texts else number
-        return texts.get(text)
-
-    bos = getattr(adapter.tokenizer, "bos_token_id", None)
-    begins = adapter.encode("a")[0] == bos if bos is not None else False
-    return read_given(file, format, token, bos if begins else None)
+    if is_endpoint(file):
+        check_unread("format", format, None, "a server answers in its own; leave it out")
+        check_seed(seed)
+        allowed(allow)
+        _declared((), declared)
+        return audit_endpoint(
+            adapter, str(file), prompts, keep, lambda answers: read_paths(adapter, answers),
+            lambda paths: judge_given(adapter, paths, declared, allow, seed, tell), tell,
+        )  # fmt: skip
+    for name, value in (("prompts", prompts), ("keep", keep)):
+        check_unread(name, value, None, "a file holds its own texts; leave it out")
+    return judge_given(adapter, read_paths(adapter, file, format), declared, allow, seed, tell)
 
 
 def _declared(paths: Sequence[GivenPath], declared: str | None) -> str | None:
@@ -202,7 +149,7 @@ class _Judge:
         return Verdict(
             word, None, self.begins if word not in GOOD else None, "", "", {}, tuple(self.checks), (),
             "\n".join([head, f"  {why}", *(f"  {line}" for line in lines)]), "yes" if word in allow else "no",
-            {**about, "dtype": self.declared or "not given"}, (), self.found,
+            {**about, "dtype": self.declared or "not given"}, given=self.found,
         )  # fmt: skip
 
     def _judged(self) -> tuple[str, str]:
@@ -233,7 +180,7 @@ class _Judge:
         )
         self.found |= {"sequences": len(self.paths), "tokens": given, "missing": dict(missing)}
         engine = np.array([]) if tokens is None else tokens.engine
-        why = _positive(engine)
+        why = positive(engine)
         if why is None and (above := engine > 0).any():
             where += f" {int(above.sum()):,} above 0, by {engine.max():.1g} at most, are taken for 0, rounded."
             engine[above] = 0
@@ -450,20 +397,43 @@ class _Judge:
             if found is not None and np.isfinite(found[self.first]).all() and (found - self.truth)[self.first].any():
                 rows[way.name] = np.where(self.first, found, np.nan)
         seen = self.tokens.engine - self.truth
+        if {FLASH_ROW, FLOAT16} <= rows.keys():
+            # Of a request a position: a prompt of 64 rows on is computed in tiles, which are added up in float32.
+            rows[FLASH] = np.where(self.tokens.position < 64, rows[FLASH_ROW], rows[FLOAT16])
+            ways[FLASH] = dataclasses.replace(ways[FLASH_ROW], name=FLASH)
         for name, row in rows.items():
             ok = np.isfinite(row)
             left = steps.mean_gap(self.tokens.engine, row, ok) / max(float(self.gap[ok].mean()), 1e-30)
             self.found["tried"].append({"cause": name, "left": left, "slope": steps.slope(row - self.truth, seen)})
-        # What is left of a cause that is right is the engine's own rounding.
-        rounding = self.ours[near].mean() / max(float(self.gap.mean()), 1e-30)
-        share = min(REPRODUCES, 0.15 + 1.4 * float(rounding))
         name, left = steps.winner(self.tokens, self.truth, rows, 0.9)
-        if name and ways[name].family is not None and left > share / 2:
+        if not name:
+            return None, left, 0.0
+        share = self._left_by(ways[name], rows[name], near)
+        if ways[name].family is not None and left > share / 2:
             way = self._sized(ways[name])
             ways[way.name], rows = way, {way.name: self._some(way)}
             name, left = steps.winner(self.tokens, self.truth, rows, share)
         by = steps.slope(rows[name] - self.truth, seen) if name else 0.0
         return (ways[name] if name and left < share and 0.75 < by < 1.33 else None), left, by
+
+    def _left_by(self, way: Way, exact: np.ndarray, near: str) -> float:
+        """What a cause that is right may leave: the engine's own rounding, and what the cause itself makes of rounding.
+
+        A rounding that moves a code of a quantised cache moves it by a whole step: where the cause is such a cache, it is run in
+        the engine's precision too, and how far it then comes from itself is how far an engine that has it may come.
+        """
+        gap = max(float(self.gap.mean()), 1e-30)
+        rounding = float(self.ours[near].mean()) / gap
+        dtype = next(rung.dtype for rung in RUNGS if rung.name == near)
+        if way.word in ("policy", "kernel") and way.change is not None and dtype != "float32":
+            moved = np.abs(self._some(dataclasses.replace(way, dtype=dtype)) - exact)
+            if np.isfinite(moved).any():
+                rounding = max(rounding, float(np.nanmean(moved)) / gap)
+        # Of the same roundings to float16 made in another order there is left what such a cache has anyway.
+        half = self.ours.get("float32 with a float16 cache") if "float16" in way.name else None
+        if half is not None:
+            return max(min(REPRODUCES, 0.15 + 1.4 * rounding), min(WINS, 1.25 * float(half.mean()) / gap))
+        return min(REPRODUCES, 0.15 + 1.4 * rounding)
 
     def _some(self, way: Way) -> np.ndarray:
         found = self._of(way, some=True)

@@ -8,18 +8,16 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from kvinterp.errors import InputError
+from kvinterp.auditing.given_attention import ADDED, llama_cpp
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.native import text_config
 from kvinterp.paths.model_cache import own_store
 from kvinterp.paths.path import path_named
 from kvinterp.policies import Place, policy_named
-from kvinterp.recording.given import GivenPath
 
 Change = Callable[[nn.Module, int], "contextlib.AbstractContextManager[bool]"]
 """Changes a model for as long as it is open, given the prompt's length; whether there was something to change."""
@@ -58,6 +56,14 @@ RUNGS = (
     Way("bfloat16", dtype="bfloat16"),
 )
 
+FLOAT16 = "float16 cache"
+FLASH_ROW = (
+    "values added up in float16, a key after another, as llama.cpp's flash attention of a row does over a float16 cache"
+)
+FLASH = (
+    "values added up in float16 in a prompt of fewer than 64 rows, as llama.cpp's flash attention does over a float16 cache"
+)
+
 
 def candidates() -> list[Way]:
     """The causes that are tried, each in float64, so that nothing but the cause is in them."""
@@ -68,6 +74,14 @@ def candidates() -> list[Way]:
         found.append(Way(f"{policy} cache", "policy", path=f"cached[prefill=stored]+{policy}"))
         found.append(Way(f"{policy} cache, read behind the prompt", "policy", path=f"cached+{policy}"))
         found.append(Way(f"{policy} cache of the prompt alone", "policy", spoilt=policy))
+    for cache in ("q8_0", "q4_0"):
+        for turned in ("turned", ""):
+            name = f"{cache} cache as llama.cpp's, {turned or 'not turned'}"
+            found.append(Way(name, "policy", change=llama_cpp(cache, turned)))
+    for way in ("", "rounded"):
+        name = f"float16 cache as llama.cpp's{', with probabilities in float16' if way else ''}"
+        found.append(Way(name, "policy", change=llama_cpp("float16", "", way)))
+    found.append(Way(FLASH_ROW, "kernel", change=llama_cpp("float16", "", ADDED)))
     for shift in (1, -1):
         found.append(Way(f"positions {shift:+d} behind the prompt", "bug", change=_shifted(shift)))
     found += [_rope_scale(size) for size in (0.25, 0.5, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 2.0, 4.0)]
@@ -196,28 +210,3 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
     else:
         logits = model.forward(tokens)
     return logits[0].double().log_softmax(-1)
-
-
-def chosen_of(rows: Tensor, ids: Sequence[int]) -> np.ndarray:
-    """``[position]``: the log-prob of each id given those before it; NaN for the first."""
-    own = rows[:-1].gather(1, torch.tensor(list(ids[1:]), device=rows.device)[:, None])[:, 0]
-    return np.concatenate([[np.nan], own.cpu().numpy()])
-
-
-def check_paths(adapter: Adapter, paths: Sequence[GivenPath]) -> None:
-    """Raises where a text cannot be one of this model's.
-
-    Raises:
-        InputError: It has a token outside the vocabulary, or is longer than the context.
-    """
-    facts = adapter.facts
-    for path in paths:
-        if max(path.ids) >= facts.vocabulary:
-            raise InputError(
-                f"{path.id} has the token {max(path.ids)}, and {facts.name} has {facts.vocabulary:,}: it is of another one; "
-                "give the model that the engine ran."
-            )
-        if len(path.ids) > facts.context:
-            raise InputError(
-                f"{path.id} has {len(path.ids):,} tokens, and the context of {facts.name} {facts.context:,}: leave it out."
-            )

@@ -141,7 +141,8 @@ class RungJudge:
                 if wrong is not None and self._another_form(case, wrong, proven):
                     wrong = None
                 if wrong is None and clean is None and judged.cause.word == "rounding":
-                    left = min(map(largest, self._with_and_without_casts(case, judged.finding.layer)), default=None)
+                    tried = (self._tried(case, kernels, [judged.finding.layer]) for kernels in (Native(), WithoutCasts()))
+                    left = min((largest(found) for found in tried if found is not None), default=None)
                     if left is None:
                         raise RuntimeError(NO_FLOAT64)
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
@@ -208,14 +209,14 @@ class RungJudge:
         if cause.word == "rounding" and not finest:
             self.open.append((judged, sight, case))
 
-    def _same_logits(self, case: Case, error: float) -> bool:
+    def _same_logits(self, case: Case, error: float, under: Sequence[Kernels] = (Native(), WithoutCasts())) -> bool:
         """Whether the same tokens, nothing handed over, have the same logits though a block is off by so much.
 
         Then what it returns is another part of the same sum, which a later block completes.
         """
         assert self.twin is not None
         tokens, limit = self.run.plan.tokens(case.prompt, self.twin.device), band(torch.float64, self.terms)
-        for kernels in (Native(), WithoutCasts()) if case.start else ():
+        for kernels in under if case.start else ():
             model, apart_by, cache = BlockModel(self.twin, kernels), 0.0, None
             with contextlib.suppress(RuntimeError, UnsupportedError):
                 reference = model.recompute(tokens)
@@ -232,22 +233,18 @@ class RungJudge:
         Where what it computes here is proven to be off too, the logits have to agree in float64.
         """
         limit = band(torch.float64, self.terms)
-        for found in self._with_and_without_casts(case, wrong.layer):
-            if wrong.layer not in found:
+        for kernels in (Native(), WithoutCasts()):
+            found = self._tried(case, kernels, [wrong.layer])
+            if found is None or wrong.layer not in found:
                 continue
             sight, tensors = found[wrong.layer]
             named = [f for f in tensors if (f.tensor, f.module) == (wrong.tensor, wrong.module)]
             same = [f for f in named if f.error >= wrong.error / 2]
             if not proven and not all(map(sight.is_end, same)) and sight.error(tensors) <= limit:
                 return True
-            if same and self._same_logits(case, same[0].error):
+            if same and self._same_logits(case, same[0].error, [kernels]):
                 return True
         return False
-
-    def _with_and_without_casts(self, case: Case, layer: int) -> list[Differing]:
-        """What differs in a block of the model as it is, and of it without its casts; of those that run."""
-        tried = [self._tried(case, kernels, [layer]) for kernels in (Native(), WithoutCasts())]
-        return [found for found in tried if found is not None]
 
     # With the machine's kernels ---------------------------------------------------------------------------------------------
 

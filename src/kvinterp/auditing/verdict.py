@@ -59,6 +59,7 @@ class Verdict(Kept):
         allowed: Whether the word is one that the caller allows.
         provenance: Provenance.
         seconds: What took how long: a row a rung and part of it, with seconds of the clock and of the processor.
+        norms: Where the model stands in the table of norms: ``said``, ``percentile``, ``models``, ``difference``, ``length``.
         given: Of another engine's log-probs the distances, what was tried, and the statistics of reinforcement learning.
     """
 
@@ -76,11 +77,22 @@ class Verdict(Kept):
     allowed: str = "no"
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seconds: tuple[Mapping[str, Any], ...] = ()
+    norms: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Its first line."""
         return f"<Verdict: {' '.join(self.reading.splitlines()[0].split())}>"
+
+    def standing(self, norms: Mapping[str, Any]) -> Verdict:
+        """The same with where the model stands in the table of norms: where others are like it, a line of the reading too."""
+        if not norms:
+            return self
+        lines = self.reading.splitlines()
+        cut = next((i for i, line in enumerate(lines) if line.startswith("exercised: ")), len(lines))
+        said = [] if norms["percentile"] is None else [f"norms: {norms['said']}."]
+        reading = "\n".join([*lines[:cut], *said, *lines[cut:]])
+        return dataclasses.replace(self, norms=norms, reading=reading)
 
     @property
     def exit_code(self) -> int:

@@ -156,15 +156,59 @@ class Watch:
         return result
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Told every operation of torch: notes casts of floating-point tensors to a narrower dtype than the model's own."""
+        """Told every operation of torch."""
         result = func(*args, **kwargs)
-        if func in _CASTS:
-            source = args[func is torch.ops.aten.copy_.default]
-            floats = source.is_floating_point() and result.is_floating_point() and result.numel() > 1
-            if floats and narrower(result.dtype, source.dtype) and narrower(result.dtype, self.model.dtype):
-                name = dtype_name(result.dtype)
-                self.casts[name] = tuple(dict.fromkeys((*self.casts.get(name, ()), self.inner)))
+        _note_cast(self.casts, self.model, self.inner, func, args, result)
         return result
+
+
+class HeadWatch:
+    """Notes the casts behind the last block: of the norm there, the head and what becomes of the logits.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        casts: As those of a :class:`Watch`.
+    """
+
+    def __init__(self, model: BlockModel) -> None:
+        self.model, self.casts = model, dict[str, tuple[str, ...]]()
+        self._listening = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Listens from the end of the last block to the model's own, for as long as the context lasts."""
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(self._listening.close)
+            hooks.enter_context(self.model.blocks[-1].register_forward_hook(self._begin))
+            hooks.enter_context(self.model.model.register_forward_hook(self._end, always_call=True))
+            yield
+
+    def _begin(self, *_: Any) -> None:
+        self._listening.close()
+        self._listening.enter_context(Operations(self._dispatched))
+
+    def _end(self, *_: Any) -> None:
+        self._listening.close()
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        _note_cast(self.casts, self.model, self.model.end_name("output"), func, args, result)
+        return result
+
+
+def _note_cast(
+    casts: dict[str, tuple[str, ...]], model: BlockModel, where: str, func: Any, args: tuple[Any, ...], result: Any
+) -> None:
+    """Notes a cast of floating-point tensors to a narrower dtype than the model's own."""
+    if func not in _CASTS:
+        return
+    source = args[func is torch.ops.aten.copy_.default]
+    floats = source.is_floating_point() and result.is_floating_point() and result.numel() > 1
+    if floats and narrower(result.dtype, source.dtype) and narrower(result.dtype, model.dtype):
+        name = dtype_name(result.dtype)
+        casts[name] = tuple(dict.fromkeys((*casts.get(name, ()), where)))
 
 
 def _one_row(tensor: Tensor, rows: int, back: int) -> Tensor | None:
@@ -174,7 +218,7 @@ def _one_row(tensor: Tensor, rows: int, back: int) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def watching(watches: Iterable[Watch]) -> Iterator[None]:
+def watching(watches: Iterable[Watch | HeadWatch]) -> Iterator[None]:
     """Listens for as long as the context lasts."""
     with contextlib.ExitStack() as stack:
         for watch in watches:

@@ -19,6 +19,7 @@ from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.choices import Choices
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
+from kvinterp.comparison.given import compare_given
 from kvinterp.comparison.newest import NewestActivations
 from kvinterp.comparison.recordable import COMPARED, recordable
 from kvinterp.comparison.rows import failed, of_example
@@ -31,6 +32,7 @@ from kvinterp.inputs import (
     check_choice,
     check_listed,
     check_seed,
+    check_unread,
     checked_continuation,
     chosen_layers,
     encode,
@@ -42,7 +44,7 @@ from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
 from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.models.threads import own_threads
-from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
+from kvinterp.paths import ExecutionPath, Runner, Strategy, given_of, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
 from kvinterp.paths.calls.base import witnessed
 from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
@@ -59,7 +61,7 @@ log = logging.getLogger("kvinterp")
 @overload
 def compare(
     model: Any,
-    prompts: Any,
+    prompts: Any = None,
     a: str | ExecutionPath = ...,
     b: str | ExecutionPath = ...,
     *,
@@ -83,7 +85,7 @@ def compare(
 @overload
 def compare(
     model: Any,
-    prompts: Any,
+    prompts: Any = None,
     a: str | ExecutionPath = ...,
     *,
     b: Sequence[str | ExecutionPath],
@@ -94,7 +96,7 @@ def compare(
 # Of a list the other options are those of one path, whose names the second signature does not repeat.
 def compare(  # type: ignore[misc]
     model: Any,
-    prompts: Any,
+    prompts: Any = None,
     a: str | ExecutionPath = "cached",
     b: str | ExecutionPath | Sequence[str | ExecutionPath] = "recompute",
     *,
@@ -120,7 +122,9 @@ def compare(  # type: ignore[misc]
         prompts: One prompt or a list: texts, :class:`Prompt`, or token ids.
         a: The leading path: in the matched protocol both are fed the tokens it chooses.
         b: The path it is compared with; of a list each, which gives :class:`Comparisons`: in the matched protocol all of them
-            run beside one run of ``a``, and each pair gets the numbers that it gets alone.
+            run beside one run of ``a``, and each pair gets the numbers that it gets alone. ``"given(FILE)"``: log-probs that
+            another engine gave, whose tokens ``a`` is fed; there are no prompts then, and :func:`compare_given` says what the
+            table holds.
         protocol: ``"matched"`` or ``"free"``; see PROTOCOLS.
         strategy: How tokens are chosen; both paths draw from the same random number at each step.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
@@ -144,13 +148,18 @@ def compare(  # type: ignore[misc]
         lanes: What advances each path, made as a :class:`kvinterp.paths.Runner` is; another one has no sites to compare.
 
     Returns:
-        A :class:`Comparison`; of a list of paths :class:`Comparisons`.
+        A :class:`Comparison`; of a list of paths :class:`Comparisons`; of ``given(FILE)`` a table.
 
     Raises:
         InputError: Something given does not exist or does not fit.
         UnsupportedError: This kind of model cannot give a site.
         NonFiniteError: NaN or Inf appeared with every prompt; where it did with some, they stand in ``failures``.
     """
+    if (file := given_of(b)) is not None:
+        check_unread("prompts", prompts, None, f"{b} holds its own texts; leave it out")
+        return compare_given(model, file, path=a)
+    if prompts is None:
+        raise InputError("no prompts were given: expected a text, a Prompt, token ids or a list of them; give some.")
     adapter, path_a, strategy = wrap(model), path_named(a), strategy_named(strategy)
     several = isinstance(b, list | tuple)
     if isinstance(b, list | tuple):

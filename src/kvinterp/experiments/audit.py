@@ -89,9 +89,18 @@ class Audit(Experiment):
     device: str | None = shared("device")
     attention: str | None = shared("attention")
     remote_code: bool = shared("remote_code")
-    against: Path | None = option(
+    against: str | None = option(
         None,
-        "Log-probs that another engine gave of this model (docs/engines.md): those are judged, and nothing else is run.",
+        "Log-probs that another engine gave of this model, a file or a server's address as in http://127.0.0.1:8000/v1 "
+        "(docs/engines.md): those are judged, and nothing else is run.",
+        show_default=False,
+    )
+    answers: Path | None = option(
+        None,
+        "Folder of what that server answers, from which a run that was cut off goes on; kvinterp-answers unless given.",
+        show_default=False,
+        decides="nothing",
+        only=(lambda asked: asked.is_live(), "no server was given; give its address with --against, or leave it out"),
     )
     format: str | None = option(
         None,
@@ -99,6 +108,12 @@ class Audit(Experiment):
         show_default=False,
         only=(lambda asked: asked.against is not None, "no file was given; give one with --against, or leave it out"),
     )
+
+    def is_live(self) -> bool:
+        """Whether a server is asked."""
+        from kvinterp.recording.endpoint import is_endpoint
+
+        return is_endpoint(self.against or "")
 
     def is_own_code(self) -> bool:
         """Whether the model is the user's own code."""
@@ -134,7 +149,7 @@ class Audit(Experiment):
         """Refuses what is read of the audit of a cache alone."""
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach", "calls"):
-            if getattr(self, name) != fields[name]:
+            if getattr(self, name) != fields[name] and not (name == "prompts" and self.is_live()):
                 raise InputError(
                     f"--{name} was given with --against, which feeds the tokens of its file and runs no checks: leave it out."
                 )
@@ -146,7 +161,8 @@ class Audit(Experiment):
         if self.against is not None:
             # Of weights that were rounded to 16 bits no other precision is found again.
             named = {**self.named(), "dtype": self.dtype or "float32"}
-            given = {"file": str(self.against), "format": self.format, "declared": self.dtype}
+            given = {"file": self.against, "format": self.format, "declared": self.dtype, "prompts": self.prompts}
+            given["answers"] = str(self.answers or "kvinterp-answers") if self.is_live() else None
             return [Cell("audit", f"{__name__}:judged", {"model": named, **given, "seed": self.seed, "allow": self.allow})]
         settings = {
             **{name: getattr(self, name) for name in ("prompts", "steps", "seed", "allow", "lengths")},
@@ -242,6 +258,8 @@ def judged(
     declared: str | None,
     seed: int,
     allow: Sequence[str],
+    prompts: str | None = None,
+    answers: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The verdict on another engine's log-probs, as texts."""
     from kvinterp.auditing.given import audit_given
@@ -252,7 +270,8 @@ def judged(
 
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
-        found = audit_given(adapter, file, format, declared, allow, seed, lambda said: tell(f"against {file}: {said}", 0.5))
+        told = (allow, seed, lambda said: tell(f"against {file}: {said}", 0.5), prompts, answers)
+        found = audit_given(adapter, file, format, declared, *told)
     made = Audited(found, [], None, dict(found.provenance))  # type: ignore[arg-type]
     said = {"reading": str(found), "exit_code": found.exit_code, "claims": []}
     return {}, {**said, "texts": texts_of(found), "junit": junit_xml(made)}

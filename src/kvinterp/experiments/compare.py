@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.errors import KvinterpError
+from kvinterp.errors import InputError, KvinterpError
 from kvinterp.experiments.base import Experiment, Outcome, numbered
 from kvinterp.experiments.options import DRAWS, model, option, sampled, shared
 
@@ -53,7 +53,9 @@ class Compare(Experiment):
     model: str = model()
     prompts: str = shared("prompts")
     a: str = option("cached", "The leading path.")
-    b: str = option("recompute", "The path it is compared with.")
+    b: str = option(
+        "recompute", "The path it is compared with; given(FILE): log-probs of another engine (docs/engines.md)."
+    )
     kind: str = shared("kind")
     dtype: str = shared("dtype")
     protocol: str = option("matched", "matched or free.")
@@ -84,6 +86,24 @@ class Compare(Experiment):
             "K and V are not recorded; leave it out, or add kv to --record",
         ),
     )
+
+    def settled(self) -> Experiment:
+        """Of a path that was walked elsewhere another experiment, in which nothing is decided here but our own path."""
+        from kvinterp.experiments.compare_given import CompareGiven
+        from kvinterp.paths import given_of
+
+        if given_of(self.a) is not None:
+            raise InputError(f"--a {self.a} was given: expected a path of ours, which leads; give the file as --b.")
+        if given_of(self.b) is None:
+            return self
+        taken = {field.name for field in dataclasses.fields(CompareGiven)}
+        for field in dataclasses.fields(self):
+            if field.name not in (*taken, "b") and getattr(self, field.name) != field.default:
+                raise InputError(
+                    f"--{field.name.replace('_', '-')} was given with --b {self.b}, whose tokens are there already: "
+                    "leave it out."
+                )
+        return CompareGiven(**{name: getattr(self, name) for name in taken - {"given"}}, given=self.b)
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
@@ -121,6 +141,8 @@ class Compare(Experiment):
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """Where the paths differ."""
+        if "given" in outcome.tables:
+            return list(outcome.summary["reading"])
         found, place = outcome.result.comparison, outcome.result.folder / "summary.json"
         if found.steps.empty:
             raise KvinterpError(f"none of the {len(found.failures)} prompts could be compared; {place} says why.")
@@ -128,8 +150,19 @@ class Compare(Experiment):
 
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
         """What differs, and where everything is."""
+        if (given := self.settled()) is not self:
+            given.say(outcome, echo)
+            return
         for line in (*self.sentences(outcome), *places(outcome.result.folder, outcome.result.folder)):
             echo(line)
+
+    @classmethod
+    def held(cls, folder: Path) -> Experiment:
+        """Of log-probs that were given, what compares those."""
+        from kvinterp.experiments.compare_given import CompareGiven
+        from kvinterp.files import is_file
+
+        return CompareGiven() if is_file(folder / "given.parquet") else cls()
 
     def read(self, folder: Path) -> Outcome:
         """The comparison in a folder."""

@@ -169,7 +169,8 @@ def load(folder: str | os.PathLike[str]) -> Any:
 def _found(outcome: Outcome, folder: Path | None) -> Kept:
     """What a user is given of an outcome: the comparison, the sweep, ... in it where there is one."""
     found: Kept = outcome.result if isinstance(outcome.result, Kept) else outcome
-    if outcome.verb == "compare":
+    # Log-probs that were given have a table, and no comparison.
+    if outcome.verb == "compare" and "given" not in outcome.tables:
         found = outcome.result.comparison
     if folder is not None:
         found.held = Held(folder, outcome.settings, outcome.choices)

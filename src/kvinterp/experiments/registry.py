@@ -13,6 +13,7 @@ _OTHERS = (
     "base",
     "choices",
     "circumstances",
+    "compare_given",
     "composed",
     "functions",
     "keeping",

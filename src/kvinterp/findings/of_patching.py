@@ -146,6 +146,9 @@ def headline_of_decomposition(split: Decomposition) -> list[str]:
     led = [f"{part} at {summary['most'][part]}" for part in PARTS if summary["most"].get(part)]
     most = f"most of it is {', '.join(led)}" if led else "no part is most of it at any"
     lines = [f"The logits differ at {differ} of {counted(steps, 'decode step')} of {of}; {most}."]
+    if "with_changed" in summary:
+        changed = f"Another expert is chosen, in some row, at {summary['with_changed']} of {counted(steps, 'decode step')}"
+        lines.append(f"{changed}; at the others no part of the difference is routing.")
     none, within = summary["without_cache"], summary["within_null"]
     if none or within:
         lines.append(
@@ -188,14 +191,20 @@ def _of_routing(split: Decomposition) -> Iterator[dict[str, Any]]:
     rate = metrics.rate_of(later["changed"].to_numpy(float), of, later["choices"].to_numpy(float))
     yield finding("choices of experts that differ, in all rows", rate.effect, (rate.low, rate.high), int(total), "choices", "%",
                   null=later["null_changed"].sum() / total)  # fmt: skip
-    differ, changed = later["total_l2"] > 0, later["changed"] > 0
-    for name, mine in (("with", later[differ & changed]), ("without", later[differ & ~changed])):
-        steps = f"decode steps {name} a changed choice"
-        rate = metrics.rate_of(((changed if name == "with" else ~changed) & differ).to_numpy(bool), of)
+    differ, changed, newest = later["total_l2"] > 0, later["changed"] > 0, later["changed_newest"] > 0
+    groups = {"with a changed choice in the newest row": newest, "with a changed choice in earlier rows alone": changed & ~newest,
+              "without a changed choice": ~changed}  # fmt: skip
+    for name, among in groups.items():
+        steps, mine = f"decode steps {name}", later[differ & among]
+        rate = metrics.rate_of((among & differ).to_numpy(bool), of)
         yield finding(f"{steps} whose logits differ", rate.effect, (rate.low, rate.high), len(later), "steps", "%")
         if len(mine):
             rest = "the rest, to 100%, is continuous: weights, experts and attention"
-            note = rest if name == "with" else "no choice differs there, so that all of the difference is continuous"
+            note = (
+                rest
+                if changed[mine.index].any()
+                else "no choice differs there, so that all of the difference is continuous"
+            )
             yield median_of(f"{steps}: routing's share of the difference of the logits", mine["routing_share"], mine["example"],
                             measure="%", note=note)  # fmt: skip
             rest = f"continuous {number(float(mine['continuous_l2'].mean()))}"

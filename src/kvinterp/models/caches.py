@@ -100,6 +100,9 @@ class OwnCache:
     can_select: bool = False
     """Whether sequences can be put in another order, left out, and joined by others."""
 
+    def will_crop(self) -> None:
+        """Told before anything is put in that positions will be taken back."""
+
     def crop(self, length: int) -> None:
         """Takes back all positions from ``length`` on.
 

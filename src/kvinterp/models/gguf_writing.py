@@ -1,4 +1,4 @@
-"""A Llama as a GGUF file, as llama.cpp's ``convert_hf_to_gguf.py`` writes it, so that a second engine can run the same weights."""
+"""A Llama as a GGUF file, as llama.cpp's ``convert_hf_to_gguf.py`` writes it: a second engine can run the same weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """How products' weights are stored, by dtype; norms stay in F32, as llama.cpp has them."""
 
 
-def export(
-    model: Any, file: str | Path, format: str = "gguf", dtype: str = "float32", existing: str = "error"
-) -> Path:
+def export(model: Any, file: str | Path, format: str = "gguf", dtype: str = "float32", existing: str = "error") -> Path:
     """Writes a Llama as a GGUF file, weights and tokenizer, which llama.cpp and what is built on it read.
 
     Args:
@@ -76,7 +74,9 @@ def _check_plain(adapter: Adapter) -> None:
     name, found = adapter.facts.name, getattr(adapter.model, "config", None)
     if adapter.kind != "native" or getattr(found, "model_type", "") != "llama":
         kind = getattr(found, "model_type", None) or type(adapter.model).__name__
-        raise UnsupportedError(f"{name} ({adapter.kind}, {kind}) is no Llama of kind native: such alone is written as GGUF.")
+        raise UnsupportedError(
+            f"{name} ({adapter.kind}, {kind}) is no Llama of kind native: such alone is written as GGUF."
+        )
     assert found is not None
     rope, act = found.rope_parameters.get("rope_type", "default"), found.hidden_act
     extras = [name for name, _ in adapter.model.named_parameters() if name.endswith(".bias")]

@@ -22,8 +22,12 @@ ROUTERS = ("gate", "router", "W_gate")
 
 
 def router_of(mlp: Any) -> nn.Module | None:
-    """The router in an MLP, or None where it has none: a module with a weight ``[expert, width]`` of its own."""
-    for holder in (mlp, getattr(mlp, "original_component", None)):
+    """The router in an MLP, or None where it has none: a module with a weight ``[expert, width]``, beside the experts.
+
+    A bridge calls the gate of a gated MLP ``gate`` too, where there are no experts.
+    """
+    holders = (mlp, getattr(mlp, "original_component", None))
+    for holder in holders if any(hasattr(each, "experts") for each in holders) else ():
         for name in ROUTERS:
             found = getattr(holder, name, None)
             if isinstance(found, nn.Module) and getattr(getattr(found, "weight", None), "ndim", 0) == 2:

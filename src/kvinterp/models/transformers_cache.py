@@ -202,6 +202,10 @@ class TransformersCache(OwnCache):
         """Where it is a DynamicCache of plain layers."""
         return type(self.model_cache) is DynamicCache and is_attention_only(self.model_cache)
 
+    def will_crop(self) -> None:
+        """As transformers' assisted decoding does; older releases have nothing of the kind."""
+        getattr(self.model_cache, "activate_past_recording", lambda: None)()
+
     def crop(self, length: int) -> None:
         """Transformers' own ``crop``."""
         try:

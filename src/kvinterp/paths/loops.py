@@ -104,7 +104,7 @@ class Runner:
         cached = path.form == "cached"
         call, self.witness = path.call, dict[str, int]()
         if call is not None:
-            call.check(self.adapter, prompt.shape[1])
+            call.check(self.adapter, prompt.shape[1], room)
             if len(prompt) > 1:
                 raise InputError(f"call={call} drives one prompt at a time, and {len(prompt)} were given together.")
         if cached or path.chunk is not None:
@@ -120,6 +120,7 @@ class Runner:
         if path.smooth is not None:
             path = self._smoothed(path, prompt, room)
         view = View()
+        view.writes = any(hook.writes for hook in hooks)
         hooks = hooks if call is None else [Shown(hook, view) for hook in hooks]
         policy = policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store)
         heard = [policy, *(columns.cut(hook.listeners) for hook in hooks)]

@@ -58,6 +58,8 @@ class ExecutionPath:
 
     def __post_init__(self) -> None:
         check_known("form of path", self.form, FORMS)
+        if isinstance(self.call, Call) and self.call.options:
+            self._take_options(self.call)
         check_instance(
             "kernels", self.kernels, Kernels, "a kernel mode, such as SplitK(4), or use Cached(kernels='native')"
         )
@@ -83,6 +85,16 @@ class ExecutionPath:
         if self.call is not None:
             self._check_call()
 
+    def _take_options(self, call: Call) -> None:
+        """Puts the options that a call plan is a name for in their place, so that a path has one text whichever was given."""
+        plain = {"chunk": None, "cache": Dynamic()}
+        for name, value in call.options.items():
+            given = getattr(self, name)
+            if given != plain[name]:
+                raise InputError(f"{name}={given} was given with call={call}, which says that too: leave one out.")
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "call", call.rest)
+
     def _check_call(self) -> None:
         """Refuses what a call plan cannot go together with."""
         check_instance("call", self.call, Call, "a call plan, or use Cached(call='padded(left,5)')")
@@ -92,6 +104,8 @@ class ExecutionPath:
         for name in ("refresh", "smooth"):
             if getattr(self, name) is not None:
                 raise InputError(f"{name}={getattr(self, name)} was given with call={self.call}: leave one out.")
+        if not self.call.kernels and not isinstance(self.kernels, Native):
+            raise InputError(f"kernels={self.kernels} was given with call={self.call}, which has its own: leave one out.")
         if self.policy.evicts or self.policy.sites or (self.policy.acts and not self.call.policies):
             raise InputError(
                 f"policy={self.policy} was given with call={self.call}, which moves rows under it: leave one out."
@@ -196,6 +210,23 @@ def path_named(text: object) -> ExecutionPath:
     return _read(text, cache_named)
 
 
+def given_of(text: object) -> str | None:
+    """The file or address of a path that was walked elsewhere, ``given(FILE)``; None of any other text.
+
+    Raises:
+        InputError: A policy, kernels or a dtype was given with it.
+    """
+    match = re.fullmatch(r"given\((.*)\)(.*)", text.strip(), re.DOTALL) if isinstance(text, str) else None
+    if match is None:
+        return None
+    if match[2] or not match[1].strip():
+        raise InputError(
+            f"path {shown(text)} was given: expected given(FILE) or given(http://127.0.0.1:PORT/v1) alone; what was walked "
+            "elsewhere takes no policy, kernels or dtype."
+        )
+    return match[1].strip()
+
+
 def path_read(text: object) -> ExecutionPath:
     """Reads the text form of a path that stands in a file: a class that it names is not imported, and can not be run.
 
@@ -213,6 +244,11 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
             f"path={shown(text)} was given: expected a text such as 'cached', or Cached(...) or Recompute(...)."
         )
     spec.check_length("path", text)
+    if given_of(text) is not None:
+        raise InputError(
+            f"path {text!r} was walked elsewhere and has log-probs alone, no tensors: give it to compare as b, or to audit with "
+            "--against; nothing else takes it."
+        )
     match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
     if match is None:
         raise InputError(

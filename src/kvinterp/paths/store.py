@@ -196,9 +196,17 @@ class Store:
         """Whether sequences can be moved, left out and joined by others."""
         return self.memory.can_select
 
+    def will_crop(self) -> None:
+        """Told before the first forward that positions will be taken back, so that a window keeps what it may need again."""
+        self.memory.will_crop()
+
     def crop(self, length: int) -> None:
         """Takes back all positions from ``length`` on; UnsupportedError where the memory cannot."""
         self.memory.crop(length)
+        self.cropped(length)
+
+    def cropped(self, length: int) -> None:
+        """Told that somebody else took back all positions from ``length`` on."""
         self._lengths = dict.fromkeys(self._lengths, length)
 
     def select(self, rows: Tensor) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -24,18 +26,34 @@ class View:
         row: Its row in the batch.
         own: Which of the positions so far are its own, ``[position]``.
         new: How many positions this forward feeds.
-        shown: How many of them are shown, the first ones; None for all.
+        shown: How many of them are shown, from the ``first`` on; None for all.
+        writes: Whether a hook may change what it is shown, so that no row may be shown after its forward.
         silent: Whether the forward is another request's altogether.
     """
 
     def __init__(self) -> None:
         self.row, self.new, self.silent = 0, 0, False
         self.own: Bool[Tensor, " position"] = torch.zeros(0, dtype=torch.bool)
+        self.first, self.writes = 0, False
         self.shown: int | None = None
+        self._told: list[Callable[[], Any]] = []
 
     def feed(self, own: Bool[Tensor, " new"], shown: int | None = None) -> None:
         """New positions come, of which these are the path's own."""
-        self.own, self.new, self.shown = torch.cat([self.own, own]), len(own), shown
+        self.own, self.new, self.first, self.shown = torch.cat([self.own, own]), len(own), 0, shown
+        self._told = []
+
+    def tell(self, hear: Callable[[], Any]) -> Any:
+        """What a hook makes of this forward's shown rows; where others may be shown later it is kept until the next forward."""
+        if self.shown is not None:
+            self._told.append(hear)
+        return hear()
+
+    def show(self, at: int) -> None:
+        """Shows another row of the forward that ran, as if it were the only one."""
+        self.first, self.shown = at, 1
+        for hear in self._told:
+            hear()
 
     def crop(self, length: int) -> None:
         """Positions from ``length`` on are taken back."""
@@ -48,11 +66,17 @@ class View:
 
     def queries(self) -> Tensor:
         """The rows of this forward that are shown."""
-        return self.own[self.begun :][: self.shown].nonzero().flatten()
+        shown = self.own[self.begun :].clone()
+        shown[: self.first] = False
+        return shown[: self._end()].nonzero().flatten()
+
+    def _end(self) -> int | None:
+        return None if self.shown is None else self.first + self.shown
 
     def keys(self, start: int, count: int) -> Tensor:
         """The keys that are shown, of ``count`` from position ``start`` on."""
-        end = len(self.own) if self.shown is None else self.begun + self.shown
+        shown = self._end()
+        end = len(self.own) if shown is None else self.begun + shown
         return self.own[start : min(start + count, end)].nonzero().flatten()
 
 
@@ -72,6 +96,9 @@ class Shown(PathHook):
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Shows the path's own keys and values."""
+        return self._view.tell(functools.partial(self._read, place, keys, values))
+
+    def _read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         view = self._view
         chosen = view.keys(place.start, keys.shape[2])
         if view.silent or not len(chosen):
@@ -86,6 +113,10 @@ class Shown(PathHook):
         layout, view = LAYOUTS[place[0]], self._view
 
         def heard(tensor: Tensor) -> Tensor | None:
+            # What is told later is told of a copy: a model may go on computing in the memory that it showed.
+            return view.tell(functools.partial(told, tensor if view.shown is None else tensor.clone()))
+
+        def told(tensor: Tensor) -> Tensor | None:
             cached = layout.group == "cache"
             rows = view.keys(0, tensor.shape[layout.rows]) if cached else view.queries()
             if view.silent or not len(rows):

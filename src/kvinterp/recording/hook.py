@@ -8,6 +8,7 @@ position so far (transformers, whose cache holds them rotated).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,9 +29,11 @@ class PathHook:
 
     Attributes:
         listeners: What is called with the tensor of each site and layer that it hears; what that returns replaces it.
+        writes: Whether it may put something in the place of what it hears.
     """
 
     listeners: Mapping[Site, Listener] = {}
+    writes: ClassVar[bool] = True
 
     @property
     def places(self) -> list[Site]:
@@ -67,6 +70,8 @@ class SiteHook(PathHook):
     Raises:
         UnsupportedError: This kind of model cannot give a site.
     """
+
+    writes = False
 
     def __init__(self, adapter: Adapter, wanted: Iterable[Site], positions: str = "all", rows: str = "whole") -> None:
         self._newest, self._line_up, self._whole = positions == "newest", rows != "any", rows == "whole"

@@ -6,7 +6,7 @@ own rows alone, in the order of its own tokens, so that two plans can be compare
 
 from __future__ import annotations
 
-import abc
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Generator
@@ -27,32 +27,70 @@ Loop = Generator[Float[Tensor, "batch vocab"], Int[Tensor, " batch"], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Call(abc.ABC):
+class Call:
     """A call plan, as data: a frozen dataclass in a file of this folder. Its text form is its name with its values.
 
     Attributes:
         forms: The forms of path that it can drive.
         policies: Whether it goes together with a policy, whose memory it then does not cut or reorder.
+        kernels: Whether it goes together with a kernel mode.
+        feeds: Whether it says what is fed; of those that do one alone can be given.
+        audited: The text form that an audit of all plans takes, where that is not its name alone.
     """
 
     forms: ClassVar[tuple[str, ...]] = ("cached",)
     policies: ClassVar[bool] = False
+    kernels: ClassVar[bool] = True
+    feeds: ClassVar[bool] = True
+    audited: ClassVar[str] = ""
 
-    @abc.abstractmethod
+    @property
+    def options(self) -> dict[str, Any]:
+        """Other options of a path that it is a name for, by name."""
+        return {}
+
+    @property
+    def rest(self) -> Call | None:
+        """What is left of it once its options were taken."""
+        return None if self.options else self
+
+    def running(self, feeder: Feeder) -> contextlib.AbstractContextManager[None]:
+        """How the forwards of a pass are run."""
+        return contextlib.nullcontext()
+
     def feed(self, feeder: Feeder) -> Loop:
-        """Drives the model: yields the newest logits of the path's row, ``[1, vocab]``, and is sent the next token."""
+        """Drives the model: yields the newest logits of the path's row, ``[1, vocab]``, and is sent the next token.
+
+        Unless a plan says otherwise that is the prompt alone, and then a token a step.
+        """
+        with self.running(feeder):
+            feeder.start(feeder.prompt, feeder.steps)
+            logits = feeder.pieces(feeder.prompt)
+            while True:
+                token = yield logits[:, -1]
+                logits = feeder.forward(token[:, None])
 
     def room(self, length: int, steps: int) -> tuple[int, int, int]:
         """Rows of the batch, positions before the first decode step and after it, for a prompt of ``length`` tokens."""
         return 1, length, steps
 
-    def check(self, adapter: Adapter, length: int) -> None:  # noqa: B027  # most refuse nothing
+    def check(self, adapter: Adapter, length: int, steps: int) -> None:
         """Raises InputError or UnsupportedError, before anything runs, where a model or a prompt cannot be run so.
 
         Args:
             adapter: The model.
             length: Tokens of the prompt.
+            steps: Most tokens that are fed after it.
         """
+
+    def seen(self, cache: str, length: int) -> dict[str, int]:
+        """What an option that it is a name for did, where the path itself counts nothing.
+
+        Args:
+            cache: The name of the cache that was run.
+            length: Tokens of the prompt.
+        """
+        return {}
 
     def missing(self, witness: dict[str, int]) -> str:
         """What did not happen although the plan stands for it, in a few words; empty where it ran as said."""
@@ -128,12 +166,37 @@ class Feeder:
             self.store.settle()
         return logits
 
-    def shown(self, new: int, run: Callable[[], Any]) -> Any:
+    def shown(self, new: int, run: Callable[[], Any], shown: int | None = None) -> Any:
         """What a forward of ``new`` of the path's own tokens gives, run by whoever knows what else it is given."""
-        self.view.feed(torch.ones(new, dtype=torch.bool))
+        self.view.feed(torch.ones(new, dtype=torch.bool), shown)
         made = run()
         self.store.settle()
         return made
+
+    def checked(self, logits: Tensor, drafts: Tensor) -> Generator[Tensor, Tensor, list[Tensor]]:
+        """Yields the logits of the newest token, and those of each draft behind it that turns out right.
+
+        The rows of such a draft stay in the cache, and what was seen in them is what its step is shown; but where a hook may
+        write, which could come too late for them, no draft is taken.
+
+        Args:
+            logits: Of the newest token and of the drafts, ``[1, 1 + draft, vocab]``, of a forward that showed none of these.
+            drafts: ``[1, draft]``.
+
+        Returns:
+            The tokens that were sent: one more than there were right drafts.
+        """
+        sent: list[Tensor] = []
+        first = self.view.new - logits.shape[1]
+        for at in range(logits.shape[1]):
+            if at:
+                self.view.show(first + at)
+            sent.append((yield logits[:, at]))
+            if at == drafts.shape[1] or self.view.writes or bool(drafts[0, at] != sent[-1][0]):
+                break
+        self.count("drafts accepted", len(sent) - 1)
+        self.count("drafts rejected", drafts.shape[1] - len(sent) + 1)
+        return sent
 
     def pieces(self, tokens: Tensor, masking: Masking = NOTHING, own: Tensor | None = None) -> Tensor:
         """Logits of a prompt, ``[batch, position, vocab]``, fed in chunks where the path says so."""

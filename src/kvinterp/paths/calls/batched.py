@@ -49,7 +49,8 @@ class Batched(Call):
         for step in range(feeder.steps + 1):
             token = yield logits[view.row : view.row + 1, -1]
             if step % (2 * EVERY) == EVERY - 1 and len(mask) > 2 and feeder.store.can_select:
-                keep = torch.tensor([row for row in range(len(mask)) if row != (view.row + 1) % len(mask)])
+                # One before the prompt's, whose own place changes then.
+                keep = torch.tensor([row for row in range(len(mask)) if row != (view.row - 1) % len(mask)])
                 feeder.store.select(keep.to(mask.device))
                 mask, view.row = mask[keep], int((keep == view.row).nonzero())
                 feeder.count("neighbours that left")

@@ -32,7 +32,7 @@ class Forked(Call):
         """The other request's tokens may be more than what is left of the prompt."""
         return 1, max(length, self.prefix + OTHERS), steps
 
-    def check(self, adapter: Adapter, length: int) -> None:
+    def check(self, adapter: Adapter, length: int, steps: int) -> None:
         """Refuses a prompt that is no longer than the prefix."""
         if length <= self.prefix:
             shorter = f", or forked({length - 1})" if length > 1 else ""
@@ -44,6 +44,7 @@ class Forked(Call):
         """Fills, goes on otherwise, takes that back, goes on."""
         prefix, rest = feeder.prompt[:, : self.prefix], feeder.prompt[:, self.prefix :]
         feeder.start(feeder.prompt, feeder.steps)
+        feeder.store.will_crop()
         feeder.pieces(prefix)
         others = (prefix[:, :1] + torch.arange(1, OTHERS + 1, device=prefix.device)) % feeder.adapter.facts.vocabulary
         feeder.view.silent = True

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvinterp.errors import UnsupportedError
 from kvinterp.inputs import check_choice, check_whole
 from kvinterp.models import Adapter
 from kvinterp.paths.calls.base import Call, Feeder, Loop, Masking, check_masks
@@ -36,16 +37,22 @@ class Padded(Call):
         """The pads take positions."""
         return 1, length + self.pads, steps
 
-    def check(self, adapter: Adapter, length: int) -> None:
+    def check(self, adapter: Adapter, length: int, steps: int) -> None:
         """Refuses a model that takes no mask, and more pads than a prompt beside this one could be longer."""
         check_masks(adapter, str(self))
         check_whole("pads", self.pads, most=adapter.facts.context, hint=f", the positions of {adapter.facts.name}")
+        window = min((each for each in adapter.facts.windows if each is not None), default=None)
+        if self.side == "right" and window is not None and window < length + self.pads + steps:
+            raise UnsupportedError(
+                f"call={self} puts pads between tokens, and {adapter.facts.name} has a window of {window} rows, in which they "
+                f"would count over {length + self.pads + steps}: give padded(left,{self.pads}), or fewer tokens."
+            )
 
     def feed(self, feeder: Feeder) -> Loop:
         """Feeds pads and prompt together, then a token a step."""
         prompt = feeder.prompt
         while True:
-            tokens, own = self._padded(prompt)
+            tokens, own = self._padded(prompt, feeder.adapter.facts.vocabulary)
             masking = counted(own[None].to(tokens))
             feeder.start(tokens, feeder.steps)
             logits = feeder.pieces(tokens, masking, own)[:, int(own.nonzero()[-1])]
@@ -60,8 +67,10 @@ class Padded(Call):
             token = yield logits
             prompt = torch.cat([prompt, token[:, None]], 1)
 
-    def _padded(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
-        pads, ones = prompt[:, :1].expand(1, self.pads), torch.ones(prompt.shape[1], dtype=torch.bool)
+    def _padded(self, prompt: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+        # Another token than the first: a pad that is read in its place would be the same there.
+        pads, ones = (prompt[:, :1] + 1) % vocabulary, torch.ones(prompt.shape[1], dtype=torch.bool)
+        pads = pads.expand(1, self.pads)
         none = torch.zeros(self.pads, dtype=torch.bool)
         if self.side == "left":
             return torch.cat([pads, prompt], 1), torch.cat([none, ones])

@@ -13,10 +13,9 @@ from kvinterp.paths.calls.base import Call, Feeder, Loop
 
 @dataclasses.dataclass(frozen=True)
 class Verified(Call):
-    """Each decode step with drafted tokens behind the newest one, which are then taken back.
+    """Each forward of decoding with drafted tokens behind the newest one: the right ones stay, the others are taken back.
 
-    The drafts are what followed the newest token where it stood before in the text; else its neighbours in the vocabulary. A
-    draft that was right is fed again in the next step too, so that each step is shown with rows of its own.
+    The drafts are what followed the newest token where it stood before in the text; else its neighbours in the vocabulary.
 
     Attributes:
         drafts: How many.
@@ -32,20 +31,18 @@ class Verified(Call):
         return 1, length, steps + self.drafts
 
     def feed(self, feeder: Feeder) -> Loop:
-        """Feeds a token with its drafts, takes those back, goes on."""
+        """Feeds a token with its drafts, keeps those that are right, takes the others back, goes on."""
         text, context = feeder.prompt, feeder.adapter.facts.context
         feeder.start(text, feeder.steps + self.drafts)
-        logits, drafts = feeder.pieces(text)[:, -1], text[:, :0]
+        feeder.store.will_crop()
+        token = yield feeder.pieces(text)[:, -1]
         while True:
-            token = yield logits
-            if drafts.shape[1]:
-                right = bool(drafts[0, 0] == token[0])
-                feeder.count("first drafts that were right" if right else "first drafts that were wrong")
             text = torch.cat([text, token[:, None]], 1)
             drafts = self._drafted(text, feeder.adapter.facts.vocabulary)[:, : max(context - text.shape[1], 0)]
-            logits = feeder.forward(torch.cat([token[:, None], drafts], 1), shown=1)[:, 0]
-            if drafts.shape[1]:
-                feeder.crop(text.shape[1])
+            logits = feeder.forward(torch.cat([token[:, None], drafts], 1), shown=1)
+            *right, token = yield from feeder.checked(logits, drafts)
+            text = torch.cat([text, *(each[:, None] for each in right)], 1)
+            feeder.crop(text.shape[1])
 
     def _drafted(self, text: Tensor, vocabulary: int) -> Tensor:
         newest = int(text[0, -1])
@@ -56,4 +53,4 @@ class Verified(Call):
 
     def missing(self, witness: dict[str, int]) -> str:
         """Drafts that were taken back."""
-        return "" if witness.get("positions taken back") else "no draft was taken back"
+        return "" if witness.get("drafts rejected") else "no draft was taken back"
