@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import re
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -145,7 +146,7 @@ class Endpoint:
         ids = (
             ids
             or [e.get("id") for e in entries]
-            or [int(str(t)[9:]) if str(t).startswith("token_id:") else None for t in texts]
+            or [int(str(t)[9:]) if re.fullmatch(r"token_id:\d{1,9}", str(t)) else None for t in texts]
         )
         if not ids or any(type(i) is not int or i < 0 for i in ids):
             raise self._wrong(
