@@ -474,14 +474,18 @@ def test_the_host_reads_no_more_often_for_a_second_device(device: Device, on_two
 
 
 MARKED = {"compare": pytest.mark.always, "root-cause": pytest.mark.long, "study": pytest.mark.long}
-OF_THE_DEVICE = {"kernels": ["bitwise_equal", "rows_differing", "max_ulp", "max_ulp_of_row"], "study": ["key", "settings"]}
+OF_THE_DEVICE = {
+    "kernels": ["bitwise_equal", "rows_differing", "max_ulp", "max_ulp_of_row"],
+    "study": ["key", "settings"],
+    "norms": ["device"],
+}
 """Columns that hang on the kernels a device chooses, or name it."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "verb",
-    [pytest.param(verb, marks=MARKED.get(verb, ())) for verb in COMMANDS if verb != "demo"],
+    [pytest.param(verb, marks=MARKED.get(verb, ())) for verb in COMMANDS if verb not in ("demo", "bench-bugs")],
 )
 def test_a_command_gives_what_it_gives_on_the_cpu(
     device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 import kvinterp as kv
 from kvinterp.auditing import exercises
 from kvinterp.auditing.called import plans_of
+from kvinterp.paths.calls import call_named
 
 PROMPTS = [list(range(3, 40)), list(range(7, 44))]
 
@@ -26,11 +27,13 @@ def native(name="zoo:gqa2-mini"):
 
 @pytest.mark.parametrize("name", ["zoo:gqa2-mini", pytest.param("zoo:gemma2-mini", marks=pytest.mark.slow)])
 def test_a_clean_model_passes_every_plan(checked, name):
-    found = checked(native(name))
+    # Compiled code is tried elsewhere: here every signature is checked as it is called, which torch.compile cannot trace.
+    plans = [plan for plan in plans_of("all") if call_named(plan).kernels]
+    found = checked(native(name), ",".join(plans))
     # Gemma 2 in float64 gives NaN for rows of pads alone, with a cache or without.
     unclear = {"call=padded(left,5)"} if "gemma2" in name else set()
     assert {name for name, one in found.items() if one.status != "passed"} == unclear
-    assert len(found) == len(plans_of("all"))
+    assert len(found) == len(plans) > 7
 
 
 def test_a_crop_that_leaves_rows_fails_drafts_and_a_reused_prefix(checked, monkeypatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import subprocess
+import sys
 import threading
 from typing import ClassVar
 
@@ -258,12 +260,22 @@ def test_steps_of_accepted_drafts_are_shown_with_their_own_rows(native):
             assert (mine - theirs).abs().max() < 1e-9
 
 
+COMPILED = """
+import kvinterp as kv
+model = kv.load_model("zoo:gqa2-mini", kind="native", dtype="float64", device="cpu")
+how = {"record": "", "max_new_tokens": 3, "stop": "length"}
+found = kv.compare(model, "1 + 1 =", a="cached[call=compiled(eager)]", b="cached", **how)
+assert found.provenance["witness"]["a"]["compiled graphs run"][0] > 0
+assert found.steps["max_abs_logit"].max() < 1e-9
+assert "forward" not in vars(model.model)
+"""
+
+
 @pytest.mark.slow
-def test_a_compiled_path_ran_a_graph(native):
-    found = kv.compare(native, [PROMPT], a="cached[call=compiled(eager)]", b="cached", record="", **SHORT)
-    assert found.provenance["witness"]["a"]["compiled graphs run"][0] > 0
-    assert found.steps["max_abs_logit"].max() < 1e-9
-    assert "forward" not in vars(native.model)
+def test_a_compiled_path_ran_a_graph():
+    """In a process of its own: here every signature is checked as it is called, which torch.compile cannot trace."""
+    made = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILED], capture_output=True, text=True, timeout=280)
+    assert made.returncode == 0, made.stderr[-2000:]
 
 
 def test_a_verb_that_counts_rows_refuses_a_plan(native):

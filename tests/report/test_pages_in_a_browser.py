@@ -60,7 +60,7 @@ def test_the_page_of_an_audit(page_opened: Callable[..., Opened], load: Any, tmp
     check_markup(opened)
     links = opened.page.evaluate("() => [...document.links].map((link) => link.getAttribute('href'))")
     assert sorted(links) == sorted(
-        f"./{file.name}" for file in tmp_path.iterdir() if file.suffix in (".csv", ".json") and file.name[0] != "."
+        f"./{file.name}" for file in tmp_path.iterdir() if file.suffix in (".parquet", ".json") and file.name[0] != "."
     )
     opened.quiet()
 

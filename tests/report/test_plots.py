@@ -35,7 +35,14 @@ MADE = {
 
 def figure_with(drawn: str, made: Comparison, label: str = "") -> Figure:
     """A figure with one of the four alone in it."""
-    return figure_named(drawn, {label: made})
+    return figure_named(drawn, {label: routed(made) if drawn == "routing_by_step" else made})
+
+
+def routed(made: Comparison) -> Comparison:
+    """The same of a mixture of experts, which chooses others at every third step."""
+    rows = made.layers[["example", "step", "layer", "after_flip"]].drop_duplicates(ignore_index=True)
+    numbers = {"changed": rows["step"] % 3 == 1, "difference": 0.1, "margin_a": 0.2, "margin_b": 0.2}
+    return dataclasses.replace(made, routing=rows.assign(**numbers))
 
 
 def inside(figure: Figure) -> bool:

@@ -11,7 +11,8 @@ from kvinterp.reading.patching import asked_said, map_said, recovery_said
 
 def answer(asked, *distances, recovery=float("nan"), l2_recovery=float("nan"), why=""):
     names = ("d_before", "d_after", "l2_before", "l2_after")
-    rest = {"steps": pd.DataFrame({"step": [1]}), "tokens": pd.DataFrame(), "shown_step": 1}
+    rest = {"steps": pd.DataFrame({"step": [1]}), "tokens": pd.DataFrame(), "shown_step": 1, "pair": ("7", "8")}
+    rest |= dict.fromkeys(("pair_before", "pair_after", "pair_recovery"), float("nan"))
     found = dict(zip(names, distances, strict=True))
     return PatchAnswer(asked=asked, recovery=recovery, l2_recovery=l2_recovery, why=why, **found, **rest)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import pandas as pd
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.errors import InputError
-from kvinterp.files import read_sealed, strict_json
+from kvinterp.files import bytes_with, read_sealed, strict_json
 from kvinterp.inputs import check_choice, check_known, given_list
 from kvinterp.kept import Held, Kept
 
@@ -115,6 +116,10 @@ class Verdict(Kept):
         place = Path(folder)
         fields = _with_infinities(read_sealed(place / "verdict.json"))
         try:
+            for name, digest in fields["sha256"].items():
+                # A verdict may come from anybody: no name leads out of the folder.
+                if re.fullmatch(r"\w+\.parquet", name) and bytes_with(place / name, digest) is None:
+                    raise ValueError(f"{name} is not the one that it was written with")
             del fields["exit_code"], fields["sha256"]
             checks = tuple(Check(**check) for check in fields.pop("checks"))
             rows = {name: tuple(fields.get(name, ())) for name in ("notes", "seconds")}

@@ -107,7 +107,9 @@ class Comparison(Kept):
     attention_rows: pd.DataFrame
     failures: pd.DataFrame
     provenance: dict[str, Any]
-    routing: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=[*COLUMNS["routing"]]))
+    routing: pd.DataFrame = dataclasses.field(
+        default_factory=lambda: pd.DataFrame(columns=[*COLUMNS["routing"]]).astype({"after_flip": bool})
+    )
     origin: Origin | None = dataclasses.field(default=None, repr=False, compare=False)
     prompts: Sequence[Prompt] = dataclasses.field(default=(), repr=False, compare=False)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
 from kvinterp.experiments.base import NOTHING, Experiment, How, Outcome
 from kvinterp.experiments.options import argument, option, shared
 
@@ -146,7 +146,14 @@ class Audit(Experiment):
                 raise InputError(f"--{name} was given with --checks none: leave one of the two out.")
 
     def _check_against(self) -> None:
-        """Refuses what is read of the audit of a cache alone."""
+        """Refuses what is read of the audit of a cache alone, and a file that is not there."""
+        from kvinterp.files import is_file
+
+        if not self.is_live() and not is_file(Path(str(self.against))):
+            raise InputError(
+                f"--against {shown(str(self.against))} does not exist or is no file: give another engine's log-probs, or the "
+                "address of a server, such as http://127.0.0.1:8080/v1."
+            )
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach", "calls"):
             if getattr(self, name) != fields[name] and not (name == "prompts" and self.is_live()):
