@@ -122,6 +122,35 @@ def test_what_was_answered_before_a_server_died_is_not_asked_again(tmp_path: Pat
         assert count == -100 + 18 - 6 + 18
 
 
+def test_what_another_server_answered_is_not_judged_as_this_ones(tmp_path: Path, model: Any) -> None:
+    count = 0
+
+    def dying(handler: Any, body: Any) -> None:
+        nonlocal count
+        count += body is not None
+        return handler.connection.close() if count > 6 else right(handler, body)
+
+    with serving(dying) as (url, _), pytest.raises(InputError, match="6 answers are kept"):
+        fetched(url, tmp_path)
+    with serving(right) as (url, _):
+        found = fetched(url, tmp_path)
+    for file in (found.cold, found.warm):
+        assert [json.loads(line)["url"] for line in file.read_text().splitlines()] == [url] * 8
+
+
+def test_an_answer_that_cannot_be_used_is_not_kept(tmp_path: Path) -> None:
+    mended = False
+
+    def answer(handler: Any, body: Any) -> None:
+        (right if mended else no_tokens)(handler, body)
+
+    with serving(answer) as (url, _):
+        with pytest.raises(InputError, match="gives no log-probs with token ids"):
+            fetched(url, tmp_path)
+        mended = True
+        assert fetched(url, tmp_path).cached == (0, 24)
+
+
 def hanging(handler: Any, body: Any) -> None:
     time.sleep(1.5)
 
@@ -147,6 +176,11 @@ def no_tokens(handler: Any, body: Any) -> None:
     send(handler, json.dumps({"data": []} if body is None else {"choices": [{"text": "hello", "logprobs": None}]}).encode())
 
 
+def saying(**choice: Any) -> Answer:
+    content = json.dumps({"choices": [choice]}).encode()
+    return lambda handler, body: send(handler, content if body else b'{"data": []}')
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
@@ -163,6 +197,10 @@ def no_tokens(handler: Any, body: Any) -> None:
         (lambda handler, body: send(handler, b'{"error": "\\u001b[31m"}'), "where choices were expected"),
         (other_model, "it runs another tokenizer"),
         (no_tokens, "gives no log-probs with token ids"),
+        (saying(token_ids=7), "gives no log-probs with token ids"),
+        (saying(logprobs={"content": 5}), "gives no log-probs with token ids"),
+        (saying(logprobs={"tokens": 5}), "gives no log-probs with token ids"),
+        (saying(token_ids=[5] * 1000), "wrote 1,000 tokens where 4 were asked for"),
     ],
 )  # fmt: skip
 def test_what_a_server_does_wrong_is_one_sentence(
@@ -179,7 +217,15 @@ def test_what_a_server_does_wrong_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    "url", ["http://", "http://127.0.0.1:1/x", "http://a@127.0.0.1:1/v1", "http://127.0.0.1:99999999/v1"]
+    "url",
+    [
+        "http://",
+        "http://127.0.0.1:1/x",
+        "http://a@127.0.0.1:1/v1",
+        "http://127.0.0.1:99999999/v1",
+        "http://127.0.0.1:1/\u00e9/v1",
+        f"http://{'a' * 64}.invalid/v1",
+    ],
 )
 def test_an_address_that_is_none_is_named(url: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is no address of a server"):

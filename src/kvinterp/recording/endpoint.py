@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvinterp.errors import InputError, shown
-from kvinterp.files import bytes_of, is_file
+from kvinterp.files import bytes_of, is_file, replaced
 
 SECONDS, TRIES, MOST = 60.0, 3, 1 << 24
 """How long an answer may take, how often it is asked for, and its most bytes."""
@@ -79,7 +79,9 @@ class Endpoint:
         except ValueError:
             host, found = None, urllib.parse.urlsplit("")
         extra = found.username or found.query or found.fragment or not found.path.rstrip("/").endswith("/v1")
-        if not host or extra or any(c <= " " for c in self.url):
+        # A label of a name has at most 63 letters.
+        long = any(len(label) > 63 for label in (host or "").split("."))
+        if not host or extra or long or not self.url.isascii() or any(c <= " " for c in self.url):
             raise InputError(
                 f"{shown(self.url)} is no address of a server: expected one such as http://127.0.0.1:8000/v1; mend it."
             )
@@ -89,7 +91,7 @@ class Endpoint:
             for file in (*self.files.values(), self.keep / DONE):
                 file.unlink(missing_ok=True)
         self.kept: dict[str, dict[str, Any]] = {
-            self._key(name, each["request"]): each["response"]
+            self._key(name, each["request"]): each
             for name, file in self.files.items() for each in _records(file) if each["url"] == self.url
         }  # fmt: skip
 
@@ -117,11 +119,13 @@ class Endpoint:
             # Drawn as the model has it: of what it is sure of there is little to see.
             drawn = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "seed": number, "ignore_eos": True}
             body = {**_body(model, prompt), "max_tokens": steps, **drawn}
-            texts.append((len(prompt), [*prompt, *self._written(self._kept("made", body), piece)]))
+            answer = self._kept("made", body, lambda found: self._written(found, steps, piece))
+            texts.append((len(prompt), [*prompt, *self._written(answer, steps, piece)]))
         cached: dict[str, int | None] = {}
         asked = sum(at for begun, text in texts for at in range(begun, len(text)))
         for name in ("cold", "warm"):
             total: int | None = 0
+            used = []
             for number, (begun, text) in enumerate(texts):
                 for at in range(begun, len(text)):
                     self.tell(f"{name}: token {at - begun + 1} of text {number + 1} of {len(texts)}")
@@ -130,19 +134,26 @@ class Endpoint:
                     if name == "cold":
                         body["cache_salt"] = f"cold-{number}-{at}-{time.time_ns()}"
                     said = _cached(self._kept(name, body))
+                    used.append(self.kept[self._key(name, body)])
                     total = None if said is None or total is None else total + said
             cached[name] = total
+            # What else is kept there was asked of another server, or for other texts.
+            with replaced(self.files[name]) as file:
+                file.write("".join(json.dumps(each) + "\n" for each in used).encode())
         (self.keep / DONE).touch()
         return Fetched(self.files["cold"], self.files["warm"], (cached["cold"], cached["warm"]), asked, str(model))
 
-    def _written(self, answer: Mapping[str, Any], piece: Callable[[int], str]) -> list[int]:
+    def _written(self, answer: Mapping[str, Any], steps: int, piece: Callable[[int], str]) -> list[int]:
         """The ids that the server wrote, and whether they are this model's: each has the text that it has here."""
         choice = answer["choices"][0] if isinstance(answer["choices"][0], dict) else {}
         logs = choice.get("logprobs") if isinstance(choice.get("logprobs"), dict) else {}
         logs = logs or {}
-        entries = [e for e in logs.get("content") or [] if isinstance(e, dict)]
-        texts = [e.get("token") for e in entries] or list(logs.get("tokens") or [])
-        ids = choice.get("token_ids")
+        content, tokens, ids = (
+            found if isinstance(found, list) else []
+            for found in (logs.get("content"), logs.get("tokens"), choice.get("token_ids"))
+        )
+        entries = [e for e in content if isinstance(e, dict)]
+        texts = [e.get("token") for e in entries] or tokens
         ids = (
             ids
             or [e.get("id") for e in entries]
@@ -152,10 +163,12 @@ class Endpoint:
             raise self._wrong(
                 f"gives no log-probs with token ids ({shown(choice)}): it needs logprobs and return_token_ids"
             )
+        if len(ids) > steps:
+            raise self._wrong(f"wrote {len(ids):,} tokens where {steps:,} were asked for: it does not heed max_tokens")
         named = [(i, t) for i, t in zip(ids, texts, strict=False) if isinstance(t, str) and not t.startswith("token_id:")]
         try:
             other = [(i, t) for i, t in named if t.isascii() and piece(i).isascii() and piece(i).strip() != t.strip()]
-        except (IndexError, InputError):
+        except (IndexError, OverflowError, InputError):
             raise self._wrong(f"wrote token {max(ids)}, which this model has not: it runs another one") from None
         if 2 * len(other) > len(named):
             at, text = other[0]
@@ -165,14 +178,16 @@ class Endpoint:
         return list(ids)
 
     def _wrong(self, what: str) -> InputError:
-        done = sum(1 for name in self.files.values() for _ in _records(name))
+        done = len(self.kept)
         kept = (
             f"; {done} answers are kept in {shown(str(self.keep))}, and the same command goes on from there" if done else ""
         )
         return InputError(f"the server at {shown(self.url)} {what}{kept}; mend it and ask again.")
 
-    def _kept(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """An answer, from the file where it was given before; else asked for and written there before anything else."""
+    def _kept(
+        self, name: str, body: Mapping[str, Any], check: Callable[[Mapping[str, Any]], object] = lambda found: None
+    ) -> dict[str, Any]:
+        """An answer, from the file where it was given before; else asked for and, once it is checked, written there."""
         key = self._key(name, body)
         if key not in self.kept:
             number = sum(1 for each in self.kept if each.startswith(f'["{name}"')) + 1
@@ -180,11 +195,12 @@ class Endpoint:
             choices = found.get("choices")
             if not isinstance(choices, list) or not choices:
                 raise self._wrong(f"answered {shown(found)} where choices were expected: it is no OpenAI-compatible server")
+            check(found)
             self.keep.mkdir(parents=True, exist_ok=True)
+            self.kept[key] = {"url": self.url, "request": body, "response": found}
             with self.files[name].open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"url": self.url, "request": body, "response": found}) + "\n")
-            self.kept[key] = found
-        return self.kept[key]  # type: ignore[no-any-return]
+                file.write(json.dumps(self.kept[key]) + "\n")
+        return self.kept[key]["response"]  # type: ignore[no-any-return]
 
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
         why = ""
