@@ -133,6 +133,17 @@ def test_what_cannot_be_laid_side_by_side_is_said_in_one_sentence(tmp_path: Path
     assert not (tmp_path / "out" / "summary.json").exists()
 
 
+def test_results_that_are_of_many_models_have_a_figure_too(tmp_path: Path) -> None:
+    from kvinterp.report.style import small_print
+
+    about = comparison(NUMBERS).provenance
+    names = ("torch", "transformers", "transformer_lens", "kvinterp", "device", "threads")
+    said = small_print([{name: about[name] for name in names}])
+    assert str(about["device"]) in said
+    assert "weights" not in said
+    assert "weights" in small_print([about])
+
+
 _REST = {
     **dict.fromkeys(("fixed_order_block_error", "fixed_order_max_abs_logit", "null_max_abs_logit"), None),
     **dict.fromkeys(("fixed_order_bitwise_equal", "fixed_order_checks", "prompt_rows_error_in_unit_roundoffs"), 0),

@@ -146,6 +146,15 @@ def test_a_file_that_is_no_table_of_norms_is_one_sentence(tmp_path, content, sai
         Norms(**SMALL, add=tmp_path / "other.csv").run(None, progress="none")
 
 
+def test_a_folder_is_read_as_none_and_a_bad_table_is_said_before_an_audit_begins(tmp_path, monkeypatch):
+    with pytest.raises(kv.InputError, match=r"cannot be read \(it is a folder and no file\): expected a table"):
+        read_norms(tmp_path)
+    monkeypatch.setenv(norms.VARIABLE, str(tmp_path))
+    monkeypatch.setattr("kvinterp.auditing.audit._Auditor", lambda *given: pytest.fail("it began"))
+    with pytest.raises(kv.InputError, match=r"KVINTERP_NORMS .* cannot be read"):
+        kv.audit(kv.load_model("zoo:gqa2-mini", dtype="float32", kind="native"), lengths=(8,), steps=2)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

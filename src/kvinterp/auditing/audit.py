@@ -46,7 +46,7 @@ from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.provenance import provenance
-from kvinterp.reading.norms import standing
+from kvinterp.reading.norms import known, standing
 from kvinterp.store import Lock
 
 RUNGS = ("bfloat16", "float16", "float32", "float64")
@@ -114,6 +114,8 @@ def audit(
     with evaluating(model):
         adapter = wrap(model)
     check_choice("detail", detail, ("verdict", "everything"))
+    # A table that cannot be read is said now, not once all is measured.
+    known()
     check_choice("sweep", sweep, ("yes", "no"))
     check_choice("reach", reach, ("yes", "no"))
     check_known("checks", checks, CHECKS)

@@ -99,6 +99,7 @@ def write_gguf(model: Any, tokenizer: Any, file: Path, dtype: str = "float32") -
 
     import gguf
 
+    file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as folder:
         part = Path(folder) / "model.gguf"
         writer = gguf.GGUFWriter(part, "llama")

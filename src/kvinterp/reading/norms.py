@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.errors import InputError
-from kvinterp.files import opened, told
+from kvinterp.files import opened
 
 NUMBERS = ("layers", "width", "length", "steps", "median", "largest")
 COLUMNS = ("model", "architecture", *NUMBERS[:2], "dtype", "plan", *NUMBERS[2:], "device", "versions")
@@ -56,15 +56,16 @@ def read_norms(path: Path, option: str = "--add") -> pd.DataFrame:
     Raises:
         InputError: It is none, or is larger than 16 MiB.
     """
-    with told(path, option), opened(path, _MOST) as file:
-        content = file.read(_MOST + 1)
     expected = f"a table that kvinterp norms wrote, with the columns {', '.join(COLUMNS)}"
     try:
+        with opened(path, _MOST) as file:
+            content = file.read(_MOST + 1)
         table = pd.read_csv(io.BytesIO(content), dtype=str, keep_default_na=False)[list(COLUMNS)]
         table = table.assign(**{name: pd.to_numeric(table[name]).astype(float) for name in NUMBERS})
         sound = len(content) <= _MOST and bool((table[list(NUMBERS)] >= 0).all(axis=None))
-    except (ValueError, KeyError, UnicodeDecodeError) as error:
-        raise InputError(f"{option} {str(path)!r} cannot be read ({type(error).__name__}): expected {expected}.") from error
+    except (OSError, ValueError, KeyError) as error:
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else type(error).__name__
+        raise InputError(f"{option} {str(path)!r} cannot be read ({why}): expected {expected}.") from error
     if not sound:
         raise InputError(f"{option} {str(path)!r} is too large or holds numbers below 0 or none: expected {expected}.")
     return table

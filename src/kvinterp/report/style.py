@@ -200,7 +200,8 @@ def small_print(provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = 
         how = [about[name] for name in ("direction", "protocol", "strategy") if name in about]
         columns["paths"].append(" against ".join(about.get("paths", {}).values()))
         columns["how"].append(", ".join([*how, *([f"seed {about['seed']}"] if "seed" in about else [])]))
-        columns["model"].append(" ".join((*_model(about), f"weights {about['weights']}")))
+        # Of a result that is of many models the machine alone is told.
+        columns["model"].append(" ".join((*_model(about), f"weights {about['weights']}")) if "model" in about else "")
         for title, name in _VERSIONS.items():
             columns[title].append(f"{title} {about[name]}")
         columns["machine"].append(f"{about['device']}, threads: {about['threads']}")
