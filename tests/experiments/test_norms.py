@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -147,10 +149,11 @@ def test_a_file_that_is_no_table_of_norms_is_one_sentence(tmp_path, content, sai
 
 
 def test_a_folder_is_read_as_none_and_a_bad_table_is_said_before_an_audit_begins(tmp_path, monkeypatch):
+    assert callable(kv.audit)  # Its module is there from here on.
     with pytest.raises(kv.InputError, match=r"cannot be read \(it is a folder and no file\): expected a table"):
         read_norms(tmp_path)
     monkeypatch.setenv(norms.VARIABLE, str(tmp_path))
-    monkeypatch.setattr("kvinterp.auditing.audit._Auditor", lambda *given: pytest.fail("it began"))
+    monkeypatch.setattr(sys.modules["kvinterp.auditing.audit"], "_Auditor", lambda *given: pytest.fail("it began"))
     with pytest.raises(kv.InputError, match=r"KVINTERP_NORMS .* cannot be read"):
         kv.audit(kv.load_model("zoo:gqa2-mini", dtype="float32", kind="native"), lengths=(8,), steps=2)
 
