@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.auditing.bench import (
+    PASSED,
     Bench,
     Check,
     Errors,
@@ -190,32 +190,34 @@ def left_padding(bench: Bench) -> Check:
     bench.only_native(f"a model of kind {runner.kind} is fed without a mask here")
     if "attention_mask" not in runner.takes:
         raise NotRunError(f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
-    errors, hint, reach, rows = Errors(), "", math.inf, []
+    checks = []
     for prompt, length, pads in _padded_prompts(bench):
-        given, first = Padded(bench, length, prompt, pads), prompt - 1
-        reference = bench.reference(given.tokens, given.masking)
-        theirs, unmasked = unpadded(runner, given.tokens, given.masking, first)
-        null = max(reference.null, apart(reference.logits[:, first:], theirs))
-        seen = apart(unmasked, theirs)
-        if null > bench.beyond * reference.null and null > min(seen, bench.reach) / bench.beyond:
-            raise no_padding(null)
-        given.masked = given.wants_mask()
-        made = given.decode()
-        found = Errors().add(made, Recomputation(theirs, null), first, first).add(made, reference, first)
-        chunked = given.chunked() if given.before < prompt - 1 else None
-        if chunked is not None:
-            found.add(chunked, Recomputation(reference.logits, null), given.before)
-        if not hint and max(found.values()) > bench.beyond * null:
-            with contextlib.suppress(Exception):  # What is wrong with the model may break the search for its cause too.
-                hint = given.cause(made, bench.beyond * null)
-        errors.join(found)
-        reach = min(reach, seen)
-        rows.append(given.lengths)
+        checks.append(_padded(bench, Padded(bench, length, prompt, pads), length))
+        if checks[-1].status != PASSED:
+            return checks[-1]
+    return dataclasses.replace(checks[-1], detail=" ".join(check.detail for check in checks))
+
+
+def _padded(bench: Bench, given: Padded, length: int) -> Check:
+    """One left-padded batch, held against its own null."""
+    runner, first = bench.runner, given.prompt - 1
+    reference = bench.reference(given.tokens, given.masking)
+    theirs, unmasked = unpadded(runner, given.tokens, given.masking, first)
+    null = max(reference.null, apart(reference.logits[:, first:], theirs))
+    reach = apart(unmasked, theirs)
+    if null > bench.beyond * reference.null and null > min(reach, bench.reach) / bench.beyond:
+        raise no_padding(null)
+    given.masked = given.wants_mask()
+    made = given.decode()
+    errors = Errors().add(made, Recomputation(theirs, null), first, first).add(made, reference, first)
+    chunked = given.chunked() if given.before < first else None
+    if chunked is not None:
+        errors.add(chunked, Recomputation(reference.logits, null), given.before)
     what = (
-        f"prompts of {'; of '.join(rows)} tokens in a left-padded batch, at once and in two parts, {length - prompt} decode "
+        f"prompts of {given.lengths} tokens in a left-padded batch, at once and in two parts, {length - given.prompt} decode "
         "steps, against the padded batch and each prompt alone without a cache"
     )
-    return bench.settle(errors, what, hint, reach)
+    return bench.settle(errors, what, lambda: given.cause(made, bench.beyond * null), reach)
 
 
 def _padded_prompts(bench: Bench) -> Iterator[tuple[int, int, Sequence[int]]]:

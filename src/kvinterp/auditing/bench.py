@@ -291,12 +291,6 @@ class Errors(dict[int, float]):
         self.null = max(self.null, reference.null)
         return self
 
-    def join(self, other: Errors) -> None:
-        """Those of another comparison too."""
-        for at, error in other.items():
-            self[at] = max(error, self.get(at, 0.0))
-        self.null = max(self.null, other.null)
-
 
 @dataclasses.dataclass
 class Bench:
